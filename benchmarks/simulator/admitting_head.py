@@ -28,6 +28,10 @@ class _Stage:
         return self.flow.leaving_rate or 0.0
 
     @property
+    def in_engine_s(self) -> float:
+        return self.flow.most_in_engine_s
+
+    @property
     def others_waiting(self) -> Mapping[str, Backlog]:
         return {}
 
@@ -62,6 +66,7 @@ class AdmittingHead(Head):
         self._after = after
         self._tickets: dict[Request, Ticket] = {}
         self._by_number: dict[int, Request] = {}
+        self._sent_at: dict[Request, float] = {}
 
     def dispatch(self, request: Request) -> None:
         """See `Head`."""
@@ -94,7 +99,8 @@ class AdmittingHead(Head):
         now = self._clock.now
         for job in outcome.began:
             self._stage.unbegun -= 1
-            self._stage.flow.began(now, job.prompt_tokens, job.cached_tokens)
+            in_engine_s = now - self._sent_at.pop(job.request)
+            self._stage.flow.began(now, job.prompt_tokens, job.cached_tokens, in_engine_s)
         answered = super().receive(replica, outcome, report, change)
         for request in answered:
             ticket = self._tickets.pop(request)
@@ -111,6 +117,7 @@ class AdmittingHead(Head):
     def _start(self, send: Callable[[SimReplica, Job], None], replica: SimReplica, job: Job) -> None:
         self._stage.unbegun += 1
         self._stage.flow.sent(self._clock.now)
+        self._sent_at[job.request] = self._clock.now
         self._admission.started(self._tickets[job.request])
         send(replica, job)
 

@@ -13,6 +13,7 @@ class FakeStage:
 
     rate: float = 0.0
     unbegun: int = 0
+    in_engine_s: float = 0.0
     heads: int = 1
     others_waiting: Mapping[str, Backlog] = field(default_factory=dict)
 

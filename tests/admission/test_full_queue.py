@@ -158,8 +158,29 @@ def test_a_deadline_that_cannot_be_kept_is_refused_at_arrival() -> None:
     for _ in range(8):
         come(rules, "a")
     refusal = refused(rules, "a", timeout_s=5.0)
-    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.DEADLINE, 5)
-    come(rules, "a", timeout_s=10.5)
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.DEADLINE, 3)
+    come(rules, "a", timeout_s=8.5)
+
+
+def test_what_engines_take_until_the_first_token_is_part_of_the_deadline() -> None:
+    rules = admission(rate=1.0, in_engine_s=2.0)
+    for _ in range(8):
+        come(rules, "a")
+    refusal = refused(rules, "a", timeout_s=9.5)
+    assert (refusal.reason, refusal.retry_after_s) == (Reason.DEADLINE, 1)
+    assert rules.refusal(Terms("a", timeout_s=9.5), None, 0.0) == refusal
+    assert come(rules, "a", timeout_s=10.5, now=100.0).due == 108.5
+
+
+def test_engines_that_are_slower_than_the_deadline_are_not_left_idle_for_it() -> None:
+    rules = admission(rate=1.0, in_engine_s=60.0)
+    assert come(rules, timeout_s=5.0, now=100.0).due == 102.5
+
+
+def test_what_engines_have_not_begun_does_not_make_a_request_late_that_they_get_in_time() -> None:
+    rules = admission(rate=1.0, unbegun=50)
+    come(rules)
+    come(rules, timeout_s=2.0)
 
 
 def test_a_flood_does_not_make_another_tenants_deadline_unreachable() -> None:

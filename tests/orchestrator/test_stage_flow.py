@@ -1,4 +1,6 @@
-"""How fast requests leave a stage's queue, and how much of their prompts was cached."""
+"""How fast requests leave a stage's queue, how long engines take to begin them, and what of prompts was cached."""
+
+import random
 
 import pytest
 
@@ -16,9 +18,21 @@ class Played:
         for _ in range(count):
             self.flow.sent(self.now)
 
-    def begin(self, after: float, prompt_tokens: int = 0, cached_tokens: int | None = None) -> None:
+    def begin(
+        self,
+        after: float,
+        prompt_tokens: int = 0,
+        cached_tokens: int | None = None,
+        in_engine_s: float | None = None,
+    ) -> None:
         self.now += after
-        self.flow.began(self.now, prompt_tokens, cached_tokens)
+        self.flow.began(self.now, prompt_tokens, cached_tokens, in_engine_s)
+
+    def take(self, *in_engine_s: float, every: float = 0.1) -> None:
+        """Engines begin requests, each after so many seconds."""
+        for seconds in in_engine_s:
+            self.send()
+            self.begin(every, in_engine_s=seconds)
 
     def drop(self, after: float) -> None:
         self.now += after
@@ -103,3 +117,35 @@ def test_an_engine_that_does_not_say_what_was_cached_does_not_count(played: Play
     played.begin(after=0.0, prompt_tokens=100, cached_tokens=50)
     played.begin(after=0.0, prompt_tokens=100)
     assert played.flow.hit_ratio == 0.5
+
+
+def test_nothing_is_known_of_the_time_in_engines_before_one_has_begun(played: Played) -> None:
+    played.send()
+    played.begin(after=1.0)
+    assert played.flow.most_in_engine_s == 0.0
+    played.take(2.0)
+    assert played.flow.most_in_engine_s == 2.0
+
+
+def test_almost_all_begin_within_the_estimate_where_times_differ(played: Played) -> None:
+    rng = random.Random(0)
+    times = [rng.expovariate(1.0) for _ in range(2000)]
+    played.take(*times)
+    within = [each <= played.flow.most_in_engine_s for each in times]
+    assert 0.95 < sum(within) / len(within) < 1.0
+
+
+def test_the_estimate_follows_engines_that_have_become_slow_and_fast_again(played: Played) -> None:
+    played.take(*[0.1] * 100)
+    assert played.flow.most_in_engine_s == pytest.approx(0.1)
+    played.take(*[2.0] * 100)
+    assert played.flow.most_in_engine_s > 2.0
+    played.take(*[0.1] * 300)
+    assert played.flow.most_in_engine_s == pytest.approx(0.1, abs=0.05)
+
+
+def test_a_slow_minute_long_ago_is_forgotten_at_the_next_request(played: Played) -> None:
+    played.take(*[10.0] * 20)
+    played.now += 600.0
+    played.take(0.1)
+    assert played.flow.most_in_engine_s == pytest.approx(0.1, abs=0.2)

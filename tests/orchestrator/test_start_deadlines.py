@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admission import Terms
+from vllm_omni_plugin.admission import Terms, Ticket
 from vllm_omni_plugin.errors import RefusedError
 from vllm_omni_plugin.orchestrator.dispatch import held_requests
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
@@ -140,5 +140,39 @@ async def test_nobody_is_refused_for_the_time_that_engines_take_while_nothing_wa
         fleet.now += 0.9
         fleet.say("d", 1)
         await fleet.submit("g", prompt=[1], terms=terms)
-        assert isinstance(dict(await fleet.read())["g"], RefusedError)
-        assert list(fleet.orchestrator.request_states) == ["d", "e", "f"]
+        await fleet.submit("h", prompt=[1], terms=terms)
+        assert isinstance(dict(await fleet.read())["h"], RefusedError)
+        assert list(fleet.orchestrator.request_states) == ["d", "e", "f", "g"]
+
+
+async def test_in_time_for_its_first_token_by_what_engines_take() -> None:
+    async with late(replica_wait=LONG) as fleet:
+        for name in "ab":
+            await fleet.submit(name, prompt=[1])
+        fleet.now += 3.0
+        fleet.say("a", 1)
+        fleet.say("b", 1)
+        admission = fleet.orchestrator.admission
+        ticket = admission.ticket(Terms("tenant", timeout_s=10.0), 0, 1, fleet.now)
+        assert isinstance(ticket, Ticket)
+        assert ticket.due == fleet.now + 10.0 - 3.0
+        admission.ended(ticket, 0, fleet.now)
+
+
+async def test_what_waited_or_was_moved_says_nothing_of_what_engines_take() -> None:
+    async with late(replica_wait=LONG) as fleet:
+        for name in "abc":
+            await fleet.submit(name, prompt=[1])
+        fleet.now += 1.0
+        fleet.say("a", 1, finish_reason="stop")
+        fleet.say("b", 1, finish_reason="stop")
+        # Its replica has it since now.
+        fleet.now += 1.0
+        fleet.say("c", 1)
+        assert fleet.pool.flow.most_in_engine_s == 1.0
+        await fleet.submit("d", prompt=[1])
+        fleet.now += 60.0
+        fleet.kill(0)
+        fleet.join(fleet.pool.member(0))
+        fleet.say("d", 1)
+        assert fleet.pool.flow.most_in_engine_s == 1.0

@@ -45,6 +45,10 @@ class SharedStage:
         return self.flow.leaving_rate or 0.0
 
     @property
+    def in_engine_s(self) -> float:
+        return self.flow.most_in_engine_s
+
+    @property
     def others_waiting(self) -> Mapping[str, Backlog]:
         return self.rules[self.other].by_class()
 

@@ -36,11 +36,10 @@ def test_every_request_is_answered_or_refused() -> None:
     assert result.answered + refused == SCALE.requests
 
 
-def test_a_deadline_bounds_the_wait_of_what_is_answered_and_costs_no_throughput() -> None:
+def test_almost_all_that_is_answered_is_in_time_and_throughput_stays() -> None:
     late, at_once = summary("overload-4x", "prefix"), summary("overload-4x", "prefix" + AT_ONCE)
     assert at_once.refused == 0.0
-    # What is sent in time may still wait at its engine for a sequence slot.
-    assert late.ttft[-1] < 2 * DEADLINE_S < at_once.ttft[-1]
+    assert late.ttft[-1] < 1.25 * DEADLINE_S < at_once.ttft[-1]
     assert late.requests_per_s == pytest.approx(at_once.requests_per_s, rel=0.15)
 
 

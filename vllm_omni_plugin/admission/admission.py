@@ -113,7 +113,7 @@ class Admission:
         account.use(cost, self._stage.heads, now)
         self._accounts.begin(account, now)
         self._named.come(account, self.plan.tenants)
-        patience = _patience(terms, of_class)
+        patience = self._patience(terms, of_class)
         due = None if patience is None else now + patience
         self._queues.of(of_class.name).last_came = now
         number = next(self._numbers)
@@ -141,7 +141,7 @@ class Admission:
         index = queues.plan.class_index(account.settings, priority)
         of_class = queues.plan.classes[index]
         start_tag = _start_tag(account, of_class.name, queues.of(of_class.name))
-        late_s = _late_s(queues, account, index, start_tag, _patience(terms, of_class))
+        late_s = _late_s(queues, account, index, start_tag, self._patience(terms, of_class))
         return self._refused(account, 1, late_s, 0.0 if late_s else queues.excess(account, index))
 
     def standing(self, terms: Terms, priority: int | None, now: float) -> Standing:
@@ -249,6 +249,14 @@ class Admission:
     def _yields(self, account: TenantAccount, class_name: str, now: float) -> bool:
         return self._accounts.is_over_share(account, now) or self._queues.is_above(class_name, now - ACTIVE_S)
 
+    def _patience(self, terms: Terms, of_class: RequestClass) -> float | None:
+        """Seconds that a request may wait for an engine, so that its first token comes in time; None: no deadline.
+
+        At least half of its deadline: engines that are as slow as that may not keep it, but are not left idle for it.
+        """
+        deadline = min((each for each in (terms.timeout_s, of_class.deadline) if each is not None), default=None)
+        return None if deadline is None else max(deadline - self._stage.in_engine_s, deadline / 2)
+
     def _report(self, account: TenantAccount, served_tokens: int) -> TenantReport:
         waiting = self._queues.backlog_of(account.name)
         return TenantReport(waiting, account.in_flight, served_tokens, account.settings.weight)
@@ -328,14 +336,10 @@ def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> fl
 
 
 def _late_s(queues: Queues, account: TenantAccount, index: int, start_tag: float, patience: float | None) -> float:
-    """Seconds by which a request would start too late; 0 if in time."""
+    """Seconds by which an engine would get a request too late; 0 if in time."""
     if patience is None:
         return 0.0
-    return max(0.0, queues.wait_s(queues.ahead_of(account, index, start_tag)) - patience)
-
-
-def _patience(terms: Terms, of_class: RequestClass) -> float | None:
-    return min((each for each in (terms.timeout_s, of_class.deadline) if each is not None), default=None)
+    return max(0.0, queues.sent_in(queues.ahead_of(account, index, start_tag)) - patience)
 
 
 def _refuse(over: bool, reason: Reason, message: str, retry_after_s: float = 0.0) -> Refusal:

@@ -31,7 +31,7 @@ class RequestClass(Bounds, frozen=True, kw_only=True):
     Attributes:
         name: what people call it.
         priority_at_most: the highest OpenAI priority that belongs here, where the tenant has no class. None: any.
-        deadline: seconds to the start of a request, unless its client waits for less.
+        deadline: seconds to the first token of a request, unless its client waits for less.
     """
 
     name: str

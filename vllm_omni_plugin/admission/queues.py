@@ -21,6 +21,10 @@ class StageState(Protocol):
         """Requests of this head that are at engines and have no output yet."""
 
     @property
+    def in_engine_s(self) -> float:
+        """Seconds within which engines begin to answer almost all that they get, as measured; 0: not known yet."""
+
+    @property
     def heads(self) -> int:
         """Heads that share the stage's replicas, at least 1."""
 
@@ -105,6 +109,11 @@ class Queues:
         """Seconds until so many waiting requests have started, after those at engines; 0 while no rate is known."""
         rate = self._stage.rate
         return (ahead + self._stage.unbegun) / rate if rate else 0.0
+
+    def sent_in(self, ahead: float) -> float:
+        """Seconds until an engine gets a request that so many waiting ones are before; 0 while no rate is known."""
+        rate = self._stage.rate
+        return ahead / rate if rate else 0.0
 
     def drained_in(self, excess: float) -> float:
         """Seconds until so many requests have left the queues of all heads; 0 while no rate is known."""

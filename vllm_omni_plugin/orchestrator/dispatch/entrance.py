@@ -58,6 +58,11 @@ class Entrance:
         return max(0, self._pool.flow.queued - self._metrics.queued_in[self._pool.stage_id]())
 
     @property
+    def in_engine_s(self) -> float:
+        """See `StageState`."""
+        return self._pool.flow.most_in_engine_s
+
+    @property
     def heads(self) -> int:
         """See `StageState`."""
         return self._pool.heads

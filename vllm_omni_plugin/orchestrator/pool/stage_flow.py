@@ -1,4 +1,4 @@
-"""How fast the requests of a stage leave its queue, and how much of their prompts its engines had cached."""
+"""How fast requests leave a stage's queue, how long engines take to begin them, and what of prompts was cached."""
 
 from collections.abc import Callable
 from math import exp
@@ -9,6 +9,10 @@ _MEMORY_S = 30.0
 In the rate it fades only when a request leaves the queue. Time in which none does counts in full: 5 minutes of it make
 the rate about ten times lower, and nothing makes it vanish.
 """
+_LEAST_WEIGHT = 1 / 32
+"""Of the latest time in an engine: where many requests begin each second, as many of them make the mean."""
+_DIFFERENCES = 4
+"""How many mean differences above the mean almost all lie, see `StageFlow.most_in_engine_s`."""
 
 
 class StageFlow:
@@ -31,6 +35,8 @@ class StageFlow:
         self._left = (0.0, 0.0, 0.0, 0.0)
         # Tokens that were cached, of how many, and when that was said last.
         self._cached = (0.0, 0.0, 0.0)
+        # Seconds in engines: the mean, the mean difference from it, and when the last request began; None before one.
+        self._in_engine: tuple[float, float, float] | None = None
 
     def sent(self, now: float) -> None:
         """An attempt is sent to a replica."""
@@ -38,8 +44,17 @@ class StageFlow:
             self._left = (*self._left[:3], now)
         self._queued += 1
 
-    def began(self, now: float, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """Its first output came; the engine had so many of its prompt's tokens cached, None if it did not say."""
+    def began(
+        self, now: float, prompt_tokens: int, cached_tokens: int | None, in_engine_s: float | None = None
+    ) -> None:
+        """Its first output came.
+
+        Args:
+            now: the time.
+            prompt_tokens: of its prompt.
+            cached_tokens: those that the engine had cached; None if it did not say.
+            in_engine_s: seconds since it was sent to the engine; None where that is no measure.
+        """
         left, seconds, since, _ = self._left_by(now)
         kept = exp(-since / _MEMORY_S)
         self._left = (left * kept + 1, seconds * kept + since, 0.0, now)
@@ -48,6 +63,13 @@ class StageFlow:
             cached, asked, then = self._cached
             kept = exp((then - now) / _MEMORY_S)
             self._cached = (cached * kept + cached_tokens, asked * kept + prompt_tokens, now)
+        if in_engine_s is not None:
+            mean, difference, then = self._in_engine or (in_engine_s, 0.0, now)
+            weight = max(_LEAST_WEIGHT, 1 - exp((then - now) / _MEMORY_S))
+            error = in_engine_s - mean
+            # From the mean as it is now, lest one that is out of date is taken for what differs.
+            left = (1 - weight) * abs(error)
+            self._in_engine = (mean + weight * error, difference + weight * (left - difference), now)
 
     def dropped(self, now: float, attempts: int = 1) -> None:
         """So many ended without an output: given up by their clients, refused, or lost with their replica."""
@@ -70,6 +92,16 @@ class StageFlow:
         """Share of prompt tokens that engines had cached, 0 to 1; None before they have said so of any."""
         cached, asked, _ = self._cached
         return cached / asked if asked else None
+
+    @property
+    def most_in_engine_s(self) -> float:
+        """Seconds within which almost all requests have their first output once an engine has got them; 0: not known.
+
+        The mean and four times the mean difference from it, as TCP bounds the time of an answer (Jacobson, Congestion
+        Avoidance and Control, SIGCOMM 1988).
+        """
+        mean, difference, _ = self._in_engine or (0.0, 0.0, 0.0)
+        return mean + _DIFFERENCES * difference
 
     def _left_by(self, now: float) -> tuple[float, float, float, float]:
         left, seconds, since, then = self._left

@@ -283,7 +283,9 @@ class StagePool:
         """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
         now = self._clock()
         member.account.begin(run, now)
-        self.flow.began(now, run.prompt_tokens, cached_tokens)
+        # A moved one may have an answer to repeat before that.
+        sent_at = run.dispatched_at if run.attempts == 1 else None
+        self.flow.began(now, run.prompt_tokens, cached_tokens, None if sent_at is None else now - sent_at)
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
