@@ -66,7 +66,7 @@ def main() -> None:
                 print(run, flush=True)
                 lines.write(json.dumps(asdict(run)) + "\n")
         runs = list(_read(store))
-    table = f"{machine(options.engines)}\n\n{_table(runs)}\n"
+    table = f"{machine(options)}\n\n{_table(runs)}\n"
     print(table)
     if options.out is not None:
         options.out.write_text(table)

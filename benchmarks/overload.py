@@ -110,6 +110,13 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="directory of the model to serve")
     parser.add_argument("--engines", type=int, default=3, help="of every set-up")
+    parser.add_argument(
+        "--slowness",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="of the engines' times, so that a machine of few cores can carry the head and clients of more engines",
+    )
     parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY", default=list(DEFAULT_SETUPS))
     parser.add_argument("--router", type=Path, default=None, help="command vllm-router, in an environment of its own")
     parser.add_argument("--capacity", type=float, default=None, help="requests per second; measured if not given")
@@ -119,15 +126,19 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def engines(model: Path, count: int) -> Engines:
+def engines(model: Path, count: int, slowness: float) -> Engines:
     """What every set-up runs."""
     args = ("--max-model-len", "1024", "--max-num-seqs", str(MAX_NUM_SEQS), "--max-num-batched-tokens", "1024")
-    return Engines(model, count, (*args, "--num-gpu-blocks-override", "4096", *sleeping(SERVICE_TIMES)))
+    return Engines(model, count, (*args, "--num-gpu-blocks-override", "4096", *sleeping(_service_times(slowness))))
+
+
+def _service_times(slowness: float) -> dict[str, float]:
+    return {name: seconds * slowness for name, seconds in SERVICE_TIMES.items()}
 
 
 def all_setups(stack: ExitStack, groups: Sequence[Group], options: argparse.Namespace, folder: Path) -> Iterator[Setup]:
     """Start the engines of all groups at once, as they take nearly no time of the cores, and give their set-ups."""
-    fleet, limits = engines(options.model, options.engines), _limits(options.engines, folder)
+    fleet, limits = engines(options.model, options.engines, options.slowness), _limits(options.engines, folder)
     with ThreadPoolExecutor(len(groups)) as pool:
         contexts = [served(group, fleet, options.router, folder, limits) for group in groups]
         up = list(pool.map(stack.enter_context, contexts))
@@ -190,17 +201,18 @@ async def _run(
     return asked, (head_cores, machine_cores)
 
 
-def machine(count: int) -> str:
+def machine(options: argparse.Namespace) -> str:
     """What all of it was measured with."""
+    times = json.dumps(_service_times(options.slowness))
     return (
-        f"{count} engines in every set-up: vLLM's own engine core and scheduler, {MAX_NUM_SEQS} sequences each, which "
-        f"sleep {json.dumps(SERVICE_TIMES)} instead of running a model. {os.cpu_count()} cores ({platform.machine()}), "
-        f"Python {platform.python_version()}, vLLM {version('vllm')}."
+        f"{options.engines} engines in every set-up: vLLM's own engine core and scheduler, {MAX_NUM_SEQS} sequences "
+        f"each, which sleep {times} instead of running a model. {os.cpu_count()} cores ({platform.machine()}), Python "
+        f"{platform.python_version()}, vLLM {version('vllm')}."
     )
 
 
 def _report(options: argparse.Namespace, runs: Sequence[Run]) -> str:
-    parts = [machine(options.engines)]
+    parts = [machine(options)]
     for patience_s in sorted({run.patience_s for run in runs}):
         what = f"### Clients that hang up after {patience_s:g} s without a first token; deadline {DEADLINE_S:g} s"
         parts.append(f"{what}\n\n{_table([run for run in runs if run.patience_s == patience_s])}")

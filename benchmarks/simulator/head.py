@@ -1,6 +1,6 @@
 """The head of a simulated fleet: asks the policy, tells it what happens, and counts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -8,7 +8,8 @@ from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
-from vllm_omni_plugin.orchestrator.dispatch.head_queue import LOOKS, ROOM
+from vllm_omni_plugin.orchestrator.dispatch.clear_replicas import ClearReplicas
+from vllm_omni_plugin.orchestrator.dispatch.head_queue import ROOM
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
@@ -59,8 +60,9 @@ class Head:
         self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
     ) -> None:
         self.line = WaitingLine(self._yields)
-        self.bubbles = self.recalls = self._looked = 0
+        self.bubbles = self.recalls = 0
         self._reserve = Reserve(limits, waits=True, recalls=True) if getattr(policy, "binds_late", False) else AT_ONCE
+        self._clear = ClearReplicas(self._reserve, lambda: clock.now)
         self._send = send
         self._jobs: dict[StageRun, Job] = {}
         self._runs: dict[Request, StageRun] = {}
@@ -123,10 +125,11 @@ class Head:
         few = self._reserve.few_tokens
         if not self.line.some_yield or decision.matched_tokens > few or self._leaves_room(request):
             return decision
-        places = [decision.position, *self._next_looks()]
-        free = [each for each in places if self._may_take(self.serving[each].account, request.prompt_tokens)]
-        best = min(free, key=lambda place: self.serving[place].account.tokens_ahead, default=decision.position)
-        return decision if best == decision.position else Decision(best, ROOM)
+        chosen = self.serving[decision.position]
+        looked = [chosen, *self._clear.next_group(self.serving)]
+        free = [each for each in looked if self._may_take(each.account, request.prompt_tokens)]
+        best = min(free, key=lambda replica: replica.account.tokens_ahead, default=chosen)
+        return decision if best is chosen else Decision(self.serving.index(best), ROOM)
 
     def _may_take(self, account: Account, tokens: int) -> bool:
         return self._reserve.has_slot(account) and self._reserve.has_room(account, tokens)
@@ -202,19 +205,7 @@ class Head:
         behind_others = newest is not None and not self._yields(newest)
         if not self._reserve.has_room(account, prefill_tokens, yields, behind_others):
             return False
-        return not (yields and account.began and self._is_last_clear(replica))
-
-    def _is_last_clear(self, replica: SimReplica) -> bool:
-        """See `HeadQueue`."""
-        if len(self.serving) < LOOKS:
-            return False
-        looked = (self.serving[place] for place in self._next_looks())
-        others = (other.account for other in looked if other is not replica)
-        return not any(not account.unbegun and self._reserve.has_slot(account) for account in others)
-
-    def _next_looks(self) -> Iterator[int]:
-        self._looked, count = self._looked + 1, len(self.serving)
-        return ((self._looked + place) % count for place in range(min(LOOKS, count)))
+        return not (yields and self._clear.must_stay(replica, self.serving))
 
     def _yields(self, run: StageRun) -> bool:
         return self._leaves_room(run.request.engine_inputs)

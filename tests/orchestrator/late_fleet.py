@@ -1,14 +1,33 @@
 """Fleets whose requests wait at the head until the replica that they are charged to can begin them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.balancing import LeastTokensBalancer
+from vllm_omni_plugin.admission import AdmissionPlan, Terms
+from vllm_omni_plugin.balancing import DecidingBalancer, Decision, LeastTokensBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
 
 TWO_AT_MOST = Reserve(waits=True, recalls=True)
 """An engine gets one request to begin and one behind it."""
+FLOOD, CALM = Terms("flood"), Terms("calm")
+SLOTS = 9
+SPARE = 2
+"""Half of the root of the slots, rounded up."""
+ROOMY = Reserve(BatchLimits(tokens=1000, sequences=SLOTS), waits=True, recalls=True)
+EQUALS = AdmissionPlan()
+
+
+class Preferring(DecidingBalancer):
+    """Chooses one replica, whatever waits there, which has so many tokens of each prompt cached."""
+
+    position = 0
+    cached = 0
+
+    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
+        return Decision(min(self.position, len(replicas) - 1), "preferred", matched_tokens=self.cached)
 
 
 def late(replicas: int = 1, reserve: Reserve = TWO_AT_MOST, **options: Any) -> FakeFleet:
@@ -23,3 +42,9 @@ async def submit_all(fleet: FakeFleet, names: str, **fields: Any) -> None:
 def got(link: FakeLink) -> str:
     """The requests that an engine got, in order."""
     return "".join(attempt[0] for attempt in link.added)
+
+
+async def answer_first(fleet: FakeFleet, name: str, terms: Terms, priority: int = 0) -> None:
+    """A request comes and is answered."""
+    await fleet.submit(name, prompt=[1, 2], terms=terms, priority=priority)
+    fleet.say(name, 1, finish_reason="stop")

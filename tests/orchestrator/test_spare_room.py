@@ -1,20 +1,14 @@
 """Requests of tenants over their share, and of lower classes, leave room at engines for those who come after them."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from tests.admission.fakes import admission, come
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms, Ticket
+from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Ticket
 from vllm_omni_plugin.balancing import (
-    DecidingBalancer,
-    Decision,
     LeastTokensBalancer,
     PrefixBalancer,
-    ReplicaView,
-    Task,
 )
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import Waiting, WaitingLine
@@ -27,20 +21,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitR
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
 
-from .late_fleet import got, late, submit_all
-
-FLOOD, CALM = Terms("flood"), Terms("calm")
-SLOTS = 9
-SPARE = 2
-"""Half of the root of the slots, rounded up."""
-ROOMY = Reserve(BatchLimits(tokens=1000, sequences=SLOTS), waits=True, recalls=True)
-EQUALS = AdmissionPlan()
-
-
-async def answer_first(fleet: FakeFleet, name: str, terms: Terms, priority: int = 0) -> None:
-    """A request comes and is answered."""
-    await fleet.submit(name, prompt=[1, 2], terms=terms, priority=priority)
-    fleet.say(name, 1, finish_reason="stop")
+from .late_fleet import CALM, EQUALS, FLOOD, ROOMY, SLOTS, SPARE, Preferring, answer_first, got, late, submit_all
 
 
 async def flooded(fleet: FakeFleet, requests: int, priority: int = 0) -> str:
@@ -170,16 +151,6 @@ async def test_a_request_goes_where_room_was_left_although_more_work_waits_there
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("cd", "0ab1")
 
 
-class Preferring(DecidingBalancer):
-    """Chooses one replica, whatever waits there, which has so many tokens of each prompt cached."""
-
-    position = 0
-    cached = 0
-
-    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        return Decision(min(self.position, len(replicas) - 1), "preferred", matched_tokens=self.cached)
-
-
 async def beside_a_flood(fleet: FakeFleet, balancer: Preferring, first: int) -> None:
     """Of the flooding tenant a prompt of 200 tokens is begun and one waits at a replica, 50 are begun at the other."""
     await answer_first(fleet, "0", CALM)
@@ -238,67 +209,6 @@ async def test_it_does_not_go_where_a_suspect_is_tried() -> None:
         balancer.position = 0
         await fleet.submit("1", prompt=[1, 2], terms=CALM)
         assert fleet.attempt("1")[0] is fleet.links[0]
-
-
-async def prompts_everywhere(fleet: FakeFleet, balancer: Preferring, begun: int) -> list[str]:
-    """So many replicas answer a request of the flooding tenant, and each is to get one more of its prompts. Returns
-    what was sent to each of the replicas."""
-    await answer_first(fleet, "0", CALM)
-    count = len(fleet.links)
-    for balancer.position in range(begun):
-        await fleet.submit(f"a{balancer.position}", prompt=[1, 2], terms=FLOOD)
-        fleet.say(f"a{balancer.position}", 1)
-    for balancer.position in range(count):
-        await fleet.submit(f"b{balancer.position}", prompt=[1, 2], terms=FLOOD)
-    return [got(link).removeprefix("0") for link in fleet.links.values()]
-
-
-async def test_of_eight_replicas_one_is_left_without_prompts_for_those_that_others_leave_room_for() -> None:
-    balancer = Preferring()
-    async with FakeFleet(8, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
-        sent = await prompts_everywhere(fleet, balancer, begun=8)
-        assert sent == [*["ab"] * 7, "a"]
-
-
-async def test_in_a_smaller_fleet_no_replica_is_left_without_prompts_as_more_of_it_would_idle() -> None:
-    balancer = Preferring()
-    async with FakeFleet(7, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
-        assert await prompts_everywhere(fleet, balancer, begun=7) == ["ab"] * 7
-
-
-async def test_the_last_replica_without_prompts_gets_its_own_once_another_one_has_none() -> None:
-    balancer = Preferring()
-    async with FakeFleet(8, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
-        await prompts_everywhere(fleet, balancer, begun=8)
-        fleet.say("a7", 2)
-        assert got(fleet.links[7]) == "a"
-        fleet.say("b3", 1)
-        fleet.say("a7", 3)
-        assert got(fleet.links[7]) == "ab"
-
-
-async def test_a_replica_whose_slots_are_taken_is_no_other_one_without_prompts() -> None:
-    balancer = Preferring()
-    async with FakeFleet(8, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
-        await prompts_everywhere(fleet, balancer, begun=8)
-        fleet.say("b3", 1, running=SLOTS)
-        fleet.say("a7", 2)
-        assert got(fleet.links[7]) == "a"
-
-
-async def test_an_engine_that_idles_gets_a_prompt_although_no_other_replica_is_without_one() -> None:
-    balancer = Preferring()
-    async with FakeFleet(8, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
-        assert (await prompts_everywhere(fleet, balancer, begun=7))[7] == "b"
-
-
-async def test_who_need_not_leave_room_gets_the_replica_that_was_left_without_prompts() -> None:
-    balancer = Preferring()
-    async with FakeFleet(8, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
-        await prompts_everywhere(fleet, balancer, begun=8)
-        balancer.position = 0
-        await fleet.submit("1", prompt=[1, 2], terms=CALM)
-        assert fleet.attempt("1")[0] is fleet.links[7]
 
 
 async def test_where_nobody_leaves_room_a_request_waits_for_the_replica_that_the_policy_prefers() -> None:

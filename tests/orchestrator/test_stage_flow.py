@@ -34,9 +34,9 @@ class Played:
             self.send()
             self.begin(every, in_engine_s=seconds)
 
-    def drop(self, after: float) -> None:
+    def drop(self, after: float, in_engine_s: float | None = None) -> None:
         self.now += after
-        self.flow.dropped(self.now)
+        self.flow.dropped(self.now, in_engine_s=in_engine_s)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_the_estimate_follows_engines_that_have_become_slow_and_fast_again(playe
     assert played.flow.most_in_engine_s == pytest.approx(0.1)
     played.take(*[2.0] * 100)
     assert played.flow.most_in_engine_s > 2.0
-    played.take(*[0.1] * 300)
+    played.take(*[0.1] * 500)
     assert played.flow.most_in_engine_s == pytest.approx(0.1, abs=0.05)
 
 
@@ -149,3 +149,20 @@ def test_a_slow_minute_long_ago_is_forgotten_at_the_next_request(played: Played)
     played.now += 600.0
     played.take(0.1)
     assert played.flow.most_in_engine_s == pytest.approx(0.1, abs=0.2)
+
+
+def test_who_gives_up_after_longer_than_all_others_took_counts_and_who_does_earlier_does_not(played: Played) -> None:
+    played.take(*[0.1] * 20)
+    played.send(2)
+    played.drop(after=0.0, in_engine_s=0.05)
+    assert played.flow.most_in_engine_s == pytest.approx(0.1)
+    played.drop(after=0.0, in_engine_s=5.0)
+    assert played.flow.most_in_engine_s > 0.3
+
+
+def test_first_outputs_of_one_message_all_count_and_do_not_displace_those_before(played: Played) -> None:
+    played.take(*[0.1] * 100)
+    played.take(*[1.0] * 80, every=0.0)
+    assert 1.0 < played.flow.most_in_engine_s < 3.0
+    played.take(*[0.1] * 80, every=0.0)
+    assert played.flow.most_in_engine_s > 1.0

@@ -159,6 +159,29 @@ async def test_in_time_for_its_first_token_by_what_engines_take() -> None:
         admission.ended(ticket, 0, fleet.now)
 
 
+async def test_one_that_an_engine_had_in_time_has_until_its_deadline_when_that_engine_is_lost() -> None:
+    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        await fleet.submit("slow", prompt=[1])
+        fleet.now += 1.0
+        fleet.say("slow", 1)
+        await fleet.submit("a", prompt=[1], terms=Terms("tenant", timeout_s=0.03))
+        # An engine was to have it after 0.015 s, as they take long.
+        fleet.now += 0.02
+        fleet.kill(0)
+        await asyncio.sleep(0.02)
+        assert "a" in fleet.orchestrator.request_states
+        fleet.now += 0.02
+        await eventually(lambda: "a" not in fleet.orchestrator.request_states, "the refusal")
+
+
+async def test_clients_that_hang_up_before_the_first_token_show_what_engines_take() -> None:
+    async with late(replica_wait=LONG) as fleet:
+        await fleet.submit("a", prompt=[1])
+        fleet.now += 5.0
+        await fleet.abort("a")
+        assert fleet.pool.flow.most_in_engine_s == 5.0
+
+
 async def test_what_waited_or_was_moved_says_nothing_of_what_engines_take() -> None:
     async with late(replica_wait=LONG) as fleet:
         for name in "abc":

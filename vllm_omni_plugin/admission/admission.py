@@ -113,11 +113,12 @@ class Admission:
         account.use(cost, self._stage.heads, now)
         self._accounts.begin(account, now)
         self._named.come(account, self.plan.tenants)
-        patience = self._patience(terms, of_class)
+        allowed, patience = _allowed(terms, of_class), self._patience(terms, of_class)
         due = None if patience is None else now + patience
+        deadline = None if allowed is None else now + allowed
         self._queues.of(of_class.name).last_came = now
         number = next(self._numbers)
-        return Ticket(index, priority, start_tag, number, account, tokens, due, of_class.name, cost, charge)
+        return Ticket(index, priority, start_tag, number, account, tokens, due, deadline, of_class.name, cost, charge)
 
     def may_refuse(self, terms: Terms) -> bool:
         """Whether such a request may be refused while it waits, or by a limit. From any thread."""
@@ -254,8 +255,8 @@ class Admission:
 
         At least half of its deadline: engines that are as slow as that may not keep it, but are not left idle for it.
         """
-        deadline = min((each for each in (terms.timeout_s, of_class.deadline) if each is not None), default=None)
-        return None if deadline is None else max(deadline - self._stage.in_engine_s, deadline / 2)
+        allowed = _allowed(terms, of_class)
+        return None if allowed is None else max(allowed - self._stage.in_engine_s, allowed / 2)
 
     def _report(self, account: TenantAccount, served_tokens: int) -> TenantReport:
         waiting = self._queues.backlog_of(account.name)
@@ -293,7 +294,7 @@ class Admission:
     def _refused(self, account: TenantAccount, tokens: int, late_s: float, excess: float) -> Refusal | None:
         """Why a request of so many tokens is refused that would be so late, or for which so many are too many."""
         if late_s:
-            message = f"The request would start about {late_s:.1f} s later than it may."
+            message = f"The request's first token would come about {late_s:.1f} s later than it may."
             return _refuse(self._is_over_share(account, tokens), Reason.DEADLINE, message, late_s)
         if excess:
             over, drained_s = self._is_over_share(account, tokens), self._queues.drained_in(excess)
@@ -329,6 +330,11 @@ class Admission:
         account.finish[ticket.class_name] = account.finish.get(ticket.class_name, 0.0) + charge
         account.use(tokens, self._stage.heads, now)
         self._accounts.end(account, now)
+
+
+def _allowed(terms: Terms, of_class: RequestClass) -> float | None:
+    """Seconds from a request's arrival to its first token; None: any."""
+    return min((each for each in (terms.timeout_s, of_class.deadline) if each is not None), default=None)
 
 
 def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> float:

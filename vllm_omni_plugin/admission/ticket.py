@@ -30,7 +30,8 @@ class Ticket(Struct, order=True):
         number: counts up with each ticket of a head.
         tenant: whose request it is.
         tokens: of its prompt.
-        due: monotonic seconds by which it must have started; None: it may wait for ever.
+        due: monotonic seconds by which an engine must have got it for the first time; None: it may wait for ever.
+        deadline: monotonic seconds by which its first token must come; None likewise.
         class_name: its class.
         cost: tokens that it is charged for while its answer's length is not known.
         charge: what its tenant's next request was put back for it, in tokens per weight.
@@ -44,6 +45,7 @@ class Ticket(Struct, order=True):
     tenant: TenantAccount
     tokens: int
     due: float | None
+    deadline: float | None
     class_name: str
     cost: float
     charge: float
@@ -51,4 +53,4 @@ class Ticket(Struct, order=True):
 
     def follower(self) -> Self:
         """The same place, for work on the request at a stage where nobody is refused."""
-        return replace(self, phase=Phase.STARTED, due=None)
+        return replace(self, phase=Phase.STARTED, due=None, deadline=None)

@@ -7,6 +7,7 @@ from vllm_omni_plugin.admission import Order, Ticket
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.orchestrator.dispatch.clear_replicas import ClearReplicas
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance, TurnAway
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
@@ -19,9 +20,6 @@ Choice = tuple[PoolMember, Decision]
 ROOM = "room"
 """The reason where a request of somebody under the share goes where room was left for such, and no policy is asked."""
 ANYWHERE = Decision(0, ROOM, by_policy=False)
-LOOKS = 8
-"""Replicas that are looked at for such a request, in turns: among so many there is one whose prompts are few. Fleets of
-so many or more always leave one of them without prompts of those that leave room."""
 Refused = tuple[StageRun, RefusedError]
 """A run that waits no longer, and what its client is told."""
 
@@ -54,7 +52,7 @@ class HeadQueue:
         self._clock = clock
         self._wake_at = wake_at
         self._line = WaitingLine(self._yields)
-        self._looked = 0
+        self._clear = ClearReplicas(pool.reserve, clock)
         # Those that no engine has, wherever they wait.
         self._due: Order[StageRun] = Order()
 
@@ -65,8 +63,12 @@ class HeadQueue:
         return run in self._line
 
     def must_start(self, run: StageRun) -> None:
-        """A run is at no engine, or not any more: if nothing of it has come, it is refused at its deadline."""
-        due = _ticket(run).due
+        """A run is at no engine, or not any more: if nothing of it has come, it is refused when it is due.
+
+        One that an engine had has until its deadline, lest it is refused for the time that it has lost with that one.
+        """
+        ticket = _ticket(run)
+        due = ticket.due if run.dispatched_at is None else ticket.deadline
         if due is not None and not run.produced:
             self._due.add(run, due)
             self._wake_at(due)
@@ -88,7 +90,7 @@ class HeadQueue:
             return choice
         if self._yields(run):
             return choice
-        looked = (choice[0], *self._next_looks())
+        looked = (choice[0], *self._clear.next_group(self._pool.serving))
         free = (m for m in looked if m.replica_id not in avoided and reserve.has_slot(m.account))
         ready = (m for m in free if self._may_begin(run, m, ANYWHERE))
         # The first of equals, which is the policy's.
@@ -129,7 +131,7 @@ class HeadQueue:
         self._entrance.leave(_ticket(run))
 
     def overdue(self) -> Iterator[Refused]:
-        """Those that should have started by now; each is to be ended at once."""
+        """Those that an engine should have got by now; each is to be ended at once."""
         while (first := self._due.first()) is not None:
             due, run = first
             if due > self._clock():
@@ -212,24 +214,7 @@ class HeadQueue:
         behind_others = newest is not None and not self._yields(newest)
         if not self._pool.reserve.has_room(account, prefill_tokens, yields, behind_others):
             return False
-        # An engine that idles gets a prompt at any rate.
-        return not (yields and account.began and self._is_last_clear(member))
-
-    def _is_last_clear(self, member: PoolMember) -> bool:
-        """Whether no other replica that is looked at could begin a prompt with its next step, as far as this head sent
-        some: a prompt of those that leave room may then be in each engine's step when one comes that need not."""
-        if len(self._pool.serving) < LOOKS:
-            # It would cost a larger part of what the engines can compute.
-            return False
-        has_slot = self._pool.reserve.has_slot
-        others = (other.account for other in self._next_looks() if other is not member)
-        return not any(not account.unbegun and has_slot(account) for account in others)
-
-    def _next_looks(self) -> Iterator[PoolMember]:
-        """Some of the replicas that serve, others at each call. There must be one."""
-        serving, self._looked = self._pool.serving, self._looked + 1
-        places = range(self._looked, self._looked + min(LOOKS, len(serving)))
-        return (serving[place % len(serving)] for place in places)
+        return not (yields and self._clear.must_stay(member, self._pool.serving))
 
     def _yields(self, run: StageRun) -> bool:
         return self._entrance.admission.yields(_ticket(run), self._clock())

@@ -9,8 +9,8 @@ _MEMORY_S = 30.0
 In the rate it fades only when a request leaves the queue. Time in which none does counts in full: 5 minutes of it make
 the rate about ten times lower, and nothing makes it vanish.
 """
-_LEAST_WEIGHT = 1 / 32
-"""Of the latest time in an engine: where many requests begin each second, as many of them make the mean."""
+_IN_ENGINE_MEMORY_S = 5.0
+"""The same of the times in engines, which change as quickly as the load does."""
 _DIFFERENCES = 4
 """How many mean differences above the mean almost all lie, see `StageFlow.most_in_engine_s`."""
 
@@ -35,8 +35,8 @@ class StageFlow:
         self._left = (0.0, 0.0, 0.0, 0.0)
         # Tokens that were cached, of how many, and when that was said last.
         self._cached = (0.0, 0.0, 0.0)
-        # Seconds in engines: the mean, the mean difference from it, and when the last request began; None before one.
-        self._in_engine: tuple[float, float, float] | None = None
+        # Requests, their seconds in engines, the differences of these from the mean, and when the last was counted.
+        self._in_engine = (0.0, 0.0, 0.0, 0.0)
 
     def sent(self, now: float) -> None:
         """An attempt is sent to a replica."""
@@ -64,17 +64,21 @@ class StageFlow:
             kept = exp((then - now) / _MEMORY_S)
             self._cached = (cached * kept + cached_tokens, asked * kept + prompt_tokens, now)
         if in_engine_s is not None:
-            mean, difference, then = self._in_engine or (in_engine_s, 0.0, now)
-            weight = max(_LEAST_WEIGHT, 1 - exp((then - now) / _MEMORY_S))
-            error = in_engine_s - mean
-            # From the mean as it is now, lest one that is out of date is taken for what differs.
-            left = (1 - weight) * abs(error)
-            self._in_engine = (mean + weight * error, difference + weight * (left - difference), now)
+            self._note_in_engine(now, in_engine_s)
 
-    def dropped(self, now: float, attempts: int = 1) -> None:
-        """So many ended without an output: given up by their clients, refused, or lost with their replica."""
+    def dropped(self, now: float, attempts: int = 1, in_engine_s: float | None = None) -> None:
+        """So many ended without an output: given up by their clients, refused, or lost with their replica.
+
+        Args:
+            now: the time.
+            attempts: how many.
+            in_engine_s: seconds since it was sent to the engine; None where that is no measure.
+        """
         self._left = self._left_by(now)
         self._queued -= attempts
+        # The first output would have taken longer than that.
+        if in_engine_s is not None and in_engine_s > self.most_in_engine_s:
+            self._note_in_engine(now, in_engine_s)
 
     @property
     def queued(self) -> int:
@@ -100,8 +104,15 @@ class StageFlow:
         The mean and four times the mean difference from it, as TCP bounds the time of an answer (Jacobson, Congestion
         Avoidance and Control, SIGCOMM 1988).
         """
-        mean, difference, _ = self._in_engine or (0.0, 0.0, 0.0)
-        return mean + _DIFFERENCES * difference
+        requests, seconds, differences, _ = self._in_engine
+        return (seconds + _DIFFERENCES * differences) / requests if requests else 0.0
+
+    def _note_in_engine(self, now: float, in_engine_s: float) -> None:
+        requests, seconds, differences, then = self._in_engine
+        kept = exp((then - now) / _IN_ENGINE_MEMORY_S)
+        requests, seconds = requests * kept + 1, seconds * kept + in_engine_s
+        differences = differences * kept + abs(in_engine_s - seconds / requests)
+        self._in_engine = (requests, seconds, differences, now)
 
     def _left_by(self, now: float) -> tuple[float, float, float, float]:
         left, seconds, since, then = self._left

@@ -283,9 +283,7 @@ class StagePool:
         """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
         now = self._clock()
         member.account.begin(run, now)
-        # A moved one may have an answer to repeat before that.
-        sent_at = run.dispatched_at if run.attempts == 1 else None
-        self.flow.began(now, run.prompt_tokens, cached_tokens, None if sent_at is None else now - sent_at)
+        self.flow.began(now, run.prompt_tokens, cached_tokens, _in_engine_s(run, now))
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
@@ -305,7 +303,7 @@ class StagePool:
         now = self._clock()
         member.account.release(run, now)
         if not run.began:
-            self.flow.dropped(now)
+            self.flow.dropped(now, in_engine_s=_in_engine_s(run, now))
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
@@ -365,3 +363,9 @@ def _states(members: Collection[PoolMember]) -> str:
         counts = Counter(member.status.value for member in members)
         return "of its replicas " + ", ".join(f"{count} are {status}" for status, count in sorted(counts.items()))
     return ", ".join(f"replica {member.replica_id} is {member.status.value}" for member in members)
+
+
+def _in_engine_s(run: StageRun, now: float) -> float | None:
+    """Seconds since an engine got a run; None if it is not the first one, which may have had an answer to repeat."""
+    is_first = run.sent and run.attempts == 1
+    return now - run.dispatched_at if is_first and run.dispatched_at is not None else None

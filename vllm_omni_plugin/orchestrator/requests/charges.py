@@ -41,6 +41,7 @@ class Account:
         prefill_tokens: likewise.
         unsent: requests that are charged and wait at this head.
         unbegun_tokens: prompt tokens to be computed of this head's requests that the engine has got.
+        clear_since: monotonic seconds at which `ClearReplicas` began to keep prompts away; None if it does not.
     """
 
     def __init__(self, cache: CacheSize = UNKNOWN_CACHE) -> None:
@@ -49,8 +50,10 @@ class Account:
         self.prefill_tokens = 0
         self.unsent = 0
         self.unbegun_tokens = 0
+        self.clear_since: float | None = None
         # In the order in which they were sent.
         self._unbegun: dict[StageRun, None] = {}
+        self._sessions = 0
         self._cache = cache
         self._decode_tokens = 0
         self._peers: Work | None = None
@@ -95,6 +98,12 @@ class Account:
     def began(self) -> int:
         """Requests of this head that the engine has answered, and not to the end."""
         return self.requests - self.others - self.unsent - len(self._unbegun)
+
+    @property
+    def answering(self) -> int:
+        """Those of them of which each step brings something: a session with streaming input may be between two turns,
+        and none counts."""
+        return self.began - self._sessions
 
     @property
     def tokens_behind(self) -> int:
@@ -178,6 +187,7 @@ class Account:
         run.sent = True
         run.attempts += 1
         self.unsent -= 1
+        self.clear_since = None
         self._unbegun[run] = None
         self.unbegun_tokens += run.prefill_tokens
 
@@ -188,6 +198,7 @@ class Account:
             self.send(run)
         self._leave_unbegun(run)
         run.began = True
+        self._sessions += run.streaming is not None
         self._unanswered -= 1
         self._end_prefill(run, now, computed=run.prefill_tokens)
         self._decode_tokens += run.prompt_tokens + run.output_tokens
@@ -205,6 +216,7 @@ class Account:
         self.requests -= 1
         if run.began:
             self._decode_tokens -= run.prompt_tokens + run.output_tokens
+            self._sessions -= run.streaming is not None
         else:
             self._unanswered -= 1
             if run.sent:
