@@ -24,7 +24,7 @@ from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.admin.watch.fleet_text import table
 from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE, SILENT_S, read_messages
 from vllm_omni_plugin.admin.watch.top import Top
-from vllm_omni_plugin.errors import NoAnswerError, OmniError
+from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE, installed_version, why_unsupported
 
 _NAME = "vllm-omni-plugin"
@@ -285,7 +285,7 @@ def _answer(
         response = _opener(args.url).open(request, timeout=timeout)
     except HTTPError as error:
         with error:
-            kind = NoAnswerError if error.code in _AWAY else OmniError
+            kind = ServerUnavailableError if error.code in _AWAY else OmniError
             raise kind(_refusal(args, error, key)) from error
     except (OSError, HTTPException, ValueError) as error:
         raise _no_answer(args, error) from error
@@ -296,8 +296,8 @@ def _answer(
             raise _no_answer(args, error) from error
 
 
-def _no_answer(args: argparse.Namespace, error: Exception) -> NoAnswerError:
-    return NoAnswerError(f"no answer from {args.url}: {getattr(error, 'reason', error)}")
+def _no_answer(args: argparse.Namespace, error: Exception) -> ServerUnavailableError:
+    return ServerUnavailableError(f"no answer from {args.url}: {getattr(error, 'reason', error)}")
 
 
 def _opener(url: str) -> OpenerDirector:

@@ -43,7 +43,7 @@ class NoReplicaError(OmniError):
     """No replica of a stage can serve right now. The request was never dispatched and is safe to retry."""
 
 
-class RefusedError(OmniError):
+class RequestRefusedError(OmniError):
     """More requests wait than can be answered in time. This one never reached an engine and is safe to retry.
 
     Args:
@@ -60,11 +60,11 @@ class RefusedError(OmniError):
         self.retry_after_s = retry_after_s
 
 
-class NoAnswerError(OmniError):
+class ServerUnavailableError(OmniError):
     """A server that was asked over HTTP is not there, or not now."""
 
 
-class CoordinatorAwayError(OmniError):
+class CoordinatorUnavailableError(OmniError):
     """An operator's call cannot reach the fleet's other heads, or gets no number. It is safe to repeat it later."""
 
 
@@ -76,7 +76,7 @@ class QueryOfDeathError(RequestLostError):
     """Two engines crashed while they ran a request, so it gets no third one."""
 
 
-class UnexplainedError(OmniError):
+class NoExplanationError(OmniError):
     """A load-balancing policy cannot say why it would choose a replica."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.fakes.engine_api import VOCABULARY, FakeOutputs
 from vllm_omni_plugin.admission import AdmissionPlan, Terms
-from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 from week.played_engine import Request
@@ -122,7 +122,7 @@ class Clients:
         if item.request_id not in self.open:
             self._wrong(f"{item.request_id} failed after its end")
             return
-        refused = isinstance(item.error, RefusedError) or not self._orchestrator.can_serve
+        refused = isinstance(item.error, RequestRefusedError) or not self._orchestrator.can_serve
         if not refused:
             self._note(f"{item.request_id}: {item.error}")
         self._end(item.request_id, REFUSED if refused else FAILED)

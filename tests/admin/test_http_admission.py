@@ -23,7 +23,7 @@ from vllm_omni_plugin.admin.http_admission import (
     tenant_headers,
 )
 from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
-from vllm_omni_plugin.errors import NoReplicaError, RefusedError
+from vllm_omni_plugin.errors import NoReplicaError, RequestRefusedError
 
 PATH = "/v1/completions"
 BOTH_HEADERS = (TENANT_HEADER, FAIRNESS_HEADER)
@@ -301,7 +301,7 @@ async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
 ) -> None:
     stream = Stream(*before)
     client = await stream.begun()
-    assert stream.fail(RefusedError(*OVER_SHARE))
+    assert stream.fail(RequestRefusedError(*OVER_SHARE))
     if raises:
         stream.outputs.put_nowait(RuntimeError("the response has started"))
     else:
@@ -317,7 +317,7 @@ async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
 
 async def test_a_whole_answer_that_is_refused_while_it_waits_says_when_to_come_back() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert head.submit().refuse(RefusedError(*FULL))
+        assert head.submit().refuse(RequestRefusedError(*FULL))
         await send(start(503, JSON))
         await send(part(b"as vLLM says it", more=False))
 
@@ -333,7 +333,7 @@ async def test_an_answer_that_has_begun_keeps_its_status_when_a_further_request_
     client = Head(stream).request()
     stream.outputs.put_nowait(part(b"data: one\n\n"))
     await client.sent_so_far(2)
-    assert not stream.fail(RefusedError(*OVER_SHARE))
+    assert not stream.fail(RequestRefusedError(*OVER_SHARE))
     stream.outputs.put_nowait(RuntimeError("after the beginning"))
     with pytest.raises(RuntimeError, match="after the beginning"):
         await client.status()
@@ -385,7 +385,7 @@ async def test_answers_at_the_same_time_do_not_mix() -> None:
     async with asyncio.timeout(10):
         for stream in streams.values():
             await stream.submitted.wait()
-    assert streams["a"].fail(RefusedError(*OVER_SHARE))
+    assert streams["a"].fail(RequestRefusedError(*OVER_SHARE))
     for stream in streams.values():
         stream.outputs.put_nowait(part(b"data: last\n\n", more=False))
     assert {tenant: await client.status() for tenant, client in clients.items()} == {"a": 429, "b": 200}

@@ -14,7 +14,7 @@ from tests.fakes.streaming_head import STATE, StreamingHead, event, history, sta
 from vllm_omni_plugin import cli
 from vllm_omni_plugin.admin.watch.top import Top
 from vllm_omni_plugin.cli import main
-from vllm_omni_plugin.errors import NoAnswerError, OmniError
+from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
 
 TABLE = """\
 host: up, other heads 1, coordinator away  unfinished 3  queued 0  held 2  moved 5  lost 0  refused 2
@@ -84,7 +84,7 @@ def test_a_terminal_begins_again_with_each_state_and_what_is_none_gets_plain_lin
 
 
 def test_it_goes_on_when_the_head_has_been_away_and_keeps_what_it_knows() -> None:
-    away = NoAnswerError("no answer from here")
+    away = ServerUnavailableError("no answer from here")
     streams = Streams([lost("a-1"), ("state", STATE), away], [away], [lost("a-2"), ("state", STATE)])
     shown = run(streams, io.StringIO())
     assert streams.asked == ["", "a-1", "a-1", "a-2"]

@@ -22,7 +22,7 @@ from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_answer
-from vllm_omni_plugin.errors import RefusedError, ReplicaError
+from vllm_omni_plugin.errors import ReplicaError, RequestRefusedError
 from vllm_omni_plugin.integration.engine_client import fleet_client
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -72,7 +72,7 @@ async def test_a_further_request_for_an_answer_that_is_refused_is_not_sent(
     async def app(*_: Any) -> None:
         answer = current_answer()
         assert answer is not None
-        assert answer.refuse(RefusedError(503, "queue_full", "The queue is full.", 7))
+        assert answer.refuse(RequestRefusedError(503, "queue_full", "The queue is full.", 7))
         await client.add_request_async(FakeRequest("further"))
 
     admission = HttpAdmission(lambda *_: None, lambda _: True, list, (), lambda: 0.0)

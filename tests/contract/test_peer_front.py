@@ -16,7 +16,7 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCoreProc
 
-from vllm_omni_plugin.errors import CoordinatorAwayError
+from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds, PeerFront
 from vllm_omni_plugin.integration.http.adapters import open_adapters
@@ -129,7 +129,7 @@ async def test_an_adapter_that_other_servers_could_not_be_told_to_forget_stays_a
     assert await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name="story", lora_path="/loras/story"))
     with monkeypatch.context() as patch:
         patch.setattr(client, "forget_lora_async", _coordinator_away)
-        with pytest.raises(CoordinatorAwayError):
+        with pytest.raises(CoordinatorUnavailableError):
             await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
     assert await listed(models) == ["base", "story"]
     await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story"))
@@ -138,7 +138,7 @@ async def test_an_adapter_that_other_servers_could_not_be_told_to_forget_stays_a
 
 
 async def _coordinator_away(lora_id: int) -> None:
-    raise CoordinatorAwayError("It was lost during the call.")
+    raise CoordinatorUnavailableError("It was lost during the call.")
 
 
 async def test_servers_give_the_modules_of_the_command_line_the_same_ids_and_all_else_different_ones() -> None:

@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from tests.contract.http_server import HttpServer, http_server
 from tests.contract.pipeline_http.app import TINY_MODEL, events
-from vllm_omni_plugin.errors import NoReplicaError, RefusedError
+from vllm_omni_plugin.errors import NoReplicaError, RequestRefusedError
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-REFUSED = RefusedError(429, "deadline", "The request has waited too long.", 9)
+REFUSED = RequestRefusedError(429, "deadline", "The request has waited too long.", 9)
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 GENERATING: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hello", "max_tokens": 4},

@@ -7,7 +7,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admission import AdmissionPlan
 from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, Welcome
-from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 
@@ -28,7 +28,7 @@ async def test_what_waits_at_one_head_leaves_less_room_at_the_other() -> None:
         for name in names:
             await head.submit(name, prompt=[1, 2])
             timers.advance(1.0)
-        return [name for name, error in await head.read() if isinstance(error, RefusedError)]
+        return [name for name, error in await head.read() if isinstance(error, RequestRefusedError)]
 
     async with AsyncExitStack() as stack:
         for number in range(2):

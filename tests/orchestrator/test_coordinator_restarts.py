@@ -11,7 +11,7 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState
-from vllm_omni_plugin.errors import CoordinatorAwayError
+from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 
@@ -60,7 +60,7 @@ async def test_what_one_head_is_told_holds_for_all_and_survives_the_coordinator(
     address, pub = coordinator.router_zmq_addr, coordinator.pub_zmq_addr
     await asyncio.to_thread(coordinator.close)
     await eventually(lambda: first.fleet_calls.refusal is not None)
-    with pytest.raises(CoordinatorAwayError):
+    with pytest.raises(CoordinatorUnavailableError):
         await first.call("resume_scheduler")
     coordinator = await asyncio.to_thread(OmniCoordinator, address, pub)
     stack.callback(coordinator.close)
@@ -112,7 +112,7 @@ async def test_heads_agree_on_a_call_that_engines_refuse_when_a_new_coordinator_
     bus.settle()
     for link in heads[0].links.values():
         link.refuse(link.calls[0][0])
-    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await asyncio.wrap_future(reply)
     await heads[2].call("resume_scheduler")
     assert [head.replay for head in heads] == [told] * 3

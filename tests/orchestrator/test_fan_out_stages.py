@@ -22,7 +22,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     OperatorMessage,
     TakeOver,
 )
-from vllm_omni_plugin.errors import CoordinatorAwayError, NoReplicaError, ReplicaError
+from vllm_omni_plugin.errors import CoordinatorUnavailableError, NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 
 SLEEP = ("sleep", 1, "abort")
@@ -176,7 +176,7 @@ async def test_of_a_call_made_again_the_server_hears_what_one_stage_took_and_the
 
 async def test_a_head_whose_way_to_the_coordinator_is_closed_already_says_nothing_more(head: PlayedHead) -> None:
     head.is_open = False
-    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await head.call("set_weight_version", "v2")
     head.hear(CallOutcome(1, [False, False]))
     assert head.said == []

@@ -14,7 +14,7 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, FleetState, NumberedCall, StageState
-from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorAwayError, NoReplicaError, ReplicaError
+from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorUnavailableError, NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
@@ -30,7 +30,7 @@ async def test_a_head_that_hears_nothing_of_the_coordinator_goes_on_without_what
     monkeypatch.setattr(fleet_calls, "FIRST_S", 0.01)
     async with FakeHead(bus, "a") as head:
         assert not await head.fleet_calls.synced()
-        with pytest.raises(CoordinatorAwayError, match="cannot be reached"):
+        with pytest.raises(CoordinatorUnavailableError, match="cannot be reached"):
             await head.call("pause_scheduler", "keep", True)
         await head.join_fleet()
         assert await head.fleet_calls.synced()
@@ -100,7 +100,7 @@ async def test_a_call_that_the_coordinator_refuses_is_an_error(bus: HeadBus, hea
     reply = heads[0].ask("set_weight_version", "v2")
     await eventually(lambda: bus.calls)
     heads[0].orchestrator.rpc_async_queue.force_put(CallRefused(bus.calls[0].call_id, "there are too many"))
-    with pytest.raises(CoordinatorAwayError, match="there are too many"):
+    with pytest.raises(CoordinatorUnavailableError, match="there are too many"):
         await asyncio.wait_for(asyncio.wrap_future(reply), 10)
 
 

@@ -12,7 +12,7 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus, joined
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.head_messages import Call, CallOutcome
-from vllm_omni_plugin.errors import CoordinatorAwayError, ReplicaError
+from vllm_omni_plugin.errors import CoordinatorUnavailableError, ReplicaError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
@@ -147,7 +147,7 @@ async def test_a_call_to_several_heads_is_refused_while_the_coordinator_is_away(
     for head in heads:
         bus.cut(head, noticed=False)
     for attempt in (heads[0].call("pause_scheduler", "keep", True), heads[0].manage("drain", 1)):
-        with pytest.raises(CoordinatorAwayError, match="coordinator"):
+        with pytest.raises(CoordinatorUnavailableError, match="coordinator"):
             await attempt
     assert heads[0].calls(0) == []
     assert heads[0].pool.member(1).held_back == frozenset()
@@ -201,7 +201,7 @@ async def test_of_the_calls_that_wait_for_a_new_coordinator_none_is_made_whose_c
     reply = heads[0].ask("pause_scheduler", "keep", True)
     await eventually(lambda: bus.calls)
     await heads[0].join_fleet()
-    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await asyncio.wrap_future(reply)
     bus.settle()
     await heads[0].call("add_lora", STORY)
@@ -296,7 +296,7 @@ async def test_a_caller_that_cannot_reach_the_coordinator_any_more_says_so(
     send = heads[0].send
     monkeypatch.setattr(heads[0], "send", lambda message: not isinstance(message, unsaid) and send(message))
     for attempt in (heads[0].call("set_weight_version", "v2"), heads[0].manage("drain", 1)):
-        with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+        with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
             await attempt
 
 
@@ -306,7 +306,7 @@ async def test_a_caller_that_loses_the_coordinator_during_its_call_says_so(bus: 
     await eventually(lambda: heads[0].links[1].calls)
     bus.cut(heads[0])
     heads[0].let_answer()
-    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await asyncio.wrap_future(reply)
     assert heads[0].replay == [("set_weight_version", ("v2",))], "until it knows better"
 
@@ -327,7 +327,7 @@ async def test_a_server_whose_own_call_was_lost_on_the_way_knows_what_the_fleet_
     bus.deaf.clear()
     if when == "before its outcome":
         heads[0].let_answer()
-    with pytest.raises(CoordinatorAwayError, match="lost during the call"):
+    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await asyncio.wrap_future(reply)
     await heads[0].join_fleet()
     for head in heads:
@@ -347,7 +347,7 @@ async def test_a_server_whose_own_call_was_lost_and_refused_by_the_others_knows_
     await heads[0].join_fleet()
     await heads[0].until([])
     heads[0].let_answer()
-    with pytest.raises(CoordinatorAwayError):
+    with pytest.raises(CoordinatorUnavailableError):
         await asyncio.wrap_future(reply)
     # What AsyncLLM's side is told comes in order.
     other = Adapter("other", 8, "/loras/other")

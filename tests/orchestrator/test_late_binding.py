@@ -11,7 +11,7 @@ from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
 from vllm_omni_plugin.balancing import PrefixBalancer, Prompt
-from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, SubmitRequest
@@ -211,10 +211,10 @@ async def test_a_full_queue_makes_room_for_a_higher_class_and_refuses_the_same_o
         await submit_all(fleet, "e", priority=0)
         [(name, error)] = await fleet.read()
         assert name == "d"
-        assert isinstance(error, RefusedError)
+        assert isinstance(error, RequestRefusedError)
         assert (error.reason, error.retry_after_s >= 1) == ("pushed_out", True)
         await submit_all(fleet, "f", priority=1)
-        assert isinstance(await fleet.the_error("f"), RefusedError)
+        assert isinstance(await fleet.the_error("f"), RequestRefusedError)
         assert fleet.in_flight == [4]
         link = fleet.links[0]
         assert (got(link), link.aborted) == ("ab", [])
@@ -225,7 +225,7 @@ async def test_a_tenant_at_its_limit_is_refused_until_one_of_its_requests_has_en
         await submit_all(fleet, "a", terms=Terms("one"))
         await submit_all(fleet, "b", terms=Terms("one"))
         error = await fleet.the_error("b")
-        assert isinstance(error, RefusedError)
+        assert isinstance(error, RequestRefusedError)
         assert (error.status, error.reason) == (429, "in_flight")
         fleet.say("a", 1, finish_reason="stop")
         await submit_all(fleet, "c", terms=Terms("one"))
@@ -239,7 +239,7 @@ async def test_a_request_that_has_waited_as_long_as_its_client_does_is_refused()
         fleet.now = 0.02
         await eventually(lambda: "c" not in fleet.orchestrator.request_states, "the refusal")
         error = next(error for name, error in await fleet.read() if name == "c")
-        assert isinstance(error, RefusedError)
+        assert isinstance(error, RequestRefusedError)
         assert (error.status, error.reason) == (503, "deadline")
         assert got(fleet.links[0]) == "ab"
         await asyncio.sleep(0)
@@ -256,7 +256,7 @@ async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) ->
             await submit_all(fleet, "ab")
         await fleet.submit("x", prompt=prompt)
         if end == "refused":
-            assert isinstance(await fleet.the_error("x"), RefusedError)
+            assert isinstance(await fleet.the_error("x"), RequestRefusedError)
         else:
             await fleet.abort("x")
         _, decision = fleet.pool.decide({"prompt": Prompt(prompt)})

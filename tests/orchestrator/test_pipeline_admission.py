@@ -8,7 +8,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED, JOIN
 from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
-from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.pipeline import Stage
 
@@ -44,7 +44,7 @@ async def prefilled(fleet: FakePipelineFleet, names: str) -> None:
 async def refusals(fleet: FakePipelineFleet) -> dict[str, str]:
     """Why which requests were refused so far."""
     await fleet.read()
-    assert all(isinstance(error, RefusedError) for _, error in fleet.ends), fleet.ends
+    assert all(isinstance(error, RequestRefusedError) for _, error in fleet.ends), fleet.ends
     return {name: error.reason for name, error in fleet.ends}
 
 
@@ -153,7 +153,7 @@ async def test_a_tenant_at_its_limit_is_refused_until_a_request_of_its_has_ended
         await fleet.submit("b", "text")
         assert await refusals(fleet) == {"b": "in_flight"}
         [error] = fleet.call_ends("b")
-        assert isinstance(error, RefusedError)
+        assert isinstance(error, RequestRefusedError)
         assert fleet.orchestrator.metrics.refusals == {(0, "in_flight", "429"): 1}
         await fleet.finish("a")
         await fleet.submit("c")

@@ -17,7 +17,7 @@ from vllm_omni_plugin.balancing import (
     RandomBalancer,
     Task,
 )
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, UnexplainedError
+from vllm_omni_plugin.errors import NoExplanationError, NoReplicaError, OmniError
 from vllm_omni_plugin.orchestrator.pool.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
@@ -196,7 +196,7 @@ async def test_a_nonsensical_decision_costs_no_request(answer: object, caplog: p
                 await fleet.submit(name)
         assert fleet.in_flight == [2, 2]
         assert fleet.orchestrator.metrics.fallbacks == {(0, "Nonsense", POLICY_FAULT): 4}
-        with pytest.raises(UnexplainedError, match="Nonsense"):
+        with pytest.raises(NoExplanationError, match="Nonsense"):
             await explain(fleet, {})
     assert len(caplog.records) == 1
 
@@ -267,7 +267,7 @@ async def test_an_explanation_says_what_would_be_decided_and_changes_nothing() -
 @pytest.mark.parametrize(
     ("balancer", "replicas", "stage_id", "error"),
     [
-        pytest.param(SelectOnly(), 1, 0, UnexplainedError, id="select only"),
+        pytest.param(SelectOnly(), 1, 0, NoExplanationError, id="select only"),
         pytest.param(LeastQueueLengthBalancer(), 0, 0, NoReplicaError, id="no replica"),
         pytest.param(LeastQueueLengthBalancer(), 1, 3, LookupError, id="no stage"),
     ],

@@ -8,7 +8,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import Terms, Ticket
-from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.dispatch import held_requests
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
@@ -29,7 +29,7 @@ async def refused(fleet: FakeFleet, name: str) -> None:
     fleet.now = max(fleet.now, DUE_S)
     await eventually(lambda: name not in fleet.orchestrator.request_states, "the refusal")
     error = dict(await fleet.read())[name]
-    assert isinstance(error, RefusedError)
+    assert isinstance(error, RequestRefusedError)
     assert error.reason == "deadline"
 
 
@@ -141,7 +141,7 @@ async def test_nobody_is_refused_for_the_time_that_engines_take_while_nothing_wa
         fleet.say("d", 1)
         await fleet.submit("g", prompt=[1], terms=terms)
         await fleet.submit("h", prompt=[1], terms=terms)
-        assert isinstance(dict(await fleet.read())["h"], RefusedError)
+        assert isinstance(dict(await fleet.read())["h"], RequestRefusedError)
         assert list(fleet.orchestrator.request_states) == ["d", "e", "f", "g"]
 
 

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME
-from vllm_omni_plugin.errors import NoAnswerError
+from vllm_omni_plugin.errors import ServerUnavailableError
 from vllm_omni_plugin.ray.head_load import REPLICAS, WAIT, load_of, read_load
 from vllm_omni_plugin.ray.scaler import Load
 
@@ -92,12 +92,12 @@ def test_a_head_is_asked_over_http(head: Head) -> None:
 )
 def test_a_head_that_says_nothing_usable_is_no_answer(head: Head, status: int, body: str, reason: str) -> None:
     head.status, head.body = status, body
-    with pytest.raises(NoAnswerError, match=reason):
+    with pytest.raises(ServerUnavailableError, match=reason):
         read_load(head.url, 0)
 
 
 def test_a_head_that_is_not_there_is_no_answer() -> None:
     with HTTPServer(("127.0.0.1", 0), _Handler) as closed:
         port = closed.server_port
-    with pytest.raises(NoAnswerError, match=rf"http://127\.0\.0\.1:{port} does not tell the wait: .*refused"):
+    with pytest.raises(ServerUnavailableError, match=rf"http://127\.0\.0\.1:{port} does not tell the wait: .*refused"):
         read_load(f"http://127.0.0.1:{port}", 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.cli import main
-from vllm_omni_plugin.errors import NoAnswerError
+from vllm_omni_plugin.errors import ServerUnavailableError
 from vllm_omni_plugin.ray import ray_command
 from vllm_omni_plugin.ray.keeping import Keeping
 from vllm_omni_plugin.ray.ray_command import parse
@@ -103,7 +103,7 @@ def test_a_head_that_cannot_be_asked_is_said_once_and_so_is_its_return(
     def read_load(url: str, stage: int) -> Load:
         if load := answers.pop(0):
             return load
-        raise NoAnswerError(f"{url} is away")
+        raise ServerUnavailableError(f"{url} is away")
 
     monkeypatch.setattr(ray_command, "read_load", read_load)
     assert [keeping[0].wanted(float(now)) for now in range(6)] == [1, 1, 1, 1, 2, 2]

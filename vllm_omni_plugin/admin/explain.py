@@ -9,7 +9,7 @@ from typing import Any
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.admission import Terms
 from vllm_omni_plugin.balancing import Candidate, Prompt, Task
-from vllm_omni_plugin.errors import OmniError, UnexplainedError
+from vllm_omni_plugin.errors import NoExplanationError, OmniError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explain, Explanation
 
@@ -70,7 +70,7 @@ async def explain(
         BadPromptError: the server could not complete it.
         UnknownModelError: it has no such model.
         NoReplicaError: no replica serves.
-        UnexplainedError: the policy cannot explain itself.
+        NoExplanationError: the policy cannot explain itself.
         QueueClosedError: the server is about to end.
     """
     read = await read_prompt(prompt, model)
@@ -87,7 +87,7 @@ def _report(explanation: Explanation, prompt_tokens: int) -> DecisionReport:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         # A third party's; the pool checks what it acts upon, not these.
         fault = f"names candidates that cannot be shown ({error!r})"
-        raise UnexplainedError(f"Policy {explanation.policy} {fault}.") from error
+        raise NoExplanationError(f"Policy {explanation.policy} {fault}.") from error
     return DecisionReport(
         policy=explanation.policy,
         reason=decision.reason,

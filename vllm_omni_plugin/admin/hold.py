@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError, OmniError, RefusedError
+from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError, OmniError, RequestRefusedError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 MAX_WAITING = 1024
@@ -190,9 +190,9 @@ def is_post_to(paths: Collection[str], scope: Scope) -> bool:
 
 
 def refusal(error: OmniError) -> Response:
-    """The 503, or what a `RefusedError` has for a status, that says why, in the shape of OpenAI's errors."""
+    """The 503, or what a `RequestRefusedError` has for a status, that says why, in the shape of OpenAI's errors."""
     status, retry_after_s = HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER_S
-    if isinstance(error, RefusedError):
+    if isinstance(error, RequestRefusedError):
         status, retry_after_s = HTTPStatus(error.status), error.retry_after_s
     kind = RATE_LIMITED if status is HTTPStatus.TOO_MANY_REQUESTS else status.phrase
     return error_response(str(error), status, kind, {"Retry-After": str(retry_after_s)})

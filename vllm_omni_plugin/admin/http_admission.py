@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST, ReadAhead, error_response, is_post_to, refusal
 from vllm_omni_plugin.admission.terms import Refusal, Terms
-from vllm_omni_plugin.errors import OmniError, RefusedError
+from vllm_omni_plugin.errors import OmniError, RequestRefusedError
 
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
 TENANT_HEADER: Final = "X-Tenant-ID"
@@ -114,7 +114,7 @@ class Answer:
 
     def __init__(self, terms: Terms, arrived: float, send: Send, keeps: bool) -> None:
         self.request_ids: list[str] = []
-        self.refused: RefusedError | None = None
+        self.refused: RequestRefusedError | None = None
         self._terms = terms
         self._arrived = arrived
         self._send = send
@@ -130,7 +130,7 @@ class Answer:
 
     def refuse(self, error: Exception | None) -> bool:
         """A request for it has ended with this error; returns whether the client will be told of a refusal instead."""
-        if isinstance(error, RefusedError) and self._kept is not None:
+        if isinstance(error, RequestRefusedError) and self._kept is not None:
             self.refused = error
         return self.refused is not None
 
@@ -201,11 +201,11 @@ class AdmissionMiddleware:
             error = await self._answer(Answer(terms, now, send, admission.may_refuse(terms)), scope, receive)
         else:
             admission.count(refused)
-            error = RefusedError(*refused)
+            error = RequestRefusedError(*refused)
         if error is not None:
             await refusal(error)(scope, receive, send)
 
-    async def _answer(self, answer: Answer, scope: Scope, receive: Receive) -> RefusedError | None:
+    async def _answer(self, answer: Answer, scope: Scope, receive: Receive) -> RequestRefusedError | None:
         """Let the application answer. Returns what the client is told instead, if anything."""
         token = _answer.set(answer)
         try:

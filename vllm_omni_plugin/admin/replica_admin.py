@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_omni_plugin.admin.replies import result_of
-from vllm_omni_plugin.errors import CoordinatorAwayError, OmniError, ReplicaError
+from vllm_omni_plugin.errors import CoordinatorUnavailableError, OmniError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
@@ -68,7 +68,7 @@ class FleetAdmin:
         self._clock = clock
 
     @property
-    def refusal(self) -> CoordinatorAwayError | None:
+    def refusal(self) -> CoordinatorUnavailableError | None:
         """Why calls to the engines as a whole are refused now; None if they are not."""
         return self._fleet_calls.refusal
 

@@ -16,11 +16,11 @@ from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
 from vllm_omni_plugin.admin.replica_admin import Action, ReplicaReport, UnknownReplicaError
 from vllm_omni_plugin.errors import (
     ConfigError,
-    CoordinatorAwayError,
+    CoordinatorUnavailableError,
+    NoExplanationError,
     NoReplicaError,
     OmniError,
     ReplicaError,
-    UnexplainedError,
 )
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
@@ -65,9 +65,9 @@ _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
     (UnknownModelError, HTTPStatus.NOT_FOUND),
     (UnknownReplicaError, HTTPStatus.NOT_FOUND),
     (ReplicaError, HTTPStatus.CONFLICT),
-    (UnexplainedError, HTTPStatus.CONFLICT),
+    (NoExplanationError, HTTPStatus.CONFLICT),
     (NoReplicaError, HTTPStatus.SERVICE_UNAVAILABLE),
-    (CoordinatorAwayError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (CoordinatorUnavailableError, HTTPStatus.SERVICE_UNAVAILABLE),
     (QueueClosedError, HTTPStatus.SERVICE_UNAVAILABLE),
 )
 
@@ -161,7 +161,7 @@ def _told_in_http() -> Iterator[None]:
     except OmniError as error:
         for kind, status in _STATUS:
             if isinstance(error, kind):
-                is_away = isinstance(error, CoordinatorAwayError)
+                is_away = isinstance(error, CoordinatorUnavailableError)
                 headers = {"Retry-After": str(RETRY_AFTER_S)} if is_away else None
                 raise HTTPException(status, str(error), headers) from error
         raise

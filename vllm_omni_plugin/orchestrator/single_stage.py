@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.errors import OmniError, RefusedError
+from vllm_omni_plugin.errors import OmniError, RequestRefusedError
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
@@ -50,7 +50,7 @@ class SingleStage(Requests[OrchestratorRequestState]):
         movable = self._api.movable(request)
         try:
             ticket = self._entrance.enter(message)
-        except RefusedError as error:
+        except RequestRefusedError as error:
             refuse(message, error, self._put)
             return
         run = StageRun(

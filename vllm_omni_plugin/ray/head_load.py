@@ -6,7 +6,7 @@ from urllib.request import ProxyHandler, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_omni_plugin.errors import NoAnswerError
+from vllm_omni_plugin.errors import ServerUnavailableError
 from vllm_omni_plugin.ray.scaler import Load
 
 WAIT = "vllm_omni_fleet:expected_wait_seconds"
@@ -22,14 +22,14 @@ def read_load(url: str, stage: int) -> Load:
         stage: the stage.
 
     Raises:
-        NoAnswerError: it does not answer, or cannot tell the wait yet.
+        ServerUnavailableError: it does not answer, or cannot tell the wait yet.
     """
     try:
         # Directly, whatever proxy the environment names.
         with build_opener(ProxyHandler({})).open(f"{url}/metrics", timeout=_TIMEOUT_S) as answer:
             return load_of(answer.read().decode(), stage)
     except (OSError, HTTPException, ValueError) as error:
-        raise NoAnswerError(f"{url} does not tell the wait: {error}") from error
+        raise ServerUnavailableError(f"{url} does not tell the wait: {error}") from error
 
 
 def load_of(metrics: str, stage: int) -> Load:

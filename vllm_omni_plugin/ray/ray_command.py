@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 
 from vllm_omni_plugin.config import FLAGS, OmniConfig, seconds, whole
-from vllm_omni_plugin.errors import NoAnswerError, did_you_mean
+from vllm_omni_plugin.errors import ServerUnavailableError, did_you_mean
 from vllm_omni_plugin.integration.flags import parse_ours
 from vllm_omni_plugin.ray.head_load import read_load
 from vllm_omni_plugin.ray.keeping import Keeping
@@ -104,7 +104,7 @@ def _demand(args: argparse.Namespace, given: OmniConfig) -> Callable[[float], in
         load, before, said = None, said, ""
         try:
             load = read_load(url, given.stage_id)
-        except NoAnswerError as error:
+        except ServerUnavailableError as error:
             said = f"{error}; the number of nodes stays"
         if bool(said) != bool(before):
             _say(said or f"{url} tells the wait again")

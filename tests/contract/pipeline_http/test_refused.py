@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from tests.contract.pipeline_http.app import Model, PipelineApp
-from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")
 
-REFUSED = RefusedError(503, "pushed_out", "Others go first.", 4)
+REFUSED = RequestRefusedError(503, "pushed_out", "Others go first.", 4)
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "modalities": ["text", "audio"]}
 
 

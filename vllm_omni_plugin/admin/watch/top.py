@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from vllm_omni_plugin.admin.watch.fleet_text import event_line, headline, plain, rows, table
-from vllm_omni_plugin.errors import NoAnswerError
+from vllm_omni_plugin.errors import ServerUnavailableError
 
 _EVENTS = 10
 _CLEAR = "\x1b[H\x1b[2J"
@@ -33,7 +33,7 @@ class Top:
         """Show the fleet.
 
         Raises:
-            NoAnswerError: nobody answers.
+            ServerUnavailableError: nobody answers.
             ValueError, LookupError, TypeError: who answers is no head of a fleet.
         """
         self._write(next(self._tables()))
@@ -47,7 +47,7 @@ class Top:
                 for shown in self._tables():
                     has_answered = True
                     self._write(form.format(shown))
-            except NoAnswerError as error:
+            except ServerUnavailableError as error:
                 if not has_answered:
                     raise
                 self._write(plain(f"{error}; trying again") + "\n")
@@ -62,7 +62,7 @@ class Top:
                 yield headline(content) + table(rows(content)) + "".join(map(event_line, self._events))
             elif kind != "history":
                 self._note(content)
-        raise NoAnswerError("the head has ended the stream") if is_fleet else ValueError("no stream of events")
+        raise ServerUnavailableError("the head has ended the stream") if is_fleet else ValueError("no stream of events")
 
     def _note(self, event: dict[str, Any]) -> None:
         # Of another process, which answers now, from its first event on.

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
 
-from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, RefusedError, StageInputError
+from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, RequestRefusedError, StageInputError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed
 
 
@@ -43,7 +43,7 @@ def to_http(error: Exception) -> Exception:
     match error:
         case NoReplicaError():
             status = HTTPStatus.SERVICE_UNAVAILABLE
-        case RefusedError():
+        case RequestRefusedError():
             status = HTTPStatus(error.status)
         case MessageTooLargeError():
             status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE

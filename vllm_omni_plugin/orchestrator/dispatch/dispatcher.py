@@ -9,9 +9,9 @@ from vllm_omni_plugin.errors import (
     MessageTooLargeError,
     NoReplicaError,
     OmniError,
-    RefusedError,
     ReplicaError,
     RequestLostError,
+    RequestRefusedError,
 )
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import Choice, HeadQueue
@@ -247,12 +247,12 @@ class Dispatcher:
                         self._recall(waiting)
         except NoReplicaError:
             self._hold(run)
-        except (RefusedError, RequestLostError) as error:
+        except (RequestRefusedError, RequestLostError) as error:
             self._outcomes.fail(run, error)
         except Exception as error:
             self._outcomes.give_up(run, error)
 
-    def _push_out(self, run: StageRun, error: RefusedError) -> None:
+    def _push_out(self, run: StageRun, error: RequestRefusedError) -> None:
         self._outcomes.fail(run, error)
         # What takes its place may be at another stage, and then nobody asks here what has ended.
         self._wake_at(self._clock())

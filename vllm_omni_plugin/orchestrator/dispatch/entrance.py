@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Phase, Refusal, Terms, Ticket
-from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
@@ -12,7 +12,7 @@ from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics,
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
-TurnAway = Callable[[StageRun, RefusedError], None]
+TurnAway = Callable[[StageRun, RequestRefusedError], None]
 """Ends a run of its stage, whose request is refused."""
 
 _NO_TERMS = Terms()
@@ -79,13 +79,13 @@ class Entrance:
         """A new request has come. Its ticket must be given to `left` in the end.
 
         Raises:
-            RefusedError: its tenant is at a limit.
+            RequestRefusedError: its tenant is at a limit.
         """
         terms, priority = message.terms or _NO_TERMS, message.request.priority
         ticket = self.admission.ticket(terms, priority, message.prompt_tokens, self._clock())
         if isinstance(ticket, Refusal):
             count(self._metrics.refusals, (self._pool.stage_id, ticket.reason, str(ticket.status)))
-            raise RefusedError(*ticket)
+            raise RequestRefusedError(*ticket)
         return ticket
 
     def wait(self, run: StageRun, ticket: Ticket, turn_away: TurnAway) -> None:
@@ -97,20 +97,20 @@ class Entrance:
             turn_away: how this run is turned away, if another one needs its place.
 
         Raises:
-            RefusedError: it may not wait.
+            RequestRefusedError: it may not wait.
         """
         if ticket.phase not in (Phase.NEW, Phase.LET_IN):
             return
         outcome = self.admission.wait(ticket, self._clock())
         if isinstance(outcome, Refusal):
-            raise RefusedError(*outcome)
+            raise RequestRefusedError(*outcome)
         self._waiting[ticket.number] = run, turn_away
         self._flow.sent(self._clock())
         self._tell_others(ticket.class_name)
         for pushed_out, refusal in outcome:
             other, turn_other_away = self._waiting[pushed_out.number]
             self._forget(pushed_out)
-            turn_other_away(other, RefusedError(*refusal))
+            turn_other_away(other, RequestRefusedError(*refusal))
 
     def started(self, ticket: Ticket) -> None:
         """An engine has got a request, or its work in one of the stages."""
@@ -126,11 +126,11 @@ class Entrance:
             self._forget(ticket)
             self.admission.leave(ticket)
 
-    def overdue(self, ticket: Ticket) -> RefusedError:
+    def overdue(self, ticket: Ticket) -> RequestRefusedError:
         """A request has waited as long as it may. Returns what its client is told."""
         if ticket.phase is Phase.WAITING:
             self._forget(ticket)
-        return RefusedError(*self.admission.overdue(ticket, self._clock()))
+        return RequestRefusedError(*self.admission.overdue(ticket, self._clock()))
 
     def left(self, ticket: Ticket, output_tokens: int) -> None:
         """A request is over, in whatever way, after so many tokens of answer."""

@@ -6,7 +6,7 @@ from typing import Any
 from vllm_omni_plugin.admission import Order, Ticket
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import RefusedError
+from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.dispatch.clear_replicas import ClearReplicas
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance, TurnAway
 from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
@@ -20,7 +20,7 @@ Choice = tuple[PoolMember, Decision]
 ROOM = "room"
 """The reason where a request of somebody under the share goes where room was left for such, and no policy is asked."""
 ANYWHERE = Decision(0, ROOM, by_policy=False)
-Refused = tuple[StageRun, RefusedError]
+Refused = tuple[StageRun, RequestRefusedError]
 """A run that waits no longer, and what its client is told."""
 
 
@@ -109,7 +109,7 @@ class HeadQueue:
         """A run waits for the replica that it is charged to.
 
         Raises:
-            RefusedError: its request may not wait.
+            RequestRefusedError: its request may not wait.
         """
         ticket = _ticket(run)
         self._entrance.wait(run, ticket, turn_away)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.errors import OmniError, RefusedError, ReplicaError, RequestLostError
+from vllm_omni_plugin.errors import OmniError, ReplicaError, RequestLostError, RequestRefusedError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import HeadQueue
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
@@ -115,7 +115,7 @@ class Outcomes:
         """
         if run.closed:
             return
-        if isinstance(error, RefusedError):
+        if isinstance(error, RequestRefusedError):
             count(self._metrics.refusals, (self._pool.stage_id, error.reason, str(error.status)))
         elif refused or isinstance(error, RequestLostError):
             self._metrics.failed(error, refused)

@@ -21,7 +21,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     TakeOver,
 )
 from vllm_omni_plugin.errors import (
-    CoordinatorAwayError,
+    CoordinatorUnavailableError,
     NoReplicaError,
     WireError,
 )
@@ -81,11 +81,11 @@ class FleetCalls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def refusal(self) -> CoordinatorAwayError | None:
+    def refusal(self) -> CoordinatorUnavailableError | None:
         """Why an operator's call is refused now; None if it is not. Safe to read from any thread."""
         if self._in_session or (self._knows_others and not self._others):
             return None
-        return CoordinatorAwayError(
+        return CoordinatorUnavailableError(
             "The coordinator of the fleet cannot be reached, and without it other servers cannot be told. "
             "Requests are served. Please try again later."
         )
@@ -123,7 +123,7 @@ class FleetCalls:
                 if message.number in self._finishing:
                     self._finishing.pop(message.number).set_result(None)
             case CallRefused():
-                self._asked[message.call_id].set_exception(CoordinatorAwayError(message.reason))
+                self._asked[message.call_id].set_exception(CoordinatorUnavailableError(message.reason))
             case FleetState():
                 self._take_state(message)
 
@@ -143,7 +143,7 @@ class FleetCalls:
         Raises:
             NoReplicaError: there is none.
             ReplicaError: none of a stage took it.
-            CoordinatorAwayError: other heads cannot be told, or it is not known whether they have been.
+            CoordinatorUnavailableError: other heads cannot be told, or it is not known whether they have been.
         """
         stages = [self._stages[stage_id] for stage_id in stage_ids]
         if method != FORGET_LORA and not any(stage.members for stage in stages):
@@ -186,7 +186,7 @@ class FleetCalls:
             For each of its stages, whether any engine took it.
 
         Raises:
-            CoordinatorAwayError: see `call`.
+            CoordinatorUnavailableError: see `call`.
         """
         try:
             taken = await begun.taken()
@@ -206,7 +206,7 @@ class FleetCalls:
             taken: for each of its stages, whether any engine took it.
 
         Raises:
-            CoordinatorAwayError: it is not known whether they have been told.
+            CoordinatorUnavailableError: it is not known whether they have been told.
         """
         failed = [m.engine_key for call, took in zip(begun.calls, taken, strict=True) if took for m in call.failed]
         if any(taken):
@@ -226,7 +226,7 @@ class FleetCalls:
                 await finished
         except TimeoutError:
             logger.warning("Not all other heads have followed the call %s.", begun.method)
-        except CoordinatorAwayError:
+        except CoordinatorUnavailableError:
             # AsyncLLM's side takes this for a failure, and the fleet counts the call as taken until it knows better.
             self._spawn(self._tell_front(begun))
             raise
@@ -288,7 +288,7 @@ class FleetCalls:
             in_snapshot: whether the state that this head adopted holds it, too.
         """
         # Where it is lost again, `_finish` has told AsyncLLM's side.
-        with suppress(CoordinatorAwayError):
+        with suppress(CoordinatorUnavailableError):
             taken = await self._settle(begun)
             if any(taken):
                 await self._tell_front(begun)
@@ -296,7 +296,7 @@ class FleetCalls:
                 self._resync()
 
     async def _withdraw(self, begun: BegunCall) -> None:
-        with suppress(CoordinatorAwayError):
+        with suppress(CoordinatorUnavailableError):
             await self._finish(begun, [False] * len(begun.calls))
 
     def _outcome(self, outcome: CallOutcome) -> None:
@@ -380,7 +380,7 @@ class FleetCalls:
             logger.error("A call of another head could not be followed.", exc_info=error)
 
 
-def _lost() -> CoordinatorAwayError:
-    return CoordinatorAwayError(
+def _lost() -> CoordinatorUnavailableError:
+    return CoordinatorUnavailableError(
         "The coordinator of the fleet was lost during the call, and other servers may not know of it. Please repeat it."
     )

@@ -5,7 +5,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, RefusedError, StageError, StageInputError
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestRefusedError, StageError, StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
@@ -107,7 +107,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
             state = self._state_of(stage_id, run)
             if state is None:
                 continue
-            if isinstance(error, RefusedError):
+            if isinstance(error, RequestRefusedError):
                 # Of the request as a whole, also if this stage could be left out.
                 self._fail(state, error)
             elif error is not None:

@@ -11,7 +11,7 @@ from vllm_omni_plugin.balancing import (
     ServingReplicas,
     Task,
 )
-from vllm_omni_plugin.errors import UnexplainedError
+from vllm_omni_plugin.errors import NoExplanationError
 from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
@@ -62,17 +62,17 @@ class PolicyGuard:
         """Its decision, which is not carried out.
 
         Raises:
-            UnexplainedError: it cannot say, or what it says cannot be carried out.
+            NoExplanationError: it cannot say, or what it says cannot be carried out.
         """
         if not self._explains:
-            raise UnexplainedError(f"Policy {self.name} cannot explain its decisions: it has no method `decide`.")
+            raise NoExplanationError(f"Policy {self.name} cannot explain its decisions: it has no method `decide`.")
         try:
             decision = self._ask(task, replicas)
             flaw = _flaw(decision, len(replicas))
         except Exception as error:
-            raise UnexplainedError(f"Policy {self.name} raised {error!r}.") from error
+            raise NoExplanationError(f"Policy {self.name} raised {error!r}.") from error
         if flaw:
-            raise UnexplainedError(f"Policy {self.name} {flaw}.")
+            raise NoExplanationError(f"Policy {self.name} {flaw}.")
         return decision
 
     def tell(self, name: str, *args: object) -> None:

@@ -229,7 +229,7 @@ class StagePool:
 
         Raises:
             NoReplicaError: no replica serves.
-            UnexplainedError: the policy cannot say.
+            NoExplanationError: the policy cannot say.
         """
         if not self.serving:
             raise self.unavailable()

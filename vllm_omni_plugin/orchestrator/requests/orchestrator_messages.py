@@ -127,7 +127,7 @@ class RequestFailed:
     """A request ends with an error instead of a finish reason.
 
     Attributes:
-        error: `NoReplicaError`, `RefusedError` or `RequestLostError`, worded for the API's user.
+        error: `NoReplicaError`, `RequestRefusedError` or `RequestLostError`, worded for the API's user.
     """
 
     request_id: str
@@ -280,7 +280,7 @@ class Explain:
     Attributes:
         stage_id: the stage that is asked.
         task: what its policy may know of the request.
-        reply: the explanation, or the `NoReplicaError` or `UnexplainedError` why there is none.
+        reply: the explanation, or the `NoReplicaError` or `NoExplanationError` why there is none.
         terms: what its client would say.
         priority: OpenAI's; None if it is not known.
     """
