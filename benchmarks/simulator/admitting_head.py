@@ -132,6 +132,6 @@ class AdmittingHead(Head):
         del self._by_number[self._tickets.pop(request).number]
         run = self._runs[request]
         assert run.replica_id is not None
-        self._tell("withdrawn", run.task, self.serving[run.replica_id], run.decision)
+        self._tell("dispatch_cancelled", run.task, self.serving[run.replica_id], run.decision)
         self._withdraw(job)
         self._refuse(request)

@@ -19,7 +19,7 @@ from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
 
 
 class Policy(Protocol):
-    """A `LoadBalancer` that may look behind the view of a replica. May have the methods of `Observer`."""
+    """A `LoadBalancer` that may look behind the view of a replica. May have the methods of `PolicyHooks`."""
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
         """The place of the chosen replica."""
@@ -99,7 +99,7 @@ class Head:
     def lose(self, replica: SimReplica) -> list[Job]:
         """Its engine is gone; returns what ran there."""
         self.hold_back(replica)
-        self._tell("forgotten", replica)
+        self._tell("replica_lost", replica)
         for run in replica.in_flight.values():
             self.line.take(run)
             if (job := self._jobs.pop(run, None)) is not None:

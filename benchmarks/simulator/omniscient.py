@@ -7,7 +7,7 @@ from simulator.replica import SimReplica
 from simulator.requests import Request
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.sampling import lowest
+from vllm_omni_plugin.balancing.sampling import pick_lowest
 
 
 class Omniscient:
@@ -40,7 +40,7 @@ class Omniscient:
             _added_seconds(replica, tokens - matched, answer)
             for replica, matched in zip(replicas, matches, strict=True)
         ]
-        place = lowest(added, self._rng)
+        place = pick_lowest(added, self._rng)
         return Decision(place, "least-added-latency", matched_tokens=matches[place])
 
 

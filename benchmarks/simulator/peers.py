@@ -131,10 +131,10 @@ class SglangCacheAware:
         return least
 
     def dispatched(self, task: Task, replica: SimReplica, decision: Decision) -> None:
-        """See `Observer`."""
+        """See `PolicyHooks`."""
         keys = prompt_keys(task["prompt"], replica.engine.settings.block_size)
         self._sent.estimate(replica.replica_id, keys, sys.maxsize)
 
-    def forgotten(self, replica: SimReplica) -> None:
-        """See `Observer`."""
+    def replica_lost(self, replica: SimReplica) -> None:
+        """See `PolicyHooks`."""
         self._sent.clear(replica.replica_id)

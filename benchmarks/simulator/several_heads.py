@@ -85,7 +85,7 @@ class SharingHead(Head):
     def hear(self, heads: int, others_work: OthersWork) -> None:
         """So many heads are known, this one among them, and the others have said this."""
         if self.aware:
-            self.unreported.share_with(heads)
+            self.unreported.set_heads(heads)
         for member, work in others_work:
             member.account.join(work)
             self.serving.changed(cast(Any, member))

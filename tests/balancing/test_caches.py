@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_omni_plugin.balancing.caches.block_index import BlockIndex
 from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
-from vllm_omni_plugin.balancing.caches.replica_bits import ReplicaBits, block_size_of, some_bits_of
+from vllm_omni_plugin.balancing.caches.replica_bits import ReplicaBits, block_size_of, sample_bits
 
 from .fakes import FakeReplica, with_queues
 from .pool import pool_of
@@ -116,10 +116,10 @@ def test_the_same_prompt_for_ever_is_one_prompt() -> None:
 
 def test_some_bits_are_distinct_and_all_of_them_in_time() -> None:
     rng, mask = random.Random(1), sum(1 << bit for bit in (0, 3, 4, 700))
-    draws = [some_bits_of(mask, 2, rng) for _ in range(200)]
+    draws = [sample_bits(mask, 2, rng) for _ in range(200)]
     assert all(len(set(draw)) == 2 for draw in draws)
     assert set().union(*draws) == {0, 3, 4, 700}
-    assert sorted(some_bits_of(mask, 9, rng)) == [0, 3, 4, 700]
+    assert sorted(sample_bits(mask, 9, rng)) == [0, 3, 4, 700]
 
 
 def test_a_list_that_changed_in_place_is_seen() -> None:

@@ -130,7 +130,7 @@ def test_a_forgotten_replica_starts_anew() -> None:
     balancer, (replica,) = build(), idle(1)
     run(balancer, replica, task("past"), seconds=1500.0, output_tokens=5)
     dispatch(balancer, replica, task("lost"))
-    balancer.forgotten(replica)
+    balancer.replica_lost(replica)
     balancer.ended(task("lost"), replica, 1.0, 5)
     assert repr(balancer) == "<CostAwareBalancer [0 replicas, 0 requests]>"
 

@@ -60,7 +60,7 @@ def test_it_is_built_with_options_and_spares_the_cold(policy: str) -> None:
     decision = balancer.decide({}, replicas)  # type: ignore[attr-defined]
     assert (decision.position, decision.reason) == (0, "warm")
     assert [candidate.score for candidate in decision.candidates] == [3.0, 6.0]
-    balancer.forgotten(replicas[0])  # type: ignore[attr-defined]
+    balancer.replica_lost(replicas[0])  # type: ignore[attr-defined]
     assert balancer.select({}, replicas) == 1
 
 

@@ -158,8 +158,8 @@ def test_a_lost_replica_has_nothing_and_its_place_is_clean_for_another(
     for position in (0, 1):
         cached(pool, position)
         is_sent(pool, position)
-    pool.policy.forgotten(pool.replicas[0])
-    pool.policy.forgotten(pool.replicas[0])
+    pool.policy.replica_lost(pool.replicas[0])
+    pool.policy.replica_lost(pool.replicas[0])
     newcomer = Pool(pool.policy, (PooledReplica(7, ReplicaLoad()), pool.replicas[1]))
     assert matched(newcomer) == [0, ALL]
     is_sent(newcomer, 0)
@@ -172,7 +172,7 @@ def test_a_replica_whose_cache_was_cleared_has_nothing(made: Callable[..., Pool]
     cached(pool, 0)
     is_sent(pool, 1)
     for replica in pool.replicas:
-        pool.policy.cleared(replica)
+        pool.policy.cache_cleared(replica)
     assert matched(pool) == [0, 0]
     pool.policy.ended(TASK, pool.replicas[1], 1.0, 1)
     cached(pool, 0)

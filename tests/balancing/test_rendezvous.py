@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from vllm_omni_plugin.balancing.caches.rendezvous import Expected, RendezvousTable, expected_at
+from vllm_omni_plugin.balancing.caches.rendezvous import ExpectedPrefix, RendezvousTable, expected_prefix
 from vllm_omni_plugin.balancing.interface import Decision, Prompt, Task
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests
@@ -78,14 +78,14 @@ CONTEXT = 40 * BLOCK
 def fleet(heads: int) -> ServingReplicas[PooledReplica]:
     """As one head sees it."""
     unreported = UnreportedRequests()
-    unreported.share_with(heads)
+    unreported.set_heads(heads)
     load = ReplicaLoad(requests=4, kv_blocks=1000, block_size=BLOCK)
     return ServingReplicas([PooledReplica(number, load) for number in range(REPLICAS)], unreported)
 
 
-def find(prompt: list[int], known: int = 0, cacheable: bool = True) -> Expected | None:
+def find(prompt: list[int], known: int = 0, cacheable: bool = True) -> ExpectedPrefix | None:
     levels = [(known, 1)] if known else []
-    return expected_at(RendezvousTable(), fleet(heads=2), Prompt(prompt, cacheable=cacheable), levels, {BLOCK})
+    return expected_prefix(RendezvousTable(), fleet(heads=2), Prompt(prompt, cacheable=cacheable), levels, {BLOCK})
 
 
 def positions(prompts: Iterable[list[int]], known: int = 0) -> set[int]:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tests.balancing.pool import PooledReplica
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, ReplicaLoad
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests, draw_by_water_filling
-from vllm_omni_plugin.balancing.sampling import coming_to, lowest
+from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest
 
 DRAWS = 4000
 
 
 def heads(number: int) -> UnreportedRequests:
     unreported = UnreportedRequests()
-    unreported.share_with(number)
+    unreported.set_heads(number)
     return unreported
 
 
@@ -61,7 +61,7 @@ def test_a_head_that_is_alone_again_expects_nothing() -> None:
     dispatch(unreported)
     unreported.estimate(0.0, in_flight=2)
     assert unreported.requests > 0
-    unreported.share_with(1)
+    unreported.set_heads(1)
     assert unreported.requests == 0.0
 
 
@@ -94,7 +94,7 @@ def test_no_level_is_drawn_above_one_that_suffices(levels: list[tuple[int, int]]
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12), st.floats(0, 1e6), st.integers())
 def test_the_lowest_of_a_choice_of_many_heads_is_one_of_the_low(scores: list[float], coming: float, seed: int) -> None:
-    place = lowest(scores, random.Random(seed), coming)
+    place = pick_lowest(scores, random.Random(seed), coming)
     assert scores[place] <= min(scores) + coming
 
 
@@ -121,5 +121,5 @@ def test_of_what_is_coming_those_compared_get_their_share() -> None:
     unreported = heads(3)
     dispatch(unreported)
     unreported.estimate(0.0, in_flight=3)
-    assert coming_to(replicas([0] * 8, unreported), 2) == pytest.approx(0.5)
-    assert coming_to([PooledReplica(0, ReplicaLoad())], 1) == 0.0
+    assert expected_arrivals(replicas([0] * 8, unreported), 2) == pytest.approx(0.5)
+    assert expected_arrivals([PooledReplica(0, ReplicaLoad())], 1) == 0.0

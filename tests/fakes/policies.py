@@ -7,7 +7,7 @@ from vllm_omni_plugin.balancing import CacheChange, Candidate, Decision, Replica
 
 
 class NotingPolicy:
-    """Satisfies `DecidingBalancer` and `Observer`.
+    """Satisfies `DecidingBalancer` and `PolicyHooks`.
 
     Attributes:
         position: which replica it chooses.
@@ -41,17 +41,17 @@ class NotingPolicy:
     def began(self, task: Task, replica: Any, cached_tokens: int | None) -> None:
         self._note("began", replica, task["request_id"], cached_tokens)
 
-    def withdrawn(self, task: Task, replica: Any, decision: Decision) -> None:
-        self._note("withdrawn", replica, task["request_id"], decision.reason)
+    def dispatch_cancelled(self, task: Task, replica: Any, decision: Decision) -> None:
+        self._note("dispatch_cancelled", replica, task["request_id"], decision.reason)
 
     def ended(self, task: Task, replica: Any, seconds: float, output_tokens: int) -> None:
         self._note("ended", replica, task["request_id"], seconds, output_tokens, list(task["answer_ids"]))
 
-    def forgotten(self, replica: Any) -> None:
-        self._note("forgotten", replica)
+    def replica_lost(self, replica: Any) -> None:
+        self._note("replica_lost", replica)
 
-    def cleared(self, replica: Any) -> None:
-        self._note("cleared", replica)
+    def cache_cleared(self, replica: Any) -> None:
+        self._note("cache_cleared", replica)
 
     def cache_changed(self, replica: Any, change: CacheChange) -> None:
         self._note("cache_changed", replica, change)

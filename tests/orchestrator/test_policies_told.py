@@ -94,7 +94,7 @@ async def test_an_attempt_that_ends_before_its_engine_got_it_is_withdrawn_and_a_
         await fleet.abort("c")
         fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
     assert policy.notes[4:] == [
-        ("withdrawn", 0, "c", "noted"),
+        ("dispatch_cancelled", 0, "c", "noted"),
         ("ended", 0, "c", 0.0, 0, []),
         ("ended", 0, "d", 0.0, 0, []),
         ("dispatched", 1, "d", "noted"),
@@ -123,7 +123,7 @@ async def test_a_lost_replica_is_forgotten_before_its_requests_are_dispatched_ag
     assert policy.notes == [
         ("dispatched", 0, "a", "noted"),
         ("began", 0, "a", None),
-        ("forgotten", 0),
+        ("replica_lost", 0),
         ("dispatched", 1, "a", "noted"),
         ("began", 1, "a", None),
         ("ended", 1, "a", 0.0, 1, [9]),
@@ -138,7 +138,7 @@ async def test_cache_changes_reach_the_policy_while_the_replica_serves() -> None
         fleet.pool.cache_changed(member, change)
         fleet.lose(1)
         fleet.pool.cache_changed(member, change)
-    assert policy.notes == [("cache_changed", 1, change), ("forgotten", 1)]
+    assert policy.notes == [("cache_changed", 1, change), ("replica_lost", 1)]
     assert not PolicyGuard(SelectOnly()).wants_cache_events
 
 
@@ -313,4 +313,4 @@ async def test_a_policy_is_told_of_a_cache_that_a_call_clears(
     async with FakeFleet(balancer=policy, replicas=1) as fleet:
         fleet.links[0].on_call = lambda link, call_id, method, args: link.answer(call_id, result)
         await fleet.call(method, *args)
-    assert policy.notes == ([("cleared", 0)] if clears else [])
+    assert policy.notes == ([("cache_cleared", 0)] if clears else [])

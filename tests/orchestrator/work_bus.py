@@ -91,7 +91,7 @@ class WorkingHead:
     def hear(self, message: Message) -> None:
         """As the orchestrator does."""
         others_work = self.exchange.take(message)
-        self.pool.share_with(self.exchange.heads)
+        self.pool.set_heads(self.exchange.heads)
         for member, work in others_work:
             self.pool.join(member, work)
 

@@ -129,5 +129,5 @@ def test_sglang_follows_the_match_unless_loads_are_imbalanced(
 def test_sglang_forgets_a_lost_replica() -> None:
     policy, replicas = SglangCacheAware(rng()), fleet(5, 0)
     policy.dispatched(task(10 * BLOCK), replicas[0], Decision(0, ""))
-    policy.forgotten(replicas[0])
+    policy.replica_lost(replicas[0])
     assert policy.select(task(10 * BLOCK), replicas) == 1

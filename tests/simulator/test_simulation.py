@@ -63,8 +63,8 @@ class First:
     def ended(self, task: Task, replica: SimReplica, seconds: float, output_tokens: int) -> None:
         self.told.append(f"ended {task['request_id']} with {output_tokens}")
 
-    def forgotten(self, replica: SimReplica) -> None:
-        self.told.append(f"forgotten {replica.replica_id}")
+    def replica_lost(self, replica: SimReplica) -> None:
+        self.told.append(f"replica_lost {replica.replica_id}")
         self.stored.pop(replica.replica_id)
 
     def cache_changed(self, replica: SimReplica, change: CacheChange) -> None:
@@ -123,7 +123,7 @@ def test_a_request_whose_replica_dies_goes_on_elsewhere_with_what_it_has() -> No
     assert policy.told == [
         "dispatched 1-0 to 0",
         "began 1-0",
-        "forgotten 0",
+        "replica_lost 0",
         "dispatched 1-1 to 1",
         "began 1-1",
         f"ended 1-1 with {100 - produced}",
@@ -152,7 +152,7 @@ def test_a_replica_that_leaves_finishes_its_work_and_comes_back_without_a_cache(
     sessions = at_once(2)
     sessions[1].starts = 20.0
     run(Workload(sessions, [Incident(0.1, "leave", 0, until=10.0)]), policy, replicas=1)
-    assert policy.told[:4] == ["dispatched 1-0 to 0", "began 1-0", "ended 1-0 with 50", "forgotten 0"]
+    assert policy.told[:4] == ["dispatched 1-0 to 0", "began 1-0", "ended 1-0 with 50", "replica_lost 0"]
 
 
 def test_a_slow_replica_takes_as_much_longer_as_it_is_slower() -> None:

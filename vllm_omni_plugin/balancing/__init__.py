@@ -12,7 +12,7 @@ from vllm_omni_plugin.balancing.interface import (
     LoadBalancer,
     LoadBalancingPolicy,
     MediaSpan,
-    Observer,
+    PolicyHooks,
     Prompt,
     ReplicaView,
     Task,
@@ -28,7 +28,7 @@ from vllm_omni_plugin.balancing.policies.random_policy import RandomBalancer
 from vllm_omni_plugin.balancing.policies.round_robin import RoundRobinBalancer
 from vllm_omni_plugin.balancing.policies.session import SessionBalancer
 from vllm_omni_plugin.balancing.registry import build_load_balancer_factory, known_policies
-from vllm_omni_plugin.balancing.sampling import coming_to, lowest
+from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest
 
 __all__ = [
     "CacheChange",
@@ -42,7 +42,7 @@ __all__ = [
     "LoadBalancer",
     "LoadBalancingPolicy",
     "MediaSpan",
-    "Observer",
+    "PolicyHooks",
     "PowerOfTwoBalancer",
     "PrefixBalancer",
     "Prompt",
@@ -55,8 +55,8 @@ __all__ = [
     "Task",
     "UnreportedRequests",
     "build_load_balancer_factory",
-    "coming_to",
+    "expected_arrivals",
     "known_policies",
     "load_of",
-    "lowest",
+    "pick_lowest",
 ]

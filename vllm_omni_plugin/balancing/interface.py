@@ -194,17 +194,17 @@ class DecidingBalancer(LoadBalancer, Protocol):
         """
 
 
-class Observer(Protocol):
+class PolicyHooks(Protocol):
     """What a policy may be told, each method if it has it. All are called on the loop that calls `select`.
 
     For one attempt of a request come `dispatched`, `began` and `ended`, in this order; without `began` if the attempt
-    ended before its first output. `forgotten` ends all attempts of a replica at once, without `ended` for each.
+    ended before its first output. `replica_lost` ends all attempts of a replica at once, without `ended` for each.
     """
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """A request goes to a replica; not always the one chosen, since some requests are bound to one."""
 
-    def withdrawn(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+    def dispatch_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """What the policy itself had decided was refused or given up before its engine got it; `ended` follows."""
 
     def began(self, task: Task, replica: ReplicaView, cached_tokens: int | None) -> None:
@@ -213,10 +213,10 @@ class Observer(Protocol):
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
         """It is over, for whatever reason, after so many seconds on this replica and tokens from it."""
 
-    def forgotten(self, replica: ReplicaView) -> None:
+    def replica_lost(self, replica: ReplicaView) -> None:
         """The replica is lost: its engine's cache and all that ran there are gone."""
 
-    def cleared(self, replica: ReplicaView) -> None:
+    def cache_cleared(self, replica: ReplicaView) -> None:
         """Its engine has dropped all it had cached, because it was told to. Comes before the engine reports it."""
 
     def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:

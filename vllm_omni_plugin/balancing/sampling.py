@@ -1,4 +1,4 @@
-"""Comparing a few replicas instead of all, so that the cost of a decision does not grow with the fleet."""
+"""Compares a few replicas instead of all, so that the cost of a decision does not grow with the fleet."""
 
 import random
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def sample(count: int, total: int, rng: random.Random) -> Sequence[int]:
     return list(chosen)
 
 
-def few(replicas: Sequence[ReplicaView], rng: random.Random) -> list[int]:
+def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random) -> list[int]:
     """Distinct positions of replicas worth a computation: all of up to eight; of more, eight at random.
 
     Where the fleet knows its shortest queue, that and three others at random: an idle replica is never overlooked then.
@@ -48,19 +48,19 @@ def few(replicas: Sequence[ReplicaView], rng: random.Random) -> list[int]:
     return chosen
 
 
-def are_shared(replicas: Sequence[ReplicaView]) -> bool:
+def has_other_heads(replicas: Sequence[ReplicaView]) -> bool:
     """Whether other heads balance over these replicas, too."""
     return isinstance(replicas, ServingReplicas) and replicas.unreported.heads > 1
 
 
-def coming_to(replicas: Sequence[ReplicaView], compared: int) -> float:
+def expected_arrivals(replicas: Sequence[ReplicaView], compared: int) -> float:
     """Requests that other heads have probably sent to so many of these replicas without a word; 0.0 without others."""
     if not isinstance(replicas, ServingReplicas):
         return 0.0
     return replicas.unreported.requests * compared / len(replicas)
 
 
-def lowest(scores: Sequence[float], rng: random.Random, coming: float = 0.0) -> int:
+def pick_lowest(scores: Sequence[float], rng: random.Random, coming: float = 0.0) -> int:
     """The place of the lowest score, ties uniformly at random; of a low one where other heads choose as well.
 
     Args:

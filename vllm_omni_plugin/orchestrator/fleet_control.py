@@ -158,7 +158,7 @@ class FleetControl:
         if isinstance(message, OfHeads):
             others_work = self._exchange.take(message)
             for pool in self._pools:
-                pool.share_with(self._exchange.heads)
+                pool.set_heads(self._exchange.heads)
             for member, work in others_work:
                 self._orchestrator.others_charged(member, work)
         self._fleet_calls.take(message)

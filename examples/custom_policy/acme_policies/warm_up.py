@@ -48,7 +48,7 @@ class WarmUpBalancer:
         if output_tokens and not self._is_warm(replica):
             self._finished[replica.input_addr] += 1
 
-    def forgotten(self, replica: ReplicaView) -> None:
+    def replica_lost(self, replica: ReplicaView) -> None:
         """Told when a replica is lost: what is kept for it must go, or memory grows with every restart."""
         del self._finished[replica.input_addr]
 

@@ -12,7 +12,7 @@ _FEWEST_RUNS = 64
 _SHORTEST_COMPACTED = 1024
 
 
-class PromptRuns:
+class EstimatedCache:
     """The prefix cache of one replica, as it must be if it keeps what it computes and evicts as vLLM does.
 
     vLLM evicts the block that was used longest ago, and of blocks used at the same time the last of the prompt. So
@@ -106,7 +106,7 @@ class PrefixCaches:
     def __init__(self) -> None:
         self.reporting = 0
         self._index = BlockIndex()
-        self._estimated: defaultdict[int, PromptRuns] = defaultdict(PromptRuns)
+        self._estimated: defaultdict[int, EstimatedCache] = defaultdict(EstimatedCache)
         # By bit, the reported keys, so that a cache can be cleared; removed ones are sorted out now and then.
         self._stored: dict[int, array[int]] = {}
         self._compacted_from: dict[int, int] = {}

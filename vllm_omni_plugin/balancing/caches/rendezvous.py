@@ -66,7 +66,7 @@ class RendezvousTable:
         return self._members[owner]
 
 
-class Expected(NamedTuple):
+class ExpectedPrefix(NamedTuple):
     """Where a prompt may be cached that this head has not sent itself.
 
     Attributes:
@@ -78,13 +78,13 @@ class Expected(NamedTuple):
     tokens: float
 
 
-def expected_at(
+def expected_prefix(
     table: RendezvousTable,
     replicas: Sequence[ReplicaView],
     prompt: Prompt,
     levels: Sequence[Level],
     block_sizes: Collection[int],
-) -> Expected | None:
+) -> ExpectedPrefix | None:
     """Where heads that do not hear of each other's prompts all look for one, None if enough of it is known.
 
     A prompt of which a head knows less than a half is perhaps known to another. So the first block that it does not
@@ -108,7 +108,7 @@ def expected_at(
         return None
     table.follow(replicas)
     key = keys[known // block_size].to_bytes(8, "little")
-    return Expected(table.position(key), _EXPECTED_SHARE * unknown)
+    return ExpectedPrefix(table.position(key), _EXPECTED_SHARE * unknown)
 
 
 def _heaviest(names: Sequence[bytes], bucket: int) -> bytes:

@@ -14,7 +14,7 @@ _DEFAULT_KV_BLOCKS = 8192
 _identity_of = attrgetter("stage_id", "input_addr", "output_addr")
 
 
-class Fleet(NamedTuple):
+class FleetBits(NamedTuple):
     """The replicas a policy is asked about.
 
     Attributes:
@@ -37,7 +37,7 @@ class ReplicaBits:
         self._bits: dict[tuple[int, str, str], int] = {}
         self._freed: list[int] = []
         self._seen: tuple[ReplicaView, ...] | None = None
-        self._fleet = Fleet([], {}, 0, frozenset())
+        self._fleet = FleetBits([], {}, 0, frozenset())
 
     def bit(self, replica: ReplicaView) -> int:
         """The replica's bit, a new one if it has none."""
@@ -56,14 +56,14 @@ class ReplicaBits:
             self._seen = None
         return bit
 
-    def fleet(self, replicas: Sequence[ReplicaView]) -> Fleet:
+    def fleet(self, replicas: Sequence[ReplicaView]) -> FleetBits:
         """The bits of these replicas; O(1) for the same tuple as the time before."""
         # A list may change in place, hence a copy; `tuple` would copy the pool's subclass of tuple, too.
         snapshot = replicas if isinstance(replicas, tuple) else tuple(replicas)
         if snapshot is not self._seen:
             bits = [self.bit(replica) for replica in snapshot]
             positions = {bit: position for position, bit in enumerate(bits)}
-            self._fleet = Fleet(bits, positions, mask_of(bits), frozenset(map(block_size_of, snapshot)))
+            self._fleet = FleetBits(bits, positions, mask_of(bits), frozenset(map(block_size_of, snapshot)))
             self._seen = snapshot
         return self._fleet
 
@@ -73,7 +73,7 @@ def mask_of(bits: Sequence[int]) -> int:
     return sum(1 << bit for bit in bits)
 
 
-def some_bits_of(mask: int, count: int, rng: random.Random) -> list[int]:
+def sample_bits(mask: int, count: int, rng: random.Random) -> list[int]:
     """At most so many bits of a mask, at random, though one after a gap is likelier than one after another."""
     chosen: list[int] = []
     too_many = mask.bit_count() > count

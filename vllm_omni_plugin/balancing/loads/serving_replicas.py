@@ -34,7 +34,7 @@ class UnreportedRequests:
         self._recent = 0.0
         self._as_of = 0.0
 
-    def share_with(self, heads: int) -> None:
+    def set_heads(self, heads: int) -> None:
         """So many heads balance from now on."""
         self.heads = heads
         self.requests = 0.0

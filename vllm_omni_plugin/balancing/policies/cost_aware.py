@@ -15,7 +15,7 @@ from vllm_omni_plugin.balancing.interface import (
 )
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 from vllm_omni_plugin.balancing.policy_options import number
-from vllm_omni_plugin.balancing.sampling import coming_to, few, lowest
+from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest, positions_to_compare
 
 _HALF_LIFE = 16
 """Requests per replica after which what was observed counts half. Counted over the fleet: a replica that gets none for
@@ -108,7 +108,7 @@ class CostAwareBalancer(DecidingBalancer):
     `correction` is observed / estimated seconds of the requests that ended on the replica, the estimate being made with
     the tokens they really had. What was observed counts half after 16 more requests per replica, and the ratio is drawn
     towards the fleet's with the weight of four requests like this one. Requests of other heads count as this one. Up to
-    eight replicas are all compared; of more, see `few`. What is known of a replica is forgotten with it.
+    eight replicas are all compared; of more, see `positions_to_compare`. A lost replica is forgotten.
 
     Source: least work left (Harchol-Balter, "Performance Modeling and Design of Computer Systems", 2013, ch. 24) with
     sizes estimated; the correction is ours. The reason is `least-cost`, the fallback `no-history` as long as no request
@@ -144,10 +144,10 @@ class CostAwareBalancer(DecidingBalancer):
         """Compare the corrected seconds. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
         prompt, output = self._estimate(task)
-        positions = few(replicas, self._rng)
+        positions = positions_to_compare(replicas, self._rng)
         scores = self._scores(replicas, positions, prompt + output)
-        coming = coming_to(replicas, len(positions)) * (prompt + output)
-        position = positions[lowest(scores, self._rng, coming)]
+        coming = expected_arrivals(replicas, len(positions)) * (prompt + output)
+        position = positions[pick_lowest(scores, self._rng, coming)]
         fallback = "" if self._ended else "no-history"
         return Decision(position, "least-cost", tuple(map(Candidate, positions, scores)), fallback)
 
@@ -180,7 +180,7 @@ class CostAwareBalancer(DecidingBalancer):
             self._learn(account, seconds, cost.prompt + self._output_token_s * output_tokens)
             self._lengths.saw(task.get("max_tokens"), output_tokens)
 
-    def forgotten(self, replica: ReplicaView) -> None:
+    def replica_lost(self, replica: ReplicaView) -> None:
         """Forget the replica and what was charged to it."""
         self._accounts.pop(replica.input_addr, None)
 

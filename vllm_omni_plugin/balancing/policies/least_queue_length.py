@@ -12,7 +12,7 @@ from vllm_omni_plugin.balancing.interface import (
     require_replicas,
 )
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
-from vllm_omni_plugin.balancing.sampling import coming_to, lowest
+from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest
 
 _MAX_LISTED = 8
 """Replicas of which a decision lists all; to list more would take longer than to decide."""
@@ -46,6 +46,6 @@ class LeastQueueLengthBalancer(DecidingBalancer):
         lengths = [replica.queue_length for replica in replicas]
         if min(lengths) < 0:
             raise ValueError("queue_length must be non-negative")
-        position = lowest(lengths, self._rng, coming_to(replicas, len(lengths)))
+        position = pick_lowest(lengths, self._rng, expected_arrivals(replicas, len(lengths)))
         listed = range(len(lengths)) if len(lengths) <= _MAX_LISTED else (position,)
         return Decision(position, _REASON, tuple(Candidate(place, float(lengths[place])) for place in listed))

@@ -14,7 +14,7 @@ from vllm_omni_plugin.balancing.interface import (
 )
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.policy_options import number
-from vllm_omni_plugin.balancing.sampling import coming_to, few, lowest
+from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest, positions_to_compare
 
 _UNMEASURED_RATE = 10_000.0
 """Prompt tokens per second of a replica while no rate is known: an 8B model on one accelerator."""
@@ -37,7 +37,7 @@ class LeastTokensBalancer(DecidingBalancer):
     count as long as this one, being decoded; if those heads do not report their own prefill tokens, to be computed as
     far as the engine says that they wait. Without a
     measurement the rate is the median of the replicas compared (10,000 if none has any), and none is taken to be more
-    than eight times faster or slower than that. Up to eight replicas are all compared; of more, see `few`.
+    than eight times faster or slower than that. In a fleet of more than eight see `positions_to_compare`.
 
     Source: queued tokens over the measured rate, and a penalty for a filling KV cache that grows as the queue of an
     M/M/1 server of that utilisation; the weight of decoding is ours. The reason is `expected-wait`, with the fallback
@@ -65,13 +65,13 @@ class LeastTokensBalancer(DecidingBalancer):
         """Compare the expected waits. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
         prompt = prompt_tokens(task)
-        positions = few(replicas, self._rng)
+        positions = positions_to_compare(replicas, self._rng)
         loads = [load_of(replicas[position]) for position in positions]
         rates = sorted([load.prefill_rate for load in loads if load.prefill_rate > 0])
         usual_rate = rates[len(rates) // 2] if rates else _UNMEASURED_RATE
         waits = self._expected_waits(loads, prompt, usual_rate)
-        coming = coming_to(replicas, len(positions)) * prompt / usual_rate
-        position = positions[lowest(waits, self._rng, coming)]
+        coming = expected_arrivals(replicas, len(positions)) * prompt / usual_rate
+        position = positions[pick_lowest(waits, self._rng, coming)]
         fallback = "" if rates else "no-rate"
         return Decision(position, "expected-wait", tuple(map(Candidate, positions, waits)), fallback)
 

@@ -11,7 +11,7 @@ from vllm_omni_plugin.balancing.interface import (
     Task,
     require_replicas,
 )
-from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, lowest, sample
+from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, pick_lowest, sample
 
 _CHOICES = 2
 _LARGE_FLEET = 64
@@ -37,5 +37,5 @@ class PowerOfTwoBalancer(DecidingBalancer):
         total = len(replicas)
         positions = sample(MOST_COMPARED if total > _LARGE_FLEET else _CHOICES, total, self._rng)
         lengths = [replicas[position].queue_length for position in positions]
-        position = positions[lowest(lengths, self._rng)]
+        position = positions[pick_lowest(lengths, self._rng)]
         return Decision(position, "least-load", tuple(map(Candidate, positions, lengths)))

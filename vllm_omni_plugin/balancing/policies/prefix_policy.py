@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from vllm_omni_plugin.balancing.caches.block_index import Level
 from vllm_omni_plugin.balancing.caches.block_keys import answered_keys, prompt_keys
 from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
-from vllm_omni_plugin.balancing.caches.rendezvous import Expected, RendezvousTable, expected_at
+from vllm_omni_plugin.balancing.caches.rendezvous import ExpectedPrefix, RendezvousTable, expected_prefix
 from vllm_omni_plugin.balancing.caches.replica_bits import (
-    Fleet,
+    FleetBits,
     ReplicaBits,
     block_size_of,
     capacity_of,
     mask_of,
-    some_bits_of,
+    sample_bits,
 )
 from vllm_omni_plugin.balancing.interface import (
     NO_PROMPT,
@@ -30,7 +30,13 @@ from vllm_omni_plugin.balancing.interface import (
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.policy_options import number
-from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, are_shared, coming_to, few, lowest
+from vllm_omni_plugin.balancing.sampling import (
+    MOST_COMPARED,
+    expected_arrivals,
+    has_other_heads,
+    pick_lowest,
+    positions_to_compare,
+)
 
 _MOST_HOLDERS = 3
 """Replicas compared in a large fleet because they have the longest matches."""
@@ -57,7 +63,7 @@ class PrefixBalancer(DecidingBalancer):
     avoided by all who need it, and each of them would compute it elsewhere. The weight and the temperature are those of
     NVIDIA Dynamo's KV router. What a replica has cached is known from its engine's KV cache events or estimated from
     what was sent to it, see `PrefixCaches`; where other heads balance, too, a prompt that this one hardly knows is
-    expected where all heads look for it, see `expected_at`.
+    expected where all heads look for it, see `expected_prefix`.
 
     Up to eight replicas are all compared; of more, those with the longest matches, the one where the prompt is expected
     and a few others. Reasons: `prefix`: nobody compared is known to have more of the prompt; `rendezvous`: all heads
@@ -100,15 +106,15 @@ class PrefixBalancer(DecidingBalancer):
         fleet = self._bits.fleet(replicas)
         prompt = task.get("prompt", NO_PROMPT)
         levels = self._levels(prompt, fleet)
-        shared = are_shared(replicas)
-        expected = expected_at(self._table, replicas, prompt, levels, fleet.block_sizes) if shared else None
+        shared = has_other_heads(replicas)
+        expected = expected_prefix(self._table, replicas, prompt, levels, fleet.block_sizes) if shared else None
         positions = self._to_compare(replicas, fleet, levels, expected)
         tokens = len(prompt.token_ids)
         costs, matches = self._compare(replicas, positions, fleet, levels, tokens, expected)
         if self._temperature:
             place = self._draw(costs, matches)
         elif shared and (coming := self._coming(replicas, matches, tokens, expected)) > 0:
-            place = lowest(costs, self._rng, coming)
+            place = pick_lowest(costs, self._rng, coming)
         else:
             place = self._cheapest(costs, matches)
         position, matched, longest = positions[place], matches[place], max(matches)
@@ -123,7 +129,7 @@ class PrefixBalancer(DecidingBalancer):
         keys = prompt_keys(task.get("prompt", NO_PROMPT), block_size_of(replica))
         self._caches.send(self._bits.bit(replica), keys, capacity_of(replica))
 
-    def withdrawn(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+    def dispatch_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """It has no more of the prompt cached than before."""
         size = block_size_of(replica)
         keys = prompt_keys(task.get("prompt", NO_PROMPT), size)
@@ -138,13 +144,13 @@ class PrefixBalancer(DecidingBalancer):
         elif answer:
             self._caches.estimate(bit, answered_keys(prompt, answer, size), capacity_of(replica))
 
-    def forgotten(self, replica: ReplicaView) -> None:
+    def replica_lost(self, replica: ReplicaView) -> None:
         """Nothing is cached there."""
         bit = self._bits.free(replica)
         if bit is not None:
             self._caches.forget(bit)
 
-    def cleared(self, replica: ReplicaView) -> None:
+    def cache_cleared(self, replica: ReplicaView) -> None:
         """Nothing is cached there any more, which its engine reports with its next step only."""
         self._caches.clear(self._bits.bit(replica))
 
@@ -152,7 +158,7 @@ class PrefixBalancer(DecidingBalancer):
         """Its engine has reported."""
         self._caches.change(self._bits.bit(replica), change)
 
-    def _levels(self, prompt: Prompt, fleet: Fleet) -> list[Level]:
+    def _levels(self, prompt: Prompt, fleet: FleetBits) -> list[Level]:
         """Tokens of the prompt, and the bits of those who have at least so many cached; longest match first."""
         levels: list[Level] = []
         for size in fleet.block_sizes:
@@ -163,17 +169,21 @@ class PrefixBalancer(DecidingBalancer):
         return levels
 
     def _to_compare(
-        self, replicas: Sequence[ReplicaView], fleet: Fleet, levels: Sequence[Level], expected: Expected | None
+        self,
+        replicas: Sequence[ReplicaView],
+        fleet: FleetBits,
+        levels: Sequence[Level],
+        expected: ExpectedPrefix | None,
     ) -> Sequence[int]:
-        """Positions: all of a few replicas; of many, some as `few` says, and those that may have the prompt."""
-        positions = few(replicas, self._rng)
+        """The result of `positions_to_compare`; in a large fleet also replicas that may have the prompt cached."""
+        positions = positions_to_compare(replicas, self._rng)
         if len(replicas) <= MOST_COMPARED:
             return positions
         if expected is not None and expected.position not in positions:
             positions.append(expected.position)
         wanted, others = _MOST_HOLDERS, fleet.mask
         for _, holders in levels:
-            for bit in some_bits_of(holders & others, wanted, self._rng):
+            for bit in sample_bits(holders & others, wanted, self._rng):
                 wanted -= 1
                 position = fleet.positions[bit]
                 if position not in positions:
@@ -187,10 +197,10 @@ class PrefixBalancer(DecidingBalancer):
         self,
         replicas: Sequence[ReplicaView],
         positions: Sequence[int],
-        fleet: Fleet,
+        fleet: FleetBits,
         levels: Sequence[Level],
         tokens: int,
-        expected: Expected | None,
+        expected: ExpectedPrefix | None,
     ) -> tuple[list[float], list[int]]:
         """What each replica would add to the latency of all requests, and how many tokens are known to match.
 
@@ -216,11 +226,11 @@ class PrefixBalancer(DecidingBalancer):
         return costs, matches
 
     def _coming(
-        self, replicas: Sequence[ReplicaView], matches: Sequence[int], tokens: int, expected: Expected | None
+        self, replicas: Sequence[ReplicaView], matches: Sequence[int], tokens: int, expected: ExpectedPrefix | None
     ) -> float:
         """What others probably add to these costs before anybody sees it, each as much as this prompt."""
         saved = max(matches) + (0.0 if expected is None else expected.tokens)
-        return coming_to(replicas, len(matches)) * (tokens - saved + self._answer_tokens)
+        return expected_arrivals(replicas, len(matches)) * (tokens - saved + self._answer_tokens)
 
     def _cheapest(self, costs: Sequence[float], matches: Sequence[int]) -> int:
         """The place of the lowest cost; of equal ones the longest match, ties of that uniformly at random."""
@@ -239,7 +249,7 @@ class PrefixBalancer(DecidingBalancer):
         weights = [math.exp((least - cost) / (spread * self._temperature)) for cost in costs]
         return self._rng.choices(range(len(costs)), weights)[0]
 
-    def _fallback(self, task: Task, fleet: Fleet, positions: Sequence[int]) -> str:
+    def _fallback(self, task: Task, fleet: FleetBits, positions: Sequence[int]) -> str:
         prompt = task.get("prompt")
         if prompt is None:
             return "no-prompt"

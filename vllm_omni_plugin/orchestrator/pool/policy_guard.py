@@ -20,14 +20,14 @@ UNEXPLAINED = "unexplained"
 """The reason of all decisions of a policy that only selects."""
 POLICY_FAULT = "policy-fault"
 """The fallback where a policy raised or answered nonsense."""
-_HOOKS = ("dispatched", "withdrawn", "began", "ended", "forgotten", "cleared", "cache_changed")
+_HOOKS = ("dispatched", "dispatch_cancelled", "began", "ended", "replica_lost", "cache_cleared", "cache_changed")
 
 
 class PolicyGuard:
     """Asks a policy, checks its answers, and tells it what it wants to be told.
 
     Args:
-        balancer: the policy. Which methods of `Observer` it has is found out here, once.
+        balancer: the policy. Which methods of `PolicyHooks` it has is found out here, once.
         name: what users know it by; its class's name by default.
 
     Attributes:
@@ -79,7 +79,7 @@ class PolicyGuard:
         """Tell it something, if it wants to know.
 
         Args:
-            name: the method of `Observer`.
+            name: the method of `PolicyHooks`.
             args: its arguments.
         """
         hook = self._hooks.get(name)

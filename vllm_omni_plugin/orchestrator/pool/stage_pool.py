@@ -156,7 +156,7 @@ class StagePool:
         self._set_status(member, status)
         member.account = Account()
         if served:
-            self._policy.tell("forgotten", member)
+            self._policy.tell("replica_lost", member)
             if self.exchange is not None:
                 self.exchange.lost(member)
         member.tell_if_idle()
@@ -309,7 +309,7 @@ class StagePool:
             self.exchange.changed(member)
         if run.closed and not run.sent and run.decision.by_policy:
             # One that is recalled is not: its prompt goes on counting as cached there, see `decide_again`.
-            self._policy.tell("withdrawn", run.task, member, run.decision)
+            self._policy.tell("dispatch_cancelled", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
         self._policy.tell("ended", run.task, member, now - run.attempt_at, run.output_tokens)
         member.tell_if_idle()
@@ -319,9 +319,9 @@ class StagePool:
         """How many heads balance over these replicas, this one included."""
         return self._unreported.heads
 
-    def share_with(self, heads: int) -> None:
+    def set_heads(self, heads: int) -> None:
         """So many heads balance over these replicas now, this one included."""
-        self._unreported.share_with(heads)
+        self._unreported.set_heads(heads)
 
     def join(self, member: PoolMember, others: Work | None) -> None:
         """The other heads have charged so much to a replica; None: they do not say, and its engine's word counts."""
@@ -336,7 +336,7 @@ class StagePool:
     def cache_cleared(self, member: PoolMember) -> None:
         """The replica's engine has dropped what it had cached, because it was told to."""
         if member.client is not None:
-            self._policy.tell("cleared", member)
+            self._policy.tell("cache_cleared", member)
 
     def _enter_service(self, member: PoolMember) -> bool:
         self._set_status(member, ReplicaStatus.DRAINING if member.held_back else ReplicaStatus.UP)
