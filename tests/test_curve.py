@@ -1,4 +1,4 @@
-"""Who may connect: the gate, over real sockets, and connections that send too much before they are let in."""
+"""Who may connect: the ZAP handler, over real sockets, and connections that send too much before they are let in."""
 
 import logging
 import os
@@ -18,15 +18,15 @@ from tests.fakes.strangers import stranger
 from vllm_omni_plugin.curve import (
     HANDSHAKE_FRAME_BYTES,
     PLAIN_USERNAME,
-    Gate,
     Secrets,
+    ZapHandler,
     require_key,
     require_password,
     secure_client,
     secure_server,
 )
-from vllm_omni_plugin.curve.descriptors import MAX_HANDSHAKE_BYTES, Newcomers
-from vllm_omni_plugin.curve.refusals import LOG_INTERVAL, MAX_LOGGED_PEERS, RefusalLog
+from vllm_omni_plugin.curve.descriptors import MAX_HANDSHAKE_BYTES, PendingConnections
+from vllm_omni_plugin.curve.handshake_monitor import LOG_INTERVAL, MAX_LOGGED_PEERS, RefusalLog
 
 OLD, NEW, OTHER = "the old secret of the fleet", "the new secret of the fleet", "somebody else's secret"
 Socket = zmq.Socket[bytes]
@@ -39,13 +39,13 @@ def made(*lines: str) -> Secrets:
 
 
 class Site:
-    """A context with a gate, and clients of a context of their own, all of which are closed at the end."""
+    """A context with a ZAP handler, and clients of a context of their own, all of which are closed at the end."""
 
     def __init__(self, secrets: Secrets | None) -> None:
         self.context: zmq.Context[Socket] = zmq.Context()
         self.outside: zmq.Context[Socket] = zmq.Context()
         self.now = 0.0
-        self.gate = Gate(self.context, secrets, clock=lambda: self.now)
+        self.zap_handler = ZapHandler(self.context, secrets, clock=lambda: self.now)
         self.secrets = secrets
         self.opened: list[Socket] = []
 
@@ -56,7 +56,7 @@ class Site:
             secure_server(server, self.secrets, "test")
         else:
             secure(server)
-        self.gate.watch(server, "test")
+        self.zap_handler.watch(server, "test")
         server.bind(address)
         return server
 
@@ -84,7 +84,7 @@ class Site:
     def close(self) -> None:
         for server in self.opened:
             server.close(linger=0)
-        self.gate.close()
+        self.zap_handler.close()
         self.context.term()
         self.outside.term()
 
@@ -101,7 +101,7 @@ def sites() -> Iterator[Callable[[Secrets | None], Site]]:
 def site(sites: "OpenSite") -> Site:
     """One that lets in who holds the old secret."""
     site = sites(made(OLD))
-    site.gate.admit_secret_holders("test")
+    site.zap_handler.admit_secret_holders("test")
     return site
 
 
@@ -152,7 +152,7 @@ def test_stranger_is_refused_counted_and_logged_with_its_address(
         assert refusals < 100
         site.now += 2 * LOG_INTERVAL
         assert not site.lets_in(server, stranger)
-        eventually(lambda: site.gate.refused == refusals)  # noqa: B023
+        eventually(lambda: site.zap_handler.refused == refusals)  # noqa: B023
     assert "at the test socket" in caplog.text
     assert site.lets_in(server, holder(made(OLD)))
 
@@ -161,7 +161,7 @@ def test_who_knows_the_server_but_holds_no_key_of_it_is_refused(site: Site, capl
     own = zmq.curve_keypair()
     event, _ = site.connect(site.serve(), with_keys(made(OLD).server_keys("test").public, *own))
     assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    assert site.gate.refused == 1
+    assert site.zap_handler.refused == 1
     assert "Refused 127.0.0.1 at the test socket" in caplog.text
 
 
@@ -179,12 +179,12 @@ def test_secured_socket_admits_nobody_without_a_gate(sites: OpenSite) -> None:
 
 def test_leased_key_is_admitted_to_its_own_domain(sites: OpenSite) -> None:
     site = sites(made(OLD))
-    own_public, own_secret = zmq.curve_keypair()
+    own_public, user_secret = zmq.curve_keypair()
     lease = zmq.curve_keypair()
-    mine, theirs = (site.serve(lambda socket, name=name: require_key(socket, own_secret, name)) for name in "ab")  # type: ignore[misc]
+    mine, theirs = (site.serve(lambda socket, name=name: require_key(socket, user_secret, name)) for name in "ab")  # type: ignore[misc]
     client = with_keys(own_public, *lease)
     assert not site.lets_in(mine, client)
-    site.gate.admit("a", lease[0].decode())
+    site.zap_handler.admit("a", lease[0].decode())
     assert site.lets_in(mine, client)
     assert not site.lets_in(theirs, client)
 
@@ -192,23 +192,23 @@ def test_leased_key_is_admitted_to_its_own_domain(sites: OpenSite) -> None:
 def test_leased_password_is_admitted_without_a_secret(sites: OpenSite) -> None:
     site = sites(None)
     server = site.serve(lambda socket: require_password(socket, "a"))
-    site.gate.admit("a", "x" * 40)
+    site.zap_handler.admit("a", "x" * 40)
     assert site.lets_in(server, with_password("x" * 40))
     assert not site.lets_in(server, with_password("y" * 40))
     assert not site.lets_in(server, with_password("x" * 40, "another user"))
     assert not site.lets_in(server, holder(None))
-    eventually(lambda: site.gate.refused == 3)
+    eventually(lambda: site.zap_handler.refused == 3)
 
 
 def test_admissions_may_change_in_any_thread_while_peers_connect(sites: OpenSite) -> None:
     site = sites(None)
     server = site.serve(lambda socket: require_password(socket, "a"))
-    site.gate.admit("a", "x" * 40)
+    site.zap_handler.admit("a", "x" * 40)
     over = threading.Event()
 
     def change(name: str) -> None:
         while not over.is_set():
-            site.gate.admit("a", name)
+            site.zap_handler.admit("a", name)
 
     changers = [threading.Thread(target=change, args=(name,)) for name in "bc"]
     for changer in changers:
@@ -237,7 +237,7 @@ def test_stranger_that_sends_more_than_a_handshake_is_cut_off_whatever_size_of_f
         peer.announce(2**30)
         peer.send(bytes(MAX_HANDSHAKE_BYTES))
         assert peer.is_cut()
-        eventually(lambda: site.gate.refused == 1)
+        eventually(lambda: site.zap_handler.refused == 1)
     assert TOO_MUCH in caplog.text
 
 
@@ -254,13 +254,13 @@ def test_stranger_that_announces_a_frame_over_the_limit_is_cut_off_and_logged(
     with stranger(port_of(server)) as peer:
         peer.announce(HANDSHAKE_FRAME_BYTES + 1)
         assert peer.is_cut()
-        eventually(lambda: site.gate.refused == 1)
+        eventually(lambda: site.zap_handler.refused == 1)
     assert TOO_MUCH in caplog.text
 
 
 @pytest.mark.parametrize("mechanism", ["CURVE", "PLAIN"])
 def test_who_is_let_in_may_send_large_messages_at_once(site: Site, mechanism: str) -> None:
-    site.gate.admit("test", "x" * 40)
+    site.zap_handler.admit("test", "x" * 40)
     encrypted = mechanism == "CURVE"
     server = site.serve(None if encrypted else lambda socket: require_password(socket, "test"))
     show = holder(made(OLD)) if encrypted else with_password("x" * 40)
@@ -274,7 +274,7 @@ def test_who_is_let_in_may_send_large_messages_at_once(site: Site, mechanism: st
         for _ in range(10):
             client.send(bytes(2**20))
         assert [len(server.recv_multipart()[1]) for _ in range(10)] == [2**20] * 10
-    assert site.gate.refused == 0
+    assert site.zap_handler.refused == 0
 
 
 def test_socket_may_come_and_go_while_the_gate_stands(site: Site) -> None:
@@ -291,9 +291,9 @@ def test_socket_may_come_and_go_while_the_gate_stands(site: Site) -> None:
 def test_context_has_one_gate_and_a_closed_one_watches_nothing(sites: OpenSite) -> None:
     site = sites(None)
     with pytest.raises(zmq.ZMQError):
-        Gate(site.context, None)
-    site.gate.close()
-    site.gate.close()
+        ZapHandler(site.context, None)
+    site.zap_handler.close()
+    site.zap_handler.close()
     with pytest.raises(RuntimeError):
         site.serve()
 
@@ -323,7 +323,7 @@ def test_log_of_refusals_is_bounded_however_many_peers_there_are(caplog: pytest.
 
 
 def test_a_connection_is_watched_although_its_descriptor_was_told_of_before_at_another_port() -> None:
-    newcomers = Newcomers()
+    pending = PendingConnections()
     with (
         socket.create_server(("127.0.0.1", 0)) as own,
         socket.create_server(("127.0.0.1", 0)) as other,
@@ -331,9 +331,9 @@ def test_a_connection_is_watched_although_its_descriptor_was_told_of_before_at_a
         own.accept()[0] as server,
     ):
         for listening in (other, own):
-            newcomers.add(server.fileno(), f"tcp://127.0.0.1:{listening.getsockname()[1]}", 100)
+            pending.add(server.fileno(), f"tcp://127.0.0.1:{listening.getsockname()[1]}", 100)
         client.sendall(bytes(MAX_HANDSHAKE_BYTES + 1))
-        eventually(lambda: newcomers.end_the_greedy() == [server.fileno()])
+        eventually(lambda: pending.close_oversized() == [server.fileno()])
         client.settimeout(20)
         assert client.recv(1) == b""
-    newcomers.close()
+    pending.close()

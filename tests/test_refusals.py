@@ -5,8 +5,8 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.curve.descriptors import Newcomers
-from vllm_omni_plugin.curve.refusals import HandshakeWatch, RefusalLog
+from vllm_omni_plugin.curve.descriptors import PendingConnections
+from vllm_omni_plugin.curve.handshake_monitor import HandshakeMonitor, RefusalLog
 
 
 class Monitor:
@@ -23,7 +23,7 @@ def test_who_was_refused_counts_once_though_another_ends_before_it() -> None:
     refusals = RefusalLog(lambda: 0.0)
     events = [
         (zmq.EVENT_ACCEPTED, -2),
-        (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400),  # which the gate has recorded
+        (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400),  # which the ZAP handler has recorded
         (zmq.EVENT_ACCEPTED, -3),
         (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 0),
         (zmq.EVENT_DISCONNECTED, -3),
@@ -32,7 +32,7 @@ def test_who_was_refused_counts_once_though_another_ends_before_it() -> None:
         (zmq.EVENT_DISCONNECTED, -4),
     ]
     reader: Any = Monitor(events)
-    watch = HandshakeWatch(reader, "test", refusals, Newcomers(), zmq.NULL, None)
+    watch = HandshakeMonitor(reader, "test", refusals, PendingConnections(), zmq.NULL, None)
     counts = []
     for _ in events:
         watch.take_event()

@@ -22,7 +22,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.process import runtime as runtime_module
 from vllm_omni_plugin.coordinator.process.coordinator_process import CoordinatorProcess
-from vllm_omni_plugin.curve.descriptors import SPARE_DESCRIPTORS
+from vllm_omni_plugin.curve.descriptors import RESERVED_DESCRIPTORS
 from vllm_omni_plugin.errors import ConfigError, OmniError
 
 
@@ -205,9 +205,9 @@ def test_process_out_of_descriptors_lets_nobody_wait_and_goes_on(keep: Keep, cap
     pid = process_of(runtime)
     _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     held = len(os.listdir(f"/proc/{pid}/fd"))
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (held + SPARE_DESCRIPTORS, most))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (held + RESERVED_DESCRIPTORS, most))
     host, _, port = runtime.router_address.removeprefix("tcp://").rpartition(":")
-    strangers = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3 * SPARE_DESCRIPTORS)]
+    strangers = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3 * RESERVED_DESCRIPTORS)]
     for stranger in strangers:
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(4096):

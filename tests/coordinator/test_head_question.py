@@ -22,7 +22,7 @@ from vllm_omni_plugin.coordinator.client import head_question
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
 from vllm_omni_plugin.coordinator.protocol.head_messages import TRIAL_S, NodeQuestion, encode_from_head
-from vllm_omni_plugin.curve import HANDSHAKE_MS, Gate, Secrets
+from vllm_omni_plugin.curve import HANDSHAKE_MS, Secrets, ZapHandler
 
 FINGERPRINTS = {0: {"stage": "0", "model": "a"}, 1: {"stage": "1", "model": "b"}}
 NOW = 1_000_000.0
@@ -134,8 +134,8 @@ def test_a_gate_that_is_too_slow_for_its_own_limit_refuses_nobody(
     monkeypatch: pytest.MonkeyPatch, serve: Serve, held: Secrets
 ) -> None:
     is_over = threading.Event()
-    answer_in_time = Gate._answer
-    monkeypatch.setattr(Gate, "_answer", lambda gate: (is_over.wait(), answer_in_time(gate)))
+    answer_in_time = ZapHandler._answer
+    monkeypatch.setattr(ZapHandler, "_answer", lambda handler: (is_over.wait(), answer_in_time(handler)))
     address = serve(OLD)
     began = time.monotonic()
     try:

@@ -8,7 +8,7 @@ import zmq
 
 from tests.fakes.engine_api import DEAD_FRAME, FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
-from vllm_omni_plugin.curve import Gate, Secrets, require_key, require_password, secure_server
+from vllm_omni_plugin.curve import Secrets, ZapHandler, require_key, require_password, secure_server
 from vllm_omni_plugin.replicas.control.lease_messages import (
     Attach,
     Attached,
@@ -84,8 +84,8 @@ class FakeServer:
         self.status = ReplicaStatus.UP
         self._encrypted = secrets is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.gate = Gate(self._context, secrets)
-        self.gate.admit_secret_holders("replica")
+        self.zap_handler = ZapHandler(self._context, secrets)
+        self.zap_handler.admit_secret_holders("replica")
         self._data_key, self._data_secret = zmq.curve_keypair()
         self._head = b""
         self._control = self._bind(zmq.ROUTER, lambda socket: secure_server(socket, secrets, "replica"))
@@ -135,7 +135,7 @@ class FakeServer:
             reader.pause()
         for socket in (self._control, self._input, self._output):
             socket.close(linger=0)
-        self.gate.close()
+        self.zap_handler.close()
         self._context.term()
 
     def _bind(self, kind: int, guard: Callable[["zmq.Socket[bytes]"], None]) -> "zmq.Socket[bytes]":
@@ -165,7 +165,7 @@ class FakeServer:
             self.tell(self.refusal)
             return
         if self.admits:
-            self.gate.admit(_DATA, attach.credential)
+            self.zap_handler.admit(_DATA, attach.credential)
         self.tell(
             Attached(
                 lease=LEASE,

@@ -1,8 +1,6 @@
-"""Who may connect: keys from a secret file, sockets that demand them, and the gate that admits their holders."""
+"""Who may connect: keys from a secret file, sockets that demand them, and the ZAP handler that admits their holders."""
 
 from vllm_omni_plugin.curve.descriptors import cut_connection
-from vllm_omni_plugin.curve.gate import NOTHING_SHOWN, Gate
-from vllm_omni_plugin.curve.own_secret import new_secret, own_secret
 from vllm_omni_plugin.curve.secrets import (
     CURVE_BYTES,
     HANDSHAKE_FRAME_BYTES,
@@ -15,21 +13,23 @@ from vllm_omni_plugin.curve.secrets import (
     secure_server,
     why_refused,
 )
+from vllm_omni_plugin.curve.user_secret import new_secret, user_secret
+from vllm_omni_plugin.curve.zap_handler import NO_CREDENTIAL, ZapHandler
 
 __all__ = [
     "CURVE_BYTES",
     "HANDSHAKE_FRAME_BYTES",
     "HANDSHAKE_MS",
-    "NOTHING_SHOWN",
+    "NO_CREDENTIAL",
     "PLAIN_USERNAME",
-    "Gate",
     "Secrets",
+    "ZapHandler",
     "cut_connection",
     "new_secret",
-    "own_secret",
     "require_key",
     "require_password",
     "secure_client",
     "secure_server",
+    "user_secret",
     "why_refused",
 ]

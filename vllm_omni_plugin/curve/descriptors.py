@@ -1,4 +1,4 @@
-"""Connections of libzmq's by their descriptors: the last ones of a process stay free, and newcomers may not send much.
+"""Connections of libzmq's by their descriptors: the last ones of a process stay free, and pending may not send much.
 
 Without a descriptor, libzmq tries to accept a connection that waits again and again, which takes a whole processor.
 How large a frame a peer may send is the same before and after it has been let in.
@@ -14,12 +14,12 @@ from contextlib import suppress
 
 import zmq
 
-SPARE_DESCRIPTORS = 16
+RESERVED_DESCRIPTORS = 16
 """As many connections may come before the first of them is cut."""
-NONE_LEFT = "this process has no descriptor left for it: raise its limit of open files (ulimit -n)"
+NO_DESCRIPTORS_LEFT = "this process has no descriptor left for it: raise its limit of open files (ulimit -n)"
 MAX_HANDSHAKE_BYTES = 4096
 """A client of ours sends some 600 bytes until it is let in."""
-SENT_TO_STRANGERS: dict[int, int] = {zmq.CURVE: 64 + 170 + 14, zmq.PLAIN: 64 + 10 + 14}
+MAX_SENT_BEFORE_AUTH: dict[int, int] = {zmq.CURVE: 64 + 170 + 14, zmq.PLAIN: 64 + 10 + 14}
 """What a server sends at most before it lets somebody in, by what it demands: a greeting, WELCOME, ERROR. READY is
 longer than ERROR."""
 _RESET = struct.pack("ii", 1, 0)
@@ -27,10 +27,10 @@ _RESET = struct.pack("ii", 1, 0)
 _COUNTS = struct.Struct("=120x2Q")
 
 
-def is_spare(descriptor: int) -> bool:
+def is_reserved(descriptor: int) -> bool:
     """Whether a descriptor is one of the last; the system always gives the lowest that is free."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit != resource.RLIM_INFINITY and descriptor >= limit - SPARE_DESCRIPTORS
+    return limit != resource.RLIM_INFINITY and descriptor >= limit - RESERVED_DESCRIPTORS
 
 
 def cut_connection(descriptor: int) -> None:
@@ -52,7 +52,7 @@ def borrowed(descriptor: int) -> Iterator[socket.socket]:
         connection.detach()
 
 
-class Newcomers:
+class PendingConnections:
     """Ends connections to sockets that demand a key or password, once they have sent too much and were not let in.
 
     Who was let in is seen by what it has acknowledged, which cannot be more than it was sent.
@@ -63,13 +63,13 @@ class Newcomers:
         self._epoll = select.epoll()
 
     def fileno(self) -> int:
-        """What is readable when `end_the_greedy` should be called."""
+        """What is readable when `close_oversized` should be called."""
         return self._epoll.fileno()
 
-    def add(self, descriptor: int, endpoint: str, sent_to_strangers: int) -> None:
+    def add(self, descriptor: int, endpoint: str, max_sent_before_auth: int) -> None:
         """Watch a connection of libzmq's that was accepted at an endpoint, unless it is no tcp or is gone again."""
         with suppress(OSError, ValueError):
-            expected = (int(endpoint.rpartition(":")[2]), sent_to_strangers)
+            expected = (int(endpoint.rpartition(":")[2]), max_sent_before_auth)
             self._expected[descriptor] = expected
             # It leaves the set when libzmq closes it. An arrival that libzmq has read is told only because there
             # is something else to tell: that the connection can be written to.
@@ -80,7 +80,7 @@ class Newcomers:
                 # Told late of a connection that had this descriptor before; this one is to be looked at once more.
                 self._epoll.modify(descriptor, events)
 
-    def end_the_greedy(self) -> list[int]:
+    def close_oversized(self) -> list[int]:
         """Look at those that have sent something; return the descriptors of those that were ended."""
         return [descriptor for descriptor, _ in self._epoll.poll(0) if self._is_ended(descriptor)]
 
@@ -94,9 +94,9 @@ class Newcomers:
             acknowledged, received = _COUNTS.unpack(
                 connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS.size)
             )
-            port, sent_to_strangers = self._expected[descriptor]
+            port, max_sent_before_auth = self._expected[descriptor]
             # The descriptor may be that of another connection by now, which is none of ours.
-            if acknowledged > sent_to_strangers or connection.getsockname()[1] != port:
+            if acknowledged > max_sent_before_auth or connection.getsockname()[1] != port:
                 self._epoll.unregister(descriptor)
             elif received > MAX_HANDSHAKE_BYTES:
                 # First, since a shutdown is an event, too.

@@ -94,7 +94,7 @@ class Secrets:
 
 
 def secure_server(socket: Socket, secrets: Secrets | None, role: str) -> None:
-    """Let a socket serve holders of a secret only, as the domain ``role`` of its context's gate. Call before bind."""
+    """Let a socket serve holders of a secret only, in the ZAP domain ``role``. Call before bind."""
     if secrets is not None:
         require_key(socket, secrets.server_keys(role).secret, role)
 
@@ -110,13 +110,13 @@ def require_key(socket: Socket, secret_key: bytes, domain: str) -> None:
     """Let a socket serve the CURVE keys admitted to a domain; ``secret_key`` (Z85) is its own secret key."""
     socket.curve_server = True
     socket.curve_secretkey = secret_key
-    _ask_the_gate(socket, domain)
+    _require_zap(socket, domain)
 
 
 def require_password(socket: Socket, domain: str) -> None:
     """Let a socket serve only those that show a password of a domain, unencrypted, as `PLAIN_USERNAME`."""
     socket.plain_server = True
-    _ask_the_gate(socket, domain)
+    _require_zap(socket, domain)
 
 
 def why_refused(event: int, value: int, secrets: Secrets | None) -> str:
@@ -132,7 +132,7 @@ def why_refused(event: int, value: int, secrets: Secrets | None) -> str:
     )
 
 
-def _ask_the_gate(socket: Socket, domain: str) -> None:
+def _require_zap(socket: Socket, domain: str) -> None:
     socket.zap_domain = domain.encode()
-    # Without it everybody would be let in while the context has no gate.
+    # Without it everybody would be let in while the context has no ZAP handler.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

@@ -26,8 +26,8 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
 from vllm_omni_plugin.curve import HANDSHAKE_MS, Secrets
 from vllm_omni_plugin.errors import WireError
 
-# Below what the coordinator waits for a handshake: when its gate is slower than that it ends the connection, as it does
-# when it refuses a secret.
+# Shorter than the coordinator's handshake timeout. After that timeout the coordinator ends the connection, which would
+# look like a refused secret.
 TIMEOUT_S = 0.75 * HANDSHAKE_MS / 1000
 """For the question, a look at what answers in place of the head, and the question again, together. Until the head says
 which ports it reaches, `TRIAL_S` and as much again may pass."""

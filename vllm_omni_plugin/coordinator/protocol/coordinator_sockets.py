@@ -11,9 +11,9 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import MAX_FRAME_TO_HEA
 from vllm_omni_plugin.curve import (
     HANDSHAKE_FRAME_BYTES,
     HANDSHAKE_MS,
-    NOTHING_SHOWN,
-    Gate,
+    NO_CREDENTIAL,
     Secrets,
+    ZapHandler,
     secure_client,
     secure_server,
 )
@@ -77,7 +77,7 @@ LINK_FAILURES = (
 _LINK_EVENTS = LINK_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
-def bind_router(context: Context, address: str, secrets: Secrets | None, gate: Gate) -> Socket:
+def bind_router(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
     """Return a ROUTER for announcements and heads bound to ``address``; see `bound_address`. Raises `ConfigError`.
 
     What it sends raises `zmq.ZMQError`: EAGAIN if the peer's queue is full, EHOSTUNREACH if it is not connected.
@@ -89,11 +89,11 @@ def bind_router(context: Context, address: str, secrets: Secrets | None, gate: G
     router.router_mandatory = True
     # The connection of a head that takes nothing for so long is ended, and with it its queue.
     router.tcp_maxrt = LINK_TTL_MS
-    _bind(router, address, secrets, gate)
+    _bind(router, address, secrets, zap_handler)
     return router
 
 
-def bind_pub(context: Context, address: str, secrets: Secrets | None, gate: Gate) -> Socket:
+def bind_pub(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
     """Return an XPUB for lists bound to ``address``; it also reads each new subscription. Raises `ConfigError`."""
     pub = context.socket(zmq.XPUB)
     pub.maxmsgsize = MAX_SUBSCRIPTION_BYTES
@@ -101,7 +101,7 @@ def bind_pub(context: Context, address: str, secrets: Secrets | None, gate: Gate
     pub.sndhwm = LIST_QUEUE_FRAMES
     # Without it only the first of several subscribers is heard of.
     pub.xpub_verbose = True
-    _bind(pub, address, secrets, gate)
+    _bind(pub, address, secrets, zap_handler)
     return pub
 
 
@@ -162,14 +162,14 @@ def poll_ms(seconds: float) -> int:
     return max(0, math.ceil(seconds * 1000))
 
 
-def _bind(socket: Socket, address: str, secrets: Secrets | None, gate: Gate) -> None:
+def _bind(socket: Socket, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> None:
     socket.ipv6 = "[" in address
     socket.handshake_ivl = HANDSHAKE_MS
     secure_server(socket, secrets, ROLE)
-    # Where the gate admits everybody it still makes libzmq refuse peers of its version 3 or older, of which it knows
-    # neither address nor connection.
+    # Needed also where the ZAP handler admits everybody: with a domain, libzmq refuses peers of libzmq 3 or older, for
+    # which it knows neither address nor connection.
     socket.zap_domain = ROLE.encode()
-    gate.watch(socket, ROLE)
+    zap_handler.watch(socket, ROLE)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -185,7 +185,7 @@ class Ports:
         pub: For lists.
         router_address: What `router` is bound to.
         pub_address: What `pub` is bound to.
-        gate: Knows how many were refused.
+        zap_handler: Knows how many were refused.
     """
 
     def __init__(self, router_address: str, pub_address: str, secrets: Secrets | None) -> None:
@@ -194,19 +194,19 @@ class Ports:
         # Now: libzmq keeps what an endpoint lingers from its bind on. With its default, for ever, `close` would hang
         # when a connection with unread messages ends in the same moment (libzmq's issues 2733 and 3252).
         self._context.linger = 0
-        self.gate = Gate(self._context, secrets)
-        self.gate.admit_secret_holders(ROLE)
+        self.zap_handler = ZapHandler(self._context, secrets)
+        self.zap_handler.admit_secret_holders(ROLE)
         if secrets is None:
-            self.gate.admit(ROLE, NOTHING_SHOWN)
+            self.zap_handler.admit(ROLE, NO_CREDENTIAL)
         try:
-            self.router = bind_router(self._context, router_address, secrets, self.gate)
+            self.router = bind_router(self._context, router_address, secrets, self.zap_handler)
             try:
-                self.pub = bind_pub(self._context, pub_address, secrets, self.gate)
+                self.pub = bind_pub(self._context, pub_address, secrets, self.zap_handler)
             except BaseException:
                 self.router.close()
                 raise
         except BaseException:
-            self._close_gate()
+            self._close_zap_handler()
             raise
         self.router_address = bound_address(self.router)
         self.pub_address = bound_address(self.pub)
@@ -215,8 +215,8 @@ class Ports:
         """Give everything back; what was not sent yet is dropped."""
         self.router.close()
         self.pub.close()
-        self._close_gate()
+        self._close_zap_handler()
 
-    def _close_gate(self) -> None:
-        self.gate.close()
+    def _close_zap_handler(self) -> None:
+        self.zap_handler.close()
         self._context.term()

@@ -109,7 +109,7 @@ class OmniCoordinator:
         self._trials = ReachTrials(0 if secrets is None else MAX_CONNECTIONS)
         self._heads = HeadFrames(self._sessions, self._router, self._facts, self._trials)
         # How many each connection subscribed to, by its descriptor. That is used again for the next one, so each count
-        # belongs to an admission, too, which the gate gives every connection anew.
+        # belongs to an admission, too, which the ZAP handler gives every connection anew.
         self._topics: dict[int, tuple[str, int]] = {}
         self._has_subscribers = False
         self.router_zmq_addr = self._ports.router_address
@@ -132,7 +132,7 @@ class OmniCoordinator:
     @property
     def refused_connections(self) -> int:
         """Connections refused so far because their peer holds none of the secrets, or for a malformed handshake."""
-        return self._ports.gate.refused
+        return self._ports.zap_handler.refused
 
     def add_new_replica(self, event: ReplicaEvent) -> None:
         """Register the replica that ``event`` describes.

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.curve import own_secret
+from vllm_omni_plugin.curve import user_secret
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.logger import init_logger
 
@@ -77,7 +77,7 @@ def secured(options: OmniConfig, address: str, headless: bool = False) -> OmniCo
     if options.secret_file is not None or options.insecure:
         return options
     if ipaddress.ip_address(address).is_loopback:
-        return replace(options, secret_file=own_secret())
+        return replace(options, secret_file=user_secret())
     if not options.join:
         check_exposure(options, address, headless)
     return options

@@ -6,7 +6,7 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
-from vllm_omni_plugin.curve import HANDSHAKE_MS, Gate, Secrets, secure_client, secure_server, why_refused
+from vllm_omni_plugin.curve import HANDSHAKE_MS, Secrets, ZapHandler, secure_client, secure_server, why_refused
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.lease_messages import (
@@ -155,7 +155,7 @@ class ControlSocket:
         self._on_message = on_message
         self._drops = DropLog()
         self._context: Context = zmq.Context()
-        self._gate: Gate | None = None
+        self._zap_handler: ZapHandler | None = None
         self._router = self._context.socket(zmq.ROUTER)
         # Before bind, also where `close` gives more: see `Ports` of the coordinator.
         self._router.linger = 0
@@ -165,10 +165,10 @@ class ControlSocket:
         self._router.heartbeat_ivl = _LINK_CHECK_MS
         self._router.heartbeat_timeout = _LINK_TIMEOUT_MS
         if secrets is not None:
-            self._gate = Gate(self._context, secrets)
-            self._gate.admit_secret_holders(CONTROL_ROLE)
+            self._zap_handler = ZapHandler(self._context, secrets)
+            self._zap_handler.admit_secret_holders(CONTROL_ROLE)
             secure_server(self._router, secrets, CONTROL_ROLE)
-            self._gate.watch(self._router, f"control {listener.address}")
+            self._zap_handler.watch(self._router, f"control {listener.address}")
         listener.bind(self._router)
         self._reader = SocketReader(self._router, self._take)
         self._reader.resume()
@@ -187,8 +187,8 @@ class ControlSocket:
         """Stop; what was sent has up to `linger` seconds to leave, which this waits for."""
         self._reader.pause()
         self._router.close(linger=int(linger * 1000))
-        if self._gate is not None:
-            self._gate.close()
+        if self._zap_handler is not None:
+            self._zap_handler.close()
         self._context.term()
 
     def _take(self, frames: list[Any]) -> None:

@@ -61,7 +61,7 @@ class Heads:
         send: sends a message to a routing id of the control link.
         incarnation: the one announced now.
         on_leave: called when a head asks, for its operator, that the replica leaves.
-        on_alone: called whenever the last lease has ended.
+        on_last_disconnect: called whenever the last lease has ended.
         clock: monotonic seconds.
     """
 
@@ -72,7 +72,7 @@ class Heads:
         send: Callable[[bytes, FromServer], None],
         incarnation: Callable[[], int],
         on_leave: Callable[[], None],
-        on_alone: Callable[[], None],
+        on_last_disconnect: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
@@ -80,7 +80,7 @@ class Heads:
         self._send = send
         self._incarnation = incarnation
         self._on_leave = on_leave
-        self._on_alone = on_alone
+        self._on_alone = on_last_disconnect
         self._clock = clock
         self._engine: ServedEngine | None = None
         self._status = ReplicaStatus.DOWN

@@ -6,7 +6,7 @@ import sys
 
 import zmq
 
-from vllm_omni_plugin.curve.descriptors import NONE_LEFT
+from vllm_omni_plugin.curve.descriptors import NO_DESCRIPTORS_LEFT
 from vllm_omni_plugin.errors import ConfigError, OmniError
 
 _OPEN_FILES = 65535
@@ -73,7 +73,7 @@ def files_beside_own(replicas: int) -> int:
 def worded(error: Exception) -> Exception:
     """The same error, or in its place one that says what to do where no descriptor was left."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-        return OmniError(f"{error}: {NONE_LEFT}")
+        return OmniError(f"{error}: {NO_DESCRIPTORS_LEFT}")
     return error
 
 

@@ -14,7 +14,7 @@ from vllm_omni_plugin.curve import (
     CURVE_BYTES,
     HANDSHAKE_FRAME_BYTES,
     HANDSHAKE_MS,
-    Gate,
+    ZapHandler,
     require_key,
     require_password,
 )
@@ -71,9 +71,9 @@ class Relay:
         with ExitStack() as undo:
             self._context = forwarding_context()
             undo.callback(self._context.destroy, linger=0)
-            self._gate = Gate(self._context, settings.secrets)
-            undo.callback(self._gate.close)
-            self._gate.admit(DATA_ROLE, credential)
+            self._zap_handler = ZapHandler(self._context, settings.secrets)
+            undo.callback(self._zap_handler.close)
+            self._zap_handler.admit(DATA_ROLE, credential)
             self._threads = self._open(inputs, outputs, hub_addr, slot_socket, settings, on_lost)
             undo.pop_all()
 
@@ -89,12 +89,12 @@ class Relay:
         loop = asyncio.get_running_loop()
         pull = self._serve(zmq.PULL, settings.max_message_bytes + CURVE_BYTES)
         pull.rcvhwm = QUEUE_MESSAGES
-        self._gate.watch(pull, f"requests {inputs.address}")
+        self._zap_handler.watch(pull, f"requests {inputs.address}")
         push = self._serve(zmq.PUSH, HANDSHAKE_FRAME_BYTES)
         push.sndhwm = QUEUE_MESSAGES
         # The kernel closes a connection whose peer acknowledges nothing, or keeps its window shut, for so long.
         push.setsockopt(zmq.TCP_MAXRT, math.ceil(settings.heartbeat_timeout * 1000))
-        self._gate.watch(push, f"outputs {outputs.address}", lambda: loop.call_soon_threadsafe(on_lost))
+        self._zap_handler.watch(push, f"outputs {outputs.address}", lambda: loop.call_soon_threadsafe(on_lost))
         to_hub = self._context.socket(zmq.PUSH)
         to_hub.sndhwm = QUEUE_MESSAGES
         to_hub.connect(hub_addr)
@@ -112,7 +112,7 @@ class Relay:
 
         Only while the files of an adapter are being read does it take longer, some tenth of a second.
         """
-        self._gate.close()
+        self._zap_handler.close()
         self._context.term()
         for thread in self._threads:
             thread.join()

@@ -7,12 +7,12 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.curve.descriptors import (
-    NONE_LEFT,
-    SENT_TO_STRANGERS,
-    Newcomers,
+    MAX_SENT_BEFORE_AUTH,
+    NO_DESCRIPTORS_LEFT,
+    PendingConnections,
     borrowed,
     cut_connection,
-    is_spare,
+    is_reserved,
 )
 from vllm_omni_plugin.curve.secrets import FLAG
 from vllm_omni_plugin.logger import init_logger
@@ -73,11 +73,11 @@ class RefusalLog:
         return True
 
 
-class HandshakeWatch:
+class HandshakeMonitor:
     """Reads the monitor of one server socket, because those who fail before they have shown a key never reach ZAP.
 
     Args:
-        on_alone: Called when the last peer that was let in is gone, from the thread that calls `take_event`.
+        on_last_disconnect: Called when the last peer that was let in is gone, from the thread that calls `take_event`.
     """
 
     def __init__(
@@ -85,27 +85,27 @@ class HandshakeWatch:
         reader: zmq.Socket[Any],
         name: str,
         refusals: RefusalLog,
-        newcomers: Newcomers,
+        pending: PendingConnections,
         mechanism: int,
-        on_alone: Callable[[], object] | None,
+        on_last_disconnect: Callable[[], object] | None,
     ) -> None:
         self.reader = reader
         self._name = name
         self._refusals = refusals
-        self._newcomers = newcomers
-        self._sent_to_strangers = SENT_TO_STRANGERS.get(mechanism)
-        self._on_alone = on_alone
+        self._pending = pending
+        self._max_sent_before_auth = MAX_SENT_BEFORE_AUTH.get(mechanism)
+        self._on_alone = on_last_disconnect
         # By descriptor: host, whole address, and how many had been let in before.
         self._accepted: dict[int, tuple[str, str, int]] = {}
-        self._let_in = 0
-        self._is_alone = True
+        self._authenticated = 0
+        self._is_idle = True
         self._failure: str | None = None
-        # Connections that the gate has refused and recorded, whose end is still to come.
+        # Connections that the ZAP handler has refused and recorded, whose end is still to come.
         self._recorded = 0
         self._ended: set[int] = set()
 
-    def has_ended(self, descriptor: int) -> None:
-        """`Newcomers` has ended this connection, which may be another socket's."""
+    def note_closed(self, descriptor: int) -> None:
+        """`PendingConnections` has ended this connection, which may be another socket's."""
         if descriptor in self._accepted:
             self._ended.add(descriptor)
 
@@ -113,17 +113,17 @@ class HandshakeWatch:
         """Take in one event; return False when it was the last."""
         said, endpoint = self.reader.recv_multipart()
         event, value = struct.unpack("=Hi", said)
-        if event == zmq.EVENT_ACCEPTED and is_spare(value):
+        if event == zmq.EVENT_ACCEPTED and is_reserved(value):
             # All of them as one peer: there may be hundreds, and what is wrong is the same.
-            self._refusals.record("", _peer_of(value)[1], self._name, NONE_LEFT)
+            self._refusals.record("", _peer_of(value)[1], self._name, NO_DESCRIPTORS_LEFT)
             cut_connection(value)
         elif event == zmq.EVENT_ACCEPTED:
-            self._accepted[value] = (*_peer_of(value), self._let_in)
-            if self._sent_to_strangers is not None:
-                self._newcomers.add(value, endpoint.decode(), self._sent_to_strangers)
+            self._accepted[value] = (*_peer_of(value), self._authenticated)
+            if self._max_sent_before_auth is not None:
+                self._pending.add(value, endpoint.decode(), self._max_sent_before_auth)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._let_in += 1
-            self._is_alone = False
+            self._authenticated += 1
+            self._is_idle = False
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._failure = _FAILURES.get(value, _MALFORMED)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
@@ -136,11 +136,11 @@ class HandshakeWatch:
 
     def _disconnected(self, descriptor: int) -> None:
         host, peer, let_in = self._accepted.pop(descriptor, (*_UNKNOWN_PEER, -1))
-        # A failure does not say whose it is; the same thread reports the end of that connection right after it, unless
-        # the gate has refused it. libzmq reports none for a frame that is too large: but then nobody was let in since
-        # this peer came.
+        # A failure event does not name its connection. The end of that connection is the next event, unless the ZAP
+        # handler has refused it. libzmq reports no failure for a frame that is too large, but then no peer was
+        # authenticated since this one connected.
         why, self._failure = self._failure, None
-        if why is None and let_in == self._let_in:
+        if why is None and let_in == self._authenticated:
             if self._recorded:
                 self._recorded -= 1
             else:
@@ -153,8 +153,8 @@ class HandshakeWatch:
         if not self._accepted:
             self._recorded = 0
         # Which one was let in is not said either; but the others are not kept for longer than a handshake may last.
-        if not (self._is_alone or self._accepted):
-            self._is_alone = True
+        if not (self._is_idle or self._accepted):
+            self._is_idle = True
             if self._on_alone is not None:
                 self._on_alone()
 

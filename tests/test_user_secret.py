@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.curve import Secrets, own_secret
+from vllm_omni_plugin.curve import Secrets, user_secret
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.flag_rules import check
 from vllm_omni_plugin.integration.options.listening import secured
@@ -41,29 +41,29 @@ def secret_in(folder: Path) -> Path:
 
 
 def test_it_is_made_for_its_owner_alone_and_found_again(temporary: Path) -> None:
-    found = own_secret()
+    found = user_secret()
     path = secret_in(temporary / FOLDER)
     assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
     assert Path(found).read_bytes() == path.read_bytes()
     assert Secrets.from_file(found).count == 1
-    assert own_secret() == found
+    assert user_secret() == found
 
 
 def test_another_process_can_read_it_when_its_file_is_gone(temporary: Path) -> None:
-    found = own_secret()
+    found = user_secret()
     path = secret_in(temporary / FOLDER)
     content = path.read_text()
     shutil.rmtree(path.parent)
     read = "import sys; from vllm_omni_plugin.curve import Secrets; print(Secrets.from_file(sys.argv[1]).count)"
     child = subprocess.run([sys.executable, "-c", read, found], capture_output=True, text=True, check=True)
     assert child.stdout == "1\n"
-    assert own_secret() != found
+    assert user_secret() != found
     assert Path(found).read_text() == content
 
 
 def test_those_who_make_it_at_the_same_time_share_one(temporary: Path) -> None:
     with ThreadPoolExecutor(16) as many:
-        found = set(many.map(lambda _: Path(own_secret()).read_bytes(), range(64)))
+        found = set(many.map(lambda _: Path(user_secret()).read_bytes(), range(64)))
     assert len(found) == 1
     assert secret_in(temporary / FOLDER).read_bytes() in found
 
@@ -72,16 +72,16 @@ def test_it_lies_in_the_run_time_directory_if_there_is_one(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert Path(own_secret()).read_bytes() == secret_in(tmp_path / "vllm-omni-plugin").read_bytes()
+    assert Path(user_secret()).read_bytes() == secret_in(tmp_path / "vllm-omni-plugin").read_bytes()
     assert not (temporary / FOLDER).exists()
 
 
 def test_one_that_was_made_before_there_was_a_run_time_directory_stays_in_use(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = own_secret()
+    before = user_secret()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert own_secret() == before
+    assert user_secret() == before
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o777, 0o701])
@@ -89,7 +89,7 @@ def test_a_folder_that_others_can_reach_is_refused(temporary: Path, mode: int) -
     (temporary / FOLDER).mkdir()
     (temporary / FOLDER).chmod(mode)
     with pytest.raises(ConfigError, match=f"{FOLDER} must be a folder of this user's.* with {mode:04o}"):
-        own_secret()
+        user_secret()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
@@ -97,14 +97,14 @@ def test_a_folder_of_another_user_is_refused(temporary: Path) -> None:
     (temporary / FOLDER).mkdir(mode=0o700)
     os.chown(temporary / FOLDER, 1, 1)
     with pytest.raises(ConfigError, match="not of user 1 "):
-        own_secret()
+        user_secret()
 
 
 def test_a_link_to_another_folder_is_refused(temporary: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (temporary / FOLDER).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="must be a folder of this user's"):
-        own_secret()
+        user_secret()
 
 
 @pytest.mark.parametrize("trouble", ["foreign", "out of reach"])
@@ -123,13 +123,13 @@ def test_what_others_put_into_the_temporary_directory_does_not_matter_beside_a_r
             return own_lstat(path)
 
         monkeypatch.setattr(os, "lstat", lstat)
-    assert Path(own_secret()).read_bytes() == secret_in(tmp_path / "vllm-omni-plugin").read_bytes()
+    assert Path(user_secret()).read_bytes() == secret_in(tmp_path / "vllm-omni-plugin").read_bytes()
 
 
 def test_where_none_can_be_made_the_user_is_told_what_to_do(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "absent"))
     with pytest.raises(ConfigError, match=r"No such file.*--omni-secret-file.*--omni-insecure"):
-        own_secret()
+        user_secret()
 
 
 LOOPBACK = OmniConfig(master_address="127.0.0.1", master_port=1)
@@ -138,7 +138,7 @@ NETWORK = OmniConfig(join=True, master_address="10.0.0.1")
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1"])
 def test_links_on_loopback_have_it(temporary: Path, address: str) -> None:
-    assert secured(LOOPBACK, address).secret_file == own_secret()
+    assert secured(LOOPBACK, address).secret_file == user_secret()
 
 
 @pytest.mark.parametrize("said", [{"insecure": True}, {"secret_file": "given"}])

@@ -18,7 +18,7 @@ logger = init_logger(__name__)
 _NAME = "loopback.secret"
 
 
-def own_secret() -> str:
+def user_secret() -> str:
     """This user's secret, which is made if there is none; as a path that this process keeps, see `kept`.
 
     It lies in the user's run-time directory or, where there is none, in the directory for temporary files; one that

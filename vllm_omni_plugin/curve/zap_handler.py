@@ -12,17 +12,17 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from vllm_omni_plugin.curve.descriptors import Newcomers
-from vllm_omni_plugin.curve.refusals import WATCHED_EVENTS, HandshakeWatch, RefusalLog
+from vllm_omni_plugin.curve.descriptors import PendingConnections
+from vllm_omni_plugin.curve.handshake_monitor import WATCHED_EVENTS, HandshakeMonitor, RefusalLog
 from vllm_omni_plugin.curve.secrets import PLAIN_USERNAME, Secrets, Socket
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
-NOTHING_SHOWN = ""
+NO_CREDENTIAL = ""
 """The credential of a peer without authentication (mechanism NULL)."""
 
 
-class Gate:
+class ZapHandler:
     """Decides who may connect to the secured sockets of one context (its ZAP handler), in a thread of its own.
 
     It must be there before the first of them is bound; while it is not, they admit nobody. Refusals are logged with the
@@ -33,7 +33,7 @@ class Gate:
         clock: Monotonic seconds, for the log's rate.
 
     Raises:
-        zmq.ZMQError: The context has a gate already.
+        zmq.ZMQError: The context has a ZAP handler already.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Gate:
         self._refusals = RefusalLog(clock)
         self._lock = threading.Lock()
         self._admitted: dict[str, set[bytes]] = {}
-        self._arriving: deque[HandshakeWatch] = deque()
+        self._arriving: deque[HandshakeMonitor] = deque()
         self._admissions = itertools.count()
         self._closed = False
         self._zap: Socket = context.socket(zmq.REP, socket_class=zmq.Socket)
@@ -53,9 +53,9 @@ class Gate:
         except BaseException:
             self._zap.close(linger=0)
             raise
-        self._newcomers = Newcomers()
+        self._pending = PendingConnections()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._serve, name="omni-gate", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="omni-zap", daemon=True)
         self._thread.start()
 
     @property
@@ -74,24 +74,25 @@ class Gate:
         with self._lock:
             self._admitted.setdefault(domain, set()).add(credential.encode())
 
-    def watch(self, socket: Socket, name: str, on_alone: Callable[[], object] | None = None) -> None:
+    def watch(self, socket: Socket, name: str, on_last_disconnect: Callable[[], object] | None = None) -> None:
         """Log and count also those who fail before they have shown a key, and cut off those who send too much.
 
-        Call when the socket has been told what to demand and before bind, in the thread that owns it. Close it before
-        the gate, unless the context is terminated then: libzmq blocks a monitored socket when nobody reads its events.
+        Call after the socket's mechanism is set and before bind, in the thread that owns it. Close the socket before
+        the ZAP handler, unless the context is terminated then: libzmq blocks a monitored socket whose events nobody
+        reads.
 
         Args:
-            on_alone: Called in the gate's thread when the last of those that were let in is gone.
+            on_last_disconnect: Called in the ZAP handler's thread when the last of those that were let in is gone.
         """
         with self._lock:
             if self._closed:
-                raise RuntimeError("the gate is closed")
+                raise RuntimeError("the ZAP handler is closed")
             endpoint = f"inproc://omni-handshakes-{uuid.uuid4()}"
             socket.monitor(endpoint, WATCHED_EVENTS)
             reader: Socket = self._context.socket(zmq.PAIR, socket_class=zmq.Socket)
             reader.connect(endpoint)
             mechanism = int(socket.getsockopt(zmq.MECHANISM))
-            watch = HandshakeWatch(reader, name, self._refusals, self._newcomers, mechanism, on_alone)
+            watch = HandshakeMonitor(reader, name, self._refusals, self._pending, mechanism, on_last_disconnect)
             self._arriving.append(watch)
             os.eventfd_write(self._wakeup, 1)
 
@@ -103,23 +104,23 @@ class Gate:
             self._closed = True
             os.eventfd_write(self._wakeup, 1)
         self._thread.join()
-        self._newcomers.close()
+        self._pending.close()
         os.close(self._wakeup)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._zap, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
-        poller.register(self._newcomers.fileno(), zmq.POLLIN)
-        watches: dict[Socket, HandshakeWatch] = {}
+        poller.register(self._pending.fileno(), zmq.POLLIN)
+        watches: dict[Socket, HandshakeMonitor] = {}
         while not self._closed:
             for source, _ in poller.poll():
                 if source is self._zap:
                     self._answer()
-                elif source == self._newcomers.fileno():
-                    for descriptor in self._newcomers.end_the_greedy():
+                elif source == self._pending.fileno():
+                    for descriptor in self._pending.close_oversized():
                         for watch in watches.values():
-                            watch.has_ended(descriptor)
+                            watch.note_closed(descriptor)
                 elif source == self._wakeup:
                     os.eventfd_read(self._wakeup)
                     while self._arriving:
