@@ -61,7 +61,7 @@ class Way:
         self._answer = asyncio.get_running_loop().create_future()
         source = SimpleNamespace(request_id="", session_id=None)
         began = time.perf_counter()
-        request = self._api.build(source, StageInput(tensor=tensor), {}, front=False)
+        request = self._api.build(source, StageInput(tensor=tensor), {}, for_client=False)
         self._replica.client.add_request(request, str(self._trips))
         read = self._api.reader(request).read(await self._answer, True)
         last = read.tensor.view(-1)[-1]

@@ -9,7 +9,7 @@ import pytest
 from vllm.exceptions import GracefulHTTPError
 
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 
 
 class FakeProcessor:
@@ -66,7 +66,7 @@ async def test_a_server_made_on_its_loop_waits_before_its_first_request_has_reac
     last = GracefulShutdown()
     last.bind(FakeProcessor())
     fleet = Finished(left=0.0)
-    await asyncio.to_thread(last.let_finish, fleet, 60.0)
+    await asyncio.to_thread(last.wait_for_requests, fleet, 60.0)
     assert fleet.asked == [60.0]
 
 
@@ -76,7 +76,7 @@ async def test_without_time_nothing_is_waited_for(
 ) -> None:
     assert submit(last, processor)
     fleet = Finished(left=50.0)
-    assert await asyncio.to_thread(last.let_finish, fleet, timeout) == timeout
+    assert await asyncio.to_thread(last.wait_for_requests, fleet, timeout) == timeout
     assert fleet.asked == []
 
 
@@ -85,16 +85,16 @@ async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
 ) -> None:
     assert submit(last, processor)
     fleet = Finished(left=50.0)
-    assert last.let_finish(fleet, 60.0) == 60
+    assert last.wait_for_requests(fleet, 60.0) == 60
     assert fleet.asked == []
 
 
 async def test_a_refused_call_of_a_pipeline_ends(last: GracefulShutdown, processor: FakeProcessor) -> None:
-    events: list[StageEvent | CallEnded] = []
-    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
+    events: list[StageEvent | PipelineCallEnded] = []
+    await asyncio.to_thread(last.wait_for_requests, Finished(left=0.0), 0.0)
     assert not submit(last, processor, call=PipelineCall(("audio",), events.append))
     (ended,) = events
-    assert isinstance(ended, CallEnded)
+    assert isinstance(ended, PipelineCallEnded)
     assert "shutting down" in str(ended.error)
 
 
@@ -114,13 +114,13 @@ async def test_who_waits_for_the_end_is_told(last: GracefulShutdown) -> None:
     waiting = asyncio.create_task(last.until_ending())
     await asyncio.sleep(0)
     assert not last.ending
-    await asyncio.to_thread(last.let_finish, Finished(left=0.0), 0.0)
+    await asyncio.to_thread(last.wait_for_requests, Finished(left=0.0), 0.0)
     assert last.ending
     await asyncio.wait_for(waiting, 10)
 
 
 def test_a_server_that_never_had_a_request_has_none_to_end(last: GracefulShutdown) -> None:
-    assert last.let_finish(Finished(left=50.0), 60.0) == 60
+    assert last.wait_for_requests(Finished(left=50.0), 60.0) == 60
     last.end()
 
 

@@ -54,7 +54,7 @@ class FakeReplica:
         finally:
             self._events.append("replica ended")
 
-    def restart_no_more(self) -> None:
+    def disable_restarts(self) -> None:
         self._events.append("replica is the last")
 
     def leave_now(self, reason: str) -> None:

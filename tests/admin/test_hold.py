@@ -104,7 +104,7 @@ async def test_a_request_waits_until_a_replica_serves() -> None:
     assert await client.status() == 200
     assert client.body == b"prompt"
     assert server.metrics.waiting == 0
-    assert server.metrics.turned_away == 0
+    assert server.metrics.refused_before_accept == 0
 
 
 async def test_a_request_passes_at_once_while_a_replica_serves_also_without_a_key() -> None:
@@ -145,7 +145,7 @@ async def test_a_refusal_says_when_to_come_back_in_the_shape_of_openai() -> None
     }
     assert "No replica of stage 0 can serve right now (replica 0 is down)" in client.error["message"]
     assert "waited 0.01 s" in client.error["message"]
-    assert (server.metrics.waiting, server.metrics.turned_away) == (0, 1)
+    assert (server.metrics.waiting, server.metrics.refused_before_accept) == (0, 1)
 
 
 async def test_no_more_than_a_number_of_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ async def test_a_client_that_hangs_up_frees_its_place() -> None:
     await server.has_waiting(1)
     client.disconnect()
     assert await client.status() == CLIENT_CLOSED_REQUEST
-    assert (server.metrics.waiting, server.metrics.turned_away) == (0, 0)
+    assert (server.metrics.waiting, server.metrics.refused_before_accept) == (0, 0)
 
 
 async def test_a_request_that_is_cancelled_frees_its_place() -> None:

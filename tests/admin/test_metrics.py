@@ -15,7 +15,7 @@ from vllm_omni_plugin.coordinator import PeerWork, SessionLost
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
-from vllm_omni_plugin.orchestrator.requests.counters import Waiting
+from vllm_omni_plugin.orchestrator.requests.counters import WaitingCounts
 
 
 def registry_of(orchestrator: Orchestrator) -> CollectorRegistry:
@@ -197,7 +197,7 @@ async def test_requests_wait_or_run_wherever_they_are() -> None:
 
 async def test_requests_that_wait_for_their_turn_to_move_or_for_the_end_of_a_pause_wait() -> None:
     async with FakeFleet() as fleet:
-        fleet.orchestrator.metrics.waiting_in[0] = lambda: Waiting(held=0, paused=3, moving=2)
+        fleet.orchestrator.metrics.waiting_in[0] = lambda: WaitingCounts(held=0, paused=3, moving=2)
         assert of_stages(registry_of(fleet.orchestrator), "requests_waiting") == {"0": 5}
 
 
@@ -290,7 +290,7 @@ async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do
         fleet.lose(0)
         await fleet.submit("a")
         fleet.orchestrator.metrics.waiting = 7
-        fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.turned_away = 1, 2
+        fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.refused_before_accept = 1, 2
         registry = registry_of(fleet.orchestrator)
         assert values(registry, "vllm_omni_fleet:requests_held", "where") == {
             "http": 7,

@@ -13,7 +13,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 from vllm_omni_plugin.pipeline.graph import Pipeline
@@ -33,7 +33,7 @@ PIPELINE = Pipeline(
 def orchestrator() -> Orchestrator:
     pools = [StagePool(stage.id, LeastQueueLengthBalancer()) for stage in PIPELINE.stages]
     apis: Any = [FakeEngineApi() for _ in PIPELINE.stages]
-    orchestrator = Orchestrator(pools, apis, 0, lambda: 0.0, preparation=Preparation(PIPELINE, apis, str))
+    orchestrator = Orchestrator(pools, apis, 0, lambda: 0.0, input_builder=StageInputBuilder(PIPELINE, apis, str))
     for pool, count in zip(pools, (1, 2, 1), strict=True):
         for _ in range(count):
             pool.add()

@@ -32,8 +32,8 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
-    FrontMessage,
     RequestFailed,
+    RequestMessage,
     SubmitRequest,
 )
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -69,7 +69,7 @@ class HttpServer:
         if len(self.orchestrator.request_async_queue):
             await self.orchestrator.request_async_queue.get_batch()
 
-    async def told(self, kind: type[FrontMessage]) -> Any:
+    async def told(self, kind: type[RequestMessage]) -> Any:
         """The next message of this kind to the orchestrator; what comes before it is dropped."""
         queue = self.orchestrator.request_async_queue
         while True:

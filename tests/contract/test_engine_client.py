@@ -97,7 +97,7 @@ async def test_a_session_that_has_begun_goes_on_when_the_server_is_told_to_end(
 class LastFleet(IdleFleet):
     """One whose replicas have finished everything at once."""
 
-    def let_finish(self, timeout: float) -> float:
+    def wait_for_requests(self, timeout: float) -> float:
         return timeout
 
 

@@ -20,9 +20,9 @@ from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
-    FrontMessage,
     OutputUnusable,
     ReplicaJoined,
+    RequestMessage,
 )
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
@@ -78,7 +78,7 @@ class Front:
         """As AsyncLLM's loop does; returns what it is to abort."""
         return list(self.processor.process_outputs(list(outputs), 1.0, IterationStats()).reqs_to_abort)
 
-    async def told(self) -> list[FrontMessage]:
+    async def told(self) -> list[RequestMessage]:
         queue = self.orchestrator.request_async_queue
         return list(await queue.get_batch()) if len(queue) else []
 

@@ -20,7 +20,7 @@ from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds, PeerFront
 from vllm_omni_plugin.integration.http.adapters import open_adapters
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_of
 
 STORY = Adapter("story", 7, "/loras/story")
@@ -64,8 +64,10 @@ async def server(
     return models
 
 
-def told(loaded: tuple[Adapter, ...] = (), level: int | None = None, unloaded: tuple[int, ...] = ()) -> FrontUpdate:
-    return FrontUpdate(loaded, unloaded, level, Future())
+def told(
+    loaded: tuple[Adapter, ...] = (), level: int | None = None, unloaded: tuple[int, ...] = ()
+) -> EngineStateUpdate:
+    return EngineStateUpdate(loaded, unloaded, level, Future())
 
 
 async def listed(models: OpenAIServingModels) -> list[str]:

@@ -28,13 +28,13 @@ from vllm_omni_plugin.integration.http.app import FleetEndpoints
 from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, carry_options
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
-    CallEnded,
     CallReplicas,
     PipelineCall,
+    PipelineCallEnded,
     ReplicaJoined,
     SubmitRequest,
 )
@@ -93,14 +93,16 @@ class Head:
     def __init__(self, ready_responses: list[list[bytes]]) -> None:
         pools = [StagePool(stage.id, RandomBalancer()) for stage in PIPELINE.stages]
         apis = [FakeEngineApi() for _ in PIPELINE.stages]
-        self.orchestrator = Orchestrator(pools, apis, 0, time.monotonic, preparation=Preparation(PIPELINE, apis, str))  # type: ignore[arg-type]
+        self.orchestrator = Orchestrator(
+            pools, apis, 0, time.monotonic, input_builder=StageInputBuilder(PIPELINE, apis, str)
+        )  # type: ignore[arg-type]
         self.fleet_calls = FleetCalls(self.orchestrator)
         self.own = config(1000)
         self.configs = [None, config(1000), config(1000), config(2000)]
         self.stages = FleetStages(PIPELINE, self.configs)
         self.client = FleetClient(self, self.own, ready_responses)
 
-    def let_finish(self, timeout: float) -> float:
+    def wait_for_requests(self, timeout: float) -> float:
         """There is no request."""
         raise AssertionError
 
@@ -222,7 +224,7 @@ async def test_the_call_of_a_request_that_is_cancelled_before_it_is_handed_over_
 
     async with asyncio.timeout(10), aclosing(running.run(hand_over())) as items:
         told = [item async for item in items]
-    (ended,) = [item for item in told if isinstance(item, CallEnded)]
+    (ended,) = [item for item in told if isinstance(item, PipelineCallEnded)]
     assert "aborted" in str(ended.error)
 
 

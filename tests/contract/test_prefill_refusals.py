@@ -13,7 +13,7 @@ from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
@@ -58,8 +58,8 @@ class Fleet(PlayedFleet):
     def __init__(self, config: Any) -> None:
         apis = [VllmStageApi(config, config, stage) for stage in PIPELINE.stages]
         pools = [StagePool(stage.id, RandomBalancer(), reserve=Reserve(waits=True)) for stage in PIPELINE.stages]
-        preparation = Preparation(PIPELINE, apis, str)
-        self.orchestrator = Orchestrator(pools, apis, 0, time.monotonic, preparation=preparation)
+        input_builder = StageInputBuilder(PIPELINE, apis, str)
+        self.orchestrator = Orchestrator(pools, apis, 0, time.monotonic, input_builder=input_builder)
         self.links = [SilentLink(stage.name) for stage in PIPELINE.stages]
         for pool, link, api in zip(pools, self.links, apis, strict=True):
             self.serve(pool.add(), link, api, ready_response(config, 0, kv_blocks=100, block_size=16))

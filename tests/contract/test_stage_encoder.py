@@ -100,7 +100,7 @@ def test_a_stage_builds_the_same_requests_with_it(tmp_path: Path, monkeypatch: p
     def built(**fields: Any) -> list[Any]:
         stage_api = api(own, **fields)
         client = source(cache_salt="salt")
-        return [stage_api.build(client, StageInput(text=text), {}, front=False) for text in texts]
+        return [stage_api.build(client, StageInput(text=text), {}, for_client=False) for text in texts]
 
     by_renderer = built()
     monkeypatch.setattr(BaseRenderer, "_tokenize_prompt", ask_nobody)

@@ -106,9 +106,9 @@ def test_text_needs_a_tokenizer(folder: Path) -> None:
     mute = config(folder, skip_tokenizer_init=True)
     assert fault(mute) == (("output",), "text needs a tokenizer, and its engine has none")
     stage_api = api(mute, output=Modality.TOKENS)
-    assert stage_api.build(source(), StageInput(token_ids=[3]), {}, front=False).prompt_token_ids == [3]
+    assert stage_api.build(source(), StageInput(token_ids=[3]), {}, for_client=False).prompt_token_ids == [3]
     with pytest.raises(StageInputError, match="Stage 'refiner': it has no tokenizer for text"):
-        stage_api.build(source(), StageInput(text="red"), {}, front=False)
+        stage_api.build(source(), StageInput(text="red"), {}, for_client=False)
     assert stage_api.prompt_text(source()) == ""
 
 
@@ -130,20 +130,22 @@ def test_a_pooling_model_is_asked_for_what_fits_it(
         arguments = arguments | {"pooler_config": PoolerConfig(**arguments["pooler_config"])}
     own = config(model(tmp_path, architectures=[architecture]), runner="pooling", **arguments)
     stage_api = api(own, **SCORES)
-    request = stage_api.build(source(), StageInput(text="red"), {}, front=False)
+    request = stage_api.build(source(), StageInput(text="red"), {}, for_client=False)
     assert (stage_api.pooling_task, request.pooling_params.task, request.sampling_params) == (task, task, None)
 
 
 def test_the_file_says_what_a_pooling_model_is_asked_for_and_no_request(scoring: Any) -> None:
     stage_api = api(scoring, sampling={"task": "token_classify", "use_activation": False}, **SCORES)
-    params = stage_api.build(source(), StageInput(text="red"), {"use_activation": True}, front=False).pooling_params
+    params = stage_api.build(
+        source(), StageInput(text="red"), {"use_activation": True}, for_client=False
+    ).pooling_params
     assert (params.task, params.use_activation) == ("token_classify", True)
     with pytest.raises(StageInputError, match="Stage 'refiner': the task is set in the pipeline's file only"):
-        stage_api.build(source(), StageInput(text="red"), {"task": "embed"}, front=False)
+        stage_api.build(source(), StageInput(text="red"), {"task": "embed"}, for_client=False)
 
 
 def test_a_pooling_model_may_fill_its_context_with_the_prompt(scoring: Any) -> None:
     stage_api = api(scoring, **SCORES)
-    assert len(stage_api.build(source(), StageInput(token_ids=[3] * 32), {}, front=False).prompt_token_ids) == 32
+    assert len(stage_api.build(source(), StageInput(token_ids=[3] * 32), {}, for_client=False).prompt_token_ids) == 32
     with pytest.raises(StageInputError, match="the input has 33 tokens and its model takes at most 32"):
-        stage_api.build(source(), StageInput(token_ids=[3] * 33), {}, front=False)
+        stage_api.build(source(), StageInput(token_ids=[3] * 33), {}, for_client=False)

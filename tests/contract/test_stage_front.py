@@ -13,7 +13,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline import Modality, StageInput
-from vllm_omni_plugin.pipeline.transfer import Part
+from vllm_omni_plugin.pipeline.transfer import InputPart
 
 from .stage_models import CONTEXT, REVERSED, WORDS, api, config, model, source
 
@@ -69,9 +69,9 @@ def asked(entry: Any) -> Callable[..., Any]:
 def test_the_answer_ends_where_the_answering_model_ends(
     asked: Callable[..., Any], entry: Any, cousin: Any, stranger: Any
 ) -> None:
-    at_home = api(cousin, entry).build(asked(), GIVEN, {}, front=True).sampling_params
+    at_home = api(cousin, entry).build(asked(), GIVEN, {}, for_client=True).sampling_params
     assert (at_home.eos_token_id, at_home.stop_token_ids, at_home.all_stop_token_ids) == (0, [8], {0, 8})
-    abroad = api(stranger, entry).build(asked(), GIVEN, {}, front=True).sampling_params
+    abroad = api(stranger, entry).build(asked(), GIVEN, {}, for_client=True).sampling_params
     assert (abroad.eos_token_id, abroad.stop_token_ids, abroad.all_stop_token_ids) == (7, [], {7})
 
 
@@ -79,15 +79,18 @@ def test_tokens_at_which_the_client_stops_hold_in_the_same_vocabulary_only(
     asked: Callable[..., Any], entry: Any, cousin: Any, stranger: Any
 ) -> None:
     client = asked(stop_token_ids=[5])
-    assert sorted(api(cousin, entry).build(client, GIVEN, {}, front=True).sampling_params.stop_token_ids) == [5, 8]
-    assert api(stranger, entry).build(client, GIVEN, {}, front=True).sampling_params.stop_token_ids == []
+    assert sorted(api(cousin, entry).build(client, GIVEN, {}, for_client=True).sampling_params.stop_token_ids) == [
+        5,
+        8,
+    ]
+    assert api(stranger, entry).build(client, GIVEN, {}, for_client=True).sampling_params.stop_token_ids == []
     # The client's own request is as it was.
     assert sorted(client.sampling_params.stop_token_ids) == [5, 7]
 
 
 def test_forbidden_words_are_tokenised_anew(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
     client = asked(bad_words=["red"])
-    front = api(stranger, entry).build(client, GIVEN, {}, front=True).sampling_params
+    front = api(stranger, entry).build(client, GIVEN, {}, for_client=True).sampling_params
     assert client.sampling_params.bad_words_token_ids == [[WORDS.index("red")]]
     assert front.bad_words_token_ids == [[REVERSED.index("red")]]
 
@@ -95,7 +98,7 @@ def test_forbidden_words_are_tokenised_anew(asked: Callable[..., Any], entry: An
 @pytest.mark.usefixtures("stranger")
 def test_forbidden_words_mean_nothing_without_a_tokenizer(asked: Callable[..., Any], entry: Any, folder: Path) -> None:
     mute = api(config(folder / "stranger", skip_tokenizer_init=True), entry, output=Modality.TOKENS)
-    front = mute.build(asked(bad_words=["red"]), StageInput(token_ids=[3]), {}, front=True).sampling_params
+    front = mute.build(asked(bad_words=["red"]), StageInput(token_ids=[3]), {}, for_client=True).sampling_params
     assert (front.bad_words_token_ids, front.eos_token_id) == (None, None)
 
 
@@ -108,16 +111,16 @@ def test_what_names_tokens_of_another_model_is_refused(
     asked: Callable[..., Any], entry: Any, stranger: Any, params: dict[str, Any]
 ) -> None:
     with pytest.raises(StageInputError) as raised:
-        api(stranger, entry).build(asked(**params), GIVEN, {}, front=True)
+        api(stranger, entry).build(asked(**params), GIVEN, {}, for_client=True)
     name = next(iter(params))
     assert str(raised.value) == f"Stage 'refiner': {name!r} is about tokens of the model that reads the prompt"
 
 
 def test_what_names_tokens_holds_in_the_same_vocabulary(asked: Callable[..., Any], entry: Any, cousin: Any) -> None:
-    front = api(cousin, entry).build(asked(logit_bias={5: 1.0}), GIVEN, {}, front=True)
+    front = api(cousin, entry).build(asked(logit_bias={5: 1.0}), GIVEN, {}, for_client=True)
     assert front.sampling_params.logit_bias == {5: 1.0}
     with pytest.raises(StageInputError, match="'prompt_logprobs' is about tokens"):
-        api(cousin, entry).build(asked(prompt_logprobs=1), GIVEN, {}, front=True)
+        api(cousin, entry).build(asked(prompt_logprobs=1), GIVEN, {}, for_client=True)
 
 
 def test_a_structured_answer_is_for_the_stages_own_backend(
@@ -126,7 +129,7 @@ def test_a_structured_answer_is_for_the_stages_own_backend(
     client = asked(structured_outputs=StructuredOutputsParams(regex="red|blue"))
     other = config(folder / "stranger", structured_outputs_config={"backend": "guidance"})
     for own in (stranger, other):
-        front = api(own, entry).build(client, GIVEN, {}, front=True).sampling_params
+        front = api(own, entry).build(client, GIVEN, {}, for_client=True).sampling_params
         assert front.structured_outputs.regex == "red|blue"
         assert front.structured_outputs is not client.sampling_params.structured_outputs
 
@@ -134,7 +137,7 @@ def test_a_structured_answer_is_for_the_stages_own_backend(
 def test_everything_else_is_as_the_client_has_it(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
     wish: dict[str, Any] = {"temperature": 0.7, "top_p": 0.5, "seed": 3, "stop": ["green"], "logprobs": 2}
     front = api(stranger, entry, sampling={"temperature": 0.0, "max_tokens": 1}).build(
-        asked(**wish), GIVEN, {}, front=True
+        asked(**wish), GIVEN, {}, for_client=True
     )
     assert {name: getattr(front.sampling_params, name) for name in wish} == wish
     assert front.sampling_params.max_tokens == 5
@@ -146,13 +149,13 @@ def test_what_the_client_has_asked_for_is_left_as_it_was(
     request = asked(bad_words=["red"], stop_token_ids=[4], structured_outputs=StructuredOutputsParams(json="{}"))
     before = copy.deepcopy(request.sampling_params)
     for stage in (cousin, stranger):
-        api(stage, entry).build(request, GIVEN, {"temperature": 0.5, "stop_token_ids": [5]}, front=True)
+        api(stage, entry).build(request, GIVEN, {"temperature": 0.5, "stop_token_ids": [5]}, for_client=True)
     assert request.sampling_params == before
 
 
 def test_a_transform_has_a_word_with_the_client(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
     given = StageInput(text="red", sampling={"max_tokens": 2, "temperature": 0.0})
-    front = api(stranger, entry).build(asked(top_p=0.5), given, {}, front=True).sampling_params
+    front = api(stranger, entry).build(asked(top_p=0.5), given, {}, for_client=True).sampling_params
     # Greedy sampling has no top_p.
     assert (front.max_tokens, front.temperature, front.top_p) == (2, 0.0, 1.0)
 
@@ -162,16 +165,17 @@ def test_a_request_without_a_limit_may_fill_the_context_of_the_answering_model(
 ) -> None:
     unlimited = asked(max_tokens=CONTEXT - len(PROMPT))
     wide = config(folder / "stranger", max_model_len=64)
-    assert api(wide, entry).build(unlimited, GIVEN, {}, front=True).sampling_params.max_tokens == 64 - 3
-    limited = api(stranger, entry).build(asked(max_tokens=28), StageInput(token_ids=[3] * 20), {}, front=True)
+    assert api(wide, entry).build(unlimited, GIVEN, {}, for_client=True).sampling_params.max_tokens == 64 - 3
+    limited = api(stranger, entry).build(asked(max_tokens=28), StageInput(token_ids=[3] * 20), {}, for_client=True)
     assert limited.sampling_params.max_tokens == 12
 
 
 def test_each_answer_to_a_chunk_keeps_to_the_file(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
     stage_api = api(stranger, entry, sampling={"max_tokens": 4}, inputs=("thinker",), async_chunk=True)
-    part = Part(resumable=True, last=False)
+    part = InputPart(resumable=True, last=False)
     turns = [
-        stage_api.build(asked(max_tokens=limit), GIVEN, {}, front=True, part=part).sampling_params for limit in (3, 9)
+        stage_api.build(asked(max_tokens=limit), GIVEN, {}, for_client=True, part=part).sampling_params
+        for limit in (3, 9)
     ]
     assert [params.max_tokens for params in turns] == [3, 4]
 
@@ -179,11 +183,13 @@ def test_each_answer_to_a_chunk_keeps_to_the_file(asked: Callable[..., Any], ent
 def test_a_client_that_wants_something_else_is_told(entry: Any, cousin: Any, folder: Path) -> None:
     scoring = api(config(folder / "cousin", runner="pooling", convert="classify"), entry, output=Modality.SCORES)
     with pytest.raises(StageInputError) as raised:
-        scoring.build(source(), GIVEN, {}, front=True)
+        scoring.build(source(), GIVEN, {}, for_client=True)
     assert str(raised.value) == "Stage 'refiner': it scores or embeds, which is not what the request asks for"
     with pytest.raises(StageInputError, match="it scores or embeds"):
-        scoring.build(source(params=PoolingParams(task="embed")), GIVEN, {}, front=True)
+        scoring.build(source(params=PoolingParams(task="embed")), GIVEN, {}, for_client=True)
     with pytest.raises(StageInputError, match="'refiner': it generates"):
-        api(cousin, entry).build(source(params=PoolingParams(task="embed")), GIVEN, {}, front=True)
-    request = scoring.build(source(params=PoolingParams(task="classify", use_activation=False)), GIVEN, {}, front=True)
+        api(cousin, entry).build(source(params=PoolingParams(task="embed")), GIVEN, {}, for_client=True)
+    request = scoring.build(
+        source(params=PoolingParams(task="classify", use_activation=False)), GIVEN, {}, for_client=True
+    )
     assert request.pooling_params.use_activation is False

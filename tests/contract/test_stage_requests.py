@@ -12,12 +12,12 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline import Modality, StageInput
-from vllm_omni_plugin.pipeline.transfer import WHOLE, Part
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 from .stage_models import CONTEXT, REVERSED, api, config, model, source
 
-CHUNK = Part(resumable=True, last=False)
+CHUNK = InputPart(resumable=True, last=False)
 RED_BLUE = StageInput(text="red blue")
 
 
@@ -43,16 +43,16 @@ def embedding(folder: Path, own: Any) -> Any:
 
 
 def refused(
-    stage_api: VllmStageApi, given: StageInput, sampling: dict[str, Any] | None = None, part: Part = WHOLE
+    stage_api: VllmStageApi, given: StageInput, sampling: dict[str, Any] | None = None, part: InputPart = WHOLE
 ) -> str:
     with pytest.raises(StageInputError) as raised:
-        stage_api.build(source(), given, sampling or {}, front=False, part=part)
+        stage_api.build(source(), given, sampling or {}, for_client=False, part=part)
     return str(raised.value)
 
 
 def test_text_is_tokenised_as_the_model_does_it(own: Any, other: Any) -> None:
-    assert api(own).build(source(), RED_BLUE, {}, front=False).prompt_token_ids == [1, 3, 5]
-    assert api(other, own).build(source(), RED_BLUE, {}, front=False).prompt_token_ids == [1, 8, 6]
+    assert api(own).build(source(), RED_BLUE, {}, for_client=False).prompt_token_ids == [1, 3, 5]
+    assert api(other, own).build(source(), RED_BLUE, {}, for_client=False).prompt_token_ids == [1, 8, 6]
 
 
 def test_what_belongs_to_the_clients_request_carries_over(own: Any, other: Any) -> None:
@@ -64,7 +64,7 @@ def test_what_belongs_to_the_clients_request_carries_over(own: Any, other: Any) 
     }
     client = source(lora_request=LoRARequest("a", 1, "/a"), mm_features=[], **fields)
     for given in (RED_BLUE, StageInput(token_ids=[3])):
-        request = api(other, own).build(client, given, {}, front=False)
+        request = api(other, own).build(client, given, {}, for_client=False)
         assert {name: getattr(request, name) for name in fields} == fields
         assert (request.request_id, request.external_req_id, request.arrival_time) == ("r-1", "r", 7.5)
         # They are of another model.
@@ -74,12 +74,12 @@ def test_what_belongs_to_the_clients_request_carries_over(own: Any, other: Any) 
 
 def test_a_limit_is_bounded_by_the_room_that_the_prompt_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 20, "min_tokens": 15})
-    params = stage_api.build(source(), StageInput(token_ids=[3] * 30), {}, front=False).sampling_params
+    params = stage_api.build(source(), StageInput(token_ids=[3] * 30), {}, for_client=False).sampling_params
     assert (params.max_tokens, params.min_tokens) == (2, 2)
     # Not for the next request.
-    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, front=False).sampling_params
+    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, for_client=False).sampling_params
     assert (params.max_tokens, params.min_tokens) == (20, 15)
-    longest = stage_api.build(source(), StageInput(token_ids=[3] * 31), {}, front=False)
+    longest = stage_api.build(source(), StageInput(token_ids=[3] * 31), {}, for_client=False)
     assert longest.sampling_params.max_tokens == 1
 
 
@@ -116,7 +116,7 @@ def test_what_the_stage_cannot_take_is_refused_in_its_name(own: Any, given: Stag
 
 def test_embeddings_take_the_place_of_a_prompt(embedding: Any) -> None:
     rows = torch.ones(3, 32, requires_grad=True)
-    request = api(embedding).build(source(cache_salt="salt"), StageInput(tensor=rows), {}, front=False)
+    request = api(embedding).build(source(cache_salt="salt"), StageInput(tensor=rows), {}, for_client=False)
     assert request.prompt_token_ids is None
     assert torch.equal(request.prompt_embeds, torch.ones(3, 32))
     assert (request.cache_salt, request.sampling_params.max_tokens) == ("salt", CONTEXT - 3)
@@ -131,17 +131,17 @@ def test_embeddings_of_another_shape_or_kind_are_refused(embedding: Any, rows: t
 def test_the_request_has_the_last_word_on_sampling_and_the_file_the_first(own: Any) -> None:
     stage_api = api(own, sampling={"temperature": 0.1, "top_k": 1, "max_tokens": 1, "seed": 1})
     given = StageInput(token_ids=[3], sampling={"top_k": 2, "max_tokens": 2})
-    params = stage_api.build(source(), given, {"max_tokens": 3}, front=False).sampling_params
+    params = stage_api.build(source(), given, {"max_tokens": 3}, for_client=False).sampling_params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.1, 2, 3, 1)
     # The next request is none the wiser.
-    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, front=False).sampling_params
+    params = stage_api.build(source(), StageInput(token_ids=[3]), {}, for_client=False).sampling_params
     assert (params.top_k, params.max_tokens) == (1, 1)
 
 
 def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    first = stage_api.build(source(), StageInput(token_ids=[3, 4]), {}, front=False, part=CHUNK)
-    second = stage_api.build(source(), StageInput(token_ids=[5]), {}, front=False, part=CHUNK._replace(held=8))
+    first = stage_api.build(source(), StageInput(token_ids=[3, 4]), {}, for_client=False, part=CHUNK)
+    second = stage_api.build(source(), StageInput(token_ids=[5]), {}, for_client=False, part=CHUNK._replace(held=8))
     assert [(chunk.resumable, chunk.sampling_params.max_tokens) for chunk in (first, second)] == [(True, 6)] * 2
     assert [stage_api.session_tokens(chunk) for chunk in (first, second)] == [8, 7]
     end = stage_api.build_end(source())
@@ -150,9 +150,9 @@ def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
 
 def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    chunk = stage_api.build(source(), StageInput(token_ids=[5] * 4), {}, front=False, part=CHUNK._replace(held=26))
+    chunk = stage_api.build(source(), StageInput(token_ids=[5] * 4), {}, for_client=False, part=CHUNK._replace(held=26))
     assert chunk.sampling_params.max_tokens == 2
-    message = refused(stage_api, StageInput(token_ids=[5] * 4), part=Part(resumable=True, held=28))
+    message = refused(stage_api, StageInput(token_ids=[5] * 4), part=InputPart(resumable=True, held=28))
     assert message == (
         "Stage 'refiner': the input has 4 tokens, after 28 of its session, and its model takes at most 3"
     )
@@ -160,19 +160,21 @@ def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
 
 def test_chunks_are_no_embeddings(embedding: Any) -> None:
     stage_api = api(embedding, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    assert "takes no embeddings" in refused(stage_api, StageInput(tensor=torch.zeros(1, 32)), part=Part(resumable=True))
+    assert "takes no embeddings" in refused(
+        stage_api, StageInput(tensor=torch.zeros(1, 32)), part=InputPart(resumable=True)
+    )
 
 
 def test_the_entry_answers_the_clients_request_itself(own: Any) -> None:
     client = source()
-    assert api(own, sampling={"temperature": 0.0}).build_root(client, {}, front=True) is client
+    assert api(own, sampling={"temperature": 0.0}).build_root(client, {}, for_client=True) is client
 
 
 def test_an_entry_that_does_not_answer_samples_by_the_file(folder: Path) -> None:
     with_lora = config(folder / "own", enable_lora=True)
     adapter = LoRARequest("a", 1, "/a")
     client = source(params=SamplingParams(max_tokens=5, temperature=0.9), lora_request=adapter, cache_salt="salt")
-    request = api(with_lora, sampling={"max_tokens": 2}).build_root(client, {"temperature": 0.3}, front=False)
+    request = api(with_lora, sampling={"max_tokens": 2}).build_root(client, {"temperature": 0.3}, for_client=False)
     params = request.sampling_params
     assert (params.max_tokens, params.temperature) == (2, 0.3)
     expected = msgspec.structs.replace(client, sampling_params=params)
@@ -183,11 +185,11 @@ def test_an_entry_that_does_not_answer_samples_by_the_file(folder: Path) -> None
 
 def test_an_adapter_is_refused_by_a_stage_without_adapters(own: Any) -> None:
     with pytest.raises(StageInputError, match="Stage 'refiner': it runs without LoRA adapters"):
-        api(own).build_root(source(lora_request=LoRARequest("a", 1, "/a")), {}, front=False)
+        api(own).build_root(source(lora_request=LoRARequest("a", 1, "/a")), {}, for_client=False)
 
 
 def test_another_model_without_inputs_gets_the_prompts_text(own: Any, other: Any) -> None:
-    request = api(other, own).build_root(source([1, 3, 5, 0]), {}, front=False)
+    request = api(other, own).build_root(source([1, 3, 5, 0]), {}, for_client=False)
     assert request.prompt_token_ids == [1, 8, 6]
 
 
@@ -198,23 +200,23 @@ def test_an_image_is_for_the_stages_that_run_the_model_which_reads_the_prompt(
     client = source(mm_features=features)
     decode = api(config(folder / "own"), own, inputs=("prefill",))
     for request in (
-        api(own).build_root(client, {}, front=False),
-        api(own, output=Modality.KV_CACHE).build_root(client, {}, front=False),
-        decode.with_kv_transfer(decode.build_root(client, {}, front=True), {"remote": 1}),
+        api(own).build_root(client, {}, for_client=False),
+        api(own, output=Modality.KV_CACHE).build_root(client, {}, for_client=False),
+        decode.with_kv_transfer(decode.build_root(client, {}, for_client=True), {"remote": 1}),
     ):
         assert request.mm_features is features
-    assert api(other, own).build_root(client, {}, front=False).mm_features is None
+    assert api(other, own).build_root(client, {}, for_client=False).mm_features is None
 
 
 def test_a_prefill_that_is_longer_than_its_context_cannot_be_built(folder: Path, own: Any) -> None:
     short = api(config(folder / "own", max_model_len=16), own, output=Modality.KV_CACHE)
     with pytest.raises(StageInputError, match="the input has 16 tokens and its model takes at most 15"):
-        short.build_root(source([3] * 16), {}, front=False)
+        short.build_root(source([3] * 16), {}, for_client=False)
 
 
 def test_a_prefill_computes_one_token_for_another_engine(own: Any) -> None:
     client = source(params=SamplingParams(max_tokens=5, stop="red", logprobs=2, seed=3), session_id="s")
-    request = api(own, output=Modality.KV_CACHE).build_root(client, {}, front=False)
+    request = api(own, output=Modality.KV_CACHE).build_root(client, {}, for_client=False)
     params = request.sampling_params
     assert (params.max_tokens, params.temperature, params.ignore_eos, params.stop, params.logprobs) == (
         1,
@@ -239,7 +241,7 @@ def test_a_prefill_computes_one_token_for_another_engine(own: Any) -> None:
 def test_a_decode_is_the_clients_request_with_what_the_prefill_said(folder: Path, own: Any) -> None:
     decode = api(config(folder / "own"), own, inputs=("prefill",))
     client = source(params=SamplingParams(max_tokens=5, extra_args={"a": 1}))
-    built = decode.build_root(client, {}, front=True)
+    built = decode.build_root(client, {}, for_client=True)
     request = decode.with_kv_transfer(built, {"do_remote_prefill": True, "remote_block_ids": [1]})
     assert request.sampling_params.extra_args == {
         "a": 1,
@@ -248,7 +250,7 @@ def test_a_decode_is_the_clients_request_with_what_the_prefill_said(folder: Path
     assert (request.prompt_token_ids, request.sampling_params.max_tokens) == ([1, 3, 4], 5)
     assert client.sampling_params.extra_args == {"a": 1}
     assert built.sampling_params.extra_args == {"a": 1}
-    silent = decode.build_root(client, {"max_tokens": 2}, front=False)
+    silent = decode.build_root(client, {"max_tokens": 2}, for_client=False)
     assert (silent.sampling_params.max_tokens, silent.sampling_params.extra_args) == (2, None)
 
 
@@ -265,7 +267,7 @@ def test_two_threads_build_what_one_does(own: Any, other: Any) -> None:
     given = [StageInput(text="red blue " * (count % 7 + 1)) for count in range(60)]
 
     def build(one: StageInput) -> Any:
-        return stage_api.build(source(), one, {}, front=False)
+        return stage_api.build(source(), one, {}, for_client=False)
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(build, given)) == list(map(build, given))

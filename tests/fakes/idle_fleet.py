@@ -14,7 +14,7 @@ class IdleFleet:
         self.stages = FleetStages(None, [None])
         self.closed_after: list[float | None] = []
 
-    def let_finish(self, timeout: float) -> float:
+    def wait_for_requests(self, timeout: float) -> float:
         raise AssertionError("there is no request")
 
     def close(self, timeout: float | None = None) -> None:

@@ -11,15 +11,15 @@ from tests.fakes.stage_api import FakeStageApi, PlayedLink
 from vllm_omni_plugin.admission import AdmissionPlan, Terms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState, PipelineRequestState
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
-    CallEnded,
     Dispatches,
     PipelineCall,
+    PipelineCallEnded,
     RequestFailed,
     RequestStages,
     StageEvent,
@@ -85,14 +85,14 @@ class FakePipelineFleet(PlayedFleet):
             migration_limit,
             self.clock,
             replica_wait,
-            Preparation(self.pipeline, self.apis, lambda request: "the prompt"),
+            StageInputBuilder(self.pipeline, self.apis, lambda request: "the prompt"),
             plan,
         )
         self.links: dict[tuple[int, int], PlayedLink] = {}
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, list[int]] = {}
         self.ends: list[tuple[str, Any]] = []
-        self.events: dict[str, list[StageEvent | CallEnded]] = {}
+        self.events: dict[str, list[StageEvent | PipelineCallEnded]] = {}
         self.traces: list[RequestStages] = []
         counts = [replicas] * len(self.pools) if isinstance(replicas, int) else replicas
         for pool, count in zip(self.pools, counts, strict=True):
@@ -222,7 +222,7 @@ class FakePipelineFleet(PlayedFleet):
 
     def call_ends(self, request_id: str) -> list[Exception | None]:
         """How a call was told that it has ended; once, if all is well."""
-        return [event.error for event in self.events[request_id] if isinstance(event, CallEnded)]
+        return [event.error for event in self.events[request_id] if isinstance(event, PipelineCallEnded)]
 
     def _note(self, item: Any) -> None:
         if isinstance(item, RequestFailed):
@@ -241,6 +241,6 @@ class FakePipelineFleet(PlayedFleet):
 
 def _in_preparation(state: OrchestratorRequestState) -> Iterator[tuple[str, int]]:
     assert isinstance(state, PipelineRequestState)
-    whole = state.stage_submit_ts.keys() - state.ended.keys() - set(state.runs) - set(state.chunk_inputs)
-    for stage_id in (*whole, *(stage_id for stage_id, chunks in state.chunk_inputs.items() if chunks.busy)):
+    whole = state.stage_submit_ts.keys() - state.ended.keys() - set(state.runs) - set(state.chunked_inputs)
+    for stage_id in (*whole, *(stage_id for stage_id, chunks in state.chunked_inputs.items() if chunks.busy)):
         yield state.request_id, stage_id

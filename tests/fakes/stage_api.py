@@ -12,7 +12,7 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline import Modality, Stage
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
-from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
 
 ROOM = 1000
 """Tokens of the longest input that a stage takes."""
@@ -49,22 +49,28 @@ class FakeStageApi(FakeEngineApi):
         self.held: list[int] = []
         self._stage = stage
 
-    def check_front(self, source: Any) -> None:
-        self._stumble("check_front")
+    def check_answerable(self, source: Any) -> None:
+        self._stumble("check_answerable")
 
     def build(
-        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, front: bool, part: Part = WHOLE
+        self,
+        source: Any,
+        given: StageInput,
+        sampling: Mapping[str, Any],
+        *,
+        for_client: bool,
+        part: InputPart = WHOLE,
     ) -> Any:
         self._stumble("build")
         self.held.append(part.held)
         tokens = list(given.token_ids or map(ord, given.text or ""))
         if len(tokens) > ROOM:
             raise StageInputError(f"Stage {self._stage.name!r}: the input is too long")
-        return self._made(source, sampling, front, prompt=tokens, resumable=part.resumable)
+        return self._made(source, sampling, for_client, prompt=tokens, resumable=part.resumable)
 
-    def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
+    def build_root(self, source: Any, sampling: Mapping[str, Any], *, for_client: bool) -> Any:
         self._stumble("build_root")
-        request = self._made(source, sampling, front)
+        request = self._made(source, sampling, for_client)
         return msgspec.structs.replace(request, length=1) if self._stage.output is Modality.KV_CACHE else request
 
     def build_end(self, source: Any) -> Any:
@@ -91,8 +97,8 @@ class FakeStageApi(FakeEngineApi):
         if output.cached is not None:
             output.cached = cached_tokens
 
-    def _made(self, source: Any, sampling: Mapping[str, Any], front: bool, **fields: Any) -> Any:
-        params = {**sampling, "stage": self._stage.name, "front": front}
+    def _made(self, source: Any, sampling: Mapping[str, Any], for_client: bool, **fields: Any) -> Any:
+        params = {**sampling, "stage": self._stage.name, "for_client": for_client}
         return msgspec.structs.replace(source, sampling_params=params, **fields)
 
     def _stumble(self, method: str) -> None:

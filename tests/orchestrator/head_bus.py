@@ -17,8 +17,8 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import Call, OperatorMe
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -210,7 +210,7 @@ class FakeHead(FakeFleet):
     async def _read_front(self) -> None:
         while True:
             for item in await self.orchestrator.output_async_queue.get_batch():
-                if not isinstance(item, FrontUpdate):
+                if not isinstance(item, EngineStateUpdate):
                     continue
                 for adapter in item.loaded:
                     self.adapters[adapter.lora_name] = adapter

@@ -16,7 +16,7 @@ from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplica
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.pipeline import Pipeline
@@ -46,8 +46,8 @@ class Node:
         self.pools = [StagePool(stage_id, LeastQueueLengthBalancer()) for stage_id in range(len(counts))]
         self.launcher, self.pool = self.launchers[0], self.pools[0]
         apis: Any = [FakeEngineApi() for _ in counts]
-        preparation = None if pipeline is None else Preparation(pipeline, apis, str)
-        self.orchestrator = Orchestrator(self.pools, apis, 3, lambda: self.now, preparation=preparation)
+        input_builder = None if pipeline is None else StageInputBuilder(pipeline, apis, str)
+        self.orchestrator = Orchestrator(self.pools, apis, 3, lambda: self.now, input_builder=input_builder)
         stages = [
             LocalStage(stage_id, count, self.launchers[stage_id], apis[stage_id])
             for stage_id, count in enumerate(counts)

@@ -5,7 +5,7 @@ import sys
 import threading
 
 from tests.fakes.conditions import eventually
-from vllm_omni_plugin.orchestrator.pipeline.preparation import DaemonThreads
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import DaemonThreads
 
 
 def named(name: str) -> list[threading.Thread]:
@@ -34,7 +34,7 @@ async def test_closing_drops_what_waits_and_leaves_what_runs_to_itself() -> None
 def test_a_call_that_never_returns_does_not_keep_the_process_from_ending() -> None:
     script = (
         "import threading\n"
-        "from vllm_omni_plugin.orchestrator.pipeline.preparation import DaemonThreads\n"
+        "from vllm_omni_plugin.orchestrator.pipeline.input_builder import DaemonThreads\n"
         "threads = DaemonThreads(1, 'omni-test')\n"
         "begun = threading.Event()\n"
         "threads.submit(lambda: (begun.set(), threading.Event().wait()))\n"

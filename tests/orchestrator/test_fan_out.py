@@ -16,7 +16,7 @@ from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, NotAllowedError, ReplicaError
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import OngoingCall
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest
 
 
@@ -76,7 +76,7 @@ async def test_a_replica_that_dies_during_a_call_is_left_out_of_its_result(fleet
 async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_out_of_its_result(
     fleet: FakeFleet,
 ) -> None:
-    begun = BegunCall.begin(fleet.orchestrator.stage_calls, "sleep", (1, "abort"))
+    begun = OngoingCall.begin(fleet.orchestrator.stage_calls, "sleep", (1, "abort"))
     fleet.kill(1)
     assert await begun.taken() == [True]
     assert begun.results() == ["sleep"] * 2

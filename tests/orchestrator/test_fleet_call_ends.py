@@ -13,7 +13,7 @@ from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import STORY, forbid_calls
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import OngoingCall
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 OTHER_STORY = Adapter("story", 7, "/loras/other")
@@ -49,7 +49,7 @@ def kept() -> int:
     gc.collect()
     every = gc.get_objects()
     tasks = [each for each in every if type(each) is asyncio.Task and each.get_name() == "omni-fleet-calls"]
-    return len(tasks) + sum(type(each) is BegunCall for each in every)
+    return len(tasks) + sum(type(each) is OngoingCall for each in every)
 
 
 async def test_the_servers_of_other_heads_keep_an_adapter_whose_replacement_is_refused(heads: list[FakeHead]) -> None:

@@ -206,7 +206,7 @@ async def test_engines_that_end_when_all_are_to_end_stay_away(node: Node) -> Non
     await node.replicas.start()
     node.engine_of(0).process.die()
     await eventually(lambda: node.pauses == [1.0])
-    node.replicas.restart_no_more()
+    node.replicas.disable_restarts()
     node.engine_of(1).process.die()
     node.go_on.release()
     await eventually(lambda: not any(task.get_name().startswith("omni-replica-") for task in asyncio.all_tasks()))
@@ -280,7 +280,7 @@ async def test_a_replica_that_ends_for_good_before_the_others_are_ready_ends_the
     node.launcher.plan(1, Plan(ready=False))
     starting = asyncio.create_task(node.replicas.start())
     await node.until_statuses(UP, DOWN)
-    node.replicas.restart_no_more()
+    node.replicas.disable_restarts()
     node.engine_of(0).process.die()
     with pytest.raises(ReplicaError, match="it ended before all others were ready"):
         await starting

@@ -14,7 +14,7 @@ from tests.fakes.pipelines import CHAIN
 from tests.orchestrator.local_node import Node
 from vllm_omni_plugin.coordinator import SessionLost
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.orchestrator.single_stage import SingleStage
+from vllm_omni_plugin.orchestrator.single_stage import SingleStageRequests
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, method: str, request_id: str) -> None:
@@ -73,7 +73,7 @@ async def test_a_request_whose_failure_cannot_be_told_either_stops_nothing(monke
 
     async with FakeFleet(replicas=1) as fleet:
         fail_for(monkeypatch, "movable", "bad")
-        monkeypatch.setattr(SingleStage, "fail", fail)
+        monkeypatch.setattr(SingleStageRequests, "fail", fail)
         await fleet.submit("bad")
         await fleet.submit("good")
         assert list(fleet.orchestrator.request_states) == ["good"]
@@ -86,7 +86,7 @@ async def test_an_abort_that_fails_stops_nothing(monkeypatch: pytest.MonkeyPatch
     async with FakeFleet() as fleet:
         await fleet.submit("a")
         with monkeypatch.context() as patch:
-            patch.setattr(SingleStage, "abort", faulty)
+            patch.setattr(SingleStageRequests, "abort", faulty)
             await fleet.abort("a")
         await fleet.submit("b")
         assert fleet.in_flight == [1, 1]
@@ -94,7 +94,7 @@ async def test_an_abort_that_fails_stops_nothing(monkeypatch: pytest.MonkeyPatch
 
 async def test_a_pipelines_request_that_cannot_be_begun_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
-        fleet.apis[-1].faults["check_front"] = KeyError("gone")
+        fleet.apis[-1].faults["check_answerable"] = KeyError("gone")
         await fleet.submit("bad", "text")
         [error] = fleet.call_ends("bad")
         assert isinstance(error, OmniError)

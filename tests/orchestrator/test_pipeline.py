@@ -8,7 +8,7 @@ from tests.fakes.observations import observed
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, JOIN, SPEECH
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, Dispatches, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline import Stage
 
 
@@ -73,7 +73,7 @@ async def test_the_stages_that_are_needed_run_once_each(
         assert all(len(set(link.added)) <= 1 for link in fleet.links.values())
         assert fleet.ends == [("r", "stop")]
         assert fleet.call_ends("r") == [None]
-        assert isinstance(fleet.events["r"][-1], CallEnded)
+        assert isinstance(fleet.events["r"][-1], PipelineCallEnded)
 
 
 async def test_a_join_waits_for_all_its_inputs_and_gets_them_in_their_order() -> None:
@@ -118,8 +118,8 @@ async def test_the_clients_own_sampling_is_for_the_front_stage_and_the_rest_by_n
         await fleet.submit("r", "text", sampling={"thinker": {"top_k": 7}})
         await fleet.finish()
         thinker, refiner = (fleet.links[stage_id, 0].requests[0]["sampling_params"] for stage_id in (0, 1))
-        assert thinker == {"stage": "thinker", "front": False, "top_k": 7}
-        assert refiner == {"stage": "refiner", "front": True}
+        assert thinker == {"stage": "thinker", "for_client": False, "top_k": 7}
+        assert refiner == {"stage": "refiner", "for_client": True}
 
 
 async def test_events_come_as_the_stage_puts_out_and_the_last_says_so() -> None:
@@ -151,7 +151,7 @@ async def test_a_client_id_that_comes_again_ends_the_request_that_had_it() -> No
         first, (link, attempt) = fleet.events["r"], fleet.attempt("r", 0)
         await fleet.submit("r", "text")
         assert link.aborted == [attempt]
-        assert [type(event) for event in first] == [CallEnded]
+        assert [type(event) for event in first] == [PipelineCallEnded]
         await fleet.finish()
         assert fleet.ends == [("r", "stop")]
         assert fleet.call_ends("r") == [None]
@@ -203,7 +203,7 @@ async def test_each_stage_is_timed_and_its_dispatch_noted() -> None:
         await fleet.finish()
         assert [name for name, _ in dispatches] == ["0.0", "1.0"]
         ended = fleet.events["r"][-1]
-        assert isinstance(ended, CallEnded)
+        assert isinstance(ended, PipelineCallEnded)
         assert set(ended.timings) == {"thinker", "refiner"}
         assert ended.timings["thinker"] == {"transfer": 0.0, "queue": 0.0, "first_output": 2.0, "run": 3.0}
         assert observed(fleet.orchestrator.metrics.stage_seconds.labels("0", "thinker", "first_output")) == (1, 2.0)

@@ -15,8 +15,8 @@ from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    CallEnded,
     PipelineCall,
+    PipelineCallEnded,
     RequestFailed,
     StageEvent,
     SubmitRequest,
@@ -54,7 +54,7 @@ def the_error(fleet: FakePipelineFleet, request_id: str) -> Exception:
     (error,) = (end for name, end in fleet.ends if name == request_id)
     assert isinstance(error, Exception)
     assert fleet.call_ends(request_id) == [error]
-    assert isinstance(fleet.events[request_id][-1], CallEnded)
+    assert isinstance(fleet.events[request_id][-1], PipelineCallEnded)
     return error
 
 
@@ -74,7 +74,7 @@ async def test_a_transform_that_fails_is_one_error_that_names_the_stage(
         await fleet.submit("other", "text")
         await fleet.finish()
         (error,) = fleet.call_ends("r")
-        assert isinstance(fleet.events["r"][-1], CallEnded)
+        assert isinstance(fleet.events["r"][-1], PipelineCallEnded)
         assert ("r", error) in fleet.ends
         assert type(error) is kind
         assert str(error).startswith(f"Stage {name!r}: ")
@@ -156,7 +156,7 @@ async def test_the_end_of_a_preparation_is_of_no_interest_to_an_id_that_was_give
 
 async def test_what_the_front_stage_cannot_answer_is_refused_before_any_stage_begins() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
-        refusal = fleet.apis[-1].faults["check_front"] = StageInputError("Stage 'last': no logprobs")
+        refusal = fleet.apis[-1].faults["check_answerable"] = StageInputError("Stage 'last': no logprobs")
         await fleet.submit("r", "text")
         error = the_error(fleet, "r")
         assert (type(error), str(error)) == (StageInputError, str(refusal))
@@ -372,7 +372,7 @@ async def test_a_request_fails_once(requests: tuple[PipelineRequests, list[Any]]
     run = (await started(requests[0], events)).runs[0]
     requests[0].end(0, [RunEnded(run, error=StageError("no"))] * 2)
     assert [type(item) for item in requests[1]] == [RequestFailed]
-    assert [type(event) for event in events] == [CallEnded]
+    assert [type(event) for event in events] == [PipelineCallEnded]
 
 
 async def test_what_is_said_of_a_run_of_an_earlier_request_with_the_same_id_is_ignored(

@@ -9,7 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import SPEECH
 from tests.fakes.transforms import raising
-from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput
+from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
@@ -21,7 +21,7 @@ def alive() -> int:
     """States of requests that anything still holds."""
     gc.collect()
     # Some libraries' objects warn when they are asked for what they are an instance of.
-    return sum(type(each) in (PipelineRequestState, StageRun, ChunkInput) for each in gc.get_objects())
+    return sum(type(each) in (PipelineRequestState, StageRun, ChunkedInput) for each in gc.get_objects())
 
 
 async def one_lot(fleet: FakePipelineFleet, draw: random.Random, names: list[str]) -> None:

@@ -12,7 +12,7 @@ from tests.fakes.engine_api import REFUSED
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded
 
 LONG, SHORT = [1, 2, 3], [1, 2]
 PARAMS = {"remote": "here"}
@@ -40,7 +40,7 @@ async def test_the_decode_stage_is_told_what_the_prefill_said() -> None:
         await prefilled(fleet)
         assert sent(fleet, 0)[0]["length"] == 1
         assert sent(fleet, 1)[0]["sampling_params"]["kv"] == PARAMS
-        assert sent(fleet, 1)[0]["sampling_params"]["front"] is True
+        assert sent(fleet, 1)[0]["sampling_params"]["for_client"] is True
         await fleet.finish()
         assert fleet.ends == [("r", "stop")]
         assert 9 not in fleet.tokens["r"]
@@ -136,7 +136,7 @@ async def test_a_prefill_whose_last_replica_is_lost_before_its_dispatch_took_no_
             gate.set()
             await fleet.finish()
             ended = fleet.events["r"][-1]
-            assert isinstance(ended, CallEnded)
+            assert isinstance(ended, PipelineCallEnded)
             assert ended.timings["prefill"] == {"transfer": 7.0}
     finally:
         gate.set()
@@ -231,7 +231,7 @@ async def test_a_decode_stage_that_is_not_the_front_one_has_the_files_sampling_i
         fleet.attempt("r", 1)[0].say_dead()
         await fleet.settle()
         params = [request["sampling_params"] for replica_id in range(2) for request in sent(fleet, 1, replica_id)]
-        assert [(each["front"], each["top_k"]) for each in params] == [(False, 3)] * 2
+        assert [(each["for_client"], each["top_k"]) for each in params] == [(False, 3)] * 2
         await fleet.step("r", 1, count=9)
         fleet.tell("r", 2, 5, cached=1)
         await fleet.finish()

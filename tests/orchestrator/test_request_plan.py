@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.pipeline_fleet import stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, DISAGGREGATED, FAN_OUT, JOIN, PYTHON, SPEECH
-from vllm_omni_plugin.orchestrator.pipeline.request_state import Plan, make_plan
+from vllm_omni_plugin.orchestrator.pipeline.request_state import RequestPlan, plan_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 
@@ -23,10 +23,10 @@ VECTORS = (stage(0, "encoder", "embedding", final=True),)
 PAINTER = (stage(0, "encoder", "embedding"), stage(1, "painter", "image", "encoder", engine=PYTHON, final=True))
 
 
-def plan_of(stages: Sequence[Stage], modalities: Sequence[str] = (), outputs: Sequence[str] = ()) -> Plan:
+def plan_of(stages: Sequence[Stage], modalities: Sequence[str] = (), outputs: Sequence[str] = ()) -> RequestPlan:
     """The plan of a plain request, or of a call that asks for these modalities."""
     call = PipelineCall(tuple(modalities), lambda event: None, frozenset(outputs)) if modalities else None
-    return make_plan(Pipeline(tuple(stages)), call)
+    return plan_request(Pipeline(tuple(stages)), call)
 
 
 @pytest.mark.parametrize(

@@ -87,17 +87,17 @@ def submit(head: Head) -> tuple[FakeEngine, str]:
 def waiting(head: Head, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Future[float]]]:
     """Begins to wait for requests, in a thread that does so by then; returns what is left of 60 s in the end."""
     began = threading.Event()
-    until_all_finished = head.orchestrator.until_all_finished
+    wait_until_idle = head.orchestrator.wait_until_idle
 
     async def beginning() -> bool:
         began.set()
-        return await until_all_finished()
+        return await wait_until_idle()
 
-    monkeypatch.setattr(head.orchestrator, "until_all_finished", beginning)
+    monkeypatch.setattr(head.orchestrator, "wait_until_idle", beginning)
     with ThreadPoolExecutor() as executor:
 
         def begin() -> Future[float]:
-            left = executor.submit(head.thread.let_finish, 60.0)
+            left = executor.submit(head.thread.wait_for_requests, 60.0)
             assert began.wait(10)
             assert not left.done()
             return left
@@ -119,20 +119,20 @@ def test_who_waits_for_requests_goes_on_when_the_last_has_finished(
 def test_who_waits_for_requests_that_do_not_finish_is_told_so_when_time_is_over(head: Head) -> None:
     head.thread.start()
     submit(head)
-    assert head.thread.let_finish(0.05) == 0
+    assert head.thread.wait_for_requests(0.05) == 0
 
 
 def test_who_waits_for_requests_can_be_hurried(head: Head, waiting: Callable[[], Future[float]]) -> None:
     head.thread.start()
     submit(head)
     left = waiting()
-    head.thread.hurry()
+    head.thread.cancel_wait()
     assert left.result(10) == 0
-    assert head.thread.let_finish(60.0) == 0, "nor does who asks later wait"
+    assert head.thread.wait_for_requests(60.0) == 0, "nor does who asks later wait"
 
 
 def test_a_fleet_that_was_never_started_has_nothing_to_wait_for(head: Head) -> None:
-    assert head.thread.let_finish(60.0) == 0
+    assert head.thread.wait_for_requests(60.0) == 0
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_a_kv_cache_is_handed_over_by_its_own_transform(file: Path) -> None:
     pipeline = load_pipeline(file)
     prefill, decode = pipeline.stages
     assert pipeline.transform_of(decode) == "kv_transfer"
-    assert (pipeline.entry, pipeline.front_of(["text"])) == (prefill, decode)
+    assert (pipeline.entry, pipeline.answer_stage_of(["text"])) == (prefill, decode)
     assert (pipeline.prompt_stage, pipeline.sampled_by_client(["text"])) == (decode, decode)
 
 
@@ -153,7 +153,7 @@ def test_the_front_stage_is_the_last_that_answers_in_words(modalities: list[str]
             python(6, "s5"),
         )
     )
-    found = pipeline.front_of(modalities)
+    found = pipeline.answer_stage_of(modalities)
     assert (found.name if found is not None else None) == front
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
-from vllm_omni_plugin.pipeline.transfer import Part, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import InputPart, StageInput, StageOutput
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.python_stage import PythonStage
@@ -72,7 +72,7 @@ class Head:
     def send(self, request_id: str, given: StageInput | str, *, resumable: bool = False, last: bool = True) -> None:
         """Submit an input to the latest replica."""
         given = StageInput(text=given) if isinstance(given, str) else given
-        request = self.api.build(source(), given, {}, front=False, part=Part(resumable, last))
+        request = self.api.build(source(), given, {}, for_client=False, part=InputPart(resumable, last))
         self.replicas[-1].client.add_request(request, request_id)
 
     def close_input(self, request_id: str) -> None:

@@ -14,15 +14,15 @@ from tests.stages.classes import Priced
 from tests.stages.heads import END_TOKEN, api, source, stage
 from vllm_omni_plugin.balancing import LeastTokensBalancer, Task
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
 from vllm_omni_plugin.stages.stage_process import python_fingerprint
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 
 API = api(stage(sampling={"voice": "low", "speed": 1, "pitch": 1}))
 
 
-def build(given: StageInput, sampling: dict[str, Any] | None = None, part: Part = WHOLE) -> StageRequest:
-    return API.build(source(), given, sampling or {}, front=False, part=part)
+def build(given: StageInput, sampling: dict[str, Any] | None = None, part: InputPart = WHOLE) -> StageRequest:
+    return API.build(source(), given, sampling or {}, for_client=False, part=part)
 
 
 def output(**fields: Any) -> EngineCoreOutput:
@@ -39,7 +39,7 @@ def test_the_requests_sampling_lies_over_the_transforms_and_that_over_the_stages
 
 
 def test_a_chunk_says_whether_more_may_come() -> None:
-    request = build(StageInput((1, 2)), part=Part(resumable=True, last=False))
+    request = build(StageInput((1, 2)), part=InputPart(resumable=True, last=False))
     assert (request.token_ids, request.resumable, request.last, request.closing) == ([1, 2], True, False, False)
     end = API.build_end(source())
     assert (end.request_id, end.resumable, end.closing) == ("a", False, True)
@@ -64,13 +64,13 @@ def test_what_cannot_be_sent_is_the_requests_error(given: StageInput) -> None:
 
 def test_a_first_stage_gets_the_prompt_as_tokens_and_text() -> None:
     client = source(prompt_token_ids=[104, 105], prompt_embeds=None, resumable=False)
-    request = API.build_root(client, {"speed": 3}, front=True)
+    request = API.build_root(client, {"speed": 3}, for_client=True)
     assert (request.token_ids, request.text, request.sampling["speed"]) == ([104, 105], "hi", 3)
 
 
 def test_a_first_stage_gets_the_embeddings_of_a_prompt_without_tokens() -> None:
     client = source(prompt_token_ids=None, prompt_embeds=torch.ones(3, 4), resumable=False)
-    request = API.build_root(client, {}, front=False)
+    request = API.build_root(client, {}, for_client=False)
     assert (request.token_ids, request.text, request.tensor.shape) == (None, "", (3, 4))
 
 
@@ -93,7 +93,7 @@ def test_a_stage_says_what_an_input_costs() -> None:
     priced = api(stage("classes:Priced"), Priced.cost)
 
     def task_of(cost: int) -> Task:
-        request = priced.build(source(), StageInput(text="as long", metadata={"cost": cost}), {}, front=False)
+        request = priced.build(source(), StageInput(text="as long", metadata={"cost": cost}), {}, for_client=False)
         return priced.describe(request)[0]
 
     pool = pool_of(LeastTokensBalancer(rng=random.Random(0)), 2)
@@ -105,7 +105,7 @@ def test_a_stage_says_what_an_input_costs() -> None:
 @pytest.mark.parametrize("cost", [None, -1, float("nan"), float("inf"), "much", 2**70], ids=str)
 def test_a_cost_that_is_none_is_the_size_and_said_once(cost: Any, caplog: pytest.LogCaptureFixture) -> None:
     priced = api(stage("classes:Priced"), Priced.cost)
-    request = priced.build(source(), StageInput(text="four"), {}, front=False)
+    request = priced.build(source(), StageInput(text="four"), {}, for_client=False)
     request.metadata = {} if cost is None else {"cost": cost}
     for _ in range(2):
         assert len(priced.describe(request)[0]["prompt"].token_ids) == 4
@@ -165,8 +165,8 @@ def test_the_last_token_of_its_text_is_not_taken_for_what_ends_an_answer() -> No
 @pytest.mark.parametrize("asked", [{"logprobs": 0}, {"prompt_logprobs": 1}], ids=str)
 def test_a_stage_that_answers_the_client_has_no_probabilities(asked: dict[str, int]) -> None:
     with pytest.raises(StageInputError, match="Stage 'vocoder': what answers is no model, and gives no logprobs"):
-        API.check_front(source(sampling_params=SamplingParams(**asked)))
-    API.check_front(source(sampling_params=SamplingParams()))
+        API.check_answerable(source(sampling_params=SamplingParams(**asked)))
+    API.check_answerable(source(sampling_params=SamplingParams()))
 
 
 def test_fingerprints_differ_with_class_and_options_and_not_with_the_order_of_options() -> None:

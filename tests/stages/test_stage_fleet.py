@@ -34,7 +34,7 @@ class DirectApi(PythonStageApi):
     """Makes the stage's request of the client's, since there is no other stage in front to make its input."""
 
     def movable(self, request: Any) -> Any:
-        return self.build(request, request.given, {}, front=False)
+        return self.build(request, request.given, {}, for_client=False)
 
 
 class Launcher(PythonStageLauncher):

@@ -17,7 +17,7 @@ async def test_the_server_resets_it_for_the_next_head_and_ends_it() -> None:
         served = await start_served_engine(PythonStageLauncher(described, lambda pid: None), codec, executor, 0)
         try:
             await served.client.call("pause_scheduler", "keep", False)
-            request = codec.build(source(), StageInput(text="x"), {}, front=False)
+            request = codec.build(source(), StageInput(text="x"), {}, for_client=False)
             served.client.add_request(request, "a")
             await served.client.reset()
             assert await served.client.call("is_sleeping") is False

@@ -40,7 +40,7 @@ def nothing_said_yet(request: pytest.FixtureRequest) -> None:
 @WITH_THE_SHARED_HEAD
 async def test_large_tensors_are_frames_of_their_own_both_ways(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(2 * ROWS, dtype=torch.float32).view(ROWS, 2)
-    request = head.api.build(source(), StageInput(tensor=tensor), {}, front=False)
+    request = head.api.build(source(), StageInput(tensor=tensor), {}, for_client=False)
     _, message, frame = head.api.encode_add(request, "a")
     assert (len(message) < 200, memoryview(frame).nbytes) == (True, tensor.nbytes)
     assert torch.frombuffer(frame, dtype=torch.uint8).data_ptr() == tensor.data_ptr()

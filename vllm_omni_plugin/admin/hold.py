@@ -94,11 +94,11 @@ class Hold:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _closed(self, reason: str) -> NoReplicaError:
-        self._orchestrator.metrics.turned_away += 1
+        self._orchestrator.metrics.refused_before_accept += 1
         return NoReplicaError(reason)
 
     def _refusal(self, reason: str) -> NoReplicaError:
-        self._orchestrator.metrics.turned_away += 1
+        self._orchestrator.metrics.refused_before_accept += 1
         pools = self._orchestrator.needed_pools
         closed = next((pool for pool in pools if not pool.serving), pools[0])
         return NoReplicaError(f"{closed.unavailable()} ({reason})")

@@ -17,10 +17,10 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.work_exchange import OfHeads, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
+    CoordinatorMessage,
     Explain,
     ManageReplica,
     Membership,
-    PeerMessage,
     RegisterRemoteReplica,
     ReplaceAdmission,
     UnregisterRemoteReplica,
@@ -94,7 +94,7 @@ class FleetControl:
                 message.reply.set_result(results)
 
     async def _call(self, message: CallReplicas) -> list[Any]:
-        method, args, order = message.method, message.args, self._orchestrator.pause_order
+        method, args, order = message.method, message.args, self._orchestrator.pause_sequence
         every = range(len(self._pools))
         if order is None or message.stages is not None:
             return await self._fleet_calls.call(method, args, every if message.stages is None else message.stages)
@@ -105,7 +105,7 @@ class FleetControl:
                 results += await self._fleet_calls.call(method, args, every if stage_ids is None else stage_ids)
         return results
 
-    def _do(self, message: Membership | Explain | ReplaceAdmission | PeerMessage) -> None:
+    def _do(self, message: Membership | Explain | ReplaceAdmission | CoordinatorMessage) -> None:
         reply = message.reply if isinstance(message, Explain | ManageReplica | ReplaceAdmission) else None
         if reply is not None and not reply.set_running_or_notify_cancel():
             return
@@ -153,7 +153,7 @@ class FleetControl:
         else:
             self._remote_replicas.unregister(message)
 
-    def _hear(self, message: PeerMessage) -> None:
+    def _hear(self, message: CoordinatorMessage) -> None:
         assert self._exchange is not None
         if isinstance(message, OfHeads):
             others_work = self._exchange.take(message)

@@ -14,9 +14,9 @@ from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.dispatch.held_requests import MoveBudget
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
-from vllm_omni_plugin.orchestrator.pipeline.pause_order import PauseOrder
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
+from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
 from vllm_omni_plugin.orchestrator.pool.pool_member import HOLDS
@@ -28,17 +28,17 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     Explain,
     Explanation,
-    FrontMessage,
     ManageReplica,
     ReplaceAdmission,
     ReplicaJoined,
     ReplicaLeft,
+    RequestMessage,
     RpcMessage,
 )
-from vllm_omni_plugin.orchestrator.requests.request_owner import Requests
+from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner
 from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
-from vllm_omni_plugin.orchestrator.single_stage import SingleStage
+from vllm_omni_plugin.orchestrator.single_stage import SingleStageRequests
 from vllm_omni_plugin.pipeline import Modality
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 MAX_QUEUED_REQUESTS = 4096
-"""Requests handed over and not taken yet before AsyncLLM waits."""
+"""Requests in the queue above which AsyncLLM waits."""
 MAX_QUEUED_OUTPUTS = 4096
 """Output messages AsyncLLM has not taken yet before the replicas' sockets are left unread."""
 
@@ -96,7 +96,7 @@ class Orchestrator:
         migration_limit: moves a request may make, in each stage.
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
-        preparation: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
+        input_builder: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
         admission_plan: who may come in, and in what order they wait; None: everybody, in the order of arrival.
 
     Attributes:
@@ -110,7 +110,7 @@ class Orchestrator:
         request_states: unfinished requests by the client's id.
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
         stage_calls: calls to the replicas of each stage, by stage id.
-        pause_order: how the stages of a pipeline come to rest; None: all at once.
+        pause_sequence: how the stages of a pipeline come to rest; None: all at once.
         admission: who may come in, see `Entrance`.
         entry_pool: of the stage where requests come in, as far as they do not skip it.
         needed_pools: those that must serve for a plain request to be answered.
@@ -124,12 +124,12 @@ class Orchestrator:
         migration_limit: int,
         clock: Callable[[], float],
         replica_wait: float = 60.0,
-        preparation: Preparation | None = None,
+        input_builder: StageInputBuilder | None = None,
         admission_plan: AdmissionPlan | None = None,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
-        self.request_async_queue: ThreadQueue[FrontMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
+        self.request_async_queue: ThreadQueue[RequestMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
         self.output_async_queue = OutputQueue(MAX_QUEUED_OUTPUTS, stage_pools)
         self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
         self.metrics = OrchestratorMetrics()
@@ -145,8 +145,8 @@ class Orchestrator:
         self._closed = False
         moves, prefills, fed = MoveBudget(clock), set[int](), set[int]()
         self.entry_pool = stage_pools[0]
-        if preparation is not None:
-            pipeline = preparation.pipeline
+        if input_builder is not None:
+            pipeline = input_builder.pipeline
             self.async_chunk = any(stage.async_chunk for stage in pipeline.stages)
             prefills = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
             # What only a prefill precedes may come here from its client.
@@ -162,13 +162,13 @@ class Orchestrator:
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
             arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, entrance, pool.stage_id in fed)
             self._dispatchers.append(Dispatcher(pool, api, *arguments))
-        self._requests: Requests[Any]
-        self.pause_order: PauseOrder | None = None
-        if preparation is None:
-            self._requests = SingleStage(apis[0], self._dispatchers[0], entrance, self._put)
+        self._requests: RequestOwner[Any]
+        self.pause_sequence: PauseSequence | None = None
+        if input_builder is None:
+            self._requests = SingleStageRequests(apis[0], self._dispatchers[0], entrance, self._put)
         else:
-            requests = PipelineRequests(preparation, self._dispatchers, entrance, self._put, self.metrics, clock)
-            self._requests, self.pause_order = requests, requests.pause_order
+            requests = PipelineRequests(input_builder, self._dispatchers, entrance, self._put, self.metrics, clock)
+            self._requests, self.pause_sequence = requests, requests.pause_sequence
         self.stage_calls = tuple(StageCalls(pool, self.distrust) for pool in stage_pools)
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
 
@@ -182,14 +182,14 @@ class Orchestrator:
         """Whether every stage that requests need has a replica that takes them. Safe to read from any thread."""
         return all(pool.serving for pool in self.needed_pools)
 
-    async def until_all_finished(self) -> bool:
+    async def wait_until_idle(self) -> bool:
         """Return once no request is unfinished, in any stage, nor handed over and not taken yet.
 
         Returns:
             False if `run` has ended, and has dropped what was unfinished.
         """
         while not self._closed and (self.request_states or len(self.request_async_queue)):
-            await self._requests.until_none()
+            await self._requests.wait_until_empty()
             # What has been handed over is taken in the loop's next turns.
             await asyncio.sleep(0)
         return not self._closed

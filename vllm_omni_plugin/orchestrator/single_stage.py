@@ -8,7 +8,7 @@ from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, SubmitRequest
-from vllm_omni_plugin.orchestrator.requests.request_owner import Requests, refuse
+from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner, refuse
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _STAGE = 0
 
 
-class SingleStage(Requests[OrchestratorRequestState]):
+class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
     """Gives each request to the dispatcher of its stage.
 
     Args:

@@ -67,7 +67,7 @@ class OrchestratorThread:
             self.close(timeout=0.0)
             raise
 
-    def let_finish(self, timeout: float) -> float:
+    def wait_for_requests(self, timeout: float) -> float:
         """Wait up to `timeout` seconds until no request is unfinished, and start no engine again. Blocks.
 
         Returns:
@@ -90,11 +90,11 @@ class OrchestratorThread:
         try:
             return finishing.result(timeout + _LAST_GRACE_S)
         except (CancelledError, TimeoutError):
-            # The orchestrator has failed or hangs, and finishes nothing any more; or `hurry` was called.
+            # The orchestrator has failed or hangs, and finishes nothing any more; or `cancel_wait` was called.
             return 0.0
 
-    def hurry(self) -> None:
-        """End `let_finish` now, or as soon as it is called, from another thread. Never blocks."""
+    def cancel_wait(self) -> None:
+        """End `wait_for_requests` now, or as soon as it is called, from another thread. Never blocks."""
         self._hurrying = True
         if self._finishing is not None:
             self._finishing.cancel()
@@ -154,10 +154,10 @@ class OrchestratorThread:
     async def _let_finish(self, timeout: float) -> float:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + timeout
-        self._local_replicas.restart_no_more()
+        self._local_replicas.disable_restarts()
         try:
             async with asyncio.timeout_at(ends_at):
-                finished = await self._orchestrator.until_all_finished()
+                finished = await self._orchestrator.wait_until_idle()
         except TimeoutError:
             return 0.0
         return max(0.0, ends_at - loop.time()) if finished else 0.0

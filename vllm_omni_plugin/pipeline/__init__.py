@@ -6,8 +6,7 @@ Knows files and graphs only; may import the foundation. Start with `loading`, th
 from vllm_omni_plugin.pipeline.drawing import mermaid, summary
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.loading import load_pipeline
-from vllm_omni_plugin.pipeline.places import PipelineError
-from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, PipelineError, Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer, Transform
 from vllm_omni_plugin.pipeline.transforms import BuiltInTransform
 

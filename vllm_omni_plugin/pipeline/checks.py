@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from vllm_omni_plugin.errors import did_you_mean
-from vllm_omni_plugin.pipeline.places import PipelineError
-from vllm_omni_plugin.pipeline.stage import Modality, Stage
+from vllm_omni_plugin.pipeline.stage import Modality, PipelineError, Stage
 
 
 def check_stages(stages: Sequence[Stage]) -> None:

@@ -77,7 +77,7 @@ class Pipeline:
         """The stage that answers the request's prompt: the entry, or the one that its KV cache is handed to."""
         return self.downstream(self.entry)[0] if self.entry.output is Modality.KV_CACHE else self.entry
 
-    def front_of(self, modalities: Collection[str]) -> Stage | None:
+    def answer_stage_of(self, modalities: Collection[str]) -> Stage | None:
         """Return the stage that answers through vLLM's server when these modalities are asked for.
 
         The last final stage that puts out text; without one among what is asked for, the last of tokens, or else the
@@ -92,9 +92,9 @@ class Pipeline:
     def sampled_by_client(self, modalities: Collection[str]) -> Stage | None:
         """Return the stage that a client's own sampling parameters are for when it asks for these modalities.
 
-        The one of `front_of`, or, where a Python stage is that, the one that answers the prompt. None without a front.
+        The stage of `answer_stage_of`, or `prompt_stage` if that is a Python stage. None without an answering stage.
         """
-        front = self.front_of(modalities)
+        front = self.answer_stage_of(modalities)
         return front if front is None or front.is_vllm else self.prompt_stage
 
     def needed_for(self, modalities: Collection[str]) -> tuple[Stage, ...]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from vllm_omni_plugin.documents import Document, Place, read, validate
 from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.places import PipelineError
-from vllm_omni_plugin.pipeline.stage import Modality, Stage
+from vllm_omni_plugin.pipeline.stage import Modality, PipelineError, Stage
 
 _WHOLE_NUMBERS = ("id", "replicas", "chunk_size", "min_prompt_tokens")
 

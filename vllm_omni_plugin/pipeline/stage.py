@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from vllm_omni_plugin.documents import Place, worded
+from vllm_omni_plugin.errors import ConfigError
+
 VLLM_ENGINE = "vllm"
 """The value of `engine` that names vLLM's engine; any other names a Python class."""
 
@@ -72,3 +75,12 @@ class Stage:
     def is_vllm(self) -> bool:
         """Whether vLLM runs it."""
         return self.engine == VLLM_ENGINE
+
+
+class PipelineError(ConfigError):
+    """The stages do not form a valid pipeline; `place` says where the fault is in its file."""
+
+    def __init__(self, message: str, place: Place) -> None:
+        super().__init__(worded(message, place))
+        self.message = message
+        self.place = place

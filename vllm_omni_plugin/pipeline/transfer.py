@@ -44,7 +44,7 @@ class StageInput:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Part(NamedTuple):
+class InputPart(NamedTuple):
     """Which part of a stage's input a request of its engine brings.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part(NamedTuple):
     held: int = 0
 
 
-WHOLE = Part()
+WHOLE = InputPart()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from typing import Any
 
 from vllm_omni_plugin.documents import Place
 from vllm_omni_plugin.errors import ConfigError, StageError
-from vllm_omni_plugin.pipeline.places import PipelineError
-from vllm_omni_plugin.pipeline.stage import Modality, Stage
+from vllm_omni_plugin.pipeline.stage import Modality, PipelineError, Stage
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer, Transform
 
 

@@ -10,7 +10,7 @@ from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.stage import Stage
-from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
 from vllm_omni_plugin.stages.python_stage import PythonStage
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
@@ -77,13 +77,19 @@ class PythonStageApi(StageApi):
         self._cost = cost
         self._warned = False
 
-    def check_front(self, source: Any) -> None:
+    def check_answerable(self, source: Any) -> None:
         params = source.sampling_params
         if params is not None and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise StageInputError(f"Stage '{self._stage.name}': what answers is no model, and gives no logprobs.")
 
     def build(
-        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, front: bool, part: Part = WHOLE
+        self,
+        source: Any,
+        given: StageInput,
+        sampling: Mapping[str, Any],
+        *,
+        for_client: bool,
+        part: InputPart = WHOLE,
     ) -> StageRequest:
         # The client's own sampling parameters are left out: a Python stage does not sample.
         try:
@@ -104,10 +110,16 @@ class PythonStageApi(StageApi):
             raise StageInputError(f"Stage '{self._stage.name}': its input cannot be sent: {error}") from error
         return request
 
-    def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> StageRequest:
+    def build_root(self, source: Any, sampling: Mapping[str, Any], *, for_client: bool) -> StageRequest:
         tokens = source.prompt_token_ids
         given = StageInput(tokens, "" if tokens is None else self._decode(tokens), source.prompt_embeds)
-        return self.build(source, given, sampling, front=front, part=Part(source.resumable, not source.resumable))
+        return self.build(
+            source,
+            given,
+            sampling,
+            for_client=for_client,
+            part=InputPart(source.resumable, not source.resumable),
+        )
 
     def build_end(self, source: Any) -> StageRequest:
         return StageRequest(request_id=source.request_id, closing=True)

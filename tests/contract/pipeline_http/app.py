@@ -30,7 +30,7 @@ from tests.admin.asgi import Client
 from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_answer
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
 from vllm_omni_plugin.integration.http.pipeline_http import serve_pipeline
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
@@ -38,7 +38,7 @@ from vllm_omni_plugin.pipeline.transfer import StageOutput
 TINY_MODEL = Path(__file__).parents[3] / "examples" / "cpu" / "tiny_model.py"
 MODEL = "tiny"
 
-Step = tuple[str, str | None] | StageEvent | CallEnded | asyncio.Event
+Step = tuple[str, str | None] | StageEvent | PipelineCallEnded | asyncio.Event
 """What happens to a request: the front stage says something, and why it ends; a stage puts something out; the request
 waits for the test."""
 

@@ -8,12 +8,12 @@ import pytest
 
 from tests.contract.pipeline_http.app import spoken
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, submitted
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 
-ENDED = CallEnded(None)
+ENDED = PipelineCallEnded(None)
 
 
-def wanted(put: Callable[[StageEvent | CallEnded], None]) -> PipelineCall:
+def wanted(put: Callable[[StageEvent | PipelineCallEnded], None]) -> PipelineCall:
     return PipelineCall(("text",), put)
 
 

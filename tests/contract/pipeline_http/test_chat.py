@@ -11,7 +11,7 @@ import torch
 from tests.contract.pipeline_http.app import Model, PipelineApp, Step, classified, samples, spoken
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
@@ -25,7 +25,7 @@ SPEAKING: tuple[Step, ...] = (
     spoken("lo.", last=True),
     samples(0.0, 0.5),
     samples(-1.0, last=True),
-    CallEnded(None, {"thinker": {"run": 0.25}}),
+    PipelineCallEnded(None, {"thinker": {"run": 0.25}}),
 )
 BOTH = ["text", "audio"]
 
@@ -39,7 +39,7 @@ def message(answer: dict[str, Any]) -> dict[str, Any]:
 
 async def test_audio_alone_has_a_transcript_and_no_content(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(
-        model, speech, spoken("Hi."), samples(0.1, last=True, sample_rate=8000), ("", "stop"), CallEnded(None)
+        model, speech, spoken("Hi."), samples(0.1, last=True, sample_rate=8000), ("", "stop"), PipelineCallEnded(None)
     )
     said = message(await app.answer(app.chat(modalities=["audio"])))
     assert said["content"] is None
@@ -85,7 +85,7 @@ async def test_outputs_of_other_stages_and_times_are_told_on_request(model: Mode
 
 async def test_scores_stand_beside_the_text(model: Model) -> None:
     verdict = StageEvent("guard", StageOutput(tensor=torch.tensor([0.25, 0.75])))
-    app = PipelineApp(model, classified(), ("Hello.", "stop"), verdict, CallEnded(None))
+    app = PipelineApp(model, classified(), ("Hello.", "stop"), verdict, PipelineCallEnded(None))
     answer = await app.answer(app.chat(modalities=["text", "scores"]))
     assert message(answer)["content"] == "Hello."
     assert answer["omni"] == {"outputs": {"guard": {"scores": [0.25, 0.75]}}}
@@ -109,7 +109,7 @@ async def test_completions_show_outputs_too(model: Model, speech: Pipeline) -> N
 async def test_a_stage_that_fails_after_the_text_fails_the_request(
     model: Model, speech: Pipeline, error: Exception, status: int
 ) -> None:
-    app = PipelineApp(model, speech, *SPEAKING[:5], CallEnded(error))
+    app = PipelineApp(model, speech, *SPEAKING[:5], PipelineCallEnded(error))
     answer = await app.answer(app.chat(modalities=BOTH), status)
     assert answer["error"]["message"] == str(error)
     assert app.engine.aborted == []

@@ -6,7 +6,7 @@ import pytest
 
 from tests.contract.pipeline_http.app import Model, PipelineApp
 from vllm_omni_plugin.errors import RequestRefusedError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")
@@ -28,7 +28,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "modalities": ["text
 async def test_a_call_that_is_refused_has_the_true_status(
     model: Model, speech: Pipeline, path: str, body: dict[str, Any]
 ) -> None:
-    app = PipelineApp(model, speech, CallEnded(REFUSED))
+    app = PipelineApp(model, speech, PipelineCallEnded(REFUSED))
     client = app.post(path, **body)
     assert await client.status() == 503
     assert client.headers["retry-after"] == "4"

@@ -13,10 +13,10 @@ from tests.admin.asgi import Client
 from tests.contract.pipeline_http.app import Model, PipelineApp, classified, samples, spoken
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import StageError, StageInputError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
-ENDED = CallEnded(None)
+ENDED = PipelineCallEnded(None)
 UNKNOWN = 0xFFFF_FFFF
 
 
@@ -112,13 +112,13 @@ async def test_a_pipeline_without_audio_does_not_speak(model: Model, speech: Pip
 async def test_a_stage_that_fails_before_the_first_audio_gives_a_status(
     model: Model, speech: Pipeline, error: Exception, status: int
 ) -> None:
-    client = speak(PipelineApp(model, speech, CallEnded(error)))
+    client = speak(PipelineApp(model, speech, PipelineCallEnded(error)))
     assert await client.status() == status
     assert client.error["message"] == str(error)
 
 
 async def test_a_stage_that_fails_later_cuts_the_file(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, samples(0.5), CallEnded(StageError("Stage 'vocoder': it broke")))
+    app = PipelineApp(model, speech, samples(0.5), PipelineCallEnded(StageError("Stage 'vocoder': it broke")))
     client = speak(app)
     with pytest.raises(StageError):
         await client.status()
@@ -126,7 +126,7 @@ async def test_a_stage_that_fails_later_cuts_the_file(model: Model, speech: Pipe
 
 
 async def test_a_stage_that_fails_later_ends_the_events_with_its_error(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, samples(0.5), CallEnded(StageError("Stage 'vocoder': it broke")))
+    app = PipelineApp(model, speech, samples(0.5), PipelineCallEnded(StageError("Stage 'vocoder': it broke")))
     client = speak(app, stream_format="sse")
     assert await client.status() == 200
     last = json.loads(client.body.decode().strip().split("\n\n")[-1].removeprefix("data: "))

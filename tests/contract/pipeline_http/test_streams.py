@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from tests.contract.pipeline_http.app import MODEL, Model, PipelineApp, Step, events, samples, spoken
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 # vLLM reads a field of its own that it has deprecated.
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:Depreca
 BOTH: dict[str, Any] = {"modalities": ["text", "audio"], "stream": True}
 HALF = (0.5, 0.5, 0.5)
 """AEAAQABA in Base64."""
-ENDED = CallEnded(None, {"talker": {"run": 0.5}})
+ENDED = PipelineCallEnded(None, {"talker": {"run": 0.5}})
 
 
 def deltas(body: bytes) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ async def test_completions_stream_it_too(model: Model, speech: Pipeline) -> None
 async def test_n_answers_with_parameters_for_a_stage_stream_as_vllm_streams_them(
     model: Model, speech: Pipeline
 ) -> None:
-    app = PipelineApp(model, speech, ("Hello.", "stop"), CallEnded(None))
+    app = PipelineApp(model, speech, ("Hello.", "stop"), PipelineCallEnded(None))
     client = app.post("/v1/completions", prompt=["a", "b"], stream=True, omni={"params": {"tone": "low"}})
     assert await client.status() == 200
     assert [event["choices"][0]["text"] for event in events(client.body)] == ["Hello.", "Hello."]
@@ -100,7 +100,7 @@ async def test_n_answers_with_parameters_for_a_stage_stream_as_vllm_streams_them
 
 async def test_a_stage_that_fails_ends_the_stream_with_its_error(model: Model, speech: Pipeline) -> None:
     error = StageInputError("Stage 'talker': the input has 9 tokens")
-    app = PipelineApp(model, speech, ("Hel", None), CallEnded(error))
+    app = PipelineApp(model, speech, ("Hel", None), PipelineCallEnded(error))
     body = await stream(app, **BOTH)
     assert events(body)[-1]["error"]["message"] == str(error)
     assert events(body)[-1]["error"]["code"] == 400

@@ -107,7 +107,7 @@ async def test_a_head_that_lets_go_at_once_is_still_heard(head: Head, node: Node
     await node.running
 
 
-@pytest.mark.parametrize("leave", ["drain", "restart_no_more"])
+@pytest.mark.parametrize("leave", ["drain", "disable_restarts"])
 async def test_a_replica_that_is_to_leave_ends_at_once_if_its_engine_hangs(start_node: StartNode, leave: str) -> None:
     node = await start_node(heartbeat_timeout=0.2)
     await node.up()
@@ -124,7 +124,7 @@ async def test_draining_before_the_engine_is_ready_gives_up_its_start(node: Node
     assert not node.server.ready.is_set()
 
 
-@pytest.mark.parametrize("leave", ["drain", "restart_no_more"])
+@pytest.mark.parametrize("leave", ["drain", "disable_restarts"])
 async def test_an_engine_that_dies_when_its_replica_is_to_leave_is_not_started_again(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch, leave: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from vllm_omni_plugin.admin.answers.audio import DEFAULT_SAMPLE_RATE, pcm16, sample_rate, wav
 from vllm_omni_plugin.admin.answers.call_options import CallOptions
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
@@ -43,20 +43,20 @@ class StageResults:
         self._timings: Mapping[str, Mapping[str, float]] = {}
         self.rate = DEFAULT_SAMPLE_RATE
 
-    def call(self, put: Callable[[StageEvent | CallEnded], None]) -> PipelineCall:
+    def call(self, put: Callable[[StageEvent | PipelineCallEnded], None]) -> PipelineCall:
         """What the orchestrator is asked for."""
         transcript = {self._text_stage.name} if self._text_stage is not None else set()
         options = self._options
         return PipelineCall(options.modalities, put, options.outputs | transcript, options.sampling, options.params)
 
-    def read(self, event: StageEvent | CallEnded) -> AudioPart:
+    def read(self, event: StageEvent | PipelineCallEnded) -> AudioPart:
         """Take one event of the call.
 
         Raises:
             StageError: the tensor of the audio stage cannot be audio.
             Exception: the error that ended the call early.
         """
-        if isinstance(event, CallEnded):
+        if isinstance(event, PipelineCallEnded):
             if event.error is not None:
                 raise event.error
             self._timings = event.timings

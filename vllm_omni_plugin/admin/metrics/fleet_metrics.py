@@ -170,7 +170,7 @@ def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
     failed = {
         "replica_lost": metrics.lost,
         "query_of_death": metrics.queries_of_death,
-        "no_replica": metrics.refused + metrics.turned_away,
+        "no_replica": metrics.refused + metrics.refused_before_accept,
     }
     yield "requests_failed", [((reason,), count) for reason, count in failed.items()]
     # The orchestrator's thread may add a key meanwhile: hence the copies.

@@ -67,7 +67,7 @@ class FleetView:
                 "held_paused": metrics.paused,
                 "moved": metrics.moves,
                 "lost": metrics.lost + metrics.queries_of_death,
-                "refused": metrics.refused + metrics.turned_away,
+                "refused": metrics.refused + metrics.refused_before_accept,
             },
             "stages": [self._stage(pool, now) for pool in self._orchestrator.stage_pools],
         }

@@ -29,9 +29,9 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
-    CallEnded,
-    FrontMessage,
     PipelineCall,
+    PipelineCallEnded,
+    RequestMessage,
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
@@ -118,16 +118,16 @@ class FleetClient(EngineCalls):
         """Return once `can_serve` holds."""
         await self.orchestrator.serving_signal.wait()
 
-    def hurry(self) -> None:
+    def cancel_wait(self) -> None:
         """Wait no longer for requests to finish, if `shutdown` does. Never blocks."""
-        self.graceful_shutdown.hurry()
-        self._fleet.hurry()
+        self.graceful_shutdown.cancel_wait()
+        self._fleet.cancel_wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Let requests finish for `timeout` seconds, end the local replicas, then what is left. Idempotent; blocks."""
         if self._finalizer.detach() is None:
             return
-        left = self.graceful_shutdown.let_finish(self._fleet.let_finish, timeout)
+        left = self.graceful_shutdown.wait_for_requests(self._fleet.wait_for_requests, timeout)
         REGISTRY.unregister(self._collector)
         if self._metric_files is not None:
             self._metric_files.close()
@@ -207,7 +207,7 @@ class FleetClient(EngineCalls):
         """End a request without a word, and the call of a pipeline with this error."""
         self._events.forget(request_id)
         if call is not None:
-            call.put(CallEnded(error))
+            call.put(PipelineCallEnded(error))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Abort requests wherever they run; of those with a call of a pipeline, what answers through vLLM's server."""
@@ -219,7 +219,7 @@ class FleetClient(EngineCalls):
         if request_ids:
             self._tell(AbortRequests(tuple(request_ids), whole))
 
-    def _tell(self, message: FrontMessage) -> None:
+    def _tell(self, message: RequestMessage) -> None:
         # Not bounded by the queue's length, since an abort must never wait; there are no more than requests.
         with suppress(QueueClosedError):
             self.orchestrator.request_async_queue.force_put(message)

@@ -17,7 +17,7 @@ from vllm_omni_plugin.integration.engine_client.request_failures import fail_req
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     OutputUnusable,
@@ -36,7 +36,7 @@ logger = init_logger(__name__)
 _TEXT_IN_FRONT = "a"
 """An answer's first word keeps the space in front of it when it follows some text, as it does behind any prompt."""
 
-FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, FrontUpdate)
+FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, EngineStateUpdate)
 """What the orchestrator says that is no output."""
 
 
@@ -114,7 +114,7 @@ class FleetEvents:
                         self.spans.stages_ended(item)
                 case ReplicaJoined() | ReplicaLeft():
                     self._replica_changed(item)
-                case FrontUpdate():
+                case EngineStateUpdate():
                     self.peer.apply(item)
         except Exception:
             # AsyncLLM's loop would end of it, and every answer with it.

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded
 
 _ANSWER_S = 1.0
 """Seconds that AsyncLLM may take, beyond the time for requests, for what they have put out by then."""
@@ -20,8 +20,8 @@ class GracefulShutdown:
 
     Those that have not begun fail with 503, which clients and balancers try elsewhere.
 
-    Without an end, vLLM's server would wait for its open connections for ever. `let_finish` and `end` are called from
-    the thread that ends the fleet, all else from AsyncLLM's loop.
+    Without an end, vLLM's server would wait for its open connections for ever. `wait_for_requests` and `end` are called
+    from the thread that ends the fleet, all else from AsyncLLM's loop.
 
     Attributes:
         ending: whether new requests are refused.
@@ -62,7 +62,7 @@ class GracefulShutdown:
         """A new request comes too late: it fails, and the call of a pipeline with it."""
         self._abort([request_id], begun=False)
         if call is not None:
-            call.put(CallEnded(NoReplicaError(SHUTTING_DOWN)))
+            call.put(PipelineCallEnded(NoReplicaError(SHUTTING_DOWN)))
 
     def answered(self) -> None:
         """AsyncLLM asks for outputs, and has handled what it was given, or a client has left."""
@@ -71,7 +71,7 @@ class GracefulShutdown:
         if self.ending and self._output_processor is not None and not self._output_processor.has_unfinished_requests():
             self._all_answered.set()
 
-    def let_finish(self, finish: Callable[[float], float], timeout: float | None) -> float | None:
+    def wait_for_requests(self, finish: Callable[[float], float], timeout: float | None) -> float | None:
         """Refuse new requests, and give the others `timeout` seconds to finish. Blocks.
 
         Args:
@@ -94,7 +94,7 @@ class GracefulShutdown:
             left = max(0.0, left - (time.monotonic() - began_at))
         return left
 
-    def hurry(self) -> None:
+    def cancel_wait(self) -> None:
         """Wait no longer for AsyncLLM's answers."""
         self._all_answered.set()
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
 
 _ID_BITS = 53
 """Ids pass through JSON."""
@@ -44,7 +44,7 @@ class PeerFront:
                 own.add(module.name)
                 yield module
 
-    def apply(self, news: FrontUpdate) -> None:
+    def apply(self, news: EngineStateUpdate) -> None:
         """Another head was told something."""
         gone = {name for name, request in self._requests.items() if request.lora_int_id in news.unloaded}
         for name in gone:

@@ -7,14 +7,14 @@ from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
 from vllm_omni_plugin.admin.http_admission import current_answer
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, PipelineCall, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 
 T = TypeVar("T")
 
 Abort = Callable[[Sequence[str]], None]
 """Ends requests in all stages, by their ids."""
 
-Put = Callable[[StageEvent | CallEnded], None]
+Put = Callable[[StageEvent | PipelineCallEnded], None]
 """See `PipelineCall.put`."""
 
 _current: ContextVar["RunningCall | None"] = ContextVar("omni_call", default=None)
@@ -54,12 +54,12 @@ class RunningCall:
         self._ended = 0
         self._answer = current_answer()
 
-    async def run(self, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T | StageEvent | CallEnded, None]:
+    async def run(self, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T | StageEvent | PipelineCallEnded, None]:
         """vLLM's answer to the call and the events of its stages, each as it comes.
 
-        Ends when both have ended; each request ends with a `CallEnded`. Closing it, or dropping it once it has begun,
-        ends both. What comes waits here until it is read, so a client that reads slowly slows no stage down. Its size
-        is bounded by what the stages may put out for one request.
+        Ends when both have ended; each request ends with a `PipelineCallEnded`. Closing it, or dropping it once it has
+        begun, ends both. What comes waits here until it is read, so a client that reads slowly slows no stage down.
+        Its size is bounded by what the stages may put out for one request.
 
         Args:
             chunks: vLLM's; advanced in a context of the call's own, in which vLLM submits its requests.
@@ -90,13 +90,13 @@ class RunningCall:
         async for chunk in chunks:
             self._items.put_nowait(chunk)
 
-    def _put(self, event: StageEvent | CallEnded) -> None:
+    def _put(self, event: StageEvent | PipelineCallEnded) -> None:
         # Called on the orchestrator's thread, which must not fail if this loop has ended.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._received, event)
 
-    def _received(self, event: StageEvent | CallEnded) -> None:
-        if isinstance(event, CallEnded):
+    def _received(self, event: StageEvent | PipelineCallEnded) -> None:
+        if isinstance(event, PipelineCallEnded):
             self._ended += 1
             if self._answer is not None:
                 # May come before `RequestFailed`.

@@ -28,7 +28,7 @@ from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -106,13 +106,13 @@ class Fleet:
             raise
         return ready_responses
 
-    def let_finish(self, timeout: float) -> float:
+    def wait_for_requests(self, timeout: float) -> float:
         """Wait up to `timeout` seconds until no request is left in any stage; returns the seconds left. Blocks."""
-        return self._thread.let_finish(timeout)
+        return self._thread.wait_for_requests(timeout)
 
-    def hurry(self) -> None:
-        """End `let_finish` now, whatever has not finished. Never blocks."""
-        self._thread.hurry()
+    def cancel_wait(self) -> None:
+        """End `wait_for_requests` now, whatever has not finished. Never blocks."""
+        self._thread.cancel_wait()
 
     def close(self, timeout: float | None = None) -> None:
         """End the local replicas, giving each `timeout` seconds (None: vLLM's default), and let others go. Idempotent.
@@ -130,11 +130,11 @@ class Fleet:
     def _make_orchestrator(self) -> Orchestrator:
         options, pipeline = self._options, self.stages.pipeline
         apis = [plan.api for plan in self._plans]
-        preparation = None
+        input_builder = None
         if pipeline is not None:
             reader = apis[self.stages.prompt_stage]
             assert isinstance(reader, VllmStageApi)
-            preparation = Preparation(pipeline, cast(list[StageApi], apis), reader.prompt_text)
+            input_builder = StageInputBuilder(pipeline, cast(list[StageApi], apis), reader.prompt_text)
         admission_plan = None if options.admission is None else load_admission(options.admission)
         return Orchestrator(
             self._pools,
@@ -142,7 +142,7 @@ class Fleet:
             options.migration_limit,
             time.monotonic,
             options.replica_wait,
-            preparation,
+            input_builder,
             admission_plan,
         )
 

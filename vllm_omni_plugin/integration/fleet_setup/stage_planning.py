@@ -237,7 +237,7 @@ class FleetStages:
         if not stages:
             return cls(None, configs)
         pipeline = Pipeline(stages)
-        front = pipeline.front_of(pipeline.default_modalities)
+        front = pipeline.answer_stage_of(pipeline.default_modalities)
         if front is None or not front.is_vllm or _same_tokenizer(plans[front.id], plans[pipeline.prompt_stage.id]):
             return cls(pipeline, configs)
         api = cast(VllmStageApi, plans[front.id].api)

@@ -209,7 +209,7 @@ async def _heed_second_signal(fleet: FleetClient, app: FastAPI) -> None:
 
 
 def _hurry(fleet: FleetClient, app: FastAPI) -> None:
-    fleet.hurry()
+    fleet.cancel_wait()
     server: Any = getattr(app.state, "server", None)
     if server is not None and hasattr(server, "force_exit"):
         server.force_exit = True

@@ -21,7 +21,7 @@ from vllm_omni_plugin.admin.answers.stage_results import AudioPart, StageResults
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 DONE: Final = "data: [DONE]\n\n"
@@ -85,9 +85,9 @@ class AnswerStream:
             yield _event(self._error_event(error))
         yield DONE
 
-    def _read(self, item: str | StageEvent | CallEnded) -> Iterator[str]:
+    def _read(self, item: str | StageEvent | PipelineCallEnded) -> Iterator[str]:
         match item:
-            case StageEvent() | CallEnded():
+            case StageEvent() | PipelineCallEnded():
                 return self._audio_events(self._results.read(item))
             case _:
                 return self._text_events(item)
@@ -223,7 +223,7 @@ class PipelineAnswers:
         async with aclosing(running.run(answer)) as items:
             async for item in items:
                 match item:
-                    case StageEvent() | CallEnded():
+                    case StageEvent() | PipelineCallEnded():
                         part = results.read(item)
                         samples += part.samples
                         transcript += part.transcript

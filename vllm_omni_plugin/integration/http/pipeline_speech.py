@@ -21,7 +21,7 @@ from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.http.pipeline_answers import Create, once
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 SPEECH_PATH: Final = "/v1/audio/speech"
@@ -135,7 +135,7 @@ async def _audio(
     async with aclosing(items):
         async for item in items:
             match item:
-                case StageEvent() | CallEnded():
+                case StageEvent() | PipelineCallEnded():
                     part = results.read(item)
                     if part.samples:
                         size = len(part.samples) if part.last else None

@@ -188,7 +188,7 @@ async def supervise(api_servers: ApiServers, replicas: Sequence[ReplicaServer], 
         logger.info("Ending: requests in flight have %g s.", shutdown_timeout)
         # Ctrl-C and some service managers tell engines, too, which then end once they have nothing to do.
         for replica in replicas:
-            replica.restart_no_more()
+            replica.disable_restarts()
         await api_servers.stop(shutdown_timeout + _GRACE_S)
         for replica in replicas:
             replica.leave_now("its head was told to end")

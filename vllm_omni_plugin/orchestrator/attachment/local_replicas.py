@@ -92,10 +92,10 @@ class LocalReplicas:
             self._orchestrator.replica_left(rank)
             self._orchestrator.events.note(EventKind.DETACH, "it was removed", rank)
 
-    def restart_no_more(self) -> None:
+    def disable_restarts(self) -> None:
         """Engines that end from here on stay away, since all of them are about to."""
         for keeper in self._keepers.values():
-            keeper.restart_no_more()
+            keeper.disable_restarts()
 
     async def close(self, timeout: float | None = None) -> None:
         """End all engines in parallel, giving each `timeout` seconds (None: vLLM's default). Idempotent."""

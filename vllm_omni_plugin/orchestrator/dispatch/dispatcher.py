@@ -20,7 +20,7 @@ from vllm_omni_plugin.orchestrator.dispatch.outcomes import Outcomes
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, Waiting, count
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, WaitingCounts, count
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RunEnded, StageRun
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
@@ -68,7 +68,7 @@ class Dispatcher:
         self._migration_limit = migration_limit
         self._clock = clock
         self._metrics = metrics
-        metrics.waiting_in[pool.stage_id] = lambda: Waiting(
+        metrics.waiting_in[pool.stage_id] = lambda: WaitingCounts(
             len(self._held), len(self._refused), len(self._moving) + len(self._suspects)
         )
         self._wake_at = wake_at

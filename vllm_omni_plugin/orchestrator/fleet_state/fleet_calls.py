@@ -26,10 +26,10 @@ from vllm_omni_plugin.errors import (
     WireError,
 )
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import BegunCall, tell
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import adopt, manage_by_key, snapshot_of
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import OngoingCall, tell
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PeerMessage
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CoordinatorMessage
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 logger = init_logger(__name__)
@@ -73,11 +73,11 @@ class FleetCalls:
         self._number = 0
         self._call_ids = itertools.count(1)
         # This head's own calls: by call id until there is a number, then by number.
-        self._asked: dict[int, asyncio.Future[BegunCall]] = {}
-        self._own: dict[int, BegunCall] = {}
+        self._asked: dict[int, asyncio.Future[OngoingCall]] = {}
+        self._own: dict[int, OngoingCall] = {}
         self._finishing: dict[int, asyncio.Future[None]] = {}
         # Those of other heads that have no outcome yet, by number.
-        self._followed: dict[int, BegunCall] = {}
+        self._followed: dict[int, OngoingCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -96,7 +96,7 @@ class FleetCalls:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def take(self, message: PeerMessage) -> None:
+    def take(self, message: CoordinatorMessage) -> None:
         """The coordinator says something of other heads, or of calls."""
         match message:
             case Welcome():
@@ -156,11 +156,11 @@ class FleetCalls:
         else:
             if not self._is_alone and stages[0].shared.leaves_state(method, args):
                 logger.warning("Other heads cannot be told of this call of %s.", method)
-            begun = BegunCall.begin(stages, method, args)
+            begun = OngoingCall.begin(stages, method, args)
         await self._settle(begun)
         return begun.results()
 
-    async def _begin_own(self, method: str, arguments: list[Any], stage_ids: Sequence[int]) -> BegunCall:
+    async def _begin_own(self, method: str, arguments: list[Any], stage_ids: Sequence[int]) -> OngoingCall:
         """Begin a call when its turn among those of all heads has come; for `arguments` see `call_arguments.encode`."""
         stages = [self._stages[stage_id] for stage_id in stage_ids]
         await self.synced()
@@ -168,9 +168,9 @@ class FleetCalls:
             raise self.refusal
         if not self._in_session:
             self._number += 1
-            return BegunCall.begin(stages, method, decode(method, arguments))
+            return OngoingCall.begin(stages, method, decode(method, arguments))
         call_id = next(self._call_ids)
-        numbered: asyncio.Future[BegunCall] = asyncio.get_running_loop().create_future()
+        numbered: asyncio.Future[OngoingCall] = asyncio.get_running_loop().create_future()
         self._asked[call_id] = numbered
         with ExitStack() as stack:
             stack.callback(self._asked.pop, call_id)
@@ -179,7 +179,7 @@ class FleetCalls:
                 raise _lost()
             return await numbered
 
-    async def _settle(self, begun: BegunCall) -> list[bool]:
+    async def _settle(self, begun: OngoingCall) -> list[bool]:
         """Wait for the answers to a call that this head makes, and tell the others what became of it.
 
         Returns:
@@ -198,7 +198,7 @@ class FleetCalls:
             await self._finish(begun, taken)
         return taken
 
-    async def _finish(self, begun: BegunCall, taken: list[bool]) -> None:
+    async def _finish(self, begun: OngoingCall, taken: list[bool]) -> None:
         """Tell the other heads what became of a call; returns when they have done their part.
 
         Args:
@@ -272,15 +272,15 @@ class FleetCalls:
         self._own[call.number] = begun
         self._spawn(self._carry_through(begun, in_snapshot=known is None))
 
-    def _begin(self, call: NumberedCall, told: Sequence[int] | None) -> BegunCall:
+    def _begin(self, call: NumberedCall, told: Sequence[int] | None) -> OngoingCall:
         args = decode(call.method, call.arguments)
         if max(call.stages, default=0) >= len(self._stages):
             raise WireError(f"a call of stages {call.stages}: this head has {len(self._stages)}")
         engines = None if told is None else set(told)
         stages = [self._stages[stage_id] for stage_id in call.stages]
-        return BegunCall.begin(stages, call.method, args, engines, call.number)
+        return OngoingCall.begin(stages, call.method, args, engines, call.number)
 
-    async def _carry_through(self, begun: BegunCall, in_snapshot: bool) -> None:
+    async def _carry_through(self, begun: OngoingCall, in_snapshot: bool) -> None:
         """Be the caller of a call whose head was lost.
 
         Args:
@@ -295,7 +295,7 @@ class FleetCalls:
             if in_snapshot and not all(taken):
                 self._resync()
 
-    async def _withdraw(self, begun: BegunCall) -> None:
+    async def _withdraw(self, begun: OngoingCall) -> None:
         with suppress(CoordinatorUnavailableError):
             await self._finish(begun, [False] * len(begun.calls))
 
@@ -319,7 +319,7 @@ class FleetCalls:
             for member in stage.find(engines):
                 stage.distrust(member, method)
 
-    async def _follow(self, begun: BegunCall | None, outcome: CallOutcome) -> None:
+    async def _follow(self, begun: OngoingCall | None, outcome: CallOutcome) -> None:
         if begun is not None:
             await begun.sending
             for call, taken in zip(begun.calls, outcome.taken, strict=True):
@@ -356,8 +356,8 @@ class FleetCalls:
         finally:
             self._synced.set()
 
-    async def _tell_front(self, begun: BegunCall) -> None:
-        await tell(self._orchestrator.output_async_queue.give, begun.front_update())
+    async def _tell_front(self, begun: OngoingCall) -> None:
+        await tell(self._orchestrator.output_async_queue.give, begun.engine_state_update())
 
     def _say(self, message: OperatorMessage) -> bool:
         client = self._client()

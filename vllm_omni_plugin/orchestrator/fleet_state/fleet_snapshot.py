@@ -8,7 +8,7 @@ from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, StageState
 from vllm_omni_plugin.coordinator.state.call_log import note_drained
 from vllm_omni_plugin.errors import ReplicaError, WireError
-from vllm_omni_plugin.orchestrator.fleet_state.begun_call import FrontView, tell
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateView, tell
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
 
@@ -68,9 +68,9 @@ def adopt(orchestrator: Orchestrator, state: FleetState) -> list[Coroutine[Any, 
     told = {stage.stage_id: stage for stage in state.stages}
     if max(told, default=0) >= len(stages):
         raise WireError(f"a state of stage {max(told)}: this head has {len(stages)} stages")
-    before = FrontView.of([stage.shared for stage in stages])
+    before = EngineStateView.of([stage.shared for stage in stages])
     missed = [stage.adopt(told.get(i, StageState(i, [], False))) for i, stage in enumerate(stages)]
     adopt_drained(orchestrator, set(state.drained))
-    difference = before.difference(FrontView.of([stage.shared for stage in stages]))
+    difference = before.difference(EngineStateView.of([stage.shared for stage in stages]))
     telling = [stage.catch_up(calls) for stage, calls in zip(stages, missed, strict=True) if calls]
     return [*telling, tell(orchestrator.output_async_queue.give, difference)]

@@ -9,19 +9,19 @@ from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestRefusedErr
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
-from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
-from vllm_omni_plugin.orchestrator.pipeline.pause_order import PauseOrder
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Chunk, Preparation, WholeInput
-from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, make_plan
+from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput, OutputChunk
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import ChunkRequests, RunRequests, StageInputBuilder
+from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
+from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, plan_request
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    CallEnded,
+    PipelineCallEnded,
     RequestFailed,
     RequestStages,
     StageEvent,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.request_owner import Requests, refuse
+from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner, refuse
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
@@ -32,11 +32,11 @@ _NOTHING_READ = StageOutput()
 _END = StageOutput(finish_reason="stop")
 
 
-class PipelineRequests(Requests[PipelineRequestState]):
+class PipelineRequests(RequestOwner[PipelineRequestState]):
     """Takes each request from stage to stage.
 
     Args:
-        preparation: makes the inputs of stages on threads; knows the pipeline.
+        input_builder: makes the inputs of stages on threads; knows the pipeline.
         dispatchers: of the stages, by stage id.
         entrance: where requests come in.
         put: gives an item to AsyncLLM's side.
@@ -44,12 +44,12 @@ class PipelineRequests(Requests[PipelineRequestState]):
         clock: monotonic seconds.
 
     Attributes:
-        pause_order: the order in which the stages are paused.
+        pause_sequence: the order in which the stages are paused.
     """
 
     def __init__(
         self,
-        preparation: Preparation,
+        input_builder: StageInputBuilder,
         dispatchers: Sequence[Dispatcher],
         entrance: Entrance,
         put: Callable[[Any], None],
@@ -57,15 +57,15 @@ class PipelineRequests(Requests[PipelineRequestState]):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(put, entrance.left)
-        pipeline = self._pipeline = preparation.pipeline
-        self.pause_order = PauseOrder(pipeline, self.states.values)
-        self._apis = preparation.apis
+        pipeline = self._pipeline = input_builder.pipeline
+        self.pause_sequence = PauseSequence(pipeline, self.states.values)
+        self._apis = input_builder.apis
         self._dispatchers = dispatchers
         self._entrance = entrance
-        self._preparation = preparation
+        self._preparation = input_builder
         self._metrics = metrics
         self._clock = clock
-        self._default_plan = make_plan(pipeline, None)
+        self._default_plan = plan_request(pipeline, None)
         self._decodes = frozenset(
             stage.id for stage in pipeline.stages if pipeline.transform_of(stage) == BuiltInTransform.KV_TRANSFER
         )
@@ -144,9 +144,9 @@ class PipelineRequests(Requests[PipelineRequestState]):
     def _new_state(self, message: SubmitRequest) -> PipelineRequestState:
         if message.request.resumable:
             raise StageInputError("A pipeline takes whole prompts: streaming input is for a fleet of one stage.")
-        plan = self._default_plan if message.call is None else make_plan(self._pipeline, message.call)
+        plan = self._default_plan if message.call is None else plan_request(self._pipeline, message.call)
         if plan.front is not None:
-            self._apis[plan.front].check_front(message.request)
+            self._apis[plan.front].check_answerable(message.request)
         return PipelineRequestState.of(message, plan, self._entrance.enter(message), self._pipeline.stages)
 
     def _is_unfinished(self, state: PipelineRequestState) -> bool:
@@ -170,7 +170,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
         self._prepare(state, stage, work, partial(self._start_run, state, stage, None))
 
     def _start_run(
-        self, state: PipelineRequestState, stage: Stage, session: StreamingInputState | None, given: WholeInput
+        self, state: PipelineRequestState, stage: Stage, session: StreamingInputState | None, given: RunRequests
     ) -> None:
         """The input of a stage, or the first chunk of it, is ready."""
         api = self._apis[stage.id]
@@ -186,25 +186,25 @@ class PipelineRequests(Requests[PipelineRequestState]):
         if stage.id in state.plan.read:
             state.readers[stage.id] = api.reader(run.request)
         self.end(stage.id, self._dispatchers[stage.id].submit(run))
-        self.pause_order.note_progress()
+        self.pause_sequence.note_progress()
 
     def _add_output(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
         """The stage in front of one that works on chunks has put something out; with `last`, it has ended."""
-        chunks = state.chunk_inputs.get(stage.id)
+        chunks = state.chunked_inputs.get(stage.id)
         if chunks is None:
-            chunks = state.chunk_inputs[stage.id] = ChunkInput(stage.chunk_size)
+            chunks = state.chunked_inputs[stage.id] = ChunkedInput(stage.chunk_size)
             state.stage_submit_ts[stage.id] = self._clock()
         chunks.add(output, last)
         self._make_next_chunk(state, stage, chunks)
 
-    def _make_next_chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkInput) -> None:
+    def _make_next_chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput) -> None:
         piece = chunks.take()
         if piece is not None:
             work = partial(self._preparation.chunk, state, stage, chunks, piece)
             self._prepare(state, stage, work, partial(self._chunk_made, state, stage, chunks, piece))
 
     def _chunk_made(
-        self, state: PipelineRequestState, stage: Stage, chunks: ChunkInput, piece: Piece, chunk: Chunk
+        self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput, piece: OutputChunk, chunk: ChunkRequests
     ) -> None:
         chunks.busy = False
         if chunk.request is not None:
@@ -216,10 +216,10 @@ class PipelineRequests(Requests[PipelineRequestState]):
         if self._is_unfinished(state):
             self._make_next_chunk(state, stage, chunks)
 
-    def _send_chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkInput, chunk: Any) -> None:
+    def _send_chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput, chunk: Any) -> None:
         if not chunks.begun:
             chunks.begun = True
-            self._start_run(state, stage, StreamingInputState(replayable=True), WholeInput(chunk))
+            self._start_run(state, stage, StreamingInputState(replayable=True), RunRequests(chunk))
             return
         run = state.runs[stage.id]
         if not run.finished:
@@ -318,7 +318,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
     def _end(self, state: PipelineRequestState, stage: Stage) -> None:
         """A stage has ended: those that waited for it begin, or the request is complete."""
         state.ended[stage.id] = now = self._clock()
-        self.pause_order.note_progress()
+        self.pause_sequence.note_progress()
         run = state.runs.get(stage.id)
         if run is not None and run.dispatched_at is not None:
             self._spend(state, stage, "run", now - run.dispatched_at)
@@ -371,7 +371,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
     def _close_request(self, state: PipelineRequestState, error: Exception | None) -> None:
         """Nothing more comes for a request: abort what its stages still do. Without an error it is complete."""
         self._drop(state.request_id)
-        self.pause_order.note_progress()
+        self.pause_sequence.note_progress()
         for stage_id, run in state.runs.items():
             self._dispatchers[stage_id].abort((run,))
         self._tell_end(state, error)
@@ -384,7 +384,7 @@ class PipelineRequests(Requests[PipelineRequestState]):
             times = state.stage_times(self._pipeline.stages, self._clock())
             self._put(RequestStages(state.request_id, times))
         if state.call is not None:
-            state.call.put(CallEnded(error, state.pipeline_timings))
+            state.call.put(PipelineCallEnded(error, state.pipeline_timings))
 
     def _ends_front_alone(self, state: PipelineRequestState) -> bool:
         """End the front stage, since vLLM's server wants no more of it. False if its client has left altogether."""

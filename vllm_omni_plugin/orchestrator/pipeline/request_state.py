@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm_omni_plugin.admission.ticket import Phase, Ticket
-from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput
+from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Dispatches,
     PipelineCall,
@@ -18,7 +18,7 @@ from vllm_omni_plugin.pipeline.output_reader import OutputReader
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """What all requests for the same outputs have in common.
 
     Attributes:
@@ -43,7 +43,7 @@ class Plan:
     shown: frozenset[int]
 
 
-def make_plan(pipeline: Pipeline, call: PipelineCall | None) -> Plan:
+def plan_request(pipeline: Pipeline, call: PipelineCall | None) -> RequestPlan:
     """The plan of a request.
 
     Args:
@@ -57,7 +57,7 @@ def make_plan(pipeline: Pipeline, call: PipelineCall | None) -> Plan:
     needed = pipeline.needed_for(modalities)
     ids = {stage.id for stage in needed}
     downstream = {stage.id: tuple(d for d in pipeline.downstream(stage) if d.id in ids) for stage in needed}
-    front_stage = pipeline.front_of(modalities)
+    front_stage = pipeline.answer_stage_of(modalities)
     front = None if front_stage is None else front_stage.id
     wanted = {stage.id for stage in needed if stage.final and stage.output in modalities}
     if call is None:
@@ -76,7 +76,7 @@ def make_plan(pipeline: Pipeline, call: PipelineCall | None) -> Plan:
     entries = (entry.id, *(stage.id for stage in behind))
     sampled = pipeline.sampled_by_client(modalities)
     client_sampled = None if sampled is None else sampled.id
-    return Plan(roots, entries, downstream, front, client_sampled, finals, frozenset(read), frozenset(shown))
+    return RequestPlan(roots, entries, downstream, front, client_sampled, finals, frozenset(read), frozenset(shown))
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +139,7 @@ class PipelineRequestState(OrchestratorRequestState):
         dispatches: see `SubmitRequest`.
         traced: see `SubmitRequest`.
         readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
-        chunk_inputs: inputs of stages that work on chunks, by stage id.
+        chunked_inputs: inputs of stages that work on chunks, by stage id.
         answered: stages that have put something out.
         ended: monotonic seconds at which stages ended, by stage id.
         cache_params: what a prefill said of the KV cache that it left; None if nothing, or there was none.
@@ -147,11 +147,11 @@ class PipelineRequestState(OrchestratorRequestState):
         prompt: the request's as text; None until a transform needs it.
     """
 
-    plan: Plan
+    plan: RequestPlan
     dispatches: Dispatches | None = None
     traced: bool = False
     readers: dict[int, OutputReader] = field(default_factory=dict)
-    chunk_inputs: dict[int, ChunkInput] = field(default_factory=dict)
+    chunked_inputs: dict[int, ChunkedInput] = field(default_factory=dict)
     answered: set[int] = field(default_factory=set)
     ended: dict[int, float] = field(default_factory=dict)
     cache_params: Mapping[str, Any] | None = None
@@ -159,7 +159,9 @@ class PipelineRequestState(OrchestratorRequestState):
     prompt: str | None = None
 
     @classmethod
-    def of(cls, message: SubmitRequest, plan: Plan, ticket: Ticket, stages: Sequence[Stage]) -> "PipelineRequestState":
+    def of(
+        cls, message: SubmitRequest, plan: RequestPlan, ticket: Ticket, stages: Sequence[Stage]
+    ) -> "PipelineRequestState":
         """The state of a request that has just been submitted."""
         request, call = message.request, message.call
         sampling = {} if call is None else call.sampling

@@ -29,7 +29,7 @@ HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
 """Labels and meanings of the histograms, by their names without the prefix of our metrics."""
 
 
-class Waiting(NamedTuple):
+class WaitingCounts(NamedTuple):
     """Requests of one stage that wait to be sent.
 
     Attributes:
@@ -57,7 +57,7 @@ class OrchestratorMetrics:
         waiting_in: by stage, says how many of its requests wait now.
         queued_in: by stage, says how many of its requests wait at this head for the replica they are charged to.
         refused: requests refused because no replica could serve, after they had been accepted.
-        turned_away: requests refused for the same reason before that.
+        refused_before_accept: requests refused for the same reason before that.
         decisions: dispatches by stage, policy and reason.
         fallbacks: those among them that a policy decided by something less than its rule, by stage, policy and what.
         bubbles: times a replica had begun all it had got while requests waited here for it.
@@ -71,15 +71,15 @@ class OrchestratorMetrics:
         stage_seconds: what requests spent in stages of a pipeline, by its id and name and by part: `transfer`,
             `queue`, `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
         has_session: whether the coordinator answers this head; None where there is none. Written by its client's.
-        waiting: requests that are held for that reason now, before that. It, `turned_away` and `refused_on_arrival`
-            are written by AsyncLLM's thread, all else by ours.
+        waiting: requests that are held for that reason now, before that. It, `refused_before_accept` and
+            `refused_on_arrival` are written by AsyncLLM's thread, all else by ours.
     """
 
     def __init__(self) -> None:
         self.queue_time = _histogram("queue_time_seconds")
         self.hold_time = _histogram("hold_time_seconds")
         self.stage_seconds = _histogram("stage_seconds")
-        self.waiting_in: dict[int, Callable[[], Waiting]] = {}
+        self.waiting_in: dict[int, Callable[[], WaitingCounts]] = {}
         self.queued_in: dict[int, Callable[[], int]] = {}
         self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
         self.swallowed_tokens = 0
@@ -87,7 +87,7 @@ class OrchestratorMetrics:
         self.lost = 0
         self.queries_of_death = 0
         self.refused = 0
-        self.turned_away = 0
+        self.refused_before_accept = 0
         self.decisions: dict[tuple[int, str, str], int] = {}
         self.fallbacks: dict[tuple[int, str, str], int] = {}
         self.refusals: dict[tuple[int, str, str], int] = {}

@@ -26,7 +26,7 @@ class StageEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class CallEnded:
+class PipelineCallEnded:
     """Nothing more comes for the call.
 
     Attributes:
@@ -45,15 +45,15 @@ class PipelineCall:
     Attributes:
         modalities: what it wants put out, each one of `Pipeline.modalities`.
         put: called on the orchestrator's thread with every `StageEvent` of the stages named in `outputs` and of the
-            final ones of `modalities` that do not answer through vLLM, and in the end with one `CallEnded`. Must not
-            block or raise.
+            final ones of `modalities` that do not answer through vLLM, and finally with one `PipelineCallEnded`. Must
+            not block or raise.
         outputs: names of further stages whose output it wants to see; they run anyway.
         sampling: sampling parameters by the stage's name.
         params: what transforms may read; plain data.
     """
 
     modalities: tuple[str, ...]
-    put: Callable[[StageEvent | CallEnded], None]
+    put: Callable[[StageEvent | PipelineCallEnded], None]
     outputs: frozenset[str] = frozenset()
     sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class OutputUnusable:
     reason: str
 
 
-FrontMessage = SubmitRequest | AbortRequests | OutputUnusable
+RequestMessage = SubmitRequest | AbortRequests | OutputUnusable
 """What AsyncLLM's side says of requests."""
 
 
@@ -294,6 +294,6 @@ class Explain:
 
 Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
 """What changes who serves."""
-PeerMessage = Welcome | PeerWork | HeadLeft | SessionLost | CallMessage
+CoordinatorMessage = Welcome | PeerWork | HeadLeft | SessionLost | CallMessage
 """What a head hears of the coordinator, but for replicas."""
-RpcMessage = CallReplicas | Membership | Explain | ReplaceAdmission | PeerMessage
+RpcMessage = CallReplicas | Membership | Explain | ReplaceAdmission | CoordinatorMessage

@@ -10,10 +10,10 @@ from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
-    CallEnded,
-    FrontMessage,
     OutputUnusable,
+    PipelineCallEnded,
     RequestFailed,
+    RequestMessage,
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded
@@ -36,8 +36,8 @@ class RequestState(Protocol):
 S = TypeVar("S", bound=RequestState)
 
 
-class Requests(ABC, Generic[S]):
-    """Owns all unfinished requests; `SingleStage` and `PipelineRequests` say how. Nothing in it blocks.
+class RequestOwner(ABC, Generic[S]):
+    """Owns all unfinished requests; `SingleStageRequests` and `PipelineRequests` say how. Nothing in it blocks.
 
     Args:
         put: gives an item to AsyncLLM's side.
@@ -53,13 +53,13 @@ class Requests(ABC, Generic[S]):
         self._left = left
         self._empty: asyncio.Future[None] | None = None
 
-    async def until_none(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Return once no request is unfinished. One at a time may wait."""
         while self.states:
             self._empty = asyncio.get_running_loop().create_future()
             await self._empty
 
-    async def serve(self, queue: ThreadQueue[FrontMessage], on_unusable: Callable[[OutputUnusable], None]) -> None:
+    async def serve(self, queue: ThreadQueue[RequestMessage], on_unusable: Callable[[OutputUnusable], None]) -> None:
         """Take what AsyncLLM's side says of requests, in order, until the queue is closed.
 
         Args:
@@ -120,7 +120,7 @@ class Requests(ABC, Generic[S]):
             self._empty.set_result(None)
         return state
 
-    def _fail_alone(self, message: FrontMessage, error: Exception) -> None:
+    def _fail_alone(self, message: RequestMessage, error: Exception) -> None:
         """What is wrong with one message, or with our handling of it, ends that request and nothing else."""
         if not isinstance(message, SubmitRequest):
             logger.error("%r could not be dealt with.", message, exc_info=error)
@@ -136,4 +136,4 @@ def refuse(message: SubmitRequest, error: OmniError, put: Callable[[Any], None])
     """End a request that cannot be begun."""
     put(RequestFailed(message.request.request_id, error))
     if message.call is not None:
-        message.call.put(CallEnded(error))
+        message.call.put(PipelineCallEnded(error))

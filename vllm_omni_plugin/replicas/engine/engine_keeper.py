@@ -178,7 +178,7 @@ class EngineKeeper(Generic[E]):
         keeping = keep_running(self._engine, Backoff(), self._timing.clock, self._pause)
         self.running = asyncio.create_task(keeping, name=f"omni-replica-{self._name}")
 
-    def restart_no_more(self) -> None:
+    def disable_restarts(self) -> None:
         """An engine that is lost from here on stays away."""
         self._restarting = False
 

@@ -111,10 +111,10 @@ class ReplicaServer:
         timeout = self._settings.drain_timeout
         self._set_timer(timeout, partial(self.leave_now, f"its drain timeout of {timeout:g} s passed"))
 
-    def restart_no_more(self) -> None:
+    def disable_restarts(self) -> None:
         """Leave as soon as the engine that serves is lost, and at once if none serves."""
         if self._keeper is not None:
-            self._keeper.restart_no_more()
+            self._keeper.disable_restarts()
         if not self._serving:
             self._gone.set()
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
-from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 
@@ -13,7 +13,7 @@ class StageApi(EngineApi, ABC):
     """The requests and outputs of one stage, which vLLM's engines run or a module of Python."""
 
     @abstractmethod
-    def check_front(self, source: Any) -> None:
+    def check_answerable(self, source: Any) -> None:
         """Check that the stage can answer a client's request through vLLM's server.
 
         Raises:
@@ -22,7 +22,13 @@ class StageApi(EngineApi, ABC):
 
     @abstractmethod
     def build(
-        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, front: bool, part: Part = WHOLE
+        self,
+        source: Any,
+        given: StageInput,
+        sampling: Mapping[str, Any],
+        *,
+        for_client: bool,
+        part: InputPart = WHOLE,
     ) -> Any:
         """The engine request of this stage. Runs on a thread of the stage's, and may tokenise.
 
@@ -31,8 +37,8 @@ class StageApi(EngineApi, ABC):
                 headers, session and cache salt carry over.
             given: what the transform returned.
             sampling: what the request has for this stage by the stage's name, over the stage's own and the transform's.
-            front: whether this stage answers the client: then the client's own sampling parameters apply, read anew
-                for this stage's tokenizer, with `max_tokens` bounded by the room that the prompt leaves.
+            for_client: whether this stage answers the client: then the client's own sampling parameters apply, read
+                anew for this stage's tokenizer, with `max_tokens` bounded by the room that the prompt leaves.
             part: which part of its input this is.
 
         Raises:
@@ -40,11 +46,11 @@ class StageApi(EngineApi, ABC):
         """
 
     @abstractmethod
-    def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
+    def build_root(self, source: Any, sampling: Mapping[str, Any], *, for_client: bool) -> Any:
         """The engine request of a stage without inputs, made from the client's; see `build`.
 
         For the stage whose model made the prompt it is the client's request, with the stage's sampling parameters
-        unless it is the front stage; any other stage gets the prompt's text. A stage that puts out a KV cache only
+        unless `for_client`; any other gets the prompt's text. A stage that puts out a KV cache only
         computes the prompt and leaves the cache to its KV connector.
         """
 

@@ -10,9 +10,8 @@ from vllm.tasks import GENERATION_TASKS
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline.places import PipelineError
-from vllm_omni_plugin.pipeline.stage import Modality, Stage
-from vllm_omni_plugin.pipeline.transfer import WHOLE, Part, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.stage import Modality, PipelineError, Stage
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
 from vllm_omni_plugin.pipeline.transforms import BuiltInTransform
 from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 from vllm_omni_plugin.vllm_api.stages.stage_params import INVALID, KV_TRANSFER_PARAMS, StageParams
@@ -80,33 +79,39 @@ class VllmStageApi(StageApi):
         """The text of a client's request, of any stage's api; "" where there is none."""
         return self._vocabulary.prompt_text(source.prompt_token_ids)
 
-    def check_front(self, source: Any) -> None:
+    def check_answerable(self, source: Any) -> None:
         """Nothing to check: `build` refuses what the model cannot answer."""
 
     def build(
-        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, front: bool, part: Part = WHOLE
+        self,
+        source: Any,
+        given: StageInput,
+        sampling: Mapping[str, Any],
+        *,
+        for_client: bool,
+        part: InputPart = WHOLE,
     ) -> Any:
         try:
             prompt = self._prompts.make(given, source.cache_salt)
             if part.resumable and prompt["type"] == "embeds":
                 raise ValueError("a stage that works on chunks takes no embeddings")
             over = {**given.sampling, **sampling}
-            params = self._client_params(source, over, part.resumable) if front else self._params.of_stage(over)
+            params = self._client_params(source, over, part.resumable) if for_client else self._params.of_stage(over)
             return self._processed(source, prompt, params, part)
         except INVALID as error:
             raise self._refusal(error) from error
 
-    def build_root(self, source: Any, sampling: Mapping[str, Any], *, front: bool) -> Any:
-        if front and not sampling and self._config is self._entry_config:
+    def build_root(self, source: Any, sampling: Mapping[str, Any], *, for_client: bool) -> Any:
+        if for_client and not sampling and self._config is self._entry_config:
             return source
         if not self._vocabulary.same_model:
             text = StageInput(text=self.prompt_text(source))
-            return self.build(source, text, sampling, front=front)
+            return self.build(source, text, sampling, for_client=for_client)
         if source.lora_request is not None and self._lora is None:
             raise StageInputError(f"Stage {self._stage.name!r}: it runs without LoRA adapters (--enable-lora).")
         try:
             of_client, of_stage = self._params.of_client, self._params.of_stage
-            params = of_client(source.params, sampling, chunked=False) if front else of_stage(sampling)
+            params = of_client(source.params, sampling, chunked=False) if for_client else of_stage(sampling)
             made = self._processed(source, _prompt_of(source), params)
         except INVALID as error:
             raise self._refusal(error) from error
@@ -142,7 +147,7 @@ class VllmStageApi(StageApi):
         self._vocabulary.clear_entry_tokens(params)
         return params
 
-    def _processed(self, source: Any, prompt: Mapping[str, Any], params: Any, part: Part = WHOLE) -> Any:
+    def _processed(self, source: Any, prompt: Mapping[str, Any], params: Any, part: InputPart = WHOLE) -> Any:
         """What vLLM's input processing makes of it, with no more tokens than the model has room for."""
         room = self._room(length_of(prompt), part.held)
         if not self._is_pooling:

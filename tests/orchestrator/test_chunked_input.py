@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
+from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput, OutputChunk
 from vllm_omni_plugin.pipeline.output_reader import joined
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
@@ -25,15 +25,15 @@ def tokens(*token_ids: int) -> StageOutput:
     return StageOutput(token_ids)
 
 
-def pieces(size: int, *outputs: StageOutput, end: bool = True) -> list[Piece]:
+def pieces(size: int, *outputs: StageOutput, end: bool = True) -> list[OutputChunk]:
     """What an input of some size makes of these outputs, the last of which ends the stage in front."""
-    chunks = ChunkInput(size)
+    chunks = ChunkedInput(size)
     for position, output in enumerate(outputs, start=1):
         chunks.add(output, last=end and position == len(outputs))
     return list(chunks.pieces)
 
 
-def sizes(cut: list[Piece]) -> list[int]:
+def sizes(cut: list[OutputChunk]) -> list[int]:
     return [len(piece.outputs) for piece in cut]
 
 

@@ -9,11 +9,11 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_omni_plugin.errors import StageError, StageInputError
-from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
+from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput, OutputChunk
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.pipeline.output_reader import joined
-from vllm_omni_plugin.pipeline.transfer import Part, StageInput, StageOutput, Transfer, Transform
+from vllm_omni_plugin.pipeline.transfer import InputPart, StageInput, StageOutput, Transfer, Transform
 from vllm_omni_plugin.pipeline.transforms import check_input, resolve_transform
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class DaemonThreads:
             del call
 
 
-class WholeInput(NamedTuple):
+class RunRequests(NamedTuple):
     """What begins a stage's run.
 
     Attributes:
@@ -79,7 +79,7 @@ class WholeInput(NamedTuple):
     first_request: Any = None
 
 
-class Chunk(NamedTuple):
+class ChunkRequests(NamedTuple):
     """What a piece of the output in front becomes.
 
     Attributes:
@@ -91,7 +91,7 @@ class Chunk(NamedTuple):
     end: Any
 
 
-class Preparation:
+class StageInputBuilder:
     """Runs transforms and builds requests of the engines, with threads of its own for each stage.
 
     Args:
@@ -154,37 +154,42 @@ class Preparation:
 
         self._threads[stage.id].submit(run)
 
-    def whole(self, state: PipelineRequestState, stage: Stage) -> WholeInput:
+    def whole(self, state: PipelineRequestState, stage: Stage) -> RunRequests:
         """The input of a stage when all stages in front of it have ended. Runs on a thread.
 
         Raises:
             StageError: it cannot be made.
         """
         api, source = self.apis[stage.id], state.request
-        sampling, front = _sampling(state, stage)
+        sampling, for_client = _sampling(state, stage)
         if stage.output is Modality.KV_CACHE:
-            return WholeInput(api.build_root(source, {}, front=False))
+            return RunRequests(api.build_root(source, {}, for_client=False))
         if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
-            request, params = api.movable(api.build_root(source, sampling, front=front)), state.cache_params
+            request, params = (
+                api.movable(api.build_root(source, sampling, for_client=for_client)),
+                state.cache_params,
+            )
             # The cache can be fetched once, so only the first attempt gets the parameters.
-            return WholeInput(request, None if params is None else api.with_kv_transfer(request, params))
+            return RunRequests(request, None if params is None else api.with_kv_transfer(request, params))
         if stage.id not in self._transforms:
-            return WholeInput(api.build_root(source, sampling, front=front))
+            return RunRequests(api.build_root(source, sampling, for_client=for_client))
         readers = state.readers
         outputs = {upstream.name: readers[upstream.id].whole for upstream in self.pipeline.upstream(stage)}
         given = self._transformed(state, stage, outputs)
         if given is None:
             raise StageError(f"Stage {stage.name!r}: its transform {self._names[stage.id]!r} returned nothing.")
-        return WholeInput(api.build(source, given, sampling, front=front))
+        return RunRequests(api.build(source, given, sampling, for_client=for_client))
 
-    def chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkInput, piece: Piece) -> Chunk:
-        """A chunk of a stage's input. Runs on a thread, one at a time for each `ChunkInput`.
+    def chunk(
+        self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput, piece: OutputChunk
+    ) -> ChunkRequests:
+        """A chunk of a stage's input. Runs on a thread, one at a time for each `ChunkedInput`.
 
         Raises:
             StageError: it cannot be made.
         """
         api, source = self.apis[stage.id], state.request
-        sampling, front = _sampling(state, stage)
+        sampling, for_client = _sampling(state, stage)
         outputs = {stage.inputs[0]: joined(piece.outputs)}
         given = self._transformed(state, stage, outputs, chunks.memory, piece.number, piece.last)
         request = None
@@ -192,9 +197,11 @@ class Preparation:
             # It may have something to say when its input ends.
             given = StageInput()
         if given is not None:
-            request = api.build(source, given, sampling, front=front, part=Part(True, piece.last, chunks.held))
+            request = api.build(
+                source, given, sampling, for_client=for_client, part=InputPart(True, piece.last, chunks.held)
+            )
             chunks.held += api.session_tokens(request)
-        return Chunk(request, api.build_end(source) if piece.last else None)
+        return ChunkRequests(request, api.build_end(source) if piece.last else None)
 
     def close(self) -> None:
         """Wait for nothing; what runs ends by itself. Idempotent."""

@@ -17,7 +17,7 @@ _SLEEP_CALLS = frozenset({"sleep", "wake_up"})
 
 
 @dataclass(frozen=True, slots=True)
-class FrontUpdate:
+class EngineStateUpdate:
     """Another head has loaded or unloaded adapters, or put the engines to sleep.
 
     Attributes:
@@ -34,27 +34,27 @@ class FrontUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontView:
+class EngineStateView:
     """What AsyncLLM's side knows of the engines at one moment."""
 
     adapters: dict[int, Adapter]
     sleep_level: int
 
     @classmethod
-    def of(cls, states: Sequence[SharedState]) -> "FrontView":
+    def of(cls, states: Sequence[SharedState]) -> "EngineStateView":
         """The view of stages in these states; they sleep as deep as the first."""
         adapters = {adapter.lora_int_id: adapter for state in states for adapter in state.adapters}
         return cls(adapters, states[0].sleep_level)
 
-    def difference(self, now: "FrontView") -> FrontUpdate | None:
+    def difference(self, now: "EngineStateView") -> EngineStateUpdate | None:
         """What has to be told of a change from this view to another, None if there is nothing."""
         loaded = tuple(a for lora_id, a in now.adapters.items() if self.adapters.get(lora_id) != a)
         unloaded = tuple(self.adapters.keys() - now.adapters.keys())
         level = now.sleep_level if now.sleep_level != self.sleep_level else None
-        return FrontUpdate(loaded, unloaded, level, Future()) if loaded or unloaded or level is not None else None
+        return EngineStateUpdate(loaded, unloaded, level, Future()) if loaded or unloaded or level is not None else None
 
 
-async def tell(tell_front: Callable[[Any], None], news: FrontUpdate | None) -> None:
+async def tell(tell_front: Callable[[Any], None], news: EngineStateUpdate | None) -> None:
     """Tell AsyncLLM's side; returns when it has applied that, or takes too long for that."""
     if news is not None:
         tell_front(news)
@@ -64,7 +64,7 @@ async def tell(tell_front: Callable[[Any], None], news: FrontUpdate | None) -> N
 
 
 @dataclass(eq=False, slots=True)
-class BegunCall:
+class OngoingCall:
     """A call that is recorded, and on its way to the replicas that this head calls.
 
     Attributes:
@@ -91,15 +91,15 @@ class BegunCall:
         args: tuple[Any, ...],
         told: Collection[int] | None = None,
         number: int = 0,
-    ) -> "BegunCall":
+    ) -> "OngoingCall":
         """Record a call and begin to send it, in this step. For `told` see `StageCalls.begin`."""
         calls = [stage.begin(method, args, told) for stage in stages]
         return cls(number, method, args, calls, _sending(calls))
 
-    def again(self) -> "BegunCall":
+    def again(self) -> "OngoingCall":
         """The same call, which is recorded, sent to all replicas."""
         calls = [replace(call, members=call.stage.members, answers=[], cleared=[]) for call in self.calls]
-        return BegunCall(self.number, self.method, self.args, calls, _sending(calls))
+        return OngoingCall(self.number, self.method, self.args, calls, _sending(calls))
 
     async def taken(self) -> list[bool]:
         """Wait for the answers, settle the record, and take out replicas that failed what others of their stage took.
@@ -127,7 +127,7 @@ class BegunCall:
         for call in self.calls:
             call.settle(taken)
 
-    def front_update(self) -> FrontUpdate | None:
+    def engine_state_update(self) -> EngineStateUpdate | None:
         """What AsyncLLM's side has to be told of the call if another head made it, None if there is nothing."""
         if not self.calls:
             return None
@@ -138,7 +138,7 @@ class BegunCall:
         sleep_level = shared.sleep_level if method in _SLEEP_CALLS else None
         if not loaded and not unloaded and sleep_level is None:
             return None
-        return FrontUpdate(loaded, unloaded, sleep_level, Future())
+        return EngineStateUpdate(loaded, unloaded, sleep_level, Future())
 
     def results(self) -> list[Any]:
         """What the replicas answered that took it.

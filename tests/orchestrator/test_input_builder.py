@@ -12,40 +12,42 @@ from tests.fakes.pipeline_fleet import stage
 from tests.fakes.pipelines import CHAIN, FAN_OUT, SPEECH
 from tests.fakes.stage_api import FakeStageApi
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.orchestrator.pipeline.chunk_input import ChunkInput, Piece
-from vllm_omni_plugin.orchestrator.pipeline.preparation import Preparation
-from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, make_plan
+from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput, OutputChunk
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
+from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, plan_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 
-def preparation_of(stages: tuple[Stage, ...], prompt_text: Callable[[Any], str] = lambda request: "hi") -> Preparation:
-    return Preparation(Pipeline(stages), [FakeStageApi(each) for each in stages], prompt_text)
+def preparation_of(
+    stages: tuple[Stage, ...], prompt_text: Callable[[Any], str] = lambda request: "hi"
+) -> StageInputBuilder:
+    return StageInputBuilder(Pipeline(stages), [FakeStageApi(each) for each in stages], prompt_text)
 
 
 def state_of(stages: tuple[Stage, ...], *modalities: str, **params: Any) -> PipelineRequestState:
     call = PipelineCall(modalities, lambda event: None, params=params)
-    plan = make_plan(Pipeline(stages), call)
+    plan = plan_request(Pipeline(stages), call)
     request = FakeRequest("r", prompt=[1, 2])
     ticket = cast(Any, None)
     return PipelineRequestState(request, 0.0, ticket, sampling_params_list=({},) * len(stages), call=call, plan=plan)
 
 
 async def outcome(
-    preparation: Preparation, stage: Stage, work: Callable[[], Any], wanted: Callable[[], bool] = lambda: True
+    input_builder: StageInputBuilder, stage: Stage, work: Callable[[], Any], wanted: Callable[[], bool] = lambda: True
 ) -> Any:
     """What becomes of work; raises what it raises."""
     done: asyncio.Future[Callable[[], Any]] = asyncio.get_running_loop().create_future()
-    preparation.prepare(stage, work, wanted, done.set_result)
+    input_builder.prepare(stage, work, wanted, done.set_result)
     return (await done)()
 
 
 @pytest.fixture
-def preparation() -> Any:
-    preparation = preparation_of(CHAIN)
-    yield preparation
-    preparation.close()
+def input_builder() -> Any:
+    input_builder = preparation_of(CHAIN)
+    yield input_builder
+    input_builder.close()
 
 
 def test_a_transform_that_does_not_exist_is_found_at_the_start() -> None:
@@ -64,11 +66,11 @@ def test_the_prompts_text_is_made_once_and_only_for_those_who_may_read_it() -> N
     built_in = (SPEECH[0], stage(1, "talker", "tokens", "thinker", transform="tokens", final=True, async_chunk=True))
     for stages, expected in ((SPEECH, ["r"]), (built_in, [])):
         made.clear()
-        preparation = preparation_of(stages, prompt_text)
+        input_builder = preparation_of(stages, prompt_text)
         state = state_of(stages, stages[-1].output, talker=lambda transfer: seen.append(transfer.prompt))
         for number in range(3):
-            preparation.chunk(state, stages[1], ChunkInput(1), Piece((StageOutput((1,)),), number, False))
-        preparation.close()
+            input_builder.chunk(state, stages[1], ChunkedInput(1), OutputChunk((StageOutput((1,)),), number, False))
+        input_builder.close()
         assert made == expected
     assert seen == ["hi"] * 3
 
@@ -77,18 +79,18 @@ def test_a_prompt_whose_text_cannot_be_made_fails_where_it_is_needed() -> None:
     def prompt_text(request: Any) -> str:
         raise ValueError("no text")
 
-    preparation, state = preparation_of(SPEECH, prompt_text), state_of(SPEECH, "audio", talker=lambda transfer: None)
+    input_builder, state = preparation_of(SPEECH, prompt_text), state_of(SPEECH, "audio", talker=lambda transfer: None)
     with pytest.raises(ValueError, match="no text"):
-        preparation.chunk(state, SPEECH[1], ChunkInput(1), Piece((StageOutput((1,)),), 0, False))
-    preparation.close()
+        input_builder.chunk(state, SPEECH[1], ChunkedInput(1), OutputChunk((StageOutput((1,)),), 0, False))
+    input_builder.close()
 
 
 def test_a_transform_knows_the_request_and_the_chunk() -> None:
     seen: list[Any] = []
-    preparation, state = preparation_of(SPEECH), state_of(SPEECH, "audio", talker=seen.append, voice="alto")
-    chunks = ChunkInput(1)
-    preparation.chunk(state, SPEECH[1], chunks, Piece((StageOutput((1,)), StageOutput((2,))), 3, True))
-    preparation.close()
+    input_builder, state = preparation_of(SPEECH), state_of(SPEECH, "audio", talker=seen.append, voice="alto")
+    chunks = ChunkedInput(1)
+    input_builder.chunk(state, SPEECH[1], chunks, OutputChunk((StageOutput((1,)), StageOutput((2,))), 3, True))
+    input_builder.close()
     (transfer,) = seen
     assert (transfer.request_id, transfer.stage, list(transfer.prompt_token_ids)) == ("r", "talker", [1, 2])
     assert (transfer.chunk, transfer.last, transfer.params["voice"]) == (3, True, "alto")
@@ -97,7 +99,7 @@ def test_a_transform_knows_the_request_and_the_chunk() -> None:
 
 def test_outputs_that_cannot_be_joined_fail_where_they_are_joined() -> None:
     """Not on the loop, where tensors of different shapes would stop every request."""
-    preparation, state = preparation_of(FAN_OUT), state_of(FAN_OUT, "text", "image")
+    input_builder, state = preparation_of(FAN_OUT), state_of(FAN_OUT, "text", "image")
 
     class Broken:
         @property
@@ -106,18 +108,18 @@ def test_outputs_that_cannot_be_joined_fail_where_they_are_joined() -> None:
 
     state.readers[0] = Broken()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="shapes differ"):
-        preparation.whole(state, FAN_OUT[2])
-    preparation.close()
+        input_builder.whole(state, FAN_OUT[2])
+    input_builder.close()
 
 
 def test_the_end_of_work_after_the_end_of_the_loop_is_nobodys_concern() -> None:
-    gate, preparation = threading.Event(), preparation_of(CHAIN)
+    gate, input_builder = threading.Event(), preparation_of(CHAIN)
 
     async def begin() -> None:
-        preparation.prepare(CHAIN[1], lambda: gate.wait(30), lambda: True, lambda outcome: None)
+        input_builder.prepare(CHAIN[1], lambda: gate.wait(30), lambda: True, lambda outcome: None)
 
     asyncio.run(begin())
-    preparation.close()
+    input_builder.close()
     gate.set()
     for thread in threading.enumerate():
         if thread.name.startswith("omni-refiner"):

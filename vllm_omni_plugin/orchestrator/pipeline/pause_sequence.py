@@ -9,7 +9,7 @@ from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.vllm_api.requests.rest_state import REST_CALLS, pause_mode
 
 
-class PauseOrder:
+class PauseSequence:
     """The order in which stages are paused. Lives on the orchestrator's loop.
 
     A pipeline is paused from its first stage on: a stage that is paused before its input has arrived would hold

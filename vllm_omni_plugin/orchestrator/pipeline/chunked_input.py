@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 
-class Piece(NamedTuple):
+class OutputChunk(NamedTuple):
     """A chunk of one stage's output.
 
     Attributes:
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class ChunkInput:
+class ChunkedInput:
     """Cuts one stage's output into pieces, and keeps those that the next stage's transform has not taken yet.
 
     A piece has at least `size` tokens (rows, where a tensor comes without tokens), but for the last one. Where outputs
@@ -39,7 +39,7 @@ class ChunkInput:
     """
 
     size: int
-    pieces: deque[Piece] = field(default_factory=deque)
+    pieces: deque[OutputChunk] = field(default_factory=deque)
     busy: bool = False
     begun: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class ChunkInput:
         if last:
             self._cut(last=True)
 
-    def take(self) -> Piece | None:
+    def take(self) -> OutputChunk | None:
         """The next piece for the transform; None while it is busy or there is none."""
         if self.busy or not self.pieces:
             return None
@@ -71,7 +71,7 @@ class ChunkInput:
         return self.pieces.popleft()
 
     def _cut(self, last: bool) -> None:
-        self.pieces.append(Piece(tuple(self._rest), self._count, last))
+        self.pieces.append(OutputChunk(tuple(self._rest), self._count, last))
         self._rest, self._rest_size = [], 0
         self._count += 1
 
