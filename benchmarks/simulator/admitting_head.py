@@ -9,7 +9,7 @@ from simulator.engine import Outcome
 from simulator.head import Head, Policy
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
-from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Refusal, Ticket
+from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Refusal, Ticket
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
@@ -20,19 +20,19 @@ class _Stage:
     """What `Admission` asks of the only stage, whose only head this is."""
 
     flow: StageFlow
-    unbegun: int = 0
+    unstarted: int = 0
     heads: int = 1
 
     @property
-    def rate(self) -> float:
+    def dispatch_rate(self) -> float:
         return self.flow.leaving_rate or 0.0
 
     @property
-    def in_engine_s(self) -> float:
+    def first_output_s(self) -> float:
         return self.flow.most_in_engine_s
 
     @property
-    def others_waiting(self) -> Mapping[str, Backlog]:
+    def other_heads_backlog(self) -> Mapping[str, Backlog]:
         return {}
 
 
@@ -55,7 +55,7 @@ class AdmittingHead(Head):
         clock: Clock,
         send: Callable[[SimReplica, Job], None],
         limits: BatchLimits,
-        plan: AdmissionPlan,
+        plan: AdmissionConfig,
         refuse: Callable[[Request], None],
         after: Callable[..., Any],
     ) -> None:
@@ -71,7 +71,7 @@ class AdmittingHead(Head):
     def dispatch(self, request: Request) -> None:
         """See `Head`."""
         now = self._clock.now
-        ticket = self._admission.ticket(request.terms, 0, request.prompt_tokens, now)
+        ticket = self._admission.new_ticket(request.terms, 0, request.prompt_tokens, now)
         if isinstance(ticket, Refusal):
             self._refuse(request)
             return
@@ -80,7 +80,7 @@ class AdmittingHead(Head):
         super().dispatch(request)
         if (job := self._waiting_job(request)) is None:
             return
-        outcome = self._admission.wait(ticket, now)
+        outcome = self._admission.enqueue(ticket, now)
         if isinstance(outcome, Refusal):
             self._drop(request, job)
             return
@@ -89,8 +89,8 @@ class AdmittingHead(Head):
             pushed_job = self._waiting_job(pushed_out)
             assert pushed_job is not None
             self._drop(pushed_out, pushed_job)
-        if ticket.due is not None:
-            self._after(ticket.due - now, self._overdue, request)
+        if ticket.dispatch_by is not None:
+            self._after(ticket.dispatch_by - now, self._overdue, request)
 
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
@@ -98,7 +98,7 @@ class AdmittingHead(Head):
         """See `Head`."""
         now = self._clock.now
         for job in outcome.began:
-            self._stage.unbegun -= 1
+            self._stage.unstarted -= 1
             in_engine_s = now - self._sent_at.pop(job.request)
             self._stage.flow.began(now, job.prompt_tokens, job.cached_tokens, in_engine_s)
         answered = super().receive(replica, outcome, report, change)
@@ -109,13 +109,13 @@ class AdmittingHead(Head):
         return answered
 
     def _leaves_room(self, request: Request) -> bool:
-        return self._admission.yields(self._tickets[request], self._clock.now)
+        return self._admission.leaves_headroom(self._tickets[request], self._clock.now)
 
     def _key(self, request: Request) -> Any:
         return self._tickets[request]
 
     def _start(self, send: Callable[[SimReplica, Job], None], replica: SimReplica, job: Job) -> None:
-        self._stage.unbegun += 1
+        self._stage.unstarted += 1
         self._stage.flow.sent(self._clock.now)
         self._sent_at[job.request] = self._clock.now
         self._admission.started(self._tickets[job.request])
@@ -124,7 +124,7 @@ class AdmittingHead(Head):
     def _overdue(self, request: Request) -> None:
         job = self._waiting_job(request)
         if job is not None:
-            self._admission.overdue(self._tickets[request], self._clock.now)
+            self._admission.expire(self._tickets[request], self._clock.now)
             self._drop(request, job)
 
     def _drop(self, request: Request, job: Job) -> None:

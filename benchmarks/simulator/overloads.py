@@ -9,14 +9,14 @@ from itertools import islice
 from simulator.requests import Session
 from simulator.traffic import Requests, length, poisson, tokens
 from simulator.workload import MakeWorkload, Scale, Workload
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, Terms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms
 
 DEADLINE_S = 2.0
 _PROMPT, _OUTPUT = 512, 128
 _CALM, _FLOOD = 0.3, 5.0
 _CAPACITY = 1.4
 """What a fleet serves that always has enough to do, as a multiple of `Scale.rate(1)`: its batches are larger."""
-_PLAN = AdmissionPlan(classes=(RequestClass(name="interactive", deadline=DEADLINE_S),))
+_PLAN = AdmissionConfig(classes=(RequestClass(name="interactive", deadline=DEADLINE_S),))
 
 
 def overload(scale: Scale, load: float) -> Workload:
@@ -43,7 +43,7 @@ def flood(scale: Scale) -> Workload:
 
 def _sessions(scale: Scale, load: float, count: int, tenant: str, rng: random.Random) -> Iterator[Session]:
     # Numbers of their own, as two tenants' requests come to one head.
-    requests = Requests(rng, Terms(tenant), first=0 if tenant != "flood" else scale.requests)
+    requests = Requests(rng, RequestTerms(tenant), first=0 if tenant != "flood" else scale.requests)
     for start in islice(poisson(rng, scale.rate(_CAPACITY * load, _PROMPT, _OUTPUT)), count):
         prompt = tokens(rng, length(rng, _PROMPT, 0.5, 2048))
         yield Session(start, [requests.make(prompt, length(rng, _OUTPUT, 0.5, 512), 512)])

@@ -4,12 +4,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_omni_plugin.admission import Terms
+from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 
 Tokens = Sequence[int]
-_NO_TERMS = Terms()
+_NO_TERMS = RequestTerms()
 
 
 class Request:
@@ -40,7 +40,7 @@ class Request:
         answer: Tokens,
         max_tokens: int,
         session: str | None,
-        terms: Terms = _NO_TERMS,
+        terms: RequestTerms = _NO_TERMS,
     ) -> None:
         self.number = number
         self.prompt_tokens = len(prompt)

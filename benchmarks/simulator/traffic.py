@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import log, sin, tau
 
 from simulator.requests import Request
-from vllm_omni_plugin.admission import Terms
+from vllm_omni_plugin.admission import RequestTerms
 
 _TOKEN_BYTES = 4
 _DAY_S = 24 * 3600.0
@@ -57,9 +57,9 @@ class Requests:
         first: number before the first one's.
     """
 
-    def __init__(self, rng: random.Random, terms: Terms | None = None, first: int = 0) -> None:
+    def __init__(self, rng: random.Random, terms: RequestTerms | None = None, first: int = 0) -> None:
         self._rng = rng
-        self._terms = terms or Terms()
+        self._terms = terms or RequestTerms()
         self._number = first
 
     def make(self, prompt: "array[int]", output_tokens: int, limit: int, session: str | None = None) -> Request:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from simulator.requests import Session
-from vllm_omni_plugin.admission import AdmissionPlan
+from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.sim import EngineSettings
 
 
@@ -41,7 +41,7 @@ class Workload:
 
     sessions: Iterable[Session]
     incidents: Sequence[Incident] = ()
-    plan: AdmissionPlan | None = None
+    plan: AdmissionConfig | None = None
     judged: str | None = None
 
 

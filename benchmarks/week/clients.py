@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.fakes.engine_api import VOCABULARY, FakeOutputs
-from vllm_omni_plugin.admission import AdmissionPlan, Terms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
@@ -45,7 +45,7 @@ class Clients:
         waits: seconds to the first token, by day.
     """
 
-    def __init__(self, orchestrator: Orchestrator, rng: random.Random, plan: AdmissionPlan | None = None) -> None:
+    def __init__(self, orchestrator: Orchestrator, rng: random.Random, plan: AdmissionConfig | None = None) -> None:
         self._orchestrator = orchestrator
         self._rng = rng
         self._tenants = None if plan is None else [*plan.tenants, "", "made up"]
@@ -127,12 +127,12 @@ class Clients:
             self._note(f"{item.request_id}: {item.error}")
         self._end(item.request_id, REFUSED if refused else FAILED)
 
-    def _terms(self, tenants: Sequence[str]) -> Terms:
+    def _terms(self, tenants: Sequence[str]) -> RequestTerms:
         """Whose request it is, and how long it may wait; clients make up a thousand names."""
         tenant = self._rng.choice(tenants)
         if tenant == "made up":
             tenant = f"made-up-{self._rng.randrange(1000)}"
-        return Terms(tenant, self._rng.choice((None, None, None, self._rng.uniform(0.01, 3.0))))
+        return RequestTerms(tenant, self._rng.choice((None, None, None, self._rng.uniform(0.01, 3.0))))
 
     def _give_up(self, name: str) -> None:
         if name in self.open:

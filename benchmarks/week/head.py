@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
-from vllm_omni_plugin.admission import AdmissionPlan
+from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.balancing import LoadBalancer
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -44,7 +44,7 @@ class Head:
     """
 
     def __init__(
-        self, policy: LoadBalancer, name: str, replicas: int, rng: random.Random, plan: AdmissionPlan | None = None
+        self, policy: LoadBalancer, name: str, replicas: int, rng: random.Random, plan: AdmissionConfig | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._rng = rng
@@ -57,7 +57,7 @@ class Head:
         self.pool = StagePool(0, policy, name, self._loop.time, reserve=reserve)
         # Those of its methods that only pipelines need are missing.
         apis: list[Any] = [PlayedApi()]
-        self.orchestrator = Orchestrator([self.pool], apis, MOVES, self._loop.time, WAIT_S, admission_plan=plan)
+        self.orchestrator = Orchestrator([self.pool], apis, MOVES, self._loop.time, WAIT_S, admission_config=plan)
         for _ in range(replicas):
             self._join(self.pool.add())
         self._faults: dict[str, tuple[int, Callable[[], Coroutine[Any, Any, None]]]] = {
@@ -113,11 +113,14 @@ class Head:
         yield "prefill tokens of all", sum(map(abs, tokens))
         yield "sent and unfinished", pool.serving.unreported.in_flight
         yield "in the flow", pool.flow.queued
-        yield "queued at the head", sum(map(sum, admission.by_class().values())) + metrics.queued_in[pool.stage_id]()
-        named, others = admission.by_tenant()
+        yield (
+            "queued at the head",
+            sum(map(sum, admission.backlog_by_class().values())) + metrics.queued_in[pool.stage_id](),
+        )
+        named, others = admission.tenant_reports()
         for report in (*named.values(), others):
             yield "of tenants", sum(report.waiting) + report.in_flight
-        yield "expected waits", sum(admission.class_waits().values())
+        yield "expected waits", sum(admission.expected_waits().values())
         yield "held, paused, moving", metrics.held + metrics.paused + metrics.moves_waiting
         yield "requests", len(orchestrator.request_states)
         yield "queued", len(orchestrator.request_async_queue) + len(orchestrator.output_async_queue)

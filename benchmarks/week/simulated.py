@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import sin, tau
 
-from vllm_omni_plugin.admission import AdmissionPlan
+from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.balancing import LoadBalancer
 from week.clients import Clients
 from week.head import Head
@@ -46,7 +46,7 @@ class Settings:
     replicas: int = 12
     fault: float = 0.25
     seed: int = 0
-    plan: AdmissionPlan | None = None
+    plan: AdmissionConfig | None = None
 
 
 @dataclass

@@ -11,7 +11,7 @@ from tests.admin.asgi import app_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.admission_file import AdmissionFile
-from vllm_omni_plugin.admission import Terms, Ticket, load_admission
+from vllm_omni_plugin.admission import RequestTerms, Ticket, load_admission
 
 GOOD = "max_waiting_requests: 5\n"
 
@@ -63,7 +63,7 @@ async def test_a_good_file_is_in_force_at_once_and_the_answer_says_what_changed(
     write(path, "max_waiting_requests: 7\nmax_wait: 2\n")
     answer = await client.post("/omni/admission")
     assert answer.json() == {"changes": ["max_wait: none -> 2.0", "max_waiting_requests: 5 -> 7"]}
-    assert fleet.orchestrator.admission.plan == load_admission(path)
+    assert fleet.orchestrator.admission.config == load_admission(path)
     assert told == ["others", "others"]
 
 
@@ -72,15 +72,15 @@ async def test_a_broken_file_keeps_the_old_plan_and_says_why(
 ) -> None:
     await client.post("/omni/admission")
     admission = fleet.orchestrator.admission
-    ticket = admission.ticket(Terms("a"), 0, 10, 0.0)
+    ticket = admission.new_ticket(RequestTerms("a"), 0, 10, 0.0)
     assert isinstance(ticket, Ticket)
-    assert admission.wait(ticket, 0.0) == []
+    assert admission.enqueue(ticket, 0.0) == []
     write(path, "max_waiting_requests: 7\n\nmax_wiat: 2\n")
     answer = await client.post("/omni/admission")
     assert answer.status_code == 400
     assert f"{path}:3: max_wiat: unknown key (did you mean 'max_wait'?)" in answer.text
-    assert admission.plan.max_waiting_requests == 5
-    assert admission.waiting == (1, 10)
+    assert admission.config.max_waiting_requests == 5
+    assert admission.backlog == (1, 10)
     assert told == ["others"]
 
 
@@ -95,7 +95,7 @@ async def test_a_signal_has_the_file_read_and_tells_nobody_else(
     fleet: FakeFleet, file: AdmissionFile, told: list[str]
 ) -> None:
     file.on_signal()
-    await eventually(lambda: fleet.orchestrator.admission.plan.max_waiting_requests == 5)
+    await eventually(lambda: fleet.orchestrator.admission.config.max_waiting_requests == 5)
     assert told == []
 
 
@@ -113,4 +113,4 @@ async def test_a_signal_with_a_broken_file_is_answered_in_the_log(
         "The admission file is not usable, and what was read before stays in force: "
         f'{path}:1: max_wait: must be a number, not "soon"'
     ]
-    assert fleet.orchestrator.admission.plan.max_wait is None
+    assert fleet.orchestrator.admission.config.max_wait is None

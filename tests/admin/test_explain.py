@@ -14,7 +14,7 @@ from tests.admin.asgi import app_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, explain
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, Terms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
@@ -197,7 +197,7 @@ async def test_a_question_that_the_end_of_the_server_overtakes_is_answered() -> 
 
 
 async def test_the_answer_says_where_the_request_would_stand_in_the_queue() -> None:
-    plan = AdmissionPlan(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
+    plan = AdmissionConfig(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
     balancer = Scripted()
     balancer.decision = Decision(0, "match")
     fleet = FakeFleet(1, balancer, reserve=Reserve(waits=True), plan=plan)
@@ -220,9 +220,9 @@ async def test_the_answer_knows_of_the_room_that_a_tenant_over_its_share_leaves(
     balancer.decision = Decision(0, "match")
     reserve = Reserve(BatchLimits(tokens=1000, sequences=9), waits=True)
     async with FakeFleet(1, balancer, reserve=reserve) as fleet, client_of(explaining(fleet)) as client:
-        await fleet.submit("calm", prompt=[1], terms=Terms("calm"))
+        await fleet.submit("calm", prompt=[1], terms=RequestTerms("calm"))
         for number in range(6):
-            await fleet.submit(f"{number}", prompt=[1], terms=Terms("flood"))
+            await fleet.submit(f"{number}", prompt=[1], terms=RequestTerms("flood"))
         for running, attempt in enumerate(fleet.links[0].added, start=1):
             fleet.links[0].output(attempt, running=running)
         waits = []

@@ -17,18 +17,18 @@ from vllm_omni_plugin.admin.http_admission import (
     FAIRNESS_HEADER,
     TENANT_HEADER,
     AdmissionMiddleware,
-    Answer,
+    DeferredResponse,
     HttpAdmission,
-    current_answer,
+    current_response,
     tenant_headers,
 )
-from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
+from vllm_omni_plugin.admission.request_terms import Refusal, RefusalReason, RequestTerms
 from vllm_omni_plugin.errors import NoReplicaError, RequestRefusedError
 
 PATH = "/v1/completions"
 BOTH_HEADERS = (TENANT_HEADER, FAIRNESS_HEADER)
-FULL = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, Reason.QUEUE_FULL, "The queue is full.", 7)
-OVER_SHARE = Refusal(HTTPStatus.TOO_MANY_REQUESTS, Reason.QUEUE_FULL, "Tenant 'a' has its share.", 3)
+FULL = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, RefusalReason.QUEUE_FULL, "The queue is full.", 7)
+OVER_SHARE = Refusal(HTTPStatus.TOO_MANY_REQUESTS, RefusalReason.QUEUE_FULL, "Tenant 'a' has its share.", 3)
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
@@ -60,8 +60,8 @@ class Head:
         self.now = 100.0
         self.may_refuse = True
         self.counted: list[Refusal] = []
-        self.asked: list[tuple[Terms, int | None]] = []
-        self.seen: list[Terms] = []
+        self.asked: list[tuple[RequestTerms, int | None]] = []
+        self.seen: list[RequestTerms] = []
         self._refused = refused
         self._main = Starlette()
         self._main.state.omni_admission = HttpAdmission(
@@ -75,16 +75,16 @@ class Head:
         scope = {"type": "http", "path": path, "method": method, "headers": pairs, "app": self._main}
         return Client(self.app, scope)
 
-    def _refusal(self, terms: Terms, priority: int | None, now: float) -> Refusal | None:
+    def _refusal(self, terms: RequestTerms, priority: int | None, now: float) -> Refusal | None:
         assert now == self.now
         self.asked.append((terms, priority))
         return self._refused(priority)
 
-    def submit(self) -> Answer:
+    def submit(self) -> DeferredResponse:
         """A request for the current answer goes to the fleet."""
-        answer = current_answer()
+        answer = current_response()
         assert answer is not None
-        self.seen.append(answer.submitted("r", self.now))
+        self.seen.append(answer.add_request("r", self.now))
         return answer
 
     async def submitting(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +101,7 @@ async def test_a_request_that_is_admitted_is_answered_as_without_admission() -> 
     client.upload(b"mpt")
     assert await client.status() == 200
     assert client.sent == [start(headers=JSON), part(b"prompt", more=False)]
-    assert head.asked == [(Terms(), None)]
+    assert head.asked == [(RequestTerms(), None)]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ async def test_a_tenant_is_named_by_headers_or_told_apart_by_the_key(headers: di
     client = head.request(**headers)
     client.upload(b"")
     await client.status()
-    assert head.seen == [Terms(tenant)]
+    assert head.seen == [RequestTerms(tenant)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_tenants_are_not_told_apart_unless_asked_for() -> None:
     client = head.request(x_tenant_id="acme", authorization="Bearer sk-1")
     client.upload(b"")
     await client.status()
-    assert head.seen == [Terms()]
+    assert head.seen == [RequestTerms()]
 
 
 async def test_the_time_a_client_waits_begins_when_its_request_comes() -> None:
@@ -158,8 +158,8 @@ async def test_the_time_a_client_waits_begins_when_its_request_comes() -> None:
 
     head = Head(slow)
     assert await head.request(x_request_timeout="2.5", x_tenant_id="a").status() == 200
-    assert head.asked == [(Terms("a", 2.5), None)]
-    assert head.seen == [Terms("a", 0.5), Terms("a", 0.0)]
+    assert head.asked == [(RequestTerms("a", 2.5), None)]
+    assert head.seen == [RequestTerms("a", 0.5), RequestTerms("a", 0.0)]
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1e999", "10s"])
@@ -183,7 +183,7 @@ async def test_a_request_is_refused_before_the_application_sees_it(refused: Refu
     assert await client.status() == status
     assert client.headers["retry-after"] == str(refused.retry_after_s)
     assert client.error == {"message": refused.message, "type": kind, "param": None, "code": status}
-    assert head.asked == [(Terms(), None), (Terms(), 3)]
+    assert head.asked == [(RequestTerms(), None), (RequestTerms(), 3)]
     assert (head.seen, head.counted) == ([], [refused])
 
 
@@ -207,8 +207,8 @@ async def test_the_body_of_a_request_that_its_priority_saves_is_whole() -> None:
         (b'{"priority": null}', []),
         (b'{"priority": "3"}', []),
         (b'{"prompt": ' + b"[" * 100_000, []),
-        (b"{}", [(Terms(), 0)]),
-        (b'{"priority": -9}', [(Terms(), -9)]),
+        (b"{}", [(RequestTerms(), 0)]),
+        (b'{"priority": -9}', [(RequestTerms(), -9)]),
     ],
 )
 async def test_a_priority_that_cannot_be_read_saves_nobody(body: bytes, asked: list[Any]) -> None:
@@ -216,7 +216,7 @@ async def test_a_priority_that_cannot_be_read_saves_nobody(body: bytes, asked: l
     client = head.request()
     client.upload(body)
     assert await client.status() == 503
-    assert head.asked == [(Terms(), None), *asked]
+    assert head.asked == [(RequestTerms(), None), *asked]
 
 
 async def test_a_client_that_leaves_before_it_is_refused_is_no_server_error() -> None:
@@ -230,7 +230,7 @@ async def test_a_client_that_leaves_before_it_is_refused_is_no_server_error() ->
 @pytest.mark.parametrize(("path", "method"), [(PATH, "GET"), ("/tokenize", "POST")])
 async def test_what_needs_no_engine_is_not_asked_about(path: str, method: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert current_answer() is None
+        assert current_response() is None
         await send(start())
 
     head = Head(app, lambda _: FULL)
@@ -249,15 +249,15 @@ class Stream:
         self._before = before
         self.submitted = asyncio.Event()
         self.outputs: asyncio.Queue[Message | Exception] = asyncio.Queue()
-        self.answer: Answer | None = None
+        self.answer: DeferredResponse | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(start(headers=EVENTS))
         for event in self._before:
             await send(part(event))
-        self.answer = current_answer()
+        self.answer = current_response()
         assert self.answer is not None
-        self.answer.submitted("r", 100.0)
+        self.answer.add_request("r", 100.0)
         self.submitted.set()
         while True:
             message = await self.outputs.get()

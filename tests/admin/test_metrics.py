@@ -9,7 +9,7 @@ from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admin.metrics.catalogue import METRICS, PREFIX
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
-from vllm_omni_plugin.admission import AdmissionPlan, TenantSettings, Terms, Ticket
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, TenantSettings, Ticket
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import PeerWork, SessionLost
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -49,7 +49,7 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
     exchange = WorkExchange(print, call_later=Timers().call_later)
     async with FakeFleet(replicas=1, balancer=Broken(), exchange=exchange) as fleet:
         fleet.orchestrator.metrics.has_session = True
-        await fleet.submit("a", prompt=[1] * 10, terms=Terms("tenant"))
+        await fleet.submit("a", prompt=[1] * 10, terms=RequestTerms("tenant"))
         fleet.say("a", 1, cached=4)
         fleet.orchestrator.metrics.refusals[(0, "deadline", "503")] = 1
         fleet.orchestrator.metrics.refused_on_arrival[(0, "deadline", "503")] = 2
@@ -72,7 +72,7 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
 @pytest.mark.parametrize(("tenant", "label"), [("", "none"), ("acme", "acme"), ("other", "other_"), ("none", "none_")])
 async def test_a_tenant_has_a_label_that_no_client_can_give_to_others(tenant: str, label: str) -> None:
     async with FakeFleet(replicas=1) as fleet:
-        await fleet.submit("a", prompt=[1], terms=Terms(tenant))
+        await fleet.submit("a", prompt=[1], terms=RequestTerms(tenant))
         name = "vllm_omni_fleet:tenant_requests_in_flight"
         assert registry_of(fleet.orchestrator).get_sample_value(name, {"tenant": label}) == 1
         assert registry_of(fleet.orchestrator).get_sample_value(name, {"tenant": "other"}) == 0
@@ -80,9 +80,9 @@ async def test_a_tenant_has_a_label_that_no_client_can_give_to_others(tenant: st
 
 def test_ten_thousand_tenants_of_one_client_are_fifty_in_metrics_and_all_others_as_one() -> None:
     orchestrator = empty_orchestrator()
-    orchestrator.admission.replace(AdmissionPlan(tenants={"known": TenantSettings()}))
+    orchestrator.admission.replace(AdmissionConfig(tenants={"known": TenantSettings()}))
     for number in range(10_000):
-        ticket = orchestrator.admission.ticket(Terms(f"made-up-{number}"), 0, 10, 0.0)
+        ticket = orchestrator.admission.new_ticket(RequestTerms(f"made-up-{number}"), 0, 10, 0.0)
         assert isinstance(ticket, Ticket)
         orchestrator.admission.started(ticket)
         orchestrator.admission.ended(ticket, 5, 0.0)

@@ -4,23 +4,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop
 
-from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Refusal, Terms, Ticket
+from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Refusal, RequestTerms, Ticket
 
 
 @dataclass
 class FakeStage:
-    """Satisfies `StageState` with what the test says."""
+    """Satisfies `StageView` with what the test says."""
 
-    rate: float = 0.0
-    unbegun: int = 0
-    in_engine_s: float = 0.0
+    dispatch_rate: float = 0.0
+    unstarted: int = 0
+    first_output_s: float = 0.0
     heads: int = 1
-    others_waiting: Mapping[str, Backlog] = field(default_factory=dict)
+    other_heads_backlog: Mapping[str, Backlog] = field(default_factory=dict)
 
 
-def admission(plan: AdmissionPlan | None = None, **stage: object) -> Admission:
+def admission(plan: AdmissionConfig | None = None, **stage: object) -> Admission:
     """One with a stage of its own."""
-    return Admission(plan or AdmissionPlan(), FakeStage(**stage))  # type: ignore[arg-type]
+    return Admission(plan or AdmissionConfig(), FakeStage(**stage))  # type: ignore[arg-type]
 
 
 def come(
@@ -37,9 +37,9 @@ def try_to_come(
     admission: Admission, tenant: str = "", tokens: int = 100, priority: int = 0, now: float = 0.0, **terms: float
 ) -> tuple[Ticket, Refusal | list[tuple[Ticket, Refusal]]]:
     """A request comes and wants to wait: its ticket, and what `wait` says."""
-    ticket = admission.ticket(Terms(tenant, **terms), priority, tokens, now)
+    ticket = admission.new_ticket(RequestTerms(tenant, **terms), priority, tokens, now)
     assert isinstance(ticket, Ticket)
-    return ticket, admission.wait(ticket, now)
+    return ticket, admission.enqueue(ticket, now)
 
 
 def served(admission: Admission, tickets: Iterable[Ticket], output_tokens: int = 0) -> list[Ticket]:

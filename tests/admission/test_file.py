@@ -7,8 +7,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from msgspec.structs import fields
 
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, load_admission
-from vllm_omni_plugin.admission.plan_file import schema
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, TenantSettings, load_admission
+from vllm_omni_plugin.admission.admission_config import schema
 from vllm_omni_plugin.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ default_tenant: {class: a}
         max_wait=9.0,
     )
     x = TenantSettings(weight=0.5, class_name="b", max_in_flight=13, tokens_per_s=14.0, burst_tokens=15)
-    assert load_admission(file) == AdmissionPlan(
+    assert load_admission(file) == AdmissionConfig(
         classes=(a, RequestClass(name="b")),
         max_waiting_requests=10,
         max_waiting_tokens=11,
@@ -63,7 +63,7 @@ default_tenant: {class: a}
 
 def test_what_is_not_said_is_as_without_a_file(file: Path) -> None:
     file.write_text("{}")
-    assert load_admission(file) == AdmissionPlan()
+    assert load_admission(file) == AdmissionConfig()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_schema_is_one_and_says_what_each_key_is_for() -> None:
 @pytest.mark.parametrize(
     ("struct", "part"),
     [
-        (AdmissionPlan, schema()),
+        (AdmissionConfig, schema()),
         (RequestClass, schema()["$defs"]["class"]),
         (TenantSettings, schema()["$defs"]["tenant"]),
     ],

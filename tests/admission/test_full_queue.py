@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from vllm_omni_plugin.admission import (
     Admission,
-    AdmissionPlan,
+    AdmissionConfig,
     Backlog,
-    Reason,
     Refusal,
+    RefusalReason,
     RequestClass,
+    RequestTerms,
     TenantSettings,
-    Terms,
     Ticket,
 )
 
 from .fakes import admission, come, served, try_to_come
 
 CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
-FIVE = AdmissionPlan(classes=CLASSES, max_waiting_requests=5)
+FIVE = AdmissionConfig(classes=CLASSES, max_waiting_requests=5)
 
 
 def refused(admission: Admission, tenant: str = "", **request: Any) -> Refusal:
@@ -37,7 +37,7 @@ def pushed_out(admission: Admission, tenant: str = "", **request: Any) -> list[t
     """A request comes and may wait: those that are pushed out for it, each with its status."""
     outcome = try_to_come(admission, tenant, **request)[1]
     assert isinstance(outcome, list)
-    assert {refusal.reason for _, refusal in outcome} <= {Reason.PUSHED_OUT}
+    assert {refusal.reason for _, refusal in outcome} <= {RefusalReason.EVICTED}
     return [(ticket, int(refusal.status)) for ticket, refusal in outcome]
 
 
@@ -46,8 +46,8 @@ def test_a_full_queue_refuses_the_only_tenant_with_503() -> None:
     for _ in range(5):
         come(rules)
     refusal = refused(rules)
-    assert (refusal.status, refusal.reason) == (503, Reason.QUEUE_FULL)
-    assert rules.waiting.requests == 5
+    assert (refusal.status, refusal.reason) == (503, RefusalReason.QUEUE_FULL)
+    assert rules.backlog.requests == 5
 
 
 def test_a_tenant_with_more_than_its_share_of_a_full_queue_is_refused_with_429() -> None:
@@ -67,11 +67,11 @@ def test_the_longest_queue_makes_room_by_its_newest_request() -> None:
     rules = admission(FIVE)
     tickets = [come(rules, name) for name in "aaabb"]
     assert pushed_out(rules, "c") == [(tickets[2], 429)]
-    assert rules.waiting.requests == 5
+    assert rules.backlog.requests == 5
 
 
 def test_a_queue_is_long_by_tokens_and_weight() -> None:
-    plan = AdmissionPlan(max_waiting_requests=4, tenants={"a": TenantSettings(weight=4)})
+    plan = AdmissionConfig(max_waiting_requests=4, tenants={"a": TenantSettings(weight=4)})
     rules = admission(plan)
     come(rules, "a", 100)
     come(rules, "a", 100)
@@ -97,12 +97,12 @@ def test_the_lowest_class_makes_room_first_and_never_for_itself_at_the_cost_of_a
     low = come(rules, "b", priority=1)
     assert pushed_out(rules, "a") == [(low, 503)]
     refusal = refused(rules, "c", priority=1)
-    assert (refusal.status, refusal.reason) == (503, Reason.QUEUE_FULL)
-    assert rules.by_class() == {"first": (5, 500), "last": (0, 0)}
+    assert (refusal.status, refusal.reason) == (503, RefusalReason.QUEUE_FULL)
+    assert rules.backlog_by_class() == {"first": (5, 500), "last": (0, 0)}
 
 
 def test_what_has_started_is_never_pushed_out() -> None:
-    rules = admission(AdmissionPlan(max_waiting_requests=1))
+    rules = admission(AdmissionConfig(max_waiting_requests=1))
     running = come(rules, "a", 1000)
     rules.started(running)
     waiting = come(rules, "b", 100)
@@ -110,23 +110,23 @@ def test_what_has_started_is_never_pushed_out() -> None:
 
 
 def test_who_is_refused_pushes_nobody_out() -> None:
-    rules = admission(AdmissionPlan(max_waiting_tokens=1000))
+    rules = admission(AdmissionConfig(max_waiting_tokens=1000))
     tickets = [come(rules, "a", 100) for _ in range(6)] + [come(rules, "b", 50) for _ in range(8)]
     # It would be the longest itself once enough have gone.
-    assert refused(rules, "c", tokens=500).reason is Reason.QUEUE_FULL
-    assert rules.waiting == (14, 1000)
+    assert refused(rules, "c", tokens=500).reason is RefusalReason.QUEUE_FULL
+    assert rules.backlog == (14, 1000)
     assert pushed_out(rules, "c", tokens=10) == [(tickets[5], 429)]
 
 
 def test_one_request_alone_fits_whatever_its_size() -> None:
-    rules = admission(AdmissionPlan(max_waiting_tokens=1000))
+    rules = admission(AdmissionConfig(max_waiting_tokens=1000))
     come(rules, "a", 5000)
     assert refused(rules, "a", tokens=10)
 
 
 def test_a_class_has_bounds_of_its_own() -> None:
     last = RequestClass(name="last", max_waiting_requests=1)
-    rules = admission(AdmissionPlan(classes=(CLASSES[0], last)))
+    rules = admission(AdmissionConfig(classes=(CLASSES[0], last)))
     come(rules, priority=1)
     assert refused(rules, priority=1).status == 503
     for _ in range(10):
@@ -134,57 +134,57 @@ def test_a_class_has_bounds_of_its_own() -> None:
 
 
 def test_the_bound_in_seconds_follows_the_measured_rate() -> None:
-    rules = admission(AdmissionPlan(max_wait=2.0), rate=2.0, unbegun=1)
+    rules = admission(AdmissionConfig(max_wait=2.0), dispatch_rate=2.0, unstarted=1)
     for _ in range(4):
         come(rules)
-    assert refused(rules).reason is Reason.QUEUE_FULL
-    rules = admission(AdmissionPlan(max_wait=2.0))
+    assert refused(rules).reason is RefusalReason.QUEUE_FULL
+    rules = admission(AdmissionConfig(max_wait=2.0))
     for _ in range(100):
         come(rules)
 
 
 def test_what_waits_at_other_heads_counts_but_not_that_of_lower_classes() -> None:
     others = {"first": Backlog(2, 200), "last": Backlog(90, 9000)}
-    rules = admission(FIVE, others_waiting=others)
+    rules = admission(FIVE, other_heads_backlog=others)
     for _ in range(3):
         come(rules)
     assert refused(rules).status == 503
-    rules = admission(FIVE, others_waiting=others)
+    rules = admission(FIVE, other_heads_backlog=others)
     assert refused(rules, priority=1).status == 503
 
 
 def test_a_deadline_that_cannot_be_kept_is_refused_at_arrival() -> None:
-    rules = admission(rate=1.0, unbegun=2)
+    rules = admission(dispatch_rate=1.0, unstarted=2)
     for _ in range(8):
         come(rules, "a")
     refusal = refused(rules, "a", timeout_s=5.0)
-    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.DEADLINE, 3)
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, RefusalReason.DEADLINE, 3)
     come(rules, "a", timeout_s=8.5)
 
 
 def test_what_engines_take_until_the_first_token_is_part_of_the_deadline() -> None:
-    rules = admission(rate=1.0, in_engine_s=2.0)
+    rules = admission(dispatch_rate=1.0, first_output_s=2.0)
     for _ in range(8):
         come(rules, "a")
     refusal = refused(rules, "a", timeout_s=9.5)
-    assert (refusal.reason, refusal.retry_after_s) == (Reason.DEADLINE, 1)
-    assert rules.refusal(Terms("a", timeout_s=9.5), None, 0.0) == refusal
-    assert come(rules, "a", timeout_s=10.5, now=100.0).due == 108.5
+    assert (refusal.reason, refusal.retry_after_s) == (RefusalReason.DEADLINE, 1)
+    assert rules.expected_refusal(RequestTerms("a", timeout_s=9.5), None, 0.0) == refusal
+    assert come(rules, "a", timeout_s=10.5, now=100.0).dispatch_by == 108.5
 
 
 def test_engines_that_are_slower_than_the_deadline_are_not_left_idle_for_it() -> None:
-    rules = admission(rate=1.0, in_engine_s=60.0)
-    assert come(rules, timeout_s=5.0, now=100.0).due == 102.5
+    rules = admission(dispatch_rate=1.0, first_output_s=60.0)
+    assert come(rules, timeout_s=5.0, now=100.0).dispatch_by == 102.5
 
 
 def test_what_engines_have_not_begun_does_not_make_a_request_late_that_they_get_in_time() -> None:
-    rules = admission(rate=1.0, unbegun=50)
+    rules = admission(dispatch_rate=1.0, unstarted=50)
     come(rules)
     come(rules, timeout_s=2.0)
 
 
 def test_a_flood_does_not_make_another_tenants_deadline_unreachable() -> None:
-    rules = admission(rate=1.0)
+    rules = admission(dispatch_rate=1.0)
     for _ in range(100):
         come(rules, "flood")
     assert refused(rules, "flood", timeout_s=5.0).status == 503
@@ -193,26 +193,26 @@ def test_a_flood_does_not_make_another_tenants_deadline_unreachable() -> None:
 
 
 def test_the_deadline_is_the_lower_of_the_clients_and_the_classes() -> None:
-    rules = admission(AdmissionPlan(classes=(RequestClass(name="only", deadline=10.0),)))
-    assert come(rules, now=100.0).due == 110.0
-    assert come(rules, now=100.0, timeout_s=3.0).due == 103.0
-    assert come(rules, now=100.0, timeout_s=30.0).due == 110.0
-    assert come(admission(), now=100.0).due is None
+    rules = admission(AdmissionConfig(classes=(RequestClass(name="only", deadline=10.0),)))
+    assert come(rules, now=100.0).dispatch_by == 110.0
+    assert come(rules, now=100.0, timeout_s=3.0).dispatch_by == 103.0
+    assert come(rules, now=100.0, timeout_s=30.0).dispatch_by == 110.0
+    assert come(admission(), now=100.0).dispatch_by is None
 
 
 def test_who_has_waited_until_it_is_due_is_refused() -> None:
     rules = admission()
     ticket = come(rules, "a", timeout_s=1.0)
-    refusal = rules.overdue(ticket, 1.0)
-    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.DEADLINE, 1)
-    assert rules.waiting.requests == 0
+    refusal = rules.expire(ticket, 1.0)
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, RefusalReason.DEADLINE, 1)
+    assert rules.backlog.requests == 0
     rules.ended(ticket, 0, 1.0)
-    assert rules.by_tenant()[0]["a"].in_flight == 0
+    assert rules.tenant_reports()[0]["a"].in_flight == 0
 
 
 def test_retry_after_is_the_time_in_which_the_excess_drains_from_1_to_60_seconds() -> None:
     def retry_after(rate: float, tokens: int, heads: int = 1) -> int:
-        rules = admission(AdmissionPlan(max_waiting_tokens=1000), rate=rate, heads=heads)
+        rules = admission(AdmissionConfig(max_waiting_tokens=1000), dispatch_rate=rate, heads=heads)
         for _ in range(10):
             come(rules)
         return refused(rules, tokens=tokens).retry_after_s
@@ -226,13 +226,13 @@ def test_retry_after_is_the_time_in_which_the_excess_drains_from_1_to_60_seconds
 
 
 def test_in_flight_are_those_that_wait_and_those_that_run() -> None:
-    rules = admission(AdmissionPlan(default_tenant=TenantSettings(max_in_flight=2)))
+    rules = admission(AdmissionConfig(default_tenant=TenantSettings(max_in_flight=2)))
     waiting, running = come(rules, "a"), come(rules, "a")
     rules.started(running)
-    refusal = rules.ticket(Terms("a"), 0, 1, 0.0)
+    refusal = rules.new_ticket(RequestTerms("a"), 0, 1, 0.0)
     assert isinstance(refusal, Refusal)
-    assert (refusal.status, refusal.reason) == (429, Reason.IN_FLIGHT)
-    assert rules.refusal(Terms("a"), None, 0.0) == refusal
+    assert (refusal.status, refusal.reason) == (429, RefusalReason.IN_FLIGHT)
+    assert rules.expected_refusal(RequestTerms("a"), None, 0.0) == refusal
     come(rules, "b")
     rules.ended(waiting, 0, 0.0)
     come(rules, "a")
@@ -240,61 +240,61 @@ def test_in_flight_are_those_that_wait_and_those_that_run() -> None:
 
 @pytest.mark.parametrize(("heads", "expected"), [(1, 5), (2, 3), (8, 1)])
 def test_several_heads_share_the_limit(heads: int, expected: int) -> None:
-    rules = admission(AdmissionPlan(default_tenant=TenantSettings(max_in_flight=5)), heads=heads)
-    while isinstance(rules.ticket(Terms("a"), 0, 1, 0.0), Ticket):
+    rules = admission(AdmissionConfig(default_tenant=TenantSettings(max_in_flight=5)), heads=heads)
+    while isinstance(rules.new_ticket(RequestTerms("a"), 0, 1, 0.0), Ticket):
         pass
-    assert rules.by_tenant()[0]["a"].in_flight == expected
+    assert rules.tenant_reports()[0]["a"].in_flight == expected
 
 
 def test_a_tenant_may_owe_one_answer_and_comes_again_when_it_is_paid_for() -> None:
-    rules = admission(AdmissionPlan(tenants={"a": TenantSettings(tokens_per_s=10.0)}))
+    rules = admission(AdmissionConfig(tenants={"a": TenantSettings(tokens_per_s=10.0)}))
     served(rules, [come(rules, "a", 90)])
     served(rules, [come(rules, "a", 60)], output_tokens=50)
-    refusal = rules.ticket(Terms("a"), 0, 1, 0.0)
+    refusal = rules.new_ticket(RequestTerms("a"), 0, 1, 0.0)
     assert isinstance(refusal, Refusal)
-    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (429, Reason.TOKEN_RATE, 10)
-    assert isinstance(rules.ticket(Terms("a"), 0, 1, 9.9), Refusal)
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (429, RefusalReason.TOKEN_RATE, 10)
+    assert isinstance(rules.new_ticket(RequestTerms("a"), 0, 1, 9.9), Refusal)
     come(rules, "a", now=10.1)
 
 
 def test_saved_tokens_are_bounded_by_the_burst() -> None:
-    rules = admission(AdmissionPlan(tenants={"a": TenantSettings(tokens_per_s=10.0, burst_tokens=30)}))
+    rules = admission(AdmissionConfig(tenants={"a": TenantSettings(tokens_per_s=10.0, burst_tokens=30)}))
     come(rules, "a", 31, now=1000.0)
-    assert isinstance(rules.ticket(Terms("a"), 0, 1, 1000.0), Refusal)
+    assert isinstance(rules.new_ticket(RequestTerms("a"), 0, 1, 1000.0), Refusal)
     come(rules, "a", 1, now=1000.2)
 
 
 def test_what_never_started_uses_no_tokens() -> None:
-    rules = admission(AdmissionPlan(tenants={"a": TenantSettings(tokens_per_s=10.0)}))
+    rules = admission(AdmissionConfig(tenants={"a": TenantSettings(tokens_per_s=10.0)}))
     ticket = come(rules, "a", 500)
-    assert rules.refusal(Terms("a"), None, 0.0)
+    assert rules.expected_refusal(RequestTerms("a"), None, 0.0)
     rules.ended(ticket, 0, 0.0)
-    assert rules.refusal(Terms("a"), None, 0.0) is None
+    assert rules.expected_refusal(RequestTerms("a"), None, 0.0) is None
 
 
 def test_a_question_in_advance_judges_an_unknown_priority_by_the_best_class() -> None:
     last = RequestClass(name="last", max_waiting_requests=1)
-    rules = admission(AdmissionPlan(classes=(CLASSES[0], last)))
+    rules = admission(AdmissionConfig(classes=(CLASSES[0], last)))
     come(rules, priority=1)
-    assert rules.refusal(Terms(), None, 0.0) is None
-    assert rules.refusal(Terms(), 0, 0.0) is None
-    refusal = rules.refusal(Terms(), 1, 0.0)
+    assert rules.expected_refusal(RequestTerms(), None, 0.0) is None
+    assert rules.expected_refusal(RequestTerms(), 0, 0.0) is None
+    refusal = rules.expected_refusal(RequestTerms(), 1, 0.0)
     assert refusal is not None
     assert refusal.status == 503
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 1), st.integers(1, 300)), max_size=60))
 def test_nobody_is_refused_in_advance_who_might_wait_and_bounds_hold(requests: list[tuple[str, int, int]]) -> None:
-    plan = AdmissionPlan(
+    plan = AdmissionConfig(
         classes=(CLASSES[0], RequestClass(name="last", max_waiting_tokens=500)),
         max_waiting_requests=6,
         max_waiting_tokens=1200,
         tenants={"a": TenantSettings(weight=3)},
     )
-    rules = admission(plan, rate=1.0)
+    rules = admission(plan, dispatch_rate=1.0)
     waiting: dict[int, Ticket] = {}
     for tenant, priority, tokens in requests:
-        in_advance = rules.refusal(Terms(tenant), priority, 0.0)
+        in_advance = rules.expected_refusal(RequestTerms(tenant), priority, 0.0)
         ticket, outcome = try_to_come(rules, tenant, tokens, priority)
         if isinstance(outcome, Refusal):
             continue
@@ -303,13 +303,15 @@ def test_nobody_is_refused_in_advance_who_might_wait_and_bounds_hold(requests: l
         for each, _ in outcome:
             assert each is not ticket
             del waiting[each.number]
-        assert rules.waiting == (len(waiting), sum(each.tokens for each in waiting.values()))
-        assert rules.waiting.requests <= 6
-        assert rules.waiting.tokens <= 1200 or rules.waiting.requests == 1
+        assert rules.backlog == (len(waiting), sum(each.tokens for each in waiting.values()))
+        assert rules.backlog.requests <= 6
+        assert rules.backlog.tokens <= 1200 or rules.backlog.requests == 1
     in_flight = Counter(each.tenant.name for each in waiting.values())
-    assert {name: report.in_flight for name, report in rules.by_tenant()[0].items() if report.in_flight} == in_flight
+    assert {
+        name: report.in_flight for name, report in rules.tenant_reports()[0].items() if report.in_flight
+    } == in_flight
     served(rules, waiting.values())
-    assert rules.waiting == (0, 0)
+    assert rules.backlog == (0, 0)
 
 
 def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,8 +324,8 @@ def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: py
             steps["steps"] += len(heap) if name == "heapify" else max(1, len(heap).bit_length())
             return original(heap, *args)
 
-        monkeypatch.setattr(f"vllm_omni_plugin.admission.order.{name}", counted)
-    rules = admission(AdmissionPlan(max_waiting_requests=100_000))
+        monkeypatch.setattr(f"vllm_omni_plugin.admission.indexed_heap.{name}", counted)
+    rules = admission(AdmissionConfig(max_waiting_requests=100_000))
     tickets = [come(rules, f"t{number % 20_000}") for number in range(100_000)]
     assert steps["steps"] / 100_000 < 40
     steps.clear()
@@ -338,16 +340,16 @@ def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: py
 
 
 def test_nobody_is_refused_on_arrival_while_nothing_waits_however_slow_engines_are() -> None:
-    rules = admission(rate=0.1, unbegun=2)
-    assert rules.refusal(Terms(timeout_s=1.0), None, 0.0) is None
+    rules = admission(dispatch_rate=0.1, unstarted=2)
+    assert rules.expected_refusal(RequestTerms(timeout_s=1.0), None, 0.0) is None
     come(rules)
-    assert rules.refusal(Terms(timeout_s=1.0), None, 0.0) is not None
+    assert rules.expected_refusal(RequestTerms(timeout_s=1.0), None, 0.0) is not None
 
 
 def test_who_was_let_in_waits_elsewhere_without_being_judged_again() -> None:
-    rules = admission(AdmissionPlan(max_waiting_requests=1))
+    rules = admission(AdmissionConfig(max_waiting_requests=1))
     let_in = come(rules)
-    rules.leave(let_in)
+    rules.dequeue(let_in)
     come(rules)
-    assert rules.wait(let_in, 0.0) == []
-    assert rules.waiting.requests == 2
+    assert rules.enqueue(let_in, 0.0) == []
+    assert rules.backlog.requests == 2

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms, Ticket
-from vllm_omni_plugin.admission.accounts import TenantAccounts
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings, Ticket
+from vllm_omni_plugin.admission.tenant_accounts import TenantAccounts
 
 from .fakes import admission, come, served
 
@@ -17,7 +17,7 @@ CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="la
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 3), st.integers(1, 5000)), max_size=40))
 def test_no_request_of_a_class_goes_before_one_of_a_higher_class(requests: list[tuple[str, int, int]]) -> None:
-    rules = admission(AdmissionPlan(classes=CLASSES))
+    rules = admission(AdmissionConfig(classes=CLASSES))
     tickets = [come(rules, tenant, tokens, priority) for tenant, priority, tokens in requests]
     order = served(rules, tickets)
     assert [ticket.class_name for ticket in order] == sorted(ticket.class_name for ticket in order)
@@ -31,12 +31,12 @@ def test_no_request_of_a_class_goes_before_one_of_a_higher_class(requests: list[
 )
 def test_the_class_is_the_tenants_or_else_that_of_the_priority(tenant: str, priority: int, expected: str) -> None:
     tenants = {"slow": TenantSettings(class_name="last"), "quick": TenantSettings(class_name="first")}
-    rules = admission(AdmissionPlan(classes=CLASSES, tenants=tenants))
+    rules = admission(AdmissionConfig(classes=CLASSES, tenants=tenants))
     assert come(rules, tenant, priority=priority).class_name == expected
 
 
 def test_a_priority_that_no_class_takes_is_in_the_last_one() -> None:
-    rules = admission(AdmissionPlan(classes=(CLASSES[0], RequestClass(name="last", priority_at_most=5))))
+    rules = admission(AdmissionConfig(classes=(CLASSES[0], RequestClass(name="last", priority_at_most=5))))
     assert come(rules, priority=9).class_name == "last"
 
 
@@ -46,7 +46,7 @@ def test_a_priority_that_no_class_takes_is_in_the_last_one() -> None:
 )
 def test_tenants_that_all_have_work_get_tokens_by_their_weights(weights: dict[str, float], seed: int) -> None:
     rng = Random(seed)
-    plan = AdmissionPlan(tenants={name: TenantSettings(weight=weight) for name, weight in weights.items()})
+    plan = AdmissionConfig(tenants={name: TenantSettings(weight=weight) for name, weight in weights.items()})
     rules = admission(plan)
     largest = {name: rng.choice([50, 300, 1000]) for name in weights}
     tickets = []
@@ -102,7 +102,7 @@ def test_what_never_started_costs_its_tenant_nothing() -> None:
     given_up = [come(rules, "a") for _ in range(100)]
     for ticket in given_up:
         rules.ended(ticket, 0, 0.0)
-    assert come(rules, "a").start_tag == kept.start_tag + kept.charge
+    assert come(rules, "a").start_tag == kept.start_tag + kept.virtual_cost
 
 
 def test_an_idle_tenant_saves_nothing_up_and_owes_nothing_for_its_past() -> None:
@@ -121,7 +121,7 @@ def test_tickets_stay_in_order_whatever_has_started() -> None:
 
 
 def test_ten_thousand_tenants_of_one_client_put_nobody_back() -> None:
-    plan = AdmissionPlan(tenants={"known": TenantSettings()})
+    plan = AdmissionConfig(tenants={"known": TenantSettings()})
     rules = admission(plan)
     served(rules, [come(rules, "known")])
     before = come(rules, "known").start_tag
@@ -133,25 +133,25 @@ def test_ten_thousand_tenants_of_one_client_put_nobody_back() -> None:
 
 
 def test_tenants_of_clients_cost_bounded_memory_and_push_out_no_configured_one() -> None:
-    accounts = TenantAccounts(AdmissionPlan(tenants={"known": TenantSettings()}))
-    known, busy = accounts.open("known"), accounts.open("busy")
+    accounts = TenantAccounts(AdmissionConfig(tenants={"known": TenantSettings()}))
+    known, busy = accounts.get_or_create("known"), accounts.get_or_create("busy")
     accounts.begin(busy, 0.0)
     for number in range(25_000):
-        accounts.open(f"made-up-{number}" + "x" * 1000)
+        accounts.get_or_create(f"made-up-{number}" + "x" * 1000)
     assert len(accounts) == 10_000 + 2
-    assert (accounts.known("known"), accounts.known("busy")) == (known, busy)
+    assert (accounts.get("known"), accounts.get("busy")) == (known, busy)
     assert max(len(account.name) for account in accounts) == 128
 
 
 def test_standing_says_the_class_and_how_many_go_before() -> None:
-    rules = admission(AdmissionPlan(classes=CLASSES), rate=2.0, unbegun=3)
+    rules = admission(AdmissionConfig(classes=CLASSES), dispatch_rate=2.0, unstarted=3)
     for _ in range(5):
         come(rules, "a")
     come(rules, "a", priority=1)
-    assert rules.standing(Terms("b"), 1, 0.0) == ("last", 6.0, 4.5, True)
-    assert rules.standing(Terms("a"), 0, 0.0) == ("first", 5.0, 4.0, False)
+    assert rules.queue_position(RequestTerms("b"), 1, 0.0) == ("last", 6.0, 4.5, True)
+    assert rules.queue_position(RequestTerms("a"), 0, 0.0) == ("first", 5.0, 4.0, False)
     # Another tenant's queue is not all before it.
-    assert rules.standing(Terms("b"), 0, 0.0) == ("first", 1.0, 2.0, False)
+    assert rules.queue_position(RequestTerms("b"), 0, 0.0) == ("first", 1.0, 2.0, False)
 
 
 def test_what_ends_twice_or_leaves_twice_counts_once() -> None:
@@ -163,8 +163,8 @@ def test_what_ends_twice_or_leaves_twice_counts_once() -> None:
     rules.started(ticket)
     rules.ended(ticket, 7, 0.0)
     rules.ended(ticket, 7, 0.0)
-    assert rules.waiting == (0, 0)
-    assert rules.by_tenant()[0]["a"] == ((0, 0), 0, 107, 1.0)
+    assert rules.backlog == (0, 0)
+    assert rules.tenant_reports()[0]["a"] == ((0, 0), 0, 107, 1.0)
 
 
 def test_a_newcomer_goes_before_what_others_have_waiting_for_slower_replicas() -> None:
@@ -180,13 +180,13 @@ def test_a_newcomer_goes_before_what_others_have_waiting_for_slower_replicas() -
 def test_a_tenant_yields_while_it_has_used_more_than_its_share_and_others_may_come() -> None:
     rules = admission()
     served(rules, [come(rules, "calm")])
-    assert not rules.yields(come(rules, "flood"), 1.0)
+    assert not rules.leaves_headroom(come(rules, "flood"), 1.0)
     for _ in range(3):
         rules.started(come(rules, "flood"))
     flood, calm = come(rules, "flood"), come(rules, "calm", now=1.0)
-    assert (rules.yields(flood, 1.0), rules.yields(calm, 1.0)) == (True, False)
+    assert (rules.leaves_headroom(flood, 1.0), rules.leaves_headroom(calm, 1.0)) == (True, False)
     rules.ended(calm, 0, 2.0)
-    assert (rules.yields(flood, 61.9), rules.yields(flood, 62.1)) == (True, False)
+    assert (rules.leaves_headroom(flood, 61.9), rules.leaves_headroom(flood, 62.1)) == (True, False)
 
 
 def test_a_tenant_that_used_less_than_its_share_does_not_yield_while_its_requests_come_close_together() -> None:
@@ -201,9 +201,9 @@ def test_a_tenant_that_used_less_than_its_share_does_not_yield_while_its_request
     for ticket in running:
         rules.started(ticket)
     flood, calm = come(rules, "flood", now=30.0), come(rules, "calm", now=30.0)
-    assert (rules.yields(flood, 30.0), rules.yields(calm, 30.0)) == (True, False)
+    assert (rules.leaves_headroom(flood, 30.0), rules.leaves_headroom(calm, 30.0)) == (True, False)
     # What has run counts for ever less, what runs in full.
-    assert (rules.yields(flood, 70.0), rules.yields(calm, 70.0)) == (False, True)
+    assert (rules.leaves_headroom(flood, 70.0), rules.leaves_headroom(calm, 70.0)) == (False, True)
 
 
 def test_what_a_tenant_used_while_it_was_alone_does_not_count_when_another_one_begins() -> None:
@@ -217,35 +217,38 @@ def test_what_a_tenant_used_while_it_was_alone_does_not_count_when_another_one_b
     flood = [come(rules, "flood", 100, now=30.0) for _ in range(3)]
     for ticket in flood[:2]:
         rules.started(ticket)
-    assert (rules.yields(flood[2], 30.0), rules.yields(come(rules, "calm", now=30.0), 30.0)) == (True, False)
+    assert (rules.leaves_headroom(flood[2], 30.0), rules.leaves_headroom(come(rules, "calm", now=30.0), 30.0)) == (
+        True,
+        False,
+    )
     # One that had requests in the last minute is none that begins: what it used then counts.
     rules.ended(running, 0, 31.0)
     rules.ended(flood[0], 0, 31.0)
     later = come(rules, "calm", 300, now=32.0)
     rules.started(later)
-    assert rules.yields(later, 32.0)
+    assert rules.leaves_headroom(later, 32.0)
 
 
 def test_nothing_of_what_ran_is_left_when_it_has_ended() -> None:
-    rules = admission(AdmissionPlan(tenants={"a": TenantSettings(weight=3)}))
+    rules = admission(AdmissionConfig(tenants={"a": TenantSettings(weight=3)}))
     for name in "abcab":
         ticket = come(rules, name, tokens=7)
         rules.started(ticket)
-        rules.replace(AdmissionPlan())
+        rules.replace(AdmissionConfig())
         rules.ended(ticket, 1000, 0.0)
         rules.ended(ticket, 1000, 0.0)
     first = come(rules, "d", now=100.0)
     rules.started(first)
-    assert not rules.yields(first, 100.0)
+    assert not rules.leaves_headroom(first, 100.0)
 
 
 def test_a_class_whose_requests_wait_has_room_left_for_it_however_long_ago_the_last_came() -> None:
-    rules = admission(AdmissionPlan(classes=CLASSES))
+    rules = admission(AdmissionConfig(classes=CLASSES))
     first = come(rules, priority=0)
     last = come(rules, priority=1, now=100.0)
-    assert rules.yields(last, 100.0)
+    assert rules.leaves_headroom(last, 100.0)
     rules.started(first)
-    assert not rules.yields(last, 100.0)
-    rules.replace(AdmissionPlan(classes=(RequestClass(name="new", priority_at_most=-1), *CLASSES)))
+    assert not rules.leaves_headroom(last, 100.0)
+    rules.replace(AdmissionConfig(classes=(RequestClass(name="new", priority_at_most=-1), *CLASSES)))
     come(rules, priority=0, now=100.0)
-    assert rules.yields(last, 100.0)
+    assert rules.leaves_headroom(last, 100.0)

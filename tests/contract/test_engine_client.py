@@ -21,7 +21,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.idle_fleet import IdleFleet
-from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_answer
+from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_response
 from vllm_omni_plugin.errors import ReplicaError, RequestRefusedError
 from vllm_omni_plugin.integration.engine_client import fleet_client
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
@@ -70,7 +70,7 @@ async def test_a_further_request_for_an_answer_that_is_refused_is_not_sent(
     processor, _ = registered(client, "further")
 
     async def app(*_: Any) -> None:
-        answer = current_answer()
+        answer = current_response()
         assert answer is not None
         assert answer.refuse(RequestRefusedError(503, "queue_full", "The queue is full.", 7))
         await client.add_request_async(FakeRequest("further"))

@@ -5,7 +5,7 @@ from typing import Any
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
-from vllm_omni_plugin.admission import AdmissionPlan, Terms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
@@ -41,7 +41,7 @@ class FakeFleet(PlayedFleet):
         replica_wait: float = 0.0,
         exchange: WorkExchange | None = None,
         reserve: Reserve = AT_ONCE,
-        plan: AdmissionPlan | None = None,
+        plan: AdmissionConfig | None = None,
     ) -> None:
         self.now = 0.0
         self.pool = StagePool(
@@ -50,7 +50,7 @@ class FakeFleet(PlayedFleet):
         apis = [FakeEngineApi()]
         self.exchange = exchange
         self.orchestrator = Orchestrator(
-            [self.pool], apis, migration_limit, lambda: self.now, replica_wait, admission_plan=plan
+            [self.pool], apis, migration_limit, lambda: self.now, replica_wait, admission_config=plan
         )
         self.ready_response = b""
         self.links: dict[int, FakeLink] = {}
@@ -78,7 +78,7 @@ class FakeFleet(PlayedFleet):
         client.mark_dead("its engine process exited: it was ended by SIGKILL")
 
     async def submit(
-        self, request_id: str, dispatches: Dispatches | None = None, terms: Terms | None = None, **fields: Any
+        self, request_id: str, dispatches: Dispatches | None = None, terms: RequestTerms | None = None, **fields: Any
     ) -> None:
         """The client hands a request over; returns when the orchestrator has dealt with it."""
         await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, dispatches, terms=terms))

@@ -8,7 +8,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.played_fleet import PlayedFleet
 from tests.fakes.stage_api import FakeStageApi, PlayedLink
-from vllm_omni_plugin.admission import AdmissionPlan, Terms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
@@ -70,7 +70,7 @@ class FakePipelineFleet(PlayedFleet):
         migration_limit: int = 3,
         replica_wait: float = 0.0,
         reserve: Reserve = AT_ONCE,
-        plan: AdmissionPlan | None = None,
+        plan: AdmissionConfig | None = None,
     ) -> None:
         self.now = 0.0
         self.pipeline = Pipeline(tuple(stages))
@@ -140,7 +140,7 @@ class FakePipelineFleet(PlayedFleet):
         sampling: dict[str, Any] | None = None,
         dispatches: Dispatches | None = None,
         traced: bool = False,
-        terms: Terms | None = None,
+        terms: RequestTerms | None = None,
         settle: bool = True,
         **fields: Any,
     ) -> None:

@@ -5,19 +5,19 @@ from typing import Any
 
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.admission import AdmissionPlan, Terms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import DecidingBalancer, Decision, LeastTokensBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
 
 TWO_AT_MOST = Reserve(waits=True, recalls=True)
 """An engine gets one request to begin and one behind it."""
-FLOOD, CALM = Terms("flood"), Terms("calm")
+FLOOD, CALM = RequestTerms("flood"), RequestTerms("calm")
 SLOTS = 9
 SPARE = 2
 """Half of the root of the slots, rounded up."""
 ROOMY = Reserve(BatchLimits(tokens=1000, sequences=SLOTS), waits=True, recalls=True)
-EQUALS = AdmissionPlan()
+EQUALS = AdmissionConfig()
 
 
 class Preferring(DecidingBalancer):
@@ -44,7 +44,7 @@ def got(link: FakeLink) -> str:
     return "".join(attempt[0] for attempt in link.added)
 
 
-async def answer_first(fleet: FakeFleet, name: str, terms: Terms, priority: int = 0) -> None:
+async def answer_first(fleet: FakeFleet, name: str, terms: RequestTerms, priority: int = 0) -> None:
     """A request comes and is answered."""
     await fleet.submit(name, prompt=[1, 2], terms=terms, priority=priority)
     fleet.say(name, 1, finish_reason="stop")

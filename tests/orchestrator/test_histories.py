@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
@@ -48,7 +48,7 @@ class Histories(RuleBasedStateMachine):
     )
     def begin(self, limit: int, seed: int, wait: float, late: bool, most: int | None) -> None:
         balancer = LeastQueueLengthBalancer(random.Random(seed))
-        reserve, plan = TWO_AT_MOST if late else AT_ONCE, AdmissionPlan(classes=CLASSES, max_waiting_requests=most)
+        reserve, plan = TWO_AT_MOST if late else AT_ONCE, AdmissionConfig(classes=CLASSES, max_waiting_requests=most)
         self.fleet = FakeFleet(REPLICAS, balancer, limit, wait, reserve=reserve, plan=plan)
         self.run(self.fleet.__aenter__())
 
@@ -214,7 +214,7 @@ class Histories(RuleBasedStateMachine):
             self.run(self.fleet.abort(*held))
             assert self.fleet.orchestrator.request_states == {}
             assert self.fleet.in_flight == [0] * REPLICAS
-            report, _ = self.fleet.orchestrator.admission.by_tenant()
+            report, _ = self.fleet.orchestrator.admission.tenant_reports()
             assert all((tenant.waiting, tenant.in_flight) == ((0, 0), 0) for tenant in report.values())
             self.run(self.fleet.__aexit__())
         self.loop.close()

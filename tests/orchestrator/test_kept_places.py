@@ -9,7 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import DISAGGREGATED
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.errors import MessageTooLargeError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch import held_requests
 from vllm_omni_plugin.orchestrator.dispatch.suspects import TRIAL_OUTPUTS
@@ -39,11 +39,11 @@ def break_link(fleet: FakeFleet) -> None:
 async def test_what_was_let_in_is_not_judged_again_where_it_waits_for_another_replica(
     happens: Callable[[FakeFleet], None],
 ) -> None:
-    async with late(replicas=2, plan=AdmissionPlan(max_waiting_requests=4)) as fleet:
+    async with late(replicas=2, plan=AdmissionConfig(max_waiting_requests=4)) as fleet:
         # Two at each, and two that wait for each.
         await submit_all(fleet, "abcdefgh")
         assert (len(got(fleet.links[0])), fleet.in_flight) == (2, [4, 4])
-        fleet.orchestrator.admission.replace(AdmissionPlan(max_waiting_requests=1))
+        fleet.orchestrator.admission.replace(AdmissionConfig(max_waiting_requests=1))
         happens(fleet)
         assert await fleet.read() in ([], [("a", None)])
         fleet.say("b", 1)
@@ -52,21 +52,21 @@ async def test_what_was_let_in_is_not_judged_again_where_it_waits_for_another_re
 
 
 async def test_a_request_that_waits_after_its_replica_was_found_dead_counts_as_waiting() -> None:
-    async with late(replica_wait=LONG, plan=AdmissionPlan(max_waiting_requests=1)) as fleet:
+    async with late(replica_wait=LONG, plan=AdmissionConfig(max_waiting_requests=1)) as fleet:
         await submit_all(fleet, "abc")
         lose(fleet)
-        assert fleet.orchestrator.admission.waiting.requests == 1
+        assert fleet.orchestrator.admission.backlog.requests == 1
         fleet.join(fleet.pool.member(0))
         fleet.say("a", 1)
         assert got(fleet.links[0]) == "abc"
-        assert fleet.orchestrator.admission.waiting.requests == 0
+        assert fleet.orchestrator.admission.backlog.requests == 0
 
 
 async def test_what_is_pushed_out_while_no_replica_serves_is_not_sent_when_one_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
-    async with late(replica_wait=LONG, plan=AdmissionPlan(classes=classes, max_waiting_requests=1)) as fleet:
+    async with late(replica_wait=LONG, plan=AdmissionConfig(classes=classes, max_waiting_requests=1)) as fleet:
         await submit_all(fleet, "abc", priority=1)
         drain(fleet)
         await submit_all(fleet, "def")
@@ -152,7 +152,7 @@ async def test_a_recall_after_a_move_takes_nothing_from_the_notes_of_where_an_an
 
 
 async def test_a_drain_refuses_and_pushes_out_nobody() -> None:
-    async with late(replicas=2, plan=AdmissionPlan(max_waiting_tokens=8)) as fleet:
+    async with late(replicas=2, plan=AdmissionConfig(max_waiting_tokens=8)) as fleet:
         await submit_all(fleet, "abcdefgh")
         drain(fleet)
         assert (await fleet.read(), fleet.in_flight) == ([], [2, 6])

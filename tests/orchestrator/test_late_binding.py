@@ -9,7 +9,7 @@ import uvloop
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings
 from vllm_omni_plugin.balancing import PrefixBalancer, Prompt
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
@@ -84,7 +84,10 @@ def test_a_request_with_a_deadline_can_follow_an_abort_on_the_loop_that_the_orch
     async def case() -> None:
         async with late() as fleet:
             await submit_all(fleet, "abc")
-            abort, submit = AbortRequests(("a",)), SubmitRequest(FakeRequest("d"), 0.0, terms=Terms(timeout_s=60.0))
+            abort, submit = (
+                AbortRequests(("a",)),
+                SubmitRequest(FakeRequest("d"), 0.0, terms=RequestTerms(timeout_s=60.0)),
+            )
             await asyncio.gather(fleet.hand_over(abort), fleet.hand_over(submit))
             assert await fleet.read() == []
 
@@ -180,7 +183,7 @@ async def test_a_policy_that_does_not_bind_late_has_everything_sent_at_once() ->
         assert got(fleet.links[0]) == NAMES
 
 
-CLASSES = AdmissionPlan(
+CLASSES = AdmissionConfig(
     classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")),
     max_waiting_requests=2,
     tenants={
@@ -192,12 +195,12 @@ CLASSES = AdmissionPlan(
 
 
 async def test_classes_go_in_their_order_and_tenants_take_turns() -> None:
-    plan = AdmissionPlan(classes=CLASSES.classes)
+    plan = AdmissionConfig(classes=CLASSES.classes)
     async with late(plan=plan) as fleet:
         await submit_all(fleet, "ab")
-        await submit_all(fleet, "cd", priority=1, terms=Terms("heavy"))
-        await submit_all(fleet, "efg", terms=Terms("heavy"))
-        await submit_all(fleet, "h", terms=Terms("light"))
+        await submit_all(fleet, "cd", priority=1, terms=RequestTerms("heavy"))
+        await submit_all(fleet, "efg", terms=RequestTerms("heavy"))
+        await submit_all(fleet, "h", terms=RequestTerms("light"))
         for name in "abeh":
             fleet.say(name, 1)
         for name in "fg":
@@ -222,20 +225,20 @@ async def test_a_full_queue_makes_room_for_a_higher_class_and_refuses_the_same_o
 
 async def test_a_tenant_at_its_limit_is_refused_until_one_of_its_requests_has_ended() -> None:
     async with late(plan=CLASSES) as fleet:
-        await submit_all(fleet, "a", terms=Terms("one"))
-        await submit_all(fleet, "b", terms=Terms("one"))
+        await submit_all(fleet, "a", terms=RequestTerms("one"))
+        await submit_all(fleet, "b", terms=RequestTerms("one"))
         error = await fleet.the_error("b")
         assert isinstance(error, RequestRefusedError)
         assert (error.status, error.reason) == (429, "in_flight")
         fleet.say("a", 1, finish_reason="stop")
-        await submit_all(fleet, "c", terms=Terms("one"))
+        await submit_all(fleet, "c", terms=RequestTerms("one"))
         assert got(fleet.links[0]) == "ac"
 
 
 async def test_a_request_that_has_waited_as_long_as_its_client_does_is_refused() -> None:
     async with late() as fleet:
         await submit_all(fleet, "ab")
-        await submit_all(fleet, "c", terms=Terms(timeout_s=0.01))
+        await submit_all(fleet, "c", terms=RequestTerms(timeout_s=0.01))
         fleet.now = 0.02
         await eventually(lambda: "c" not in fleet.orchestrator.request_states, "the refusal")
         error = next(error for name, error in await fleet.read() if name == "c")
@@ -248,7 +251,7 @@ async def test_a_request_that_has_waited_as_long_as_its_client_does_is_refused()
 
 @pytest.mark.parametrize("end", ["refused", "aborted", "sent and aborted"])
 async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) -> None:
-    prompt, plan = list(range(160)), AdmissionPlan(max_waiting_requests=1)
+    prompt, plan = list(range(160)), AdmissionConfig(max_waiting_requests=1)
     async with FakeFleet(1, PrefixBalancer(), reserve=TWO_AT_MOST, plan=plan) as fleet:
         if end == "refused":
             await submit_all(fleet, "abc")
@@ -266,7 +269,7 @@ async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) ->
 @pytest.mark.parametrize("end", ["finish", "abort", "lose"])
 async def test_nothing_of_a_tenant_is_left_when_its_requests_have_ended(end: str) -> None:
     async with late(plan=CLASSES) as fleet:
-        await submit_all(fleet, "abcd", terms=Terms("heavy"))
+        await submit_all(fleet, "abcd", terms=RequestTerms("heavy"))
         if end == "finish":
             for name in "abcd":
                 fleet.say(name, 1, finish_reason="stop")
@@ -275,5 +278,5 @@ async def test_nothing_of_a_tenant_is_left_when_its_requests_have_ended(end: str
         else:
             fleet.lose(0)
         admission = fleet.orchestrator.admission
-        report, _ = admission.by_tenant()
-        assert (admission.waiting, report["heavy"].in_flight if "heavy" in report else 0) == ((0, 0), 0)
+        report, _ = admission.tenant_reports()
+        assert (admission.backlog, report["heavy"].in_flight if "heavy" in report else 0) == ((0, 0), 0)

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED, JOIN
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.pipeline import Stage
@@ -16,7 +16,7 @@ LONG, SHORT = [1, 2, 3], [1, 2]
 """Prompts that a prefill computes, and that skip it."""
 PREFILL, DECODE = 0, 1
 CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
-SOON = Terms(timeout_s=1.0)
+SOON = RequestTerms(timeout_s=1.0)
 
 
 def late(stages: tuple[Stage, ...], **options: Any) -> FakePipelineFleet:
@@ -59,14 +59,14 @@ async def test_a_request_that_waits_too_long_is_refused_before_its_prefill_and_c
 
 
 async def test_a_full_queue_refuses_before_the_prefill() -> None:
-    async with late(DISAGGREGATED, plan=AdmissionPlan(max_waiting_requests=1)) as fleet:
+    async with late(DISAGGREGATED, plan=AdmissionConfig(max_waiting_requests=1)) as fleet:
         await submit_all(fleet, "abcd", prompt=LONG)
         assert await refusals(fleet) == {"d": "queue_full"}
         assert (sent(fleet, PREFILL), sent(fleet, DECODE)) == ("ab", "")
 
 
 async def test_a_request_whose_prefill_has_begun_is_refused_no_more_however_long_it_waits_for_decode() -> None:
-    plan = AdmissionPlan(classes=(*CLASSES[:1], RequestClass(name="last", deadline=1.0)), max_waiting_requests=1)
+    plan = AdmissionConfig(classes=(*CLASSES[:1], RequestClass(name="last", deadline=1.0)), max_waiting_requests=1)
     async with late(DISAGGREGATED, plan=plan) as fleet:
         for name in "abcd":
             await fleet.submit(name, prompt=LONG, priority=1)
@@ -92,7 +92,7 @@ async def test_what_skips_the_prefill_comes_in_at_decode() -> None:
 async def test_what_comes_in_at_one_stage_pushes_out_what_waits_at_the_other(
     waits: list[int], comes: list[int]
 ) -> None:
-    async with late(DISAGGREGATED, plan=AdmissionPlan(classes=CLASSES, max_waiting_requests=1)) as fleet:
+    async with late(DISAGGREGATED, plan=AdmissionConfig(classes=CLASSES, max_waiting_requests=1)) as fleet:
         await submit_all(fleet, "ab", prompt=LONG)
         await submit_all(fleet, "cd", prompt=SHORT)
         await fleet.submit("e", prompt=waits, priority=1)
@@ -117,12 +117,12 @@ async def test_what_waits_for_the_prefill_comes_in_at_decode_when_its_replica_is
 
 
 async def test_later_stages_keep_the_order_of_classes_priorities_and_tenants() -> None:
-    async with late(CHAIN, plan=AdmissionPlan(classes=CLASSES)) as fleet:
+    async with late(CHAIN, plan=AdmissionConfig(classes=CLASSES)) as fleet:
         await submit_all(fleet, "ab")
         await submit_all(fleet, "c", priority=2)
         await submit_all(fleet, "d", priority=1)
-        await submit_all(fleet, "ef", terms=Terms("heavy"))
-        await submit_all(fleet, "g", terms=Terms("light"))
+        await submit_all(fleet, "ef", terms=RequestTerms("heavy"))
+        await submit_all(fleet, "g", terms=RequestTerms("light"))
         # Whatever the order in which the first stage ends them.
         for name in "abefgdc":
             await fleet.step(name, 0, count=9)
@@ -134,7 +134,7 @@ async def test_later_stages_keep_the_order_of_classes_priorities_and_tenants() -
 
 
 async def test_the_order_of_later_stages_is_not_that_of_arrival_there() -> None:
-    async with late(CHAIN, plan=AdmissionPlan(classes=CLASSES)) as fleet:
+    async with late(CHAIN, plan=AdmissionConfig(classes=CLASSES)) as fleet:
         await submit_all(fleet, "abcd", priority=1)
         for name in "abcd":
             await fleet.step(name, 0, count=9)
@@ -146,7 +146,7 @@ async def test_the_order_of_later_stages_is_not_that_of_arrival_there() -> None:
 
 
 async def test_a_tenant_at_its_limit_is_refused_until_a_request_of_its_has_ended_in_all_stages() -> None:
-    plan = AdmissionPlan(default_tenant=TenantSettings(max_in_flight=1))
+    plan = AdmissionConfig(default_tenant=TenantSettings(max_in_flight=1))
     async with late(CHAIN, plan=plan) as fleet:
         await fleet.submit("a")
         await fleet.step("a", 0, count=9)
@@ -162,10 +162,10 @@ async def test_a_tenant_at_its_limit_is_refused_until_a_request_of_its_has_ended
 
 async def test_a_tenant_pays_for_the_prompt_and_for_the_answer_of_decode_once() -> None:
     async with late(DISAGGREGATED) as fleet:
-        await fleet.submit("a", prompt=LONG, terms=Terms("one"))
+        await fleet.submit("a", prompt=LONG, terms=RequestTerms("one"))
         await prefilled(fleet, "a")
         fleet.tell("a", DECODE, 5, 6, finish_reason="stop")
-        account = fleet.orchestrator.admission._accounts.known("one")
+        account = fleet.orchestrator.admission._accounts.get("one")
         assert account is not None
         assert (account.served_tokens, account.in_flight) == (len(LONG) + 2, 0)
 
@@ -186,7 +186,7 @@ async def left(fleet: FakePipelineFleet) -> tuple[int, int]:
     """Requests that wait, and that count as in flight of a tenant."""
     await fleet.settle()
     admission = fleet.orchestrator.admission
-    return admission.waiting.requests, sum(account.in_flight for account in admission._accounts)
+    return admission.backlog.requests, sum(account.in_flight for account in admission._accounts)
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "lose"])
@@ -196,7 +196,7 @@ async def test_nothing_of_a_tenant_is_left_when_its_requests_have_ended(
     stages: tuple[Stage, ...], prompt: list[int], end: str
 ) -> None:
     async with late(stages) as fleet:
-        await submit_all(fleet, "abcd", prompt=prompt, terms=Terms("heavy"))
+        await submit_all(fleet, "abcd", prompt=prompt, terms=RequestTerms("heavy"))
         if end == "finish":
             await fleet.finish()
         elif end == "abort":

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.policies import NotingPolicy
-from vllm_omni_plugin.admission import Terms
+from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import (
     CacheChange,
     Decision,
@@ -35,7 +35,7 @@ class SelectOnly:
 
 async def explain(fleet: FakeFleet, task: Task, stage_id: int = 0) -> Explanation:
     reply: Future[Explanation] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply, Terms(), None))
+    fleet.orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply, RequestTerms(), None))
     async with asyncio.timeout(5):
         return await asyncio.wrap_future(reply)
 
@@ -283,7 +283,7 @@ async def test_what_cannot_be_explained_is_said(
 async def test_a_question_that_is_open_when_the_queues_close_is_cancelled() -> None:
     reply: Future[Explanation] = Future()
     fleet = FakeFleet(balancer=LeastQueueLengthBalancer())
-    fleet.orchestrator.rpc_async_queue.force_put(Explain(0, {}, reply, Terms(), None))
+    fleet.orchestrator.rpc_async_queue.force_put(Explain(0, {}, reply, RequestTerms(), None))
     fleet.orchestrator.close_queues()
     with pytest.raises(CancelledError):
         reply.result(timeout=5)

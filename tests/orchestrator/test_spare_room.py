@@ -5,7 +5,7 @@ import pytest
 from tests.admission.fakes import admission, come
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Ticket
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, TenantSettings, Ticket
 from vllm_omni_plugin.balancing import (
     LeastTokensBalancer,
     PrefixBalancer,
@@ -87,14 +87,14 @@ async def test_who_leaves_room_is_not_sent_behind_a_prompt_of_one_that_need_not(
 
 
 async def test_shares_are_by_weight() -> None:
-    plan = AdmissionPlan(tenants={"flood": TenantSettings(weight=99.0), "calm": TenantSettings(weight=0.1)})
+    plan = AdmissionConfig(tenants={"flood": TenantSettings(weight=99.0), "calm": TenantSettings(weight=0.1)})
     async with late(reserve=ROOMY, plan=plan) as fleet:
         await fleet.submit("0", prompt=[1, 2], terms=CALM)
         assert len(await flooded(fleet, 20)) >= SLOTS - 1
 
 
 async def test_a_lower_class_leaves_room_for_a_higher_one_that_was_there_in_the_last_minute() -> None:
-    plan = AdmissionPlan(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
+    plan = AdmissionConfig(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
     for later, expected in ((1.0, SLOTS - SPARE), (61.0, SLOTS)):
         async with late(reserve=ROOMY, plan=plan) as fleet:
             await answer_first(fleet, "0", FLOOD)
@@ -286,7 +286,7 @@ def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_fro
 
 def test_what_a_later_stage_does_leaves_the_place_of_what_waits_alone() -> None:
     classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
-    plan = AdmissionPlan(classes=classes, max_waiting_requests=1)
+    plan = AdmissionConfig(classes=classes, max_waiting_requests=1)
     entrance = Entrance(StagePool(0, LeastTokensBalancer()), plan, OrchestratorMetrics(), lambda: 0.0)
     turned_away: list[StageRun] = []
 
@@ -297,7 +297,7 @@ def test_what_a_later_stage_does_leaves_the_place_of_what_waits_alone() -> None:
         return run, ticket
 
     run, ticket = comes("a", 1)
-    entrance.started(ticket.follower())
-    entrance.leave(ticket.follower())
+    entrance.started(ticket.for_later_stage())
+    entrance.leave(ticket.for_later_stage())
     comes("b", 0)
     assert turned_away == [run]

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admission import Terms, Ticket
+from vllm_omni_plugin.admission import RequestTerms, Ticket
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.dispatch import held_requests
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
@@ -21,7 +21,7 @@ DUE_S = 0.01
 
 async def submit(fleet: FakeFleet, *names: str) -> None:
     for name in names:
-        await fleet.submit(name, prompt=[1], terms=Terms("tenant", timeout_s=DUE_S))
+        await fleet.submit(name, prompt=[1], terms=RequestTerms("tenant", timeout_s=DUE_S))
 
 
 async def refused(fleet: FakeFleet, name: str) -> None:
@@ -55,7 +55,7 @@ async def test_where_its_replica_turned_out_to_be_dead() -> None:
         fleet.links[0].broken = True
         await submit(fleet, "a")
         await refused(fleet, "a")
-        named, _ = fleet.orchestrator.admission.by_tenant()
+        named, _ = fleet.orchestrator.admission.tenant_reports()
         assert (named["tenant"].in_flight, named["tenant"].served_tokens) == (0, 0)
 
 
@@ -123,7 +123,7 @@ async def test_not_once_an_engine_has_begun_to_answer() -> None:
 
 async def test_nobody_is_refused_for_the_time_that_engines_take_while_nothing_waits() -> None:
     async with late() as fleet:
-        terms = Terms("tenant", timeout_s=1.0)
+        terms = RequestTerms("tenant", timeout_s=1.0)
         # Engines take ten seconds for each, and are never behind.
         for name in "abc":
             await fleet.submit(name, prompt=[1])
@@ -132,9 +132,9 @@ async def test_nobody_is_refused_for_the_time_that_engines_take_while_nothing_wa
         for name in "de":
             await fleet.submit(name, prompt=[1])
         admission = fleet.orchestrator.admission
-        assert admission.refusal(terms, None, fleet.now) is None
+        assert admission.expected_refusal(terms, None, fleet.now) is None
         await fleet.submit("f", prompt=[1], terms=terms)
-        assert admission.refusal(terms, None, fleet.now) is None
+        assert admission.expected_refusal(terms, None, fleet.now) is None
         assert list(fleet.orchestrator.request_states) == ["d", "e", "f"]
         # From here on it is known how long one waits.
         fleet.now += 0.9
@@ -153,9 +153,9 @@ async def test_in_time_for_its_first_token_by_what_engines_take() -> None:
         fleet.say("a", 1)
         fleet.say("b", 1)
         admission = fleet.orchestrator.admission
-        ticket = admission.ticket(Terms("tenant", timeout_s=10.0), 0, 1, fleet.now)
+        ticket = admission.new_ticket(RequestTerms("tenant", timeout_s=10.0), 0, 1, fleet.now)
         assert isinstance(ticket, Ticket)
-        assert ticket.due == fleet.now + 10.0 - 3.0
+        assert ticket.dispatch_by == fleet.now + 10.0 - 3.0
         admission.ended(ticket, 0, fleet.now)
 
 
@@ -164,7 +164,7 @@ async def test_one_that_an_engine_had_in_time_has_until_its_deadline_when_that_e
         await fleet.submit("slow", prompt=[1])
         fleet.now += 1.0
         fleet.say("slow", 1)
-        await fleet.submit("a", prompt=[1], terms=Terms("tenant", timeout_s=0.03))
+        await fleet.submit("a", prompt=[1], terms=RequestTerms("tenant", timeout_s=0.03))
         # An engine was to have it after 0.015 s, as they take long.
         fleet.now += 0.02
         fleet.kill(0)

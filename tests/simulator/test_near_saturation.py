@@ -18,11 +18,11 @@ from simulator.several_heads import SeveralHeads, SharingHead
 from simulator.simulation import Simulation
 from simulator.workload import Scale, Workload
 
-from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, RequestClass
+from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, RequestClass
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 
 SCALE = Scale(replicas=4, requests=3000, settings=accelerator())
-BOUNDS = AdmissionPlan(
+BOUNDS = AdmissionConfig(
     classes=(RequestClass(name="interactive", deadline=2.0),),
     max_waiting_requests=64,
     max_waiting_tokens=64 * 512,

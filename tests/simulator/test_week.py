@@ -14,7 +14,7 @@ from week.clients import ANSWERED, FAILED, GIVEN_UP, REFUSED
 from week.simulated import Outcome, Settings, simulate
 from week.virtual_time import VirtualTimeLoop
 
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, TenantSettings
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.requests.charges import Account
 
@@ -22,7 +22,7 @@ HOURS = Settings(days=0.1, requests=30, replicas=6, fault=0.9, seed=4)
 """57 bursts, most of them with a fault."""
 
 
-PLAN = AdmissionPlan(
+PLAN = AdmissionConfig(
     classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last", deadline=2.0)),
     max_waiting_requests=60,
     max_wait=3.0,

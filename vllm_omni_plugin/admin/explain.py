@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_plugin.admin.replies import result_of
-from vllm_omni_plugin.admission import Terms
+from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import Candidate, Prompt, Task
 from vllm_omni_plugin.errors import NoExplanationError, OmniError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -76,12 +76,12 @@ async def explain(
     read = await read_prompt(prompt, model)
     task: Task = {"request_id": "explain", "prompt": read, "session": session, "max_tokens": None}
     reply: Future[Explanation] = Future()
-    orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply, Terms(tenant), priority))
+    orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply, RequestTerms(tenant), priority))
     return _report(await result_of(reply), len(read.token_ids))
 
 
 def _report(explanation: Explanation, prompt_tokens: int) -> DecisionReport:
-    decision, standing = explanation.decision, explanation.standing
+    decision, queue_position = explanation.decision, explanation.queue_position
     try:
         candidates = [_candidate(explanation, candidate) for candidate in decision.candidates]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -97,9 +97,9 @@ def _report(explanation: Explanation, prompt_tokens: int) -> DecisionReport:
         prompt_tokens=prompt_tokens,
         queue={
             "waits": not explanation.may_begin,
-            "class": standing.class_name,
-            "ahead": round(standing.ahead),
-            "wait_s": round(standing.wait_s, 3),
+            "class": queue_position.class_name,
+            "ahead": round(queue_position.ahead),
+            "wait_s": round(queue_position.wait_s, 3),
         },
     )
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST, ReadAhead, error_response, is_post_to, refusal
-from vllm_omni_plugin.admission.terms import Refusal, Terms
+from vllm_omni_plugin.admission.request_terms import Refusal, RequestTerms
 from vllm_omni_plugin.errors import OmniError, RequestRefusedError
 
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
@@ -39,20 +39,20 @@ class HttpAdmission:
     """What the middleware needs of a fleet.
 
     Attributes:
-        refusal: see `Admission.refusal`.
+        expected_refusal: see `Admission.expected_refusal`.
         may_refuse: see `Admission.may_refuse`.
         count: told of each refusal that is answered before the application sees the request.
         tenant_headers: where a tenant's name may stand, first come first; empty: tenants are not told apart.
         clock: monotonic seconds.
     """
 
-    refusal: Callable[[Terms, int | None, float], Refusal | None]
-    may_refuse: Callable[[Terms], bool]
+    expected_refusal: Callable[[RequestTerms, int | None, float], Refusal | None]
+    may_refuse: Callable[[RequestTerms], bool]
     count: Callable[[Refusal], None]
     tenant_headers: Sequence[str]
     clock: Callable[[], float]
 
-    def terms(self, headers: Headers) -> Terms:
+    def request_terms(self, headers: Headers) -> RequestTerms:
         """What a client says of its request.
 
         Raises:
@@ -60,7 +60,7 @@ class HttpAdmission:
         """
         text = headers.get(_TIMEOUT)
         timeout_s = None if text is None else _seconds(text.decode("latin-1"))
-        return Terms(_tenant(headers, self.tenant_headers) if self.tenant_headers else "", timeout_s)
+        return RequestTerms(_tenant(headers, self.tenant_headers) if self.tenant_headers else "", timeout_s)
 
 
 def tenant_headers(named: str | None, plan: str | None) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def _tenant(headers: Headers, names: Sequence[str]) -> str:
     return ""
 
 
-class Answer:
+class DeferredResponse:
     """An answer that is being made, by one request or several.
 
     Where a request may still be refused in the queue, what it begins with is kept back until one for it was handed
@@ -112,7 +112,7 @@ class Answer:
         refused: what its client is told in its place: a request for it was refused, and nothing had been sent.
     """
 
-    def __init__(self, terms: Terms, arrived: float, send: Send, keeps: bool) -> None:
+    def __init__(self, terms: RequestTerms, arrived: float, send: Send, keeps: bool) -> None:
         self.request_ids: list[str] = []
         self.refused: RequestRefusedError | None = None
         self._terms = terms
@@ -120,13 +120,13 @@ class Answer:
         self._send = send
         self._kept: list[Message] | None = [] if keeps else None
 
-    def submitted(self, request_id: str, now: float) -> Terms:
+    def add_request(self, request_id: str, now: float) -> RequestTerms:
         """A request for it is handed to the fleet; returns its terms, with the time that is left."""
         self.request_ids.append(request_id)
         timeout_s = self._terms.timeout_s
         if timeout_s is None:
             return self._terms
-        return Terms(self._terms.tenant, max(0.0, timeout_s - (now - self._arrived)))
+        return RequestTerms(self._terms.tenant, max(0.0, timeout_s - (now - self._arrived)))
 
     def refuse(self, error: Exception | None) -> bool:
         """A request for it has ended with this error; returns whether the client will be told of a refusal instead."""
@@ -152,12 +152,12 @@ class Answer:
             await self._send(message)
 
 
-_answer: ContextVar[Answer | None] = ContextVar("omni_answer", default=None)
+_response: ContextVar[DeferredResponse | None] = ContextVar("omni_response", default=None)
 
 
-def current_answer() -> Answer | None:
+def current_response() -> DeferredResponse | None:
     """The answer over HTTP that this task works for, as those do that it starts; None outside of any."""
-    return _answer.get()
+    return _response.get()
 
 
 class AdmissionMiddleware:
@@ -184,11 +184,11 @@ class AdmissionMiddleware:
             return
         now = admission.clock()
         try:
-            terms = admission.terms(dict(scope["headers"]))
+            terms = admission.request_terms(dict(scope["headers"]))
         except BadTimeoutError as fault:
             await error_response(str(fault), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
             return
-        refused = admission.refusal(terms, None, now)
+        refused = admission.expected_refusal(terms, None, now)
         if refused is not None:
             ahead = ReadAhead(receive)
             body, receive = await ahead.body(), ahead.receive
@@ -196,25 +196,25 @@ class AdmissionMiddleware:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
                 return
             if (priority := _priority(body)) is not None:
-                refused = admission.refusal(terms, priority, now)
+                refused = admission.expected_refusal(terms, priority, now)
         if refused is None:
-            error = await self._answer(Answer(terms, now, send, admission.may_refuse(terms)), scope, receive)
+            error = await self._answer(DeferredResponse(terms, now, send, admission.may_refuse(terms)), scope, receive)
         else:
             admission.count(refused)
             error = RequestRefusedError(*refused)
         if error is not None:
             await refusal(error)(scope, receive, send)
 
-    async def _answer(self, answer: Answer, scope: Scope, receive: Receive) -> RequestRefusedError | None:
+    async def _answer(self, answer: DeferredResponse, scope: Scope, receive: Receive) -> RequestRefusedError | None:
         """Let the application answer. Returns what the client is told instead, if anything."""
-        token = _answer.set(answer)
+        token = _response.set(answer)
         try:
             await self._app(scope, receive, answer.send)
         except Exception:
             if answer.refused is None:
                 raise
         finally:
-            _answer.reset(token)
+            _response.reset(token)
             if answer.refused is None:
                 await answer.release()
         return answer.refused

@@ -1,33 +1,39 @@
 """Who waits before whom for an engine, and who is refused: classes, tenants, bounds, deadlines, and their file.
 
-Knows neither vLLM nor sockets, threads or clocks: time is an argument. Start with `admission`.
+Uses neither vLLM nor sockets, threads or clocks: time is an argument. Start with `admission`.
 """
 
-from vllm_omni_plugin.admission.admission import Admission, Standing, TenantReport
+from vllm_omni_plugin.admission.admission import Admission, QueuePosition, TenantReport
+from vllm_omni_plugin.admission.admission_config import (
+    AdmissionConfig,
+    QueueBounds,
+    RequestClass,
+    TenantSettings,
+    config_changes,
+    load_admission,
+)
 from vllm_omni_plugin.admission.class_queue import Backlog
-from vllm_omni_plugin.admission.order import Order
-from vllm_omni_plugin.admission.plan import AdmissionPlan, Bounds, RequestClass, TenantSettings, changes
-from vllm_omni_plugin.admission.plan_file import load_admission
-from vllm_omni_plugin.admission.queues import StageState
-from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
-from vllm_omni_plugin.admission.ticket import Phase, Ticket
+from vllm_omni_plugin.admission.indexed_heap import IndexedHeap
+from vllm_omni_plugin.admission.request_terms import Refusal, RefusalReason, RequestTerms
+from vllm_omni_plugin.admission.ticket import Ticket, TicketPhase
+from vllm_omni_plugin.admission.wait_queue import StageView
 
 __all__ = [
     "Admission",
-    "AdmissionPlan",
+    "AdmissionConfig",
     "Backlog",
-    "Bounds",
-    "Order",
-    "Phase",
-    "Reason",
+    "IndexedHeap",
+    "QueueBounds",
+    "QueuePosition",
     "Refusal",
+    "RefusalReason",
     "RequestClass",
-    "StageState",
-    "Standing",
+    "RequestTerms",
+    "StageView",
     "TenantReport",
     "TenantSettings",
-    "Terms",
     "Ticket",
-    "changes",
+    "TicketPhase",
+    "config_changes",
     "load_admission",
 ]

@@ -5,33 +5,33 @@ from itertools import count
 from math import ceil
 from typing import NamedTuple
 
-from vllm_omni_plugin.admission.accounts import ACTIVE_S, TenantAccount, TenantAccounts
+from vllm_omni_plugin.admission.admission_config import AdmissionConfig, RequestClass
 from vllm_omni_plugin.admission.class_queue import Backlog, ClassQueue
-from vllm_omni_plugin.admission.named_tenants import NamedTenants
-from vllm_omni_plugin.admission.plan import AdmissionPlan, RequestClass
-from vllm_omni_plugin.admission.queues import Queues, StageState, total
-from vllm_omni_plugin.admission.terms import Reason, Refusal, Terms
-from vllm_omni_plugin.admission.ticket import Phase, Ticket
+from vllm_omni_plugin.admission.request_terms import Refusal, RefusalReason, RequestTerms
+from vllm_omni_plugin.admission.tenant_accounts import ACTIVE_S, TenantAccount, TenantAccounts
+from vllm_omni_plugin.admission.tenant_labels import TenantLabels
+from vllm_omni_plugin.admission.ticket import Ticket, TicketPhase
+from vllm_omni_plugin.admission.wait_queue import StageView, WaitQueue, total
 
 MAX_RETRY_AFTER_S = 60
 _MEMORY = 1 / 64
 """Weight of the latest answer in the mean length of all."""
 
 
-class Standing(NamedTuple):
+class QueuePosition(NamedTuple):
     """Where a request would stand if it had to wait.
 
     Attributes:
         class_name: its class.
         ahead: requests of this head that would start before it, about.
         wait_s: seconds until it would start, about; 0 while the rate is not known.
-        yields: see `Admission.yields`.
+        leaves_headroom: see `Admission.leaves_headroom`.
     """
 
     class_name: str
     ahead: float
     wait_s: float
-    yields: bool
+    leaves_headroom: bool
 
 
 class TenantReport(NamedTuple):
@@ -40,7 +40,7 @@ class TenantReport(NamedTuple):
     Attributes:
         waiting: what waits.
         in_flight: requests that wait or run.
-        served_tokens: of requests that have ended, see `NamedTenants`.
+        served_tokens: of requests that have ended, see `TenantLabels`.
         weight: its share.
     """
 
@@ -69,27 +69,27 @@ class Admission:
         stage: how the stage does.
     """
 
-    def __init__(self, plan: AdmissionPlan, stage: StageState) -> None:
+    def __init__(self, plan: AdmissionConfig, stage: StageView) -> None:
         self._stage = stage
         self._accounts = TenantAccounts(plan)
-        self._queues = Queues(plan, stage)
+        self._queues = WaitQueue(plan, stage)
         self._numbers = count()
         self._mean_output: float | None = None
-        self._named = NamedTenants()
+        self._named = TenantLabels()
         self._name_configured()
 
     @property
-    def plan(self) -> AdmissionPlan:
+    def config(self) -> AdmissionConfig:
         """What it goes by."""
         return self._queues.plan
 
-    def replace(self, plan: AdmissionPlan) -> None:
+    def replace(self, plan: AdmissionConfig) -> None:
         """Go by another plan. What waits keeps its place, and accounts their counts. O(n)."""
         self._accounts.replace(plan)
         self._queues = self._queues.under(plan)
         self._name_configured()
 
-    def ticket(self, terms: Terms, priority: int, tokens: int, now: float) -> Ticket | Refusal:
+    def new_ticket(self, terms: RequestTerms, priority: int, tokens: int, now: float) -> Ticket | Refusal:
         """Give a request its place in the order; or refuse it, because its tenant is at a limit of its own.
 
         Args:
@@ -98,21 +98,21 @@ class Admission:
             tokens: of its prompt.
             now: when it came.
         """
-        account = self._accounts.open(terms.tenant)
+        account = self._accounts.get_or_create(terms.tenant)
         refused = self._over_limit(account, now)
         if refused is not None:
             return refused
-        index = self.plan.class_index(account.settings, priority)
-        of_class = self.plan.classes[index]
+        index = self.config.class_index(account.settings, priority)
+        of_class = self.config.classes[index]
         start_tag = _start_tag(account, of_class.name, self._queues.of(of_class.name))
         tokens = max(1, tokens)
         mean_output = self._mean_output if account.mean_output is None else account.mean_output
         cost = tokens + (mean_output or 0.0)
         charge = cost / account.settings.weight
-        account.finish[of_class.name] = start_tag + charge
+        account.finish_tags[of_class.name] = start_tag + charge
         account.use(cost, self._stage.heads, now)
         self._accounts.begin(account, now)
-        self._named.come(account, self.plan.tenants)
+        self._named.come(account, self.config.tenants)
         allowed, patience = _allowed(terms, of_class), self._patience(terms, of_class)
         due = None if patience is None else now + patience
         deadline = None if allowed is None else now + allowed
@@ -120,11 +120,11 @@ class Admission:
         number = next(self._numbers)
         return Ticket(index, priority, start_tag, number, account, tokens, due, deadline, of_class.name, cost, charge)
 
-    def may_refuse(self, terms: Terms) -> bool:
+    def may_refuse(self, terms: RequestTerms) -> bool:
         """Whether such a request may be refused while it waits, or by a limit. From any thread."""
-        return terms.timeout_s is not None or self.plan.refuses
+        return terms.timeout_s is not None or self.config.can_refuse
 
-    def refusal(self, terms: Terms, priority: int | None, now: float) -> Refusal | None:
+    def expected_refusal(self, terms: RequestTerms, priority: int | None, now: float) -> Refusal | None:
         """Why a request would be refused that came now and had to wait; None if it would not, as far as is known.
 
         Args:
@@ -136,7 +136,7 @@ class Admission:
         refused = self._over_limit(account, now)
         if refused is not None:
             return refused
-        if not self.waiting.requests:
+        if not self.backlog.requests:
             # As far as is known it need not wait.
             return None
         index = queues.plan.class_index(account.settings, priority)
@@ -145,28 +145,28 @@ class Admission:
         late_s = _late_s(queues, account, index, start_tag, self._patience(terms, of_class))
         return self._refused(account, 1, late_s, 0.0 if late_s else queues.excess(account, index))
 
-    def standing(self, terms: Terms, priority: int | None, now: float) -> Standing:
+    def queue_position(self, terms: RequestTerms, priority: int | None, now: float) -> QueuePosition:
         """Where a request would stand if it came now and had to wait."""
         queues, account = self._queues, self._account(terms)
         index = queues.plan.class_index(account.settings, priority)
         name = queues.plan.classes[index].name
         ahead = queues.ahead_of(account, index, _start_tag(account, name, queues.of(name)))
-        return Standing(name, ahead, queues.wait_s(ahead), self._yields(account, name, now))
+        return QueuePosition(name, ahead, queues.wait_s(ahead), self._leaves_headroom(account, name, now))
 
-    def wait(self, ticket: Ticket, now: float) -> Refusal | list[tuple[Ticket, Refusal]]:
+    def enqueue(self, ticket: Ticket, now: float) -> Refusal | list[tuple[Ticket, Refusal]]:
         """A request begins to wait, unless it is refused. One that has waited or started keeps its place.
 
         Returns:
             Why it is refused; or else those that are pushed out for it. The tickets of the refused are ended.
         """
-        if ticket.phase is Phase.LET_IN:
-            ticket.phase = Phase.WAITING
+        if ticket.phase is TicketPhase.ADMITTED:
+            ticket.phase = TicketPhase.WAITING
             self._queues.of(ticket.class_name).add(ticket)
-        if ticket.phase is not Phase.NEW:
+        if ticket.phase is not TicketPhase.NEW:
             return []
         queues, account = self._queues, ticket.tenant
         index = queues.place_of(ticket.class_name)
-        patience = None if ticket.due is None else ticket.due - now
+        patience = None if ticket.dispatch_by is None else ticket.dispatch_by - now
         late_s = _late_s(queues, account, index, ticket.start_tag, patience)
         pushed_out, excess = ([], 0.0) if late_s else queues.make_room(ticket)
         refused = self._refused(account, ticket.tokens, late_s, excess)
@@ -175,34 +175,34 @@ class Admission:
             return refused
         refusals = self._pushed_out(pushed_out)
         for each in pushed_out:
-            each.phase = Phase.NEW
+            each.phase = TicketPhase.NEW
             self._end_unstarted(each, now)
-        ticket.phase = Phase.WAITING
+        ticket.phase = TicketPhase.WAITING
         queues.of(ticket.class_name).add(ticket)
         return list(zip(pushed_out, refusals, strict=True))
 
-    def leave(self, ticket: Ticket) -> None:
+    def dequeue(self, ticket: Ticket) -> None:
         """It waits no longer, if it did, and may come to wait elsewhere. Part of `started`, `overdue` and `ended`."""
-        if ticket.phase is Phase.WAITING:
-            ticket.phase = Phase.LET_IN
+        if ticket.phase is TicketPhase.WAITING:
+            ticket.phase = TicketPhase.ADMITTED
             self._queues.of(ticket.class_name).remove(ticket)
 
-    def overdue(self, ticket: Ticket, now: float) -> Refusal:
+    def expire(self, ticket: Ticket, now: float) -> Refusal:
         """It is due, and no engine has it or has begun to answer it: it is refused, and its ticket ended."""
         over = self._is_over_share(ticket.tenant)
         self._end_unstarted(ticket, now)
-        return _refuse(over, Reason.DEADLINE, "The request has waited as long as it may.")
+        return _refuse(over, RefusalReason.DEADLINE, "The request has waited as long as it may.")
 
-    def yields(self, ticket: Ticket, now: float) -> bool:
+    def leaves_headroom(self, ticket: Ticket, now: float) -> bool:
         """Whether it is to leave room at the engine: for tenants that have used less than their share, or for a
         higher class; as long as requests of these come at least once in `ACTIVE_S`."""
-        return self._yields(ticket.tenant, ticket.class_name, now)
+        return self._leaves_headroom(ticket.tenant, ticket.class_name, now)
 
     def started(self, ticket: Ticket) -> None:
         """An engine has got it, for the first time or again."""
-        self.leave(ticket)
-        if ticket.phase in (Phase.NEW, Phase.LET_IN):
-            ticket.phase = Phase.STARTED
+        self.dequeue(ticket)
+        if ticket.phase in (TicketPhase.NEW, TicketPhase.ADMITTED):
+            ticket.phase = TicketPhase.STARTED
             self._accounts.started(ticket.tenant, ticket.cost)
             self._queues.of(ticket.class_name).started(ticket)
 
@@ -211,7 +211,7 @@ class Admission:
 
         Its tenant is charged for what it really cost, and for nothing if it never started.
         """
-        if ticket.phase is Phase.STARTED:
+        if ticket.phase is TicketPhase.STARTED:
             account = ticket.tenant
             more = ticket.tokens + output_tokens - ticket.cost
             account.answered(ticket.tokens, output_tokens)
@@ -223,23 +223,23 @@ class Admission:
             self._end_unstarted(ticket, now)
 
     @property
-    def waiting(self) -> Backlog:
+    def backlog(self) -> Backlog:
         """What waits at this head."""
-        return total(self.by_class().values())
+        return total(self.backlog_by_class().values())
 
-    def by_class(self) -> dict[str, Backlog]:
+    def backlog_by_class(self) -> dict[str, Backlog]:
         """What waits at this head of each class, in order."""
         return self._queues.by_class()
 
-    def class_waits(self) -> dict[str, float]:
+    def expected_waits(self) -> dict[str, float]:
         """Seconds until a request that came last in each class would start; 0 while the rate is not known."""
         waits, ahead = {}, 0
-        for name, backlog in self.by_class().items():
+        for name, backlog in self.backlog_by_class().items():
             ahead += backlog.requests
             waits[name] = self._queues.wait_s(ahead)
         return waits
 
-    def by_tenant(self) -> tuple[dict[str, TenantReport], TenantReport]:
+    def tenant_reports(self) -> tuple[dict[str, TenantReport], TenantReport]:
         """The tenants that metrics tell apart, and all others as one. O(tenants)."""
         named = {account.name: self._report(account, tokens) for account, tokens in self._named.served()}
         others = [self._report(account, 0) for account in self._accounts if account.name not in named]
@@ -247,28 +247,28 @@ class Admission:
         in_flight, weight = sum(report.in_flight for report in others), sum(report.weight for report in others)
         return named, TenantReport(waiting, in_flight, self._named.other_tokens, weight)
 
-    def _yields(self, account: TenantAccount, class_name: str, now: float) -> bool:
+    def _leaves_headroom(self, account: TenantAccount, class_name: str, now: float) -> bool:
         return self._accounts.is_over_share(account, now) or self._queues.is_above(class_name, now - ACTIVE_S)
 
-    def _patience(self, terms: Terms, of_class: RequestClass) -> float | None:
+    def _patience(self, terms: RequestTerms, of_class: RequestClass) -> float | None:
         """Seconds that a request may wait for an engine, so that its first token comes in time; None: no deadline.
 
         At least half of its deadline: engines that are as slow as that may not keep it, but are not left idle for it.
         """
         allowed = _allowed(terms, of_class)
-        return None if allowed is None else max(allowed - self._stage.in_engine_s, allowed / 2)
+        return None if allowed is None else max(allowed - self._stage.first_output_s, allowed / 2)
 
     def _report(self, account: TenantAccount, served_tokens: int) -> TenantReport:
         waiting = self._queues.backlog_of(account.name)
         return TenantReport(waiting, account.in_flight, served_tokens, account.settings.weight)
 
     def _name_configured(self) -> None:
-        for name in self.plan.tenants:
-            self._named.come(self._accounts.open(name), self.plan.tenants)
+        for name in self.config.tenants:
+            self._named.come(self._accounts.get_or_create(name), self.config.tenants)
 
-    def _account(self, terms: Terms) -> TenantAccount:
+    def _account(self, terms: RequestTerms) -> TenantAccount:
         """The account of a tenant, or what it would be. From any thread."""
-        known = self._accounts.known(terms.tenant)
+        known = self._accounts.get(terms.tenant)
         return known or TenantAccount(terms.tenant, self._accounts.settings_of(terms.tenant))
 
     def _is_over_share(self, account: TenantAccount, more: int = 0) -> bool:
@@ -278,27 +278,27 @@ class Admission:
             active += weight
         own = self._queues.backlog_of(account.name).tokens + more
         # Not for what rounding has left of weights.
-        return own * active > (self.waiting.tokens + more) * weight * (1 + 1e-9)
+        return own * active > (self.backlog.tokens + more) * weight * (1 + 1e-9)
 
     def _over_limit(self, account: TenantAccount, now: float) -> Refusal | None:
         heads = self._stage.heads
         if account.is_over_in_flight(heads):
             message = f"The tenant has {account.in_flight} requests in flight, as many as it may."
-            return _refuse(True, Reason.IN_FLIGHT, message)
+            return _refuse(True, RefusalReason.IN_FLIGHT, message)
         debt_s = account.debt_s(heads, now)
         if debt_s:
             message = f"The tenant has used more than its {account.settings.tokens_per_s:g} tokens per second."
-            return _refuse(True, Reason.TOKEN_RATE, message, debt_s)
+            return _refuse(True, RefusalReason.TOKEN_RATE, message, debt_s)
         return None
 
     def _refused(self, account: TenantAccount, tokens: int, late_s: float, excess: float) -> Refusal | None:
         """Why a request of so many tokens is refused that would be so late, or for which so many are too many."""
         if late_s:
             message = f"The request's first token would come about {late_s:.1f} s later than it may."
-            return _refuse(self._is_over_share(account, tokens), Reason.DEADLINE, message, late_s)
+            return _refuse(self._is_over_share(account, tokens), RefusalReason.DEADLINE, message, late_s)
         if excess:
             over, drained_s = self._is_over_share(account, tokens), self._queues.drained_in(excess)
-            return _refuse(over, Reason.QUEUE_FULL, "The queue is full.", drained_s)
+            return _refuse(over, RefusalReason.QUEUE_FULL, "The queue is full.", drained_s)
         return None
 
     def _pushed_out(self, tickets: list[Ticket]) -> list[Refusal]:
@@ -310,44 +310,44 @@ class Admission:
         retry_after_s = self._queues.drained_in(len(tickets))
         return [
             _refuse(
-                self._is_over_share(each.tenant, taken[each.tenant.name]), Reason.PUSHED_OUT, message, retry_after_s
+                self._is_over_share(each.tenant, taken[each.tenant.name]), RefusalReason.EVICTED, message, retry_after_s
             )
             for each in tickets
         ]
 
     def _end_unstarted(self, ticket: Ticket, now: float) -> None:
-        self.leave(ticket)
-        self._close(ticket, -ticket.cost, -ticket.charge, now)
+        self.dequeue(ticket)
+        self._close(ticket, -ticket.cost, -ticket.virtual_cost, now)
 
     def _close(self, ticket: Ticket, tokens: float, charge: float, now: float) -> None:
         """Correct what its tenant was charged, once."""
-        if ticket.phase is Phase.OVER:
+        if ticket.phase is TicketPhase.ENDED:
             return
         account = ticket.tenant
-        if ticket.phase is Phase.STARTED:
+        if ticket.phase is TicketPhase.STARTED:
             self._accounts.ran(account, ticket.cost, ticket.cost + tokens, now)
-        ticket.phase = Phase.OVER
-        account.finish[ticket.class_name] = account.finish.get(ticket.class_name, 0.0) + charge
+        ticket.phase = TicketPhase.ENDED
+        account.finish_tags[ticket.class_name] = account.finish_tags.get(ticket.class_name, 0.0) + charge
         account.use(tokens, self._stage.heads, now)
         self._accounts.end(account, now)
 
 
-def _allowed(terms: Terms, of_class: RequestClass) -> float | None:
+def _allowed(terms: RequestTerms, of_class: RequestClass) -> float | None:
     """Seconds from a request's arrival to its first token; None: any."""
     return min((each for each in (terms.timeout_s, of_class.deadline) if each is not None), default=None)
 
 
 def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> float:
-    return max(queue.virtual_time, account.finish.get(class_name, 0.0))
+    return max(queue.virtual_time, account.finish_tags.get(class_name, 0.0))
 
 
-def _late_s(queues: Queues, account: TenantAccount, index: int, start_tag: float, patience: float | None) -> float:
+def _late_s(queues: WaitQueue, account: TenantAccount, index: int, start_tag: float, patience: float | None) -> float:
     """Seconds by which an engine would get a request too late; 0 if in time."""
     if patience is None:
         return 0.0
     return max(0.0, queues.sent_in(queues.ahead_of(account, index, start_tag)) - patience)
 
 
-def _refuse(over: bool, reason: Reason, message: str, retry_after_s: float = 0.0) -> Refusal:
+def _refuse(over: bool, reason: RefusalReason, message: str, retry_after_s: float = 0.0) -> Refusal:
     status = HTTPStatus.TOO_MANY_REQUESTS if over else HTTPStatus.SERVICE_UNAVAILABLE
     return Refusal(status, reason, message, min(MAX_RETRY_AFTER_S, max(1, ceil(retry_after_s))))

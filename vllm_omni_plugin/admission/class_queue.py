@@ -3,8 +3,8 @@
 from math import inf
 from typing import NamedTuple
 
-from vllm_omni_plugin.admission.accounts import TenantAccount
-from vllm_omni_plugin.admission.order import Order
+from vllm_omni_plugin.admission.indexed_heap import IndexedHeap
+from vllm_omni_plugin.admission.tenant_accounts import TenantAccount
 from vllm_omni_plugin.admission.ticket import Ticket
 
 
@@ -59,8 +59,8 @@ class ClassQueue:
         self.requests = self.tokens = 0
         self.cost = self.weight = self.highest_load = 0.0
         self._tenants: dict[str, TenantQueue] = {}
-        self._loads: Order[TenantQueue] = Order()
-        self._tags: Order[int] = Order()
+        self._loads: IndexedHeap[TenantQueue] = IndexedHeap()
+        self._tags: IndexedHeap[int] = IndexedHeap()
         self._started = 0.0
 
     @property

@@ -6,17 +6,17 @@ from typing import Self
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_omni_plugin.admission.accounts import TenantAccount
+from vllm_omni_plugin.admission.tenant_accounts import TenantAccount
 
 
-class Phase(IntEnum):
+class TicketPhase(IntEnum):
     """How far a request has come, as far as admission is concerned."""
 
     NEW = 0
     WAITING = 1
     STARTED = 2
-    OVER = 3
-    LET_IN = 4
+    ENDED = 3
+    ADMITTED = 4
     """It has waited, and is to go on or to wait elsewhere without being judged again."""
 
 
@@ -30,11 +30,11 @@ class Ticket(Struct, order=True):
         number: counts up with each ticket of a head.
         tenant: whose request it is.
         tokens: of its prompt.
-        due: monotonic seconds by which an engine must have got it for the first time; None: it may wait for ever.
+        dispatch_by: monotonic seconds by which an engine must have got it first; None: no limit.
         deadline: monotonic seconds by which its first token must come; None likewise.
         class_name: its class.
         cost: tokens that it is charged for while its answer's length is not known.
-        charge: what its tenant's next request was put back for it, in tokens per weight.
+        virtual_cost: what its tenant's next request was put back for it, in tokens per weight.
         phase: how far it has come.
     """
 
@@ -44,13 +44,13 @@ class Ticket(Struct, order=True):
     number: int
     tenant: TenantAccount
     tokens: int
-    due: float | None
+    dispatch_by: float | None
     deadline: float | None
     class_name: str
     cost: float
-    charge: float
-    phase: Phase = Phase.NEW
+    virtual_cost: float
+    phase: TicketPhase = TicketPhase.NEW
 
-    def follower(self) -> Self:
+    def for_later_stage(self) -> Self:
         """The same place, for work on the request at a stage where nobody is refused."""
-        return replace(self, phase=Phase.STARTED, due=None, deadline=None)
+        return replace(self, phase=TicketPhase.STARTED, dispatch_by=None, deadline=None)

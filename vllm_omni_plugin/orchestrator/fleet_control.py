@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any
 
-from vllm_omni_plugin.admission import changes
+from vllm_omni_plugin.admission import config_changes
 from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.state.call_log import note_drained
 from vllm_omni_plugin.errors import OmniError, ReplicaError
@@ -117,9 +117,9 @@ class FleetControl:
                     self._manage(message)
                 case ReplaceAdmission():
                     admission = self._orchestrator.admission
-                    before = admission.plan
-                    admission.replace(message.plan)
-                    message.reply.set_result(changes(before, message.plan))
+                    before = admission.config
+                    admission.replace(message.config)
+                    message.reply.set_result(config_changes(before, message.config))
                 case RegisterRemoteReplica() | UnregisterRemoteReplica():
                     self._list_changed(message)
                 case _:

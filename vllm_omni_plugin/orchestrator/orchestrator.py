@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.admission import AdmissionPlan
+from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
@@ -97,7 +97,7 @@ class Orchestrator:
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
         input_builder: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
-        admission_plan: who may come in, and in what order they wait; None: everybody, in the order of arrival.
+        admission_config: who may come in, and in what order they wait; None: everybody, in the order of arrival.
 
     Attributes:
         request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
@@ -125,7 +125,7 @@ class Orchestrator:
         clock: Callable[[], float],
         replica_wait: float = 60.0,
         input_builder: StageInputBuilder | None = None,
-        admission_plan: AdmissionPlan | None = None,
+        admission_config: AdmissionConfig | None = None,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
@@ -154,7 +154,7 @@ class Orchestrator:
             needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
             self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
             self.entry_pool = stage_pools[pipeline.entry.id]
-        entrance = Entrance(self.entry_pool, admission_plan or AdmissionPlan(), self.metrics, clock)
+        entrance = Entrance(self.entry_pool, admission_config or AdmissionConfig(), self.metrics, clock)
         self.admission = entrance.admission
         self._dispatchers = []
         for pool, api in zip(stage_pools, apis, strict=True):
@@ -333,8 +333,8 @@ class Orchestrator:
 
     def explain(self, question: Explain) -> Explanation:
         """Where a request would go now, or stand in the queue; see `StagePool.explain`."""
-        standing = self.admission.standing(question.terms, question.priority, self._clock())
-        return self.stage_pools[question.stage_id].explain(question.task, standing)
+        queue_position = self.admission.queue_position(question.terms, question.priority, self._clock())
+        return self.stage_pools[question.stage_id].explain(question.task, queue_position)
 
     def _wake_at(self, time: float) -> None:
         """See that `_tick` comes at this time, or before."""

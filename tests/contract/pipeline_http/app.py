@@ -27,7 +27,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
 
 from tests.admin.asgi import Client
-from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_answer
+from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_response
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
 from vllm_omni_plugin.integration.http.pipeline_http import serve_pipeline
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
@@ -80,9 +80,9 @@ class Played:
     async def generate(
         self, prompt: Any, params: Any, request_id: str, **_: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        call, answer = submitted(request_id), current_answer()
+        call, answer = submitted(request_id), current_response()
         assert answer is not None
-        answer.submitted(request_id, 0.0)
+        answer.add_request(request_id, 0.0)
         self.calls.append(call)
         self.prompts.append(prompt)
         deltas: asyncio.Queue[tuple[str, str | None]] = asyncio.Queue()

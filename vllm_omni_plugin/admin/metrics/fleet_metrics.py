@@ -142,11 +142,11 @@ class FleetCollector(Collector):
 
 
 def _admission(admission: Admission) -> Iterator[tuple[str, Samples]]:
-    by_class = admission.by_class()
+    by_class = admission.backlog_by_class()
     yield "requests_queued", [((name,), backlog.requests) for name, backlog in by_class.items()]
-    waits = admission.class_waits()
+    waits = admission.expected_waits()
     yield "class_expected_wait_seconds", [((name,), wait) for name, wait in waits.items()]
-    named, other = admission.by_tenant()
+    named, other = admission.tenant_reports()
     tenants = {_label(name): report for name, report in named.items()} | {_OTHERS: other}
     yield "tenant_requests_waiting", [((name,), each.waiting.requests) for name, each in tenants.items()]
     yield "tenant_requests_in_flight", [((name,), each.in_flight) for name, each in tenants.items()]

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.head_drain import HeadDrain
-from vllm_omni_plugin.admin.http_admission import current_answer
+from vllm_omni_plugin.admin.http_admission import current_response
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_dispatches
@@ -186,12 +186,12 @@ class FleetClient(EngineCalls):
         spans = self._events.spans
         if spans is not None:
             dispatches = spans.expect(request.request_id, dispatches)
-        now, answer, terms = self._clock(), current_answer(), None
+        now, answer, terms = self._clock(), current_response(), None
         if answer is not None:
             if answer.refused is not None:
                 self._give_up(request.request_id, call, answer.refused)
                 return
-            terms = answer.submitted(request.request_id, now)
+            terms = answer.add_request(request.request_id, now)
             self._events.answers[request.request_id] = answer
         message = SubmitRequest(request, now, dispatches, call, traced=spans is not None, terms=terms)
         try:

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from vllm_omni_plugin.admin.http_admission import Answer
+from vllm_omni_plugin.admin.http_admission import DeferredResponse
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
@@ -70,7 +70,7 @@ class FleetEvents:
         self._vllm_config = vllm_config
         self._abort = abort
         self._complain = complain
-        self.answers: WeakValueDictionary[str, Answer] = WeakValueDictionary()
+        self.answers: WeakValueDictionary[str, DeferredResponse] = WeakValueDictionary()
         self.sender = 0
         self._configured: set[int] = set()
         self._output_processor: Any = None

@@ -6,7 +6,7 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
-from vllm_omni_plugin.admin.http_admission import current_answer
+from vllm_omni_plugin.admin.http_admission import current_response
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class RunningCall:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Any] = asyncio.Queue()
         self._ended = 0
-        self._answer = current_answer()
+        self._answer = current_response()
 
     async def run(self, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T | StageEvent | PipelineCallEnded, None]:
         """vLLM's answer to the call and the events of its stages, each as it comes.

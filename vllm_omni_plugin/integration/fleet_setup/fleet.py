@@ -135,7 +135,7 @@ class Fleet:
             reader = apis[self.stages.prompt_stage]
             assert isinstance(reader, VllmStageApi)
             input_builder = StageInputBuilder(pipeline, cast(list[StageApi], apis), reader.prompt_text)
-        admission_plan = None if options.admission is None else load_admission(options.admission)
+        admission_config = None if options.admission is None else load_admission(options.admission)
         return Orchestrator(
             self._pools,
             apis,
@@ -143,7 +143,7 @@ class Fleet:
             time.monotonic,
             options.replica_wait,
             input_builder,
-            admission_plan,
+            admission_config,
         )
 
     def _make_thread(self) -> OrchestratorThread:

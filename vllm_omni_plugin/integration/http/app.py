@@ -152,7 +152,7 @@ class FleetEndpoints:
             admission = fleet.orchestrator.admission
             count = partial(_count_refusal, fleet)
             state.omni_admission = HttpAdmission(
-                admission.refusal, admission.may_refuse, count, headers, time.monotonic
+                admission.expected_refusal, admission.may_refuse, count, headers, time.monotonic
             )
         if options.admission is not None:
             # A supervisor sends the signal to each of its API servers.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from vllm_omni_plugin.admission import Admission, AdmissionPlan, Backlog, Phase, Refusal, Terms, Ticket
+from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Refusal, RequestTerms, Ticket, TicketPhase
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -15,14 +15,14 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 TurnAway = Callable[[StageRun, RequestRefusedError], None]
 """Ends a run of its stage, whose request is refused."""
 
-_NO_TERMS = Terms()
+_NO_TERMS = RequestTerms()
 
 
 class Entrance:
     """Gives each request its ticket, and sees that it is judged once, whatever stages it runs through.
 
     Most come in at one stage. Where that is a prefill, those that skip it come in at the stage behind; what waits at
-    either is one queue to `Admission`, whose questions are answered here (`StageState`) with what the first of them
+    either is one queue to `Admission`, whose questions are answered here (`StageView`) with what the first of them
     does. Lives on the orchestrator's loop; does no I/O.
 
     Args:
@@ -36,7 +36,7 @@ class Entrance:
     """
 
     def __init__(
-        self, pool: StagePool, plan: AdmissionPlan, metrics: OrchestratorMetrics, clock: Callable[[], float]
+        self, pool: StagePool, plan: AdmissionConfig, metrics: OrchestratorMetrics, clock: Callable[[], float]
     ) -> None:
         self._pool = pool
         self._metrics = metrics
@@ -48,32 +48,32 @@ class Entrance:
         self.admission = Admission(plan, self)
 
     @property
-    def rate(self) -> float:
-        """See `StageState`."""
+    def dispatch_rate(self) -> float:
+        """See `StageView`."""
         return self._flow.leaving_rate or 0.0
 
     @property
-    def unbegun(self) -> int:
-        """See `StageState`."""
+    def unstarted(self) -> int:
+        """See `StageView`."""
         return max(0, self._pool.flow.queued - self._metrics.queued_in[self._pool.stage_id]())
 
     @property
-    def in_engine_s(self) -> float:
-        """See `StageState`."""
+    def first_output_s(self) -> float:
+        """See `StageView`."""
         return self._pool.flow.most_in_engine_s
 
     @property
     def heads(self) -> int:
-        """See `StageState`."""
+        """See `StageView`."""
         return self._pool.heads
 
     @property
-    def others_waiting(self) -> Mapping[str, Backlog]:
-        """See `StageState`."""
+    def other_heads_backlog(self) -> Mapping[str, Backlog]:
+        """See `StageView`."""
         exchange = self._pool.exchange
         if exchange is None:
             return {}
-        return {each.name: Backlog(*exchange.others_waiting(each.name)) for each in self.admission.plan.classes}
+        return {each.name: Backlog(*exchange.others_waiting(each.name)) for each in self.admission.config.classes}
 
     def enter(self, message: SubmitRequest) -> Ticket:
         """A new request has come. Its ticket must be given to `left` in the end.
@@ -82,7 +82,7 @@ class Entrance:
             RequestRefusedError: its tenant is at a limit.
         """
         terms, priority = message.terms or _NO_TERMS, message.request.priority
-        ticket = self.admission.ticket(terms, priority, message.prompt_tokens, self._clock())
+        ticket = self.admission.new_ticket(terms, priority, message.prompt_tokens, self._clock())
         if isinstance(ticket, Refusal):
             count(self._metrics.refusals, (self._pool.stage_id, ticket.reason, str(ticket.status)))
             raise RequestRefusedError(*ticket)
@@ -99,9 +99,9 @@ class Entrance:
         Raises:
             RequestRefusedError: it may not wait.
         """
-        if ticket.phase not in (Phase.NEW, Phase.LET_IN):
+        if ticket.phase not in (TicketPhase.NEW, TicketPhase.ADMITTED):
             return
-        outcome = self.admission.wait(ticket, self._clock())
+        outcome = self.admission.enqueue(ticket, self._clock())
         if isinstance(outcome, Refusal):
             raise RequestRefusedError(*outcome)
         self._waiting[ticket.number] = run, turn_away
@@ -114,7 +114,7 @@ class Entrance:
 
     def started(self, ticket: Ticket) -> None:
         """An engine has got a request, or its work in one of the stages."""
-        if ticket.phase is Phase.WAITING:
+        if ticket.phase is TicketPhase.WAITING:
             del self._waiting[ticket.number]
             self._flow.began(self._clock(), 0, None)
             self._tell_others(ticket.class_name)
@@ -122,15 +122,15 @@ class Entrance:
 
     def leave(self, ticket: Ticket) -> None:
         """A request waits no longer, if it did, and no engine gets it."""
-        if ticket.phase is Phase.WAITING:
+        if ticket.phase is TicketPhase.WAITING:
             self._forget(ticket)
-            self.admission.leave(ticket)
+            self.admission.dequeue(ticket)
 
     def overdue(self, ticket: Ticket) -> RequestRefusedError:
         """A request has waited as long as it may. Returns what its client is told."""
-        if ticket.phase is Phase.WAITING:
+        if ticket.phase is TicketPhase.WAITING:
             self._forget(ticket)
-        return RequestRefusedError(*self.admission.overdue(ticket, self._clock()))
+        return RequestRefusedError(*self.admission.expire(ticket, self._clock()))
 
     def left(self, ticket: Ticket, output_tokens: int) -> None:
         """A request is over, in whatever way, after so many tokens of answer."""
@@ -147,4 +147,4 @@ class Entrance:
             self._pool.exchange.tell_waiting(class_name, partial(self._waiting_of, class_name))
 
     def _waiting_of(self, class_name: str) -> Work:
-        return Work(*self.admission.by_class().get(class_name, NO_WORK))
+        return Work(*self.admission.backlog_by_class().get(class_name, NO_WORK))

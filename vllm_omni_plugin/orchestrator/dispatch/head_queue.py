@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from vllm_omni_plugin.admission import Order, Ticket
+from vllm_omni_plugin.admission import IndexedHeap, Ticket
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import RequestRefusedError
@@ -54,7 +54,7 @@ class HeadQueue:
         self._line = WaitingLine(self._yields)
         self._clear = ClearReplicas(pool.reserve, clock)
         # Those that no engine has, wherever they wait.
-        self._due: Order[StageRun] = Order()
+        self._due: IndexedHeap[StageRun] = IndexedHeap()
 
     def __len__(self) -> int:
         return len(self._line)
@@ -68,7 +68,7 @@ class HeadQueue:
         One that an engine had has until its deadline, lest it is refused for the time that it has lost with that one.
         """
         ticket = _ticket(run)
-        due = ticket.due if run.dispatched_at is None else ticket.deadline
+        due = ticket.dispatch_by if run.dispatched_at is None else ticket.deadline
         if due is not None and not run.produced:
             self._due.add(run, due)
             self._wake_at(due)
@@ -217,7 +217,7 @@ class HeadQueue:
         return not (yields and self._clear.must_stay(member, self._pool.serving))
 
     def _yields(self, run: StageRun) -> bool:
-        return self._entrance.admission.yields(_ticket(run), self._clock())
+        return self._entrance.admission.leaves_headroom(_ticket(run), self._clock())
 
 
 def _ticket(run: StageRun) -> Ticket:

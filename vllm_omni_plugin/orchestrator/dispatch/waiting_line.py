@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
-from vllm_omni_plugin.admission import Order, Ticket
+from vllm_omni_plugin.admission import IndexedHeap, Ticket
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
@@ -37,15 +37,15 @@ class _MemberLine:
     """
 
     def __init__(self) -> None:
-        self.groups: dict[Hashable, Order[StageRun]] = {}
-        self._firsts: Order[Hashable] = Order()
+        self.groups: dict[Hashable, IndexedHeap[StageRun]] = {}
+        self._firsts: IndexedHeap[Hashable] = IndexedHeap()
 
     def __iter__(self) -> Iterator[StageRun]:
         return (run for order in self.groups.values() for run in order)
 
     def add(self, run: StageRun, key: Any) -> None:
         group = _group(key)
-        self.groups.setdefault(group, Order()).add(run, key)
+        self.groups.setdefault(group, IndexedHeap()).add(run, key)
         self._note_first(group)
 
     def discard(self, run: StageRun, key: Any) -> None:
@@ -97,9 +97,9 @@ class WaitingLine:
         self._waiting: dict[StageRun, Waiting] = {}
         self._by_member: dict[PoolMember, _MemberLine] = {}
         # First those that were not asked yet whether they go elsewhere, then the others, by when they were asked.
-        self._recalls: Order[StageRun] = Order()
+        self._recalls: IndexedHeap[StageRun] = IndexedHeap()
         # Those that need not leave room for others, as far as was known when they were asked last.
-        self._unyielding_recalls: Order[StageRun] = Order()
+        self._unyielding_recalls: IndexedHeap[StageRun] = IndexedHeap()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -202,6 +202,6 @@ class WaitingLine:
                 yield run
 
 
-def _due(recalls: Order[StageRun], now: float) -> tuple[Any, StageRun] | None:
+def _due(recalls: IndexedHeap[StageRun], now: float) -> tuple[Any, StageRun] | None:
     first = recalls.first()
     return None if first is None or (first[0][0] and first[0][0] + RECALL_S > now) else first

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from vllm_omni_plugin.admission.ticket import Phase, Ticket
+from vllm_omni_plugin.admission.ticket import Ticket, TicketPhase
 from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Dispatches,
@@ -187,9 +187,9 @@ class PipelineRequestState(OrchestratorRequestState):
 
     def ticket_at(self, stage: Stage) -> Ticket:
         """Its place in the order at a stage, where it may be refused only if it comes in there."""
-        if stage.id in self.plan.entries and self.ticket.phase is not Phase.STARTED:
+        if stage.id in self.plan.entries and self.ticket.phase is not TicketPhase.STARTED:
             return self.ticket
-        return self.ticket.follower()
+        return self.ticket.for_later_stage()
 
     def stage_times(self, stages: Sequence[Stage], now: float) -> tuple[StageTimes, ...]:
         """When the stages that have begun worked for it, in the order of their beginnings.

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from vllm_omni_plugin.admission import Standing
+from vllm_omni_plugin.admission import QueuePosition
 from vllm_omni_plugin.balancing import (
     CacheChange,
     Decision,
@@ -224,7 +224,7 @@ class StagePool:
             self._bindings.bind(affinity_key, member)
         return member, decision
 
-    def explain(self, task: Task, standing: Standing) -> Explanation:
+    def explain(self, task: Task, queue_position: QueuePosition) -> Explanation:
         """What `decide` would say now of a request that stands there; nothing is run or remembered.
 
         Raises:
@@ -235,9 +235,11 @@ class StagePool:
             raise self.unavailable()
         decision = self._policy.explain(task, self.serving)
         tokens = max(0, prompt_tokens(task) - decision.matched_tokens)
-        may_begin = self.reserve.has_room(self.serving[decision.position].account, tokens, standing.yields)
+        may_begin = self.reserve.has_room(
+            self.serving[decision.position].account, tokens, queue_position.leaves_headroom
+        )
         loads = tuple((member.name, member.load) for member in self.serving)
-        return Explanation(self.policy, decision, loads, may_begin, standing)
+        return Explanation(self.policy, decision, loads, may_begin, queue_position)
 
     def unavailable(self, waited: float = 0.0) -> NoReplicaError:
         """The error of a request that finds no replica serving. Safe to call from any thread.

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vllm_omni_plugin.admission import AdmissionPlan, Standing, Terms
+from vllm_omni_plugin.admission import AdmissionConfig, QueuePosition, RequestTerms
 from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaInfo, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessage
@@ -81,7 +81,7 @@ class SubmitRequest:
     dispatches: Dispatches | None = None
     call: PipelineCall | None = None
     traced: bool = False
-    terms: Terms | None = None
+    terms: RequestTerms | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -242,14 +242,13 @@ class ManageReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplaceAdmission:
-    """Another plan of who goes first and who is refused.
+    """Replaces the admission config.
 
     Attributes:
-        plan: the plan.
-        reply: gets what it changes, a line for each value.
+        reply: gets the changed values, one line each.
     """
 
-    plan: AdmissionPlan
+    config: AdmissionConfig
     reply: "Future[list[str]]"
 
 
@@ -263,14 +262,14 @@ class Explanation:
         replicas: those it could choose from, as `<stage>.<replica>`, and their loads, at the positions that the
             decision speaks of.
         may_begin: whether the chosen one could begin it in its next steps, so that it would be sent at once.
-        standing: where it would stand in the queue otherwise.
+        queue_position: where it would stand in the queue otherwise.
     """
 
     policy: str
     decision: Decision
     replicas: tuple[tuple[str, ReplicaLoad], ...]
     may_begin: bool
-    standing: Standing
+    queue_position: QueuePosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +287,7 @@ class Explain:
     stage_id: int
     task: Task
     reply: "Future[Explanation]"
-    terms: Terms
+    terms: RequestTerms
     priority: int | None
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Container
 
-from vllm_omni_plugin.admission.accounts import TenantAccount
+from vllm_omni_plugin.admission.tenant_accounts import TenantAccount
 
 MAX_NAMED = 50
 """Tenants that metrics tell apart at a time. Clients may name any number."""
 
 
-class NamedTenants:
+class TenantLabels:
     """Counts that never fall, of few tenants by name and of all others as one.
 
     A tenant of the admission file has its name for good, any other one until it is needed for one of the file, or for

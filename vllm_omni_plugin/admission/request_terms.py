@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 
-class Terms(Struct, frozen=True):
+class RequestTerms(Struct, frozen=True):
     """What a client said of one request beside its body.
 
     Attributes:
@@ -19,14 +19,14 @@ class Terms(Struct, frozen=True):
     timeout_s: float | None = None
 
 
-class Reason(StrEnum):
+class RefusalReason(StrEnum):
     """Why a request is refused, as in the label of the metric."""
 
     IN_FLIGHT = "in_flight"
     TOKEN_RATE = "token_rate"
     QUEUE_FULL = "queue_full"
     DEADLINE = "deadline"
-    PUSHED_OUT = "pushed_out"
+    EVICTED = "pushed_out"
 
 
 class Refusal(NamedTuple):
@@ -40,6 +40,6 @@ class Refusal(NamedTuple):
     """
 
     status: HTTPStatus
-    reason: Reason
+    reason: RefusalReason
     message: str
     retry_after_s: int

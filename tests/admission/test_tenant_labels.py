@@ -4,20 +4,20 @@ import random
 
 import pytest
 
-from vllm_omni_plugin.admission import Admission, AdmissionPlan, TenantSettings, accounts
-from vllm_omni_plugin.admission.named_tenants import MAX_NAMED
+from vllm_omni_plugin.admission import Admission, AdmissionConfig, TenantSettings, tenant_accounts
+from vllm_omni_plugin.admission.tenant_labels import MAX_NAMED
 
 from .fakes import admission, come, served
 
 
 def tokens(rules: Admission) -> dict[str | None, int]:
     """What was served, by tenant; None: all others."""
-    named, other = rules.by_tenant()
+    named, other = rules.tenant_reports()
     return {None: other.served_tokens, **{name: report.served_tokens for name, report in named.items()}}
 
 
 def test_what_was_served_never_falls_whoever_waits_gets_a_name_or_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "MAX_ACCOUNTS", 500)
+    monkeypatch.setattr(tenant_accounts, "MAX_ACCOUNTS", 500)
     rules, rng, before, all_served = admission(), random.Random(0), {None: 0}, 0
     for step in range(60):
         for _ in range(60):
@@ -53,17 +53,17 @@ def test_ten_thousand_tenants_of_one_client_take_no_name_of_the_file_and_few_in_
         served(rules, [come(rules, f"made-up-{number}", number + 1)])
         names |= tokens(rules).keys() if number % 500 == 0 else set()
     assert len(names) < 5 * MAX_NAMED
-    rules.replace(AdmissionPlan(tenants={"known": TenantSettings(weight=3)}))
+    rules.replace(AdmissionConfig(tenants={"known": TenantSettings(weight=3)}))
     assert tokens(rules)["known"] == 0
     served(rules, [come(rules, f"more-{number}", 1_000_000) for number in range(100)])
     served(rules, [come(rules, "known", 7)])
-    named, _ = rules.by_tenant()
+    named, _ = rules.tenant_reports()
     assert (named["known"].served_tokens, named["known"].weight) == (7, 3)
     assert len(named) == MAX_NAMED
 
 
 def test_no_more_than_fifty_of_the_file_have_names() -> None:
-    rules = admission(AdmissionPlan(tenants={f"t{number}": TenantSettings() for number in range(60)}))
+    rules = admission(AdmissionConfig(tenants={f"t{number}": TenantSettings() for number in range(60)}))
     served(rules, [come(rules, "t59", 7), come(rules, "other", 8)])
     assert tokens(rules) == {None: 15, **{f"t{number}": 0 for number in range(MAX_NAMED)}}
 
@@ -72,5 +72,5 @@ def test_others_are_added_up() -> None:
     rules = admission()
     for number in range(MAX_NAMED + 5):
         come(rules, f"t{number}", 10)
-    _, other = rules.by_tenant()
+    _, other = rules.tenant_reports()
     assert other[:3] == ((5, 50), 5, 0)

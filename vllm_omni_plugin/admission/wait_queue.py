@@ -3,25 +3,25 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol, Self
 
-from vllm_omni_plugin.admission.accounts import TenantAccount
+from vllm_omni_plugin.admission.admission_config import AdmissionConfig, QueueBounds
 from vllm_omni_plugin.admission.class_queue import Backlog, ClassQueue
-from vllm_omni_plugin.admission.plan import AdmissionPlan, Bounds
+from vllm_omni_plugin.admission.tenant_accounts import TenantAccount
 from vllm_omni_plugin.admission.ticket import Ticket
 
 
-class StageState(Protocol):
+class StageView(Protocol):
     """What admission asks of the stage. Read from any thread."""
 
     @property
-    def rate(self) -> float:
+    def dispatch_rate(self) -> float:
         """Requests per second that leave this head's queue, as measured while there is one; 0: not known yet."""
 
     @property
-    def unbegun(self) -> int:
+    def unstarted(self) -> int:
         """Requests of this head that are at engines and have no output yet."""
 
     @property
-    def in_engine_s(self) -> float:
+    def first_output_s(self) -> float:
         """Seconds within which engines begin to answer almost all that they get, as measured; 0: not known yet."""
 
     @property
@@ -29,14 +29,14 @@ class StageState(Protocol):
         """Heads that share the stage's replicas, at least 1."""
 
     @property
-    def others_waiting(self) -> Mapping[str, Backlog]:
-        """What waits at the other heads, by class: their `Admission.by_class`, summed up."""
+    def other_heads_backlog(self) -> Mapping[str, Backlog]:
+        """What waits at the other heads, by class: their `Admission.backlog_by_class`, summed up."""
 
 
 class _Room(NamedTuple):
     """One class, or all of them: what is there, and how much may be."""
 
-    bounds: Bounds
+    bounds: QueueBounds
     waiting: Backlog
     wait_s: float
     queues: list[ClassQueue]
@@ -56,7 +56,7 @@ class _Room(NamedTuple):
         return over
 
 
-class Queues:
+class WaitQueue:
     """One `ClassQueue` for each class of a plan, in order. Operations cost O(log n) and O(classes).
 
     Changed by the orchestrator's loop; what changes nothing may be asked from any thread.
@@ -65,7 +65,7 @@ class Queues:
         plan: whose classes these are.
     """
 
-    def __init__(self, plan: AdmissionPlan, stage: StageState, queues: Mapping[str, ClassQueue] | None = None) -> None:
+    def __init__(self, plan: AdmissionConfig, stage: StageView, queues: Mapping[str, ClassQueue] | None = None) -> None:
         old = queues or {}
         self.plan = plan
         self._stage = stage
@@ -75,7 +75,7 @@ class Queues:
         for queue in self._queues.values():
             queue.reweigh()
 
-    def under(self, plan: AdmissionPlan) -> Self:
+    def under(self, plan: AdmissionConfig) -> Self:
         """The same queues with the classes and weights of another plan."""
         return type(self)(plan, self._stage, self._queues)
 
@@ -107,17 +107,17 @@ class Queues:
 
     def wait_s(self, ahead: float) -> float:
         """Seconds until so many waiting requests have started, after those at engines; 0 while no rate is known."""
-        rate = self._stage.rate
-        return (ahead + self._stage.unbegun) / rate if rate else 0.0
+        rate = self._stage.dispatch_rate
+        return (ahead + self._stage.unstarted) / rate if rate else 0.0
 
     def sent_in(self, ahead: float) -> float:
         """Seconds until an engine gets a request that so many waiting ones are before; 0 while no rate is known."""
-        rate = self._stage.rate
+        rate = self._stage.dispatch_rate
         return ahead / rate if rate else 0.0
 
     def drained_in(self, excess: float) -> float:
         """Seconds until so many requests have left the queues of all heads; 0 while no rate is known."""
-        rate = self._stage.rate * self._stage.heads
+        rate = self._stage.dispatch_rate * self._stage.heads
         return excess / rate if rate else 0.0
 
     def excess(self, account: TenantAccount, index: int) -> float:
@@ -171,10 +171,10 @@ class Queues:
         keep a higher class out.
         """
         plan = self.plan
-        if not (plan.are_set or (index < len(plan.classes) and plan.classes[index].are_set)):
+        if not (plan.any_set or (index < len(plan.classes) and plan.classes[index].any_set)):
             return
         named = list(self._queues.items())
-        others = self._stage.others_waiting
+        others = self._stage.other_heads_backlog
         name, queue = named[index]
         own = total(each.backlog for _, each in named)
         if index < len(plan.classes):

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from math import ceil, exp2
 
-from vllm_omni_plugin.admission.plan import AdmissionPlan, TenantSettings
+from vllm_omni_plugin.admission.admission_config import AdmissionConfig, TenantSettings
 
 MAX_ACCOUNTS = 10_000
 """Tenants of clients' invention that are remembered, beside those with requests in flight."""
@@ -52,14 +52,14 @@ class TenantAccount:
         in_flight: its requests that wait or run.
         used: by its requests that run, see `Ticket.cost`, and by those that have.
         served_tokens: of prompts and answers of its requests that have ended.
-        finish: where its last request ends in the order of each class, by the class's name: see `Ticket.start_tag`.
+        finish_tags: where its last request ends, by class: see `Ticket.start_tag`.
         mean_output: tokens of its answers; None before the first.
     """
 
     __slots__ = (
         "_saved",
         "_saved_at",
-        "finish",
+        "finish_tags",
         "in_flight",
         "mean_output",
         "name",
@@ -74,7 +74,7 @@ class TenantAccount:
         self.in_flight = 0
         self.used = RecentUse()
         self.served_tokens = 0
-        self.finish: dict[str, float] = {}
+        self.finish_tags: dict[str, float] = {}
         self.mean_output: float | None = None
         # Tokens that it may still use: None before the first.
         self._saved: float | None = None
@@ -127,7 +127,7 @@ class TenantAccounts:
         used: see `TenantAccount`, by all.
     """
 
-    def __init__(self, plan: AdmissionPlan) -> None:
+    def __init__(self, plan: AdmissionConfig) -> None:
         self._plan = plan
         self.active_weight = 0.0
         self.used = RecentUse()
@@ -149,7 +149,7 @@ class TenantAccounts:
     def __len__(self) -> int:
         return len(self._configured) + len(self._in_use) + len(self._idle)
 
-    def replace(self, plan: AdmissionPlan) -> None:
+    def replace(self, plan: AdmissionConfig) -> None:
         """Every account has the settings of this plan from now on."""
         accounts = {account.name: account for account in self}
         self._plan = plan
@@ -170,14 +170,14 @@ class TenantAccounts:
         """What a tenant gets, whether it is known or not."""
         return self._plan.tenants.get(name[:MAX_NAME], self._plan.default_tenant)
 
-    def known(self, name: str) -> TenantAccount | None:
+    def get(self, name: str) -> TenantAccount | None:
         """The account of a tenant, None if it has none."""
         name = name[:MAX_NAME]
         return self._configured.get(name) or self._in_use.get(name) or self._idle.get(name)
 
-    def open(self, name: str) -> TenantAccount:
+    def get_or_create(self, name: str) -> TenantAccount:
         """The account of a tenant, a new one if there is none."""
-        account = self.known(name)
+        account = self.get(name)
         if account is None:
             name = name[:MAX_NAME]
             account = self._idle[name] = TenantAccount(name, self.settings_of(name))

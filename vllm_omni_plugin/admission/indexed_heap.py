@@ -9,7 +9,7 @@ _FEW = 64
 K = TypeVar("K", bound=Hashable)
 
 
-class Order(Generic[K]):
+class IndexedHeap(Generic[K]):
     """A priority queue out of whose middle anything can be taken in O(1); all else is O(log n).
 
     What was taken out stays in the heap until it comes to the front, or until it is half of it.

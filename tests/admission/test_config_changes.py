@@ -2,7 +2,14 @@
 
 import pytest
 
-from vllm_omni_plugin.admission import AdmissionPlan, RequestClass, TenantSettings, Terms, Ticket, changes
+from vllm_omni_plugin.admission import (
+    AdmissionConfig,
+    RequestClass,
+    RequestTerms,
+    TenantSettings,
+    Ticket,
+    config_changes,
+)
 
 from .fakes import admission, come, served, try_to_come
 
@@ -12,61 +19,61 @@ def classes(*names: str) -> tuple[RequestClass, ...]:
 
 
 def test_what_waits_keeps_its_place_and_tenants_their_counts() -> None:
-    rules = admission(AdmissionPlan(classes=classes("a", "b"), tenants={"one": TenantSettings(class_name="b")}))
+    rules = admission(AdmissionConfig(classes=classes("a", "b"), tenants={"one": TenantSettings(class_name="b")}))
     tickets = [come(rules, "one"), come(rules, "two")]
-    rules.replace(AdmissionPlan(classes=classes("b", "a"), tenants={"two": TenantSettings(class_name="a")}))
-    assert rules.by_class() == {"b": (1, 100), "a": (1, 100)}
+    rules.replace(AdmissionConfig(classes=classes("b", "a"), tenants={"two": TenantSettings(class_name="a")}))
+    assert rules.backlog_by_class() == {"b": (1, 100), "a": (1, 100)}
     assert served(rules, tickets) == [tickets[1], tickets[0]]
-    named, _ = rules.by_tenant()
+    named, _ = rules.tenant_reports()
     assert (named["one"].served_tokens, named["two"].served_tokens) == (100, 100)
 
 
 def test_a_class_that_is_gone_is_pushed_out_first_and_vanishes_when_it_is_empty() -> None:
-    rules = admission(AdmissionPlan(classes=classes("old", "kept"), max_waiting_requests=2))
+    rules = admission(AdmissionConfig(classes=classes("old", "kept"), max_waiting_requests=2))
     old, other = come(rules), come(rules)
-    rules.replace(AdmissionPlan(classes=classes("kept"), max_waiting_requests=2))
-    assert rules.by_class() == {"kept": (0, 0), "old": (2, 200)}
+    rules.replace(AdmissionConfig(classes=classes("kept"), max_waiting_requests=2))
+    assert rules.backlog_by_class() == {"kept": (0, 0), "old": (2, 200)}
     outcome = try_to_come(rules)[1]
     assert isinstance(outcome, list)
     assert [ticket for ticket, _ in outcome] == [other]
     rules.ended(old, 0, 0.0)
-    rules.replace(rules.plan)
-    assert list(rules.by_class()) == ["kept"]
+    rules.replace(rules.config)
+    assert list(rules.backlog_by_class()) == ["kept"]
 
 
 def test_a_ticket_whose_class_went_away_before_it_waits_may_still_wait() -> None:
-    rules = admission(AdmissionPlan(classes=classes("old")))
-    ticket = rules.ticket(Terms(), 0, 1, 0.0)
+    rules = admission(AdmissionConfig(classes=classes("old")))
+    ticket = rules.new_ticket(RequestTerms(), 0, 1, 0.0)
     assert isinstance(ticket, Ticket)
-    rules.replace(AdmissionPlan(classes=classes("new"), max_waiting_requests=9))
-    assert rules.wait(ticket, 0.0) == []
-    assert rules.by_class() == {"new": (0, 0), "old": (1, 1)}
+    rules.replace(AdmissionConfig(classes=classes("new"), max_waiting_requests=9))
+    assert rules.enqueue(ticket, 0.0) == []
+    assert rules.backlog_by_class() == {"new": (0, 0), "old": (1, 1)}
     rules.started(ticket)
     rules.ended(ticket, 1, 0.0)
-    assert rules.waiting == (0, 0)
+    assert rules.backlog == (0, 0)
 
 
 def test_new_weights_and_limits_hold_for_what_comes_next() -> None:
-    rules = admission(AdmissionPlan(max_waiting_requests=4))
+    rules = admission(AdmissionConfig(max_waiting_requests=4))
     heavy = [come(rules, "a"), come(rules, "a"), come(rules, "a")]
     light = come(rules, "b", 120)
-    assert heavy[2].charge == 100
+    assert heavy[2].virtual_cost == 100
     settings = TenantSettings(weight=10, max_in_flight=4)
-    rules.replace(AdmissionPlan(max_waiting_requests=4, tenants={"a": settings}))
+    rules.replace(AdmissionConfig(max_waiting_requests=4, tenants={"a": settings}))
     outcome = try_to_come(rules, "a")[1]
     assert isinstance(outcome, list)
     assert [ticket for ticket, _ in outcome] == [light]
-    assert rules.refusal(Terms("a"), None, 0.0) is not None
+    assert rules.expected_refusal(RequestTerms("a"), None, 0.0) is not None
 
 
 def test_a_change_is_said_value_by_value() -> None:
-    old = AdmissionPlan(classes=classes("a", "b"), tenants={"x": TenantSettings(weight=2)})
-    new = AdmissionPlan(
+    old = AdmissionConfig(classes=classes("a", "b"), tenants={"x": TenantSettings(weight=2)})
+    new = AdmissionConfig(
         classes=(RequestClass(name="b", deadline=5.0), RequestClass(name="c")),
         max_wait=3.0,
         tenants={"x": TenantSettings(class_name="b", weight=2)},
     )
-    assert changes(old, new) == [
+    assert config_changes(old, new) == [
         "classes.a.name: a -> none",
         "classes.a.place: 1 -> none",
         "classes.b.deadline: none -> 5.0",
@@ -76,15 +83,15 @@ def test_a_change_is_said_value_by_value() -> None:
         "max_wait: none -> 3.0",
         "tenants.x.class: none -> b",
     ]
-    assert changes(new, new) == []
+    assert config_changes(new, new) == []
 
 
 @pytest.mark.parametrize("name", ["a", "made-up"])
 def test_a_tenant_that_is_configured_or_no_longer_so_keeps_its_requests(name: str) -> None:
-    rules = admission(AdmissionPlan(tenants={"a": TenantSettings()}))
+    rules = admission(AdmissionConfig(tenants={"a": TenantSettings()}))
     ticket = come(rules, name)
-    rules.replace(AdmissionPlan(tenants={"made-up": TenantSettings()}))
+    rules.replace(AdmissionConfig(tenants={"made-up": TenantSettings()}))
     come(rules, name)
-    assert rules.by_tenant()[0][name].in_flight == 2
+    assert rules.tenant_reports()[0][name].in_flight == 2
     rules.ended(ticket, 0, 0.0)
-    assert rules.by_tenant()[0][name].in_flight == 1
+    assert rules.tenant_reports()[0][name].in_flight == 1
