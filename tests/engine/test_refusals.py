@@ -68,8 +68,8 @@ async def test_a_request_that_cannot_start_in_time_is_refused_with_the_true_stat
             for number in range(FILLING)
         ]
         try:
-            running = lambda: sum(admitting.by_engine("vllm:num_requests_running").values())  # noqa: E731
-            await asyncio.to_thread(until, lambda: running() == 2 * RUNNING_EACH, "both engines are full")
+            queued = lambda: admitting.total("vllm_omni_fleet:requests_queued")  # noqa: E731
+            await asyncio.to_thread(until, lambda: queued() >= FILLING / 2, "both engines are full and requests wait")
             asking = [
                 http.post(
                     "/v1/completions",
