@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.free_ports import free_port
 from tests.fakes.keeping import Keep
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts, OmniCoordinator
+from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import RefusedByHeadError
 from vllm_omni_plugin.integration.checks import head_checks
@@ -26,7 +26,7 @@ from vllm_omni_plugin.integration.checks.head_checks import (
 )
 
 FINGERPRINT = {"model": "a", "dtype": "float32"}
-FACTS = HeadFacts(0.0, [0, 2], FINGERPRINT)
+FACTS = HeadInfo(0.0, [0, 2], FINGERPRINT)
 SECRET = "the secret of the fleet"
 SECRETS = Secrets([SECRET])
 
@@ -39,7 +39,7 @@ def levels(findings: Any) -> list[Level]:
     return [finding.level for finding in findings]
 
 
-def all_findings(answer: HeadAnswer, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[Finding]:
+def all_findings(answer: HeadQueryResult, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[Finding]:
     yield from head_findings(answer, stage_id)
     if fingerprint is not None:
         yield from model_findings(answer, stage_id, fingerprint)
@@ -48,41 +48,41 @@ def all_findings(answer: HeadAnswer, stage_id: int, fingerprint: dict[str, str] 
 @pytest.mark.parametrize(
     ("answer", "fingerprint", "expected"),
     [
-        pytest.param(HeadAnswer(FACTS), FINGERPRINT, [Level.OK] * 3, id="all alike"),
-        pytest.param(HeadAnswer(FACTS), None, [Level.OK] * 2, id="no model to compare"),
-        pytest.param(HeadAnswer(trouble="nobody there"), FINGERPRINT, [Level.UNKNOWN], id="head away"),
-        pytest.param(HeadAnswer(trouble="no", refused=True), FINGERPRINT, [Level.ERROR], id="secret"),
-        pytest.param(HeadAnswer(FACTS, clock_ahead=-5.0), None, [Level.OK] * 2, id="clocks nearly alike"),
-        pytest.param(HeadAnswer(FACTS, clock_ahead=-5.1), None, [Level.OK, Level.WARNING], id="clock behind"),
+        pytest.param(HeadQueryResult(FACTS), FINGERPRINT, [Level.OK] * 3, id="all alike"),
+        pytest.param(HeadQueryResult(FACTS), None, [Level.OK] * 2, id="no model to compare"),
+        pytest.param(HeadQueryResult(problem="nobody there"), FINGERPRINT, [Level.UNKNOWN], id="head away"),
+        pytest.param(HeadQueryResult(problem="no", refused=True), FINGERPRINT, [Level.ERROR], id="secret"),
+        pytest.param(HeadQueryResult(FACTS, clock_ahead=-5.0), None, [Level.OK] * 2, id="clocks nearly alike"),
+        pytest.param(HeadQueryResult(FACTS, clock_ahead=-5.1), None, [Level.OK, Level.WARNING], id="clock behind"),
         pytest.param(
-            HeadAnswer(HeadFacts(0.0, [], {})), FINGERPRINT, [Level.OK, Level.OK, Level.UNKNOWN], id="tells nothing"
+            HeadQueryResult(HeadInfo(0.0, [], {})), FINGERPRINT, [Level.OK, Level.OK, Level.UNKNOWN], id="tells nothing"
         ),
         pytest.param(
-            HeadAnswer(FACTS), {**FINGERPRINT, "dtype": "half"}, [Level.OK, Level.OK, Level.ERROR], id="model"
+            HeadQueryResult(FACTS), {**FINGERPRINT, "dtype": "half"}, [Level.OK, Level.OK, Level.ERROR], id="model"
         ),
     ],
 )
 def test_only_a_certain_difference_from_the_head_is_an_error(
-    answer: HeadAnswer, fingerprint: dict[str, str] | None, expected: list[Level]
+    answer: HeadQueryResult, fingerprint: dict[str, str] | None, expected: list[Level]
 ) -> None:
     assert levels(all_findings(answer, 0, fingerprint)) == expected
 
 
 def test_findings_about_the_head_name_what_differs_and_what_to_do() -> None:
     other = {**FINGERPRINT, "dtype": "half"}
-    *_, model = all_findings(HeadAnswer(FACTS), 2, other)
+    *_, model = all_findings(HeadQueryResult(FACTS), 2, other)
     assert "dtype: head has float32, replica half" in model.text
     assert "start head and node with the same model and flags" in model.text
 
 
 @pytest.mark.parametrize(("stages", "accepted"), [([0], "this secret"), ([], "this node")])
 def test_a_head_without_a_secret_accepts_none(stages: list[int], accepted: str) -> None:
-    head, _ = head_findings(HeadAnswer(HeadFacts(0.0, stages, {})), 0)
+    head, _ = head_findings(HeadQueryResult(HeadInfo(0.0, stages, {})), 0)
     assert head.text.endswith(accepted)
 
 
 def test_a_refused_secret_is_told_with_what_to_do() -> None:
-    (secret,) = head_findings(HeadAnswer(trouble="refused secret", refused=True), 0)
+    (secret,) = head_findings(HeadQueryResult(problem="refused secret", refused=True), 0)
     assert "give both ends the same --omni-secret-file (sha256sum compares files), or none" in secret.text
     assert "see that the port is the head's master port" in secret.text
 
@@ -94,13 +94,13 @@ LISTENING = ("tcp://10.0.0.2:41000", "tcp://10.0.0.2:41001", "tcp://10.0.0.2:410
     ("answer", "level", "said"),
     [
         pytest.param(
-            HeadAnswer(FACTS, listening=LISTENING, unreached={}),
+            HeadQueryResult(FACTS, listening=LISTENING, unreached={}),
             Level.OK,
             "ports: the head reaches 10.0.0.2 port 41000, 41001, 41002",
             id="reached",
         ),
         pytest.param(
-            HeadAnswer(
+            HeadQueryResult(
                 FACTS,
                 listening=LISTENING,
                 unreached={LISTENING[0]: "no answer", LISTENING[1]: "refused", LISTENING[2]: "no answer"},
@@ -111,13 +111,13 @@ LISTENING = ("tcp://10.0.0.2:41000", "tcp://10.0.0.2:41001", "tcp://10.0.0.2:410
             "address that they reach with --omni-replica-address",
             id="not reached",
         ),
-        pytest.param(HeadAnswer(FACTS, listening=LISTENING), Level.UNKNOWN, "of an older version", id="not said"),
-        pytest.param(HeadAnswer(FACTS), None, "", id="not asked"),
-        pytest.param(HeadAnswer(trouble="not there", listening=LISTENING), None, "", id="no head"),
+        pytest.param(HeadQueryResult(FACTS, listening=LISTENING), Level.UNKNOWN, "of an older version", id="not said"),
+        pytest.param(HeadQueryResult(FACTS), None, "", id="not asked"),
+        pytest.param(HeadQueryResult(problem="not there", listening=LISTENING), None, "", id="no head"),
     ],
 )
 def test_ports_that_the_head_does_not_reach_are_told_with_what_to_do(
-    answer: HeadAnswer, level: Level | None, said: str
+    answer: HeadQueryResult, level: Level | None, said: str
 ) -> None:
     findings = list(reach_findings(answer))
     assert levels(findings) == ([] if level is None else [level])
@@ -161,15 +161,15 @@ def test_where_it_cannot_listen_a_node_asks_all_the_same(address: str, head: Omn
         port = taken.getsockname()[1]
         options = node(secret_file=secret_file, replica_ports=f"{port}-{port}")
         answer = ask(head.router_zmq_addr, options, address, 1)
-    assert answer.facts is not None
+    assert answer.info is not None
     assert not answer.listening
 
 
 def test_a_node_whose_ports_are_not_reached_is_warned_and_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answer = HeadAnswer(FACTS, listening=LISTENING, unreached={LISTENING[0]: "no answer within 2 s"})
-    monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
+    answer = HeadQueryResult(FACTS, listening=LISTENING, unreached={LISTENING[0]: "no answer within 2 s"})
+    monkeypatch.setattr(head_checks, "query_head", lambda *_: answer)
     compare_and_start()
     (warning,) = [record for record in caplog.records if record.levelno > logging.INFO]
     assert "does not reach 10.0.0.2 port 41000 (no answer within 2 s)" in warning.getMessage()
@@ -179,14 +179,14 @@ def test_a_node_whose_ports_are_not_reached_is_warned_and_starts(
 def test_a_stage_that_the_head_does_not_have_is_an_error_with_or_without_a_model(
     fingerprint: dict[str, str] | None,
 ) -> None:
-    *_, stage = all_findings(HeadAnswer(FACTS), 1, fingerprint)
+    *_, stage = all_findings(HeadQueryResult(FACTS), 1, fingerprint)
     assert stage == Finding(
         Level.ERROR, "stage: the head has 0, 2, replica 1: give one of the head's with --omni-stage-id"
     )
 
 
 def test_the_clocks_difference_is_told_with_what_to_do() -> None:
-    *_, clock = head_findings(HeadAnswer(FACTS, clock_ahead=61.4), 0)
+    *_, clock = head_findings(HeadQueryResult(FACTS, clock_ahead=61.4), 0)
     assert "61 s ahead of the head's" in clock.text
     assert "NTP" in clock.text
 
@@ -199,16 +199,16 @@ def compare_and_start() -> None:
 @pytest.mark.parametrize(
     ("answer", "warns"),
     [
-        (HeadAnswer(FACTS), False),
-        (HeadAnswer(trouble="no coordinator answers"), False),
-        (HeadAnswer(HeadFacts(0.0, [], {})), False),
-        (HeadAnswer(FACTS, clock_ahead=60.0), True),
+        (HeadQueryResult(FACTS), False),
+        (HeadQueryResult(problem="no coordinator answers"), False),
+        (HeadQueryResult(HeadInfo(0.0, [], {})), False),
+        (HeadQueryResult(FACTS, clock_ahead=60.0), True),
     ],
 )
 def test_a_node_goes_on_when_nothing_is_wrong_or_known(
-    answer: HeadAnswer, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    answer: HeadQueryResult, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
+    monkeypatch.setattr(head_checks, "query_head", lambda *_: answer)
     compare_and_start()
     assert [record.levelname for record in caplog.records if record.levelno > logging.INFO] == ["WARNING"] * warns
 
@@ -216,12 +216,14 @@ def test_a_node_goes_on_when_nothing_is_wrong_or_known(
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (HeadAnswer(trouble="refused secret", refused=True), "refused secret"),
-        (HeadAnswer(HeadFacts(0.0, [0], {"model": "b"})), "model: head has b, replica a"),
-        (HeadAnswer(HeadFacts(0.0, [1], {})), "the head has 1, replica 0"),
+        (HeadQueryResult(problem="refused secret", refused=True), "refused secret"),
+        (HeadQueryResult(HeadInfo(0.0, [0], {"model": "b"})), "model: head has b, replica a"),
+        (HeadQueryResult(HeadInfo(0.0, [1], {})), "the head has 1, replica 0"),
     ],
 )
-def test_a_node_that_the_head_would_refuse_ends(answer: HeadAnswer, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_checks, "ask_head", lambda *_: answer)
+def test_a_node_that_the_head_would_refuse_ends(
+    answer: HeadQueryResult, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_checks, "query_head", lambda *_: answer)
     with pytest.raises(RefusedByHeadError, match=why):
         compare_and_start()

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_omni_plugin.cli import main
 from vllm_omni_plugin.config import FLAGS, OmniConfig
-from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
+from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult
 from vllm_omni_plugin.integration import doctor
 from vllm_omni_plugin.integration.checks import machine_checks
 from vllm_omni_plugin.integration.flags import parse_ours
@@ -21,9 +21,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[OmniConfig]:
     """With what options the head, which has another model, was asked."""
     asked: list[OmniConfig] = []
 
-    def ask(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadAnswer:
+    def ask(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadQueryResult:
         asked.append(options)
-        return HeadAnswer(HeadFacts(0.0, [0], {"model": "theirs"}))
+        return HeadQueryResult(HeadInfo(0.0, [0], {"model": "theirs"}))
 
     monkeypatch.setattr(doctor, "ask", ask)
     return asked

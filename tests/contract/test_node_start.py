@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
+from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult
 from vllm_omni_plugin.integration.checks import head_checks
 from vllm_omni_plugin.integration.processes import headless
 from vllm_omni_plugin.integration.processes.headless import serve_replicas
@@ -37,15 +37,19 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("answer", "expected", "said"),
     [
-        pytest.param(HeadAnswer(trouble="refused secret", refused=True), ["asked"], "refused secret", id="secret"),
-        pytest.param(HeadAnswer(HeadFacts(0.0, [1], {})), ["asked"], "the head has 1, replica 0", id="stage"),
-        pytest.param(HeadAnswer(HeadFacts(0.0, [0], {"model": "b"})), ["asked", "planned"], "replica a", id="model"),
-        pytest.param(HeadAnswer(HeadFacts(0.0, [0], {"model": "a"})), ["asked", "planned", "served"], "", id="alike"),
-        pytest.param(HeadAnswer(trouble="not there"), ["asked", "planned", "served"], "", id="no head yet"),
+        pytest.param(HeadQueryResult(problem="refused secret", refused=True), ["asked"], "refused secret", id="secret"),
+        pytest.param(HeadQueryResult(HeadInfo(0.0, [1], {})), ["asked"], "the head has 1, replica 0", id="stage"),
+        pytest.param(
+            HeadQueryResult(HeadInfo(0.0, [0], {"model": "b"})), ["asked", "planned"], "replica a", id="model"
+        ),
+        pytest.param(
+            HeadQueryResult(HeadInfo(0.0, [0], {"model": "a"})), ["asked", "planned", "served"], "", id="alike"
+        ),
+        pytest.param(HeadQueryResult(problem="not there"), ["asked", "planned", "served"], "", id="no head yet"),
     ],
 )
 def test_the_head_is_asked_before_the_model_is_configured(
-    answer: HeadAnswer,
+    answer: HeadQueryResult,
     expected: list[str],
     said: str,
     done: list[str],
@@ -53,11 +57,11 @@ def test_the_head_is_asked_before_the_model_is_configured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def ask(*_: Any) -> HeadAnswer:
+    def ask(*_: Any) -> HeadQueryResult:
         done.append("asked")
         return answer
 
-    monkeypatch.setattr(head_checks, "ask_head", ask)
+    monkeypatch.setattr(head_checks, "query_head", ask)
     assert serve_replicas(*read(f"{tmp_path} --headless {JOIN}")) == (os.EX_TEMPFAIL if said else 0)
     assert done == expected
     assert said in capsys.readouterr().err

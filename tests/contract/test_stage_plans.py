@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.executor import Executor
 
 from tests.engine.experts import MIXTRAL
-from vllm_omni_plugin.coordinator import HeadAnswer, HeadFacts
+from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.checks.head_checks import model_findings
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
@@ -73,10 +73,10 @@ def test_a_node_of_each_stage_is_as_the_head_tells_of_it(tmp_path: Path) -> None
     plans = plans_of(line)
     for plan in plans:
         node = plan_node(*read(f"{line} --headless --omni-stage-id {plan.stage_id}"))
-        facts = HeadFacts(0.0, [each.stage_id for each in plans], dict(plan.fingerprint))
-        assert {finding.level for finding in model_findings(HeadAnswer(facts), plan.stage_id, node.fingerprint)} == {
-            "ok"
-        }
+        facts = HeadInfo(0.0, [each.stage_id for each in plans], dict(plan.fingerprint))
+        assert {
+            finding.level for finding in model_findings(HeadQueryResult(facts), plan.stage_id, node.fingerprint)
+        } == {"ok"}
 
 
 def test_every_rank_of_a_replica_is_planned_for(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from vllm_omni_plugin.coordinator import (
     Welcome,
 )
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
-from vllm_omni_plugin.coordinator.protocol.head_messages import HeadFacts, Refused
+from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, Refused
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.head_sessions import Sessions
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering, replica_list
@@ -138,7 +138,7 @@ class World:
         self.lists = ListDeltas(self.table, self.numbering)
         self.sessions = Sessions(self.lists)
         # No node asks here.
-        self.frames = HeadFrames(self.sessions, self, lambda stage_id: HeadFacts(0.0, [], {}), None)  # type: ignore[arg-type]
+        self.frames = HeadFrames(self.sessions, self, lambda stage_id: HeadInfo(0.0, [], {}), None)  # type: ignore[arg-type]
         self._note_state()
         for name in self.heads:
             self.connect(name)

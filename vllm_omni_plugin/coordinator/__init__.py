@@ -2,7 +2,7 @@
 
 from vllm_omni_plugin.coordinator.client.announcing_client import OmniCoordClientForStage
 from vllm_omni_plugin.coordinator.client.head_client import OmniCoordClientForHead
-from vllm_omni_plugin.coordinator.client.head_question import HeadAnswer, ask_head
+from vllm_omni_plugin.coordinator.client.head_query import HeadQueryResult, query_head
 from vllm_omni_plugin.coordinator.client.head_session import SessionEvent
 from vllm_omni_plugin.coordinator.client.hub_client import OmniCoordClientForHub
 from vllm_omni_plugin.coordinator.process.runtime import OmniCoordinatorRuntime
@@ -19,7 +19,7 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
 )
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FullList,
-    HeadFacts,
+    HeadInfo,
     HeadLeft,
     ListDelta,
     PeerWork,
@@ -32,9 +32,9 @@ from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
 
 __all__ = [
     "FullList",
-    "HeadAnswer",
-    "HeadFacts",
+    "HeadInfo",
     "HeadLeft",
+    "HeadQueryResult",
     "ListDelta",
     "OmniCoordClientForHead",
     "OmniCoordClientForHub",
@@ -51,10 +51,10 @@ __all__ = [
     "SessionEvent",
     "SessionLost",
     "Welcome",
-    "ask_head",
     "decode_event",
     "decode_replica_list",
     "encode_event",
     "encode_replica_list",
     "engine_key",
+    "query_head",
 ]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import HeadAnswer
+from vllm_omni_plugin.coordinator import HeadQueryResult
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
 from vllm_omni_plugin.integration.checks.head_checks import ask, head_findings, model_findings, reach_findings
@@ -111,7 +111,7 @@ def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
     yield from _examine_command(arguments, answer)
 
 
-def _ask(options: OmniConfig) -> Generator[Finding, None, HeadAnswer]:
+def _ask(options: OmniConfig) -> Generator[Finding, None, HeadQueryResult]:
     from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured
 
     try:
@@ -119,14 +119,14 @@ def _ask(options: OmniConfig) -> Generator[Finding, None, HeadAnswer]:
         options = secured(options, address, headless=True)
     except ConfigError as error:
         yield Finding(Level.UNKNOWN, f"head: {error}")
-        return HeadAnswer()
+        return HeadQueryResult()
     answer = ask(coordinator_address(options), options, address, options.dp_size_local)
     yield from head_findings(answer, options.stage_id)
     yield from reach_findings(answer)
     return answer
 
 
-def _examine_command(arguments: Sequence[str], answer: HeadAnswer | None) -> Iterator[Finding]:
+def _examine_command(arguments: Sequence[str], answer: HeadQueryResult | None) -> Iterator[Finding]:
     """What only vLLM can tell of a command line; `answer`: the head's, if it was asked."""
     from vllm_omni_plugin.integration.checks.start_checks import start_findings
     from vllm_omni_plugin.integration.command_line import parse_options

@@ -39,7 +39,7 @@ ENGINE_KEYS = 2**53
 ROWS_PER_FRAME = 400
 MAX_LISTENING = 32
 MAX_NONCE_CHARS = 64
-TRIAL_S = 2.0
+REACHABILITY_TIMEOUT_S = 2.0
 """For a node's ports to be reached: a second request for a connection is sent after 1 s."""
 MAX_HEAD_FRAME_BYTES = 256 * 1024
 # Several messages share a frame up to this size; the largest message is a full list.
@@ -194,7 +194,7 @@ class Bye(Struct, frozen=True, tag="bye"):
     """The head leaves."""
 
 
-class NodeQuestion(Struct, frozen=True, tag="question", omit_defaults=True):
+class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
     """Asked by a node before it loads a model. Needs no session; older coordinators do not answer it.
 
     Attributes:
@@ -209,14 +209,14 @@ class NodeQuestion(Struct, frozen=True, tag="question", omit_defaults=True):
     nonce: Annotated[str, Meta(max_length=MAX_NONCE_CHARS)] = ""
 
 
-class HeadFacts(Struct, frozen=True, tag="facts"):
-    """The answer to a `NodeQuestion`, in a frame of its own.
+class HeadInfo(Struct, frozen=True, tag="facts"):
+    """The answer to a `HeadQuery`, in a frame of its own.
 
     Attributes:
         timestamp: Wall-clock seconds since the epoch.
         stages: Those of the head; empty: not to be told.
         fingerprint: What all replicas of that stage have in common; empty likewise, or if there is no such stage.
-        trying: Whether `Reached` follows.
+        trying: Whether `ReachabilityReport` follows.
     """
 
     timestamp: WallSeconds
@@ -225,8 +225,8 @@ class HeadFacts(Struct, frozen=True, tag="facts"):
     trying: bool = False
 
 
-class Reached(Struct, frozen=True, tag="reached"):
-    """Follows `HeadFacts`, in a frame of its own and `TRIAL_S` later at most.
+class ReachabilityReport(Struct, frozen=True, tag="reached"):
+    """Follows `HeadInfo`, in a frame of its own and `REACHABILITY_TIMEOUT_S` later at most.
 
     Attributes:
         unreached: Those of the addresses asked about on which the nonce was not heard, and why.
@@ -324,9 +324,9 @@ CallMessage = NumberedCall | CallRefused | TakeOver | CallOutcome | CallFinished
 ToHead = Welcome | Refused | FullList | ListDelta | PeerWork | HeadLeft | CallMessage
 
 _encoder = msgspec.json.Encoder()
-_from_head: msgspec.json.Decoder[FromHead | NodeQuestion] = msgspec.json.Decoder(FromHead | NodeQuestion)
-_facts: msgspec.json.Decoder[tuple[HeadFacts]] = msgspec.json.Decoder(tuple[HeadFacts])
-_reached: msgspec.json.Decoder[tuple[Reached]] = msgspec.json.Decoder(tuple[Reached])
+_from_head: msgspec.json.Decoder[FromHead | HeadQuery] = msgspec.json.Decoder(FromHead | HeadQuery)
+_head_info: msgspec.json.Decoder[tuple[HeadInfo]] = msgspec.json.Decoder(tuple[HeadInfo])
+_reachability: msgspec.json.Decoder[tuple[ReachabilityReport]] = msgspec.json.Decoder(tuple[ReachabilityReport])
 _to_head: msgspec.json.Decoder[list[ToHead]] = msgspec.json.Decoder(list[ToHead])
 _anything = msgspec.json.Decoder()
 _DEEPER, _NO_DEEPER = b"[" * 64, b"]" * 64
@@ -337,7 +337,7 @@ def is_of_head(frame: bytes) -> bool:
     return frame.startswith(_HEAD_PREFIX)
 
 
-def encode_from_head(message: FromHead | NodeQuestion) -> bytes:
+def encode_from_head(message: FromHead | HeadQuery) -> bytes:
     """Return ``message`` as one frame; raise `WireError` if the coordinator would refuse it."""
     try:
         frame = _encoder.encode(message)
@@ -347,12 +347,12 @@ def encode_from_head(message: FromHead | NodeQuestion) -> bytes:
     return frame
 
 
-def decode_from_head(frame: bytes) -> FromHead | NodeQuestion:
+def decode_from_head(frame: bytes) -> FromHead | HeadQuery:
     """Return the message in ``frame``; raise `WireError` naming the field and what is wrong with it."""
     return decode_strictly(_from_head, frame, "message of a head", MAX_HEAD_FRAME_BYTES)
 
 
-def encode_to_head(message: ToHead | HeadFacts | Reached) -> Raw:
+def encode_to_head(message: ToHead | HeadInfo | ReachabilityReport) -> Raw:
     """Return ``message`` as a part of any number of frames."""
     return Raw(_encoder.encode(message))
 
@@ -385,13 +385,13 @@ def decode_to_head(frame: bytes) -> list[ToHead]:
     return decode_strictly(_to_head, frame, "frame to a head", MAX_FRAME_TO_HEAD_BYTES)
 
 
-def decode_facts(frame: bytes) -> HeadFacts:
+def decode_head_info(frame: bytes) -> HeadInfo:
     """Return the answer to a question in ``frame``; raise `WireError` naming the field and what is wrong with it."""
-    (facts,) = decode_strictly(_facts, frame, "answer to a question", MAX_FRAME_TO_HEAD_BYTES)
+    (facts,) = decode_strictly(_head_info, frame, "answer to a question", MAX_FRAME_TO_HEAD_BYTES)
     return facts
 
 
-def decode_reached(frame: bytes) -> Reached:
-    """Return what follows the answer to a question, from ``frame``; raises as `decode_facts` does."""
-    (reached,) = decode_strictly(_reached, frame, "ports reached", MAX_FRAME_TO_HEAD_BYTES)
+def decode_reachability(frame: bytes) -> ReachabilityReport:
+    """Return what follows the answer to a question, from ``frame``; raises as `decode_head_info` does."""
+    (reached,) = decode_strictly(_reachability, frame, "ports reached", MAX_FRAME_TO_HEAD_BYTES)
     return reached

@@ -9,15 +9,15 @@ from msgspec.structs import replace
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Call,
-    HeadFacts,
+    HeadInfo,
+    HeadQuery,
     Hello,
-    NodeQuestion,
-    Reached,
+    ReachabilityReport,
     decode_from_head,
     encode_to_head,
     frames_to_head,
 )
-from vllm_omni_plugin.coordinator.server.reach_trials import ReachTrials
+from vllm_omni_plugin.coordinator.server.reachability_checks import ReachabilityChecks
 from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
@@ -34,7 +34,7 @@ class HeadFrames:
     """
 
     def __init__(
-        self, sessions: Sessions, router: Socket, facts: Callable[[int], HeadFacts], trials: ReachTrials
+        self, sessions: Sessions, router: Socket, facts: Callable[[int], HeadInfo], trials: ReachabilityChecks
     ) -> None:
         self._sessions = sessions
         self._router = router
@@ -49,7 +49,7 @@ class HeadFrames:
             TableFullError: There is no place for another head.
         """
         message = decode_from_head(frame)
-        if isinstance(message, NodeQuestion):
+        if isinstance(message, HeadQuery):
             trying = self._trials.begin(peer, message.listening, message.nonce, now)
             self._tell_node(peer, replace(self._facts(message.stage_id), trying=trying))
             return True
@@ -68,7 +68,7 @@ class HeadFrames:
         for peer, reached in self._trials.take(now):
             self._tell_node(peer, reached)
 
-    def _tell_node(self, peer: bytes, answer: HeadFacts | Reached) -> None:
+    def _tell_node(self, peer: bytes, answer: HeadInfo | ReachabilityReport) -> None:
         self.send((peer, frame) for frame in frames_to_head([encode_to_head(answer)]))
 
     def send(self, letters: Iterable[Letter]) -> None:

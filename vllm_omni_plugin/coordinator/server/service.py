@@ -22,10 +22,10 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
     Wakeup,
     poll_ms,
 )
-from vllm_omni_plugin.coordinator.protocol.head_messages import HeadFacts, is_of_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, is_of_head
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
-from vllm_omni_plugin.coordinator.server.reach_trials import MAX_CONNECTIONS, ReachTrials
+from vllm_omni_plugin.coordinator.server.reachability_checks import MAX_CONNECTIONS, ReachabilityChecks
 from vllm_omni_plugin.coordinator.state.head_sessions import RELAY_INTERVAL, Sessions
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering, PublishSchedule, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Change, MembershipTable, TableFullError
@@ -106,7 +106,7 @@ class OmniCoordinator:
         self._pub = self._ports.pub
         self._fingerprints = {} if secrets is None else dict(fingerprints or {})
         # Without a secret anybody may ask, and nobody shall learn which ports this machine reaches.
-        self._trials = ReachTrials(0 if secrets is None else MAX_CONNECTIONS)
+        self._trials = ReachabilityChecks(0 if secrets is None else MAX_CONNECTIONS)
         self._heads = HeadFrames(self._sessions, self._router, self._facts, self._trials)
         # How many each connection subscribed to, by its descriptor. That is used again for the next one, so each count
         # belongs to an admission, too, which the ZAP handler gives every connection anew.
@@ -282,9 +282,9 @@ class OmniCoordinator:
             self._delta_schedule.request(now)
         return self._heads.take(peer, frame, now)
 
-    def _facts(self, stage_id: int) -> HeadFacts:
+    def _facts(self, stage_id: int) -> HeadInfo:
         fingerprint = dict(self._fingerprints.get(stage_id, {}))
-        return HeadFacts(self._wall_clock(), sorted(self._fingerprints), fingerprint)
+        return HeadInfo(self._wall_clock(), sorted(self._fingerprints), fingerprint)
 
     def _take_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):

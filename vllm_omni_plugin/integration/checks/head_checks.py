@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import HeadAnswer, ask_head
+from vllm_omni_plugin.coordinator import HeadQueryResult, query_head
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, RefusedByHeadError
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
@@ -24,7 +24,7 @@ LARGEST_CLOCK_DIFFERENCE_S = 5.0
 """Nothing depends on it but what people read: logs, events and traces."""
 
 
-def ask(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadAnswer:
+def ask(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadQueryResult:
     """Ask the head of a node, and listen meanwhile where its replicas would, if there is place. Blocks for 2 s at most,
     and for 2 s more where the head does not reach the node.
 
@@ -37,7 +37,7 @@ def ask(coordinator: str, options: OmniConfig, address: str, replicas: int) -> H
     secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
     with _listening(options, address, REPLICA_PORTS * replicas) as listeners:
         sockets = {listener.address: listener.socket for listener in listeners}
-        return ask_head(coordinator, options.stage_id, secrets, sockets)
+        return query_head(coordinator, options.stage_id, secrets, sockets)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def _listening(options: OmniConfig, address: str, count: int) -> Iterator[Sequen
         close_all(listeners)
 
 
-def ask_or_refuse(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadAnswer:
+def ask_or_refuse(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadQueryResult:
     """Ask the head of a node before anything else is done; arguments as of `ask`.
 
     What cannot be compared, as the head may come later, is no error, nor are ports that it does not reach yet.
@@ -71,7 +71,7 @@ def ask_or_refuse(coordinator: str, options: OmniConfig, address: str, replicas:
     return answer
 
 
-def refuse_other_model(answer: HeadAnswer, stage_id: int, fingerprint: Mapping[str, str]) -> None:
+def refuse_other_model(answer: HeadQueryResult, stage_id: int, fingerprint: Mapping[str, str]) -> None:
     """Compare the node's fingerprint with that in the head's answer. Raises RefusedByHeadError if they differ."""
     _refuse_errors(model_findings(answer, stage_id, fingerprint))
 
@@ -88,32 +88,32 @@ def _log(finding: Finding) -> None:
     log("Before the start: %s", finding.text)
 
 
-def head_findings(answer: HeadAnswer, stage_id: int) -> Iterator[Finding]:
+def head_findings(answer: HeadQueryResult, stage_id: int) -> Iterator[Finding]:
     """What the head's answer to the question about a stage says about a node, whatever its model is."""
     if answer.refused:
         yield Finding(
             Level.ERROR,
-            f"secret: {answer.trouble}: give both ends the same --omni-secret-file (sha256sum compares files), or "
+            f"secret: {answer.problem}: give both ends the same --omni-secret-file (sha256sum compares files), or "
             "none; see that the port is the head's master port",
         )
-    elif answer.facts is None:
-        yield Finding(Level.UNKNOWN, f"head: {answer.trouble}; secret, clock and model are not compared with it")
+    elif answer.info is None:
+        yield Finding(Level.UNKNOWN, f"head: {answer.problem}; secret, clock and model are not compared with it")
     else:
         # A head without a secret names no stages.
-        accepted = "secret" if answer.facts.stages else "node"
+        accepted = "secret" if answer.info.stages else "node"
         yield Finding(Level.OK, f"head: it answers, so it is reached and accepts this {accepted}")
         yield _clock(answer.clock_ahead)
-        if answer.facts.stages and stage_id not in answer.facts.stages:
-            theirs = ", ".join(map(str, answer.facts.stages))
+        if answer.info.stages and stage_id not in answer.info.stages:
+            theirs = ", ".join(map(str, answer.info.stages))
             yield Finding(
                 Level.ERROR,
                 f"stage: the head has {theirs}, replica {stage_id}: give one of the head's with --omni-stage-id",
             )
 
 
-def reach_findings(answer: HeadAnswer) -> Iterator[Finding]:
+def reach_findings(answer: HeadQueryResult) -> Iterator[Finding]:
     """What the head's answer says about the node's ports: whether heads would get to its replicas."""
-    if answer.facts is None or not answer.listening:
+    if answer.info is None or not answer.listening:
         return
     if answer.unreached is None:
         yield Finding(
@@ -145,14 +145,14 @@ def _places(addresses: Sequence[str]) -> str:
     return f"{host.removeprefix('tcp://')} port {', '.join(address.rpartition(':')[2] for address in addresses)}"
 
 
-def model_findings(answer: HeadAnswer, stage_id: int, fingerprint: Mapping[str, str]) -> Iterator[Finding]:
+def model_findings(answer: HeadQueryResult, stage_id: int, fingerprint: Mapping[str, str]) -> Iterator[Finding]:
     """What the head's answer to the question about a stage says about a node's fingerprint."""
-    if answer.facts is None:
+    if answer.info is None:
         return
-    if not answer.facts.stages:
+    if not answer.info.stages:
         yield Finding(Level.UNKNOWN, "model: the head does not say what it serves, as without a secret it never does")
-    elif stage_id in answer.facts.stages:
-        if differing := differences(answer.facts.fingerprint, fingerprint):
+    elif stage_id in answer.info.stages:
+        if differing := differences(answer.info.fingerprint, fingerprint):
             yield Finding(
                 Level.ERROR,
                 f"model: it would answer differently ({'; '.join(differing)}): start head and node with the same model "

@@ -10,7 +10,7 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Wakeup
 
 
 @contextmanager
-def answering(listening: Collection[socket.socket], nonce: bytes) -> Iterator[None]:
+def answer_with_nonce(listening: Collection[socket.socket], nonce: bytes) -> Iterator[None]:
     """Meanwhile send the nonce on each connection to these sockets, in a thread, and end the connection."""
     is_over = Wakeup()
     thread = threading.Thread(target=_answer, args=(listening, nonce, is_over), name="omni-nonce", daemon=True)

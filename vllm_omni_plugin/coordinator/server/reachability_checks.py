@@ -7,11 +7,11 @@ import socket
 from dataclasses import dataclass, field
 from errno import EINPROGRESS
 
-from vllm_omni_plugin.coordinator.protocol.head_messages import TRIAL_S, Reached
+from vllm_omni_plugin.coordinator.protocol.head_messages import REACHABILITY_TIMEOUT_S, ReachabilityReport
 from vllm_omni_plugin.errors import WireError
 
 MAX_CONNECTIONS = 256
-"""In `TRIAL_S`, for all nodes together."""
+"""In `REACHABILITY_TIMEOUT_S`, for all nodes together."""
 
 
 @dataclass
@@ -45,11 +45,11 @@ class _Connection:
     heard: bytes = b""
 
 
-class ReachTrials:
+class ReachabilityChecks:
     """Connects where nodes say that they listen. An address is reached if the nonce of its node comes from there, so
     that nothing else that answers counts. Times are monotonic seconds given by the caller.
 
-    A peer gets one trial in `TRIAL_S`, and all of them together few connections, since a trial keeps its places for
+    A peer gets one trial in `REACHABILITY_TIMEOUT_S`, and all of them together few connections, since a trial keeps its places for
     that long.
 
     Args:
@@ -77,7 +77,7 @@ class ReachTrials:
         begun = sum(trial.connections for trial in self._trials.values())
         if not (targets and nonce) or peer in self._trials or begun + len(targets) > self._places:
             return False
-        trial = self._trials[peer] = _Trial(nonce.encode(), now + TRIAL_S, len(targets), len(targets))
+        trial = self._trials[peer] = _Trial(nonce.encode(), now + REACHABILITY_TIMEOUT_S, len(targets), len(targets))
         for address, (family, host, port) in targets.items():
             try:
                 connection = _Connection(trial, address, socket.socket(family, socket.SOCK_STREAM))
@@ -98,7 +98,7 @@ class ReachTrials:
         """When `take` has something to do, whatever comes."""
         return next((trial.ends_at for trial in self._trials.values()), None)
 
-    def take(self, now: float) -> list[tuple[bytes, Reached]]:
+    def take(self, now: float) -> list[tuple[bytes, ReachabilityReport]]:
         """Take in what came; return the peers of which everything is known now, and what they are to be told."""
         if not self._trials:
             return []
@@ -106,12 +106,12 @@ class ReachTrials:
             self._read(self._connections[descriptor])
         for connection in list(self._connections.values()):
             if connection.trial.ends_at <= now:
-                self._end(connection, f"no answer within {TRIAL_S:g} s")
+                self._end(connection, f"no answer within {REACHABILITY_TIMEOUT_S:g} s")
         known = {peer: trial for peer, trial in self._trials.items() if not (trial.waiting or trial.is_told)}
         for trial in known.values():
             trial.is_told = True
         self._trials = {peer: trial for peer, trial in self._trials.items() if trial.ends_at > now}
-        return [(peer, Reached(trial.unreached)) for peer, trial in known.items()]
+        return [(peer, ReachabilityReport(trial.unreached)) for peer, trial in known.items()]
 
     def close(self) -> None:
         """End all connections."""

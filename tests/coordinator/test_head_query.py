@@ -17,11 +17,11 @@ import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, process_status, read_if_there
 
 from tests.fakes.free_ports import free_port
-from vllm_omni_plugin.coordinator import HeadAnswer, OmniCoordinator, OmniCoordinatorRuntime, ask_head
-from vllm_omni_plugin.coordinator.client import head_question
+from vllm_omni_plugin.coordinator import HeadQueryResult, OmniCoordinator, OmniCoordinatorRuntime, query_head
+from vllm_omni_plugin.coordinator.client import head_query
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
-from vllm_omni_plugin.coordinator.protocol.head_messages import TRIAL_S, NodeQuestion, encode_from_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import REACHABILITY_TIMEOUT_S, HeadQuery, encode_from_head
 from vllm_omni_plugin.curve import HANDSHAKE_MS, Secrets, ZapHandler
 
 FINGERPRINTS = {0: {"stage": "0", "model": "a"}, 1: {"stage": "1", "model": "b"}}
@@ -49,7 +49,7 @@ def serve() -> Iterator[Serve]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits a moment only, for what never comes."""
-    monkeypatch.setattr(head_question, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(head_query, "TIMEOUT_S", 0.3)
 
 
 @contextmanager
@@ -80,21 +80,21 @@ def listening(treat: Callable[[socket.socket], object]) -> Iterator[str]:
 def test_a_holder_of_the_secret_is_told_the_time_and_what_its_stage_has_in_common(
     serve: Serve, held: Secrets, stage_id: int
 ) -> None:
-    answer = ask_head(serve(OLD), stage_id, held, wall_clock=lambda: NOW)
-    assert answer.facts is not None
-    assert (answer.facts.timestamp, answer.facts.stages) == (NOW, [0, 1])
-    assert answer.facts.fingerprint == FINGERPRINTS[stage_id]
-    assert (answer.clock_ahead, answer.trouble, answer.refused) == (0.0, "", False)
+    answer = query_head(serve(OLD), stage_id, held, wall_clock=lambda: NOW)
+    assert answer.info is not None
+    assert (answer.info.timestamp, answer.info.stages) == (NOW, [0, 1])
+    assert answer.info.fingerprint == FINGERPRINTS[stage_id]
+    assert (answer.clock_ahead, answer.problem, answer.refused) == (0.0, "", False)
 
 
 def test_a_stage_that_the_head_does_not_have_has_no_fingerprint(serve: Serve) -> None:
-    facts = ask_head(serve(OLD), 7, OLD).facts
+    facts = query_head(serve(OLD), 7, OLD).facts
     assert facts is not None
     assert (facts.stages, facts.fingerprint) == ([0, 1], {})
 
 
 def test_a_head_without_a_secret_tells_nobody_what_it_serves(serve: Serve) -> None:
-    facts = ask_head(serve(None), 0, None).facts
+    facts = query_head(serve(None), 0, None).facts
     assert facts is not None
     assert (facts.stages, facts.fingerprint) == ([], {})
 
@@ -108,7 +108,7 @@ def test_the_clocks_differ_by_no_more_than_the_time_of_the_answer_allows(
 ) -> None:
     # Read when the question is made, when it is sent, and when the answer comes.
     times = iter([sent, sent, received])
-    assert ask_head(serve(OLD), 0, OLD, wall_clock=lambda: next(times)).clock_ahead == ahead
+    assert query_head(serve(OLD), 0, OLD, wall_clock=lambda: next(times)).clock_ahead == ahead
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_the_clocks_differ_by_no_more_than_the_time_of_the_answer_allows(
 )
 def test_a_wrong_secret_is_refused_within_seconds(serve: Serve, served: Secrets | None, held: Secrets | None) -> None:
     began = time.monotonic()
-    answer = ask_head(serve(served), 0, held)
+    answer = query_head(serve(served), 0, held)
     assert answer.refused
-    assert answer.facts is None
-    assert "refused secret" in answer.trouble
+    assert answer.info is None
+    assert "refused secret" in answer.problem
     assert time.monotonic() - began < HANDSHAKE_MS / 1000
 
 
@@ -139,20 +139,20 @@ def test_a_gate_that_is_too_slow_for_its_own_limit_refuses_nobody(
     address = serve(OLD)
     began = time.monotonic()
     try:
-        answer = ask_head(address, 0, held)
+        answer = query_head(address, 0, held)
     finally:
         is_over.set()
-    assert not answer.refused, answer.trouble
-    assert answer.facts is None
+    assert not answer.refused, answer.problem
+    assert answer.info is None
     assert time.monotonic() - began < HANDSHAKE_MS / 1000
 
 
 def test_a_head_that_is_not_there_costs_no_time_and_refuses_nobody() -> None:
     began = time.monotonic()
-    answer = ask_head(free_address(), 0, OLD)
+    answer = query_head(free_address(), 0, OLD)
     assert not answer.refused
-    assert "no coordinator answers" in answer.trouble
-    assert time.monotonic() - began < head_question.TIMEOUT_S / 2
+    assert "no coordinator answers" in answer.problem
+    assert time.monotonic() - began < head_query.TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize(
@@ -169,15 +169,15 @@ def test_what_is_no_head_refuses_nobody(
     impatient: None, treat: Callable[[socket.socket], object], held: Secrets | None
 ) -> None:
     with listening(treat) as address:
-        answer = ask_head(address, 0, held)
-    assert answer.trouble
+        answer = query_head(address, 0, held)
+    assert answer.problem
     assert not answer.refused
 
 
 def test_what_says_nothing_at_all_is_waited_for_no_longer_than_that(impatient: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        answer = ask_head(f"tcp://127.0.0.1:{server.getsockname()[1]}", 0, OLD)
-    assert "does not answer" in answer.trouble
+        answer = query_head(f"tcp://127.0.0.1:{server.getsockname()[1]}", 0, OLD)
+    assert "does not answer" in answer.problem
     assert not answer.refused
 
 
@@ -189,7 +189,7 @@ def router(open_socket: OpenSocket) -> zmq.Socket[bytes]:
     return router
 
 
-def ask_played(router: zmq.Socket[bytes], *said: bytes, hangs_up: bool = False) -> HeadAnswer:
+def ask_played(router: zmq.Socket[bytes], *said: bytes, hangs_up: bool = False) -> HeadQueryResult:
     """What a node with a port makes of a head that the test plays, and that says so much."""
 
     def answer() -> None:
@@ -202,14 +202,14 @@ def ask_played(router: zmq.Socket[bytes], *said: bytes, hangs_up: bool = False) 
     address = router.get_string(zmq.LAST_ENDPOINT)
     with ThreadPoolExecutor(1) as executor, ports("127.0.0.1") as listening:
         answering = executor.submit(answer)
-        answered = ask_head(address, 0, None, listening)
+        answered = query_head(address, 0, None, listening)
         answering.result()
     return answered
 
 
 def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, router: zmq.Socket[bytes]) -> None:
-    answer = ask_head(router.get_string(zmq.LAST_ENDPOINT), 0, None)
-    assert "of an older version" in answer.trouble
+    answer = query_head(router.get_string(zmq.LAST_ENDPOINT), 0, None)
+    assert "of an older version" in answer.problem
     assert not answer.refused
     _, question = router.recv_multipart()
     assert json.loads(question) == {"type": "question", "stage_id": 0}
@@ -233,16 +233,16 @@ def ports(*hosts: str) -> Iterator[dict[str, socket.socket]]:
 def test_a_node_is_told_that_its_ports_are_reached(serve: Serve) -> None:
     address = serve(OLD)
     with ports("127.0.0.1", "127.0.0.2") as listening:
-        answer = ask_head(address, 0, OLD, listening)
+        answer = query_head(address, 0, OLD, listening)
         assert (answer.listening, answer.unreached) == (list(listening), {})
-        assert answer.facts is not None
-        assert answer.facts.stages == [0, 1]
+        assert answer.info is not None
+        assert answer.info.stages == [0, 1]
 
 
 def test_a_node_is_told_which_ports_are_not_reached_and_why(serve: Serve) -> None:
     with ports("127.0.0.1") as listening, ports("127.0.0.1") as announced:
         elsewhere = {f"tcp://127.0.0.1:{free_port()}": server for server in announced.values()}
-        answer = ask_head(serve(OLD), 0, OLD, listening | elsewhere)
+        answer = query_head(serve(OLD), 0, OLD, listening | elsewhere)
     assert answer.unreached == dict.fromkeys(elsewhere, "Connection refused")
 
 
@@ -253,21 +253,21 @@ def test_ports_that_are_silent_cost_a_node_no_facts_and_others_no_time(serve: Se
         # With its backlog full, the kernel drops what comes, as a firewall does.
         full.listen(0)
         with socket.create_connection(full.getsockname()), ThreadPoolExecutor(1) as executor:
-            asking = executor.submit(ask_head, address, 0, OLD, own | dict.fromkeys(silent, own[next(iter(own))]))
+            asking = executor.submit(query_head, address, 0, OLD, own | dict.fromkeys(silent, own[next(iter(own))]))
             opened.accept()[0].close()
             began = time.monotonic()
-            assert ask_head(address, 1, OLD, others).unreached == {}
-            assert time.monotonic() - began < TRIAL_S
+            assert query_head(address, 1, OLD, others).unreached == {}
+            assert time.monotonic() - began < REACHABILITY_TIMEOUT_S
             answer = asking.result()
-    assert answer.facts is not None
+    assert answer.info is not None
     assert answer.unreached == dict(zip(silent, ("something else answers", "no answer within 2 s"), strict=True))
 
 
 def test_a_head_without_a_secret_connects_nowhere(serve: Serve) -> None:
     with ports("127.0.0.1") as listening:
-        answer = ask_head(serve(None), 0, None, listening)
-        assert answer.facts is not None
-        assert (answer.facts.trying, answer.unreached) == (False, None)
+        answer = query_head(serve(None), 0, None, listening)
+        assert answer.info is not None
+        assert (answer.info.trying, answer.unreached) == (False, None)
         ((_, server),) = listening.items()
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -279,7 +279,7 @@ def test_an_older_head_that_knows_the_question_alone_is_not_waited_for(router: z
     answered = ask_played(router, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]')
     assert answered.facts is not None
     assert answered.unreached is None
-    assert time.monotonic() - began < head_question.TIMEOUT_S
+    assert time.monotonic() - began < head_query.TIMEOUT_S
 
 
 def test_an_older_node_is_answered_in_the_words_that_it_knows(serve: Serve, dealer: OpenDealer) -> None:
@@ -294,9 +294,9 @@ def test_an_older_node_is_answered_in_the_words_that_it_knows(serve: Serve, deal
 def test_a_result_that_cannot_be_read_leaves_what_the_head_said_before(
     monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes], said: bytes
 ) -> None:
-    monkeypatch.setattr(head_question, "TRIAL_S", 0.1)
+    monkeypatch.setattr(head_query, "REACHABILITY_TIMEOUT_S", 0.1)
     # On a busy machine the thread may begin late.
-    monkeypatch.setattr(head_question, "TIMEOUT_S", 30.0)
+    monkeypatch.setattr(head_query, "TIMEOUT_S", 30.0)
 
     answered = ask_played(router, TRYING, said)
     assert answered.facts is not None
@@ -306,7 +306,7 @@ def test_a_result_that_cannot_be_read_leaves_what_the_head_said_before(
 def test_a_head_that_ends_before_it_says_what_it_reaches_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes]
 ) -> None:
-    monkeypatch.setattr(head_question, "TRIAL_S", 10.0)
+    monkeypatch.setattr(head_query, "REACHABILITY_TIMEOUT_S", 10.0)
 
     began = time.monotonic()
     answered = ask_played(router, TRYING, hangs_up=True)
@@ -322,12 +322,12 @@ def test_a_node_that_is_gone_before_its_answer_harms_nobody(serve: Serve) -> Non
         link = CoordinatorLink(address, open_head_dealer, OLD, lambda trouble: None)
         while not link.connected:
             link.wait(None, 0)
-        link.send_all(deque([encode_from_head(NodeQuestion(0, [name], "nonce"))]))
+        link.send_all(deque([encode_from_head(HeadQuery(0, [name], "nonce"))]))
         connection, _ = server.accept()
         link.close(at_once=True)
         # Only now has the coordinator something to say.
         connection.close()
-        assert ask_head(address, 0, OLD, listening).unreached == {}
+        assert query_head(address, 0, OLD, listening).unreached == {}
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_malformed_question_is_counted_and_others_are_answered(
 ) -> None:
     dealer(coordinator.router_zmq_addr).send(frame)
     eventually(lambda: coordinator.invalid_frames["malformed"] == 1)
-    assert ask_head(coordinator.router_zmq_addr, 0, None).facts is not None
+    assert query_head(coordinator.router_zmq_addr, 0, None).facts is not None
 
 
 def test_the_process_tells_it_too_again_after_a_restart_but_not_to_who_lists_processes(tmp_path: Path) -> None:
@@ -357,12 +357,12 @@ def test_the_process_tells_it_too_again_after_a_restart_but_not_to_who_lists_pro
             pid = runtime.process_id
             assert pid is not None
             assert "stage" not in read_if_there(Path(f"/proc/{pid}/cmdline"))
-            facts = ask_head(runtime.router_address, 1, OLD).facts
+            facts = query_head(runtime.router_address, 1, OLD).facts
             assert facts is not None
             assert facts.fingerprint == FINGERPRINTS[1]
             os.kill(pid, signal.SIGKILL)
             eventually(lambda killed=pid: runtime.process_id not in (None, killed))
             eventually(lambda: "State" in process_status(runtime.process_id or 0))
-            eventually(lambda: ask_head(runtime.router_address, 1, OLD).facts is not None)
+            eventually(lambda: query_head(runtime.router_address, 1, OLD).facts is not None)
     finally:
         runtime.close()
