@@ -41,7 +41,13 @@ from vllm_omni_plugin.coordinator import (
     engine_key,
 )
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import ROLE
-from vllm_omni_plugin.coordinator.protocol.head_messages import SESSION_PROTOCOL, Beat, Hello, Work, encode_from_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    SESSION_PROTOCOL,
+    Beat,
+    Hello,
+    WorkReport,
+    encode_from_head,
+)
 from vllm_omni_plugin.curve import Secrets, secure_client
 
 MEGABYTE = 1 << 20
@@ -228,7 +234,7 @@ class _Drone:
             self._socket.send(encode_from_head(Hello(self._head_id, 1, SESSION_PROTOCOL)))
         elif turn % REPORTS_PER_S == 0:
             self._socket.send(encode_from_head(Beat()))
-        self._socket.send(encode_from_head(Work(turn == 0, _rows(turn, self._replicas) if turn else [])))
+        self._socket.send(encode_from_head(WorkReport(turn == 0, _rows(turn, self._replicas) if turn else [])))
         while self._socket.poll(0):
             self._socket.recv(copy=False)
 

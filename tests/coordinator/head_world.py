@@ -18,11 +18,11 @@ from vllm_omni_plugin.coordinator import (
     SessionLost,
     Welcome,
 )
-from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
-from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, Refused
+from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
+from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, SessionRefused
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
-from vllm_omni_plugin.coordinator.state.head_sessions import Sessions
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering, replica_list
+from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, ReplicaIds, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
 from vllm_omni_plugin.errors import WireError
 
@@ -97,10 +97,10 @@ class Head(Heard):
         self.dropped: list[WireError] = []
         self.refusals: list[str] = []
 
-    def hear(self, news: list[News]) -> None:
+    def hear(self, news: list[SessionOutput]) -> None:
         """Take in what the session says; after a welcome, report what is in flight here."""
         for one in news:
-            if isinstance(one, Refused):
+            if isinstance(one, SessionRefused):
                 self.refusals.append(one.reason)
             elif isinstance(one, WireError):
                 self.dropped.append(one)
@@ -134,9 +134,9 @@ class World:
     def restart(self) -> None:
         """Begin with another coordinator; all connections break."""
         self.table = MembershipTable(30.0)
-        self.numbering = Numbering()
+        self.numbering = ReplicaIds()
         self.lists = ListDeltas(self.table, self.numbering)
-        self.sessions = Sessions(self.lists)
+        self.sessions = ConnectedHeads(self.lists)
         # No node asks here.
         self.frames = HeadFrames(self.sessions, self, lambda stage_id: HeadInfo(0.0, [], {}), None)  # type: ignore[arg-type]
         self._note_state()
@@ -157,15 +157,15 @@ class World:
     def announce(self, event: ReplicaEvent) -> None:
         change = self.table.apply(event, self.now)
         if change is not None:
-            self.lists.note([change])
+            self.lists.record([change])
         self._note_state()
 
     def tick(self, seconds: float = 0.5) -> None:
         self.now += seconds
-        self.lists.note(self.table.expire(self.now))
+        self.lists.record(self.table.expire(self.now))
         self._note_state()
         self.frames.send(self.sessions.expire(self.now))
-        delta = self.lists.revise(self.now, self.now)
+        delta = self.lists.next_delta(self.now, self.now)
         if delta is not None:
             self.frames.send(self.sessions.broadcast([delta]))
         self.resync()
@@ -197,7 +197,7 @@ class World:
         """Let one frame for a head arrive; return whether there was one."""
         head = self.heads[name]
         if head.down:
-            head.hear(head.session.take(head.down.popleft(), self.now))
+            head.hear(head.session.receive(head.down.popleft(), self.now))
             return True
         return False
 
@@ -211,7 +211,7 @@ class World:
         self.queue_frames = 1000
         for _ in range(7):
             for head in self.heads.values():
-                head.hear(head.session.watch(self.now, int(self.now * 1000)))
+                head.hear(head.session.check_silence(self.now, int(self.now * 1000)))
                 head.session.beat()
             self.exchange(*self.heads)
             self.resync()

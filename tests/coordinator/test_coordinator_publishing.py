@@ -3,7 +3,7 @@
 from coordinator_support import make_event
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.state.list_deltas import Numbering, PublishSchedule, replica_list
+from vllm_omni_plugin.coordinator.state.list_deltas import PublishSchedule, ReplicaIds, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Liveness, Member
 
 
@@ -33,7 +33,7 @@ def test_settling_holds_back_every_list_and_then_sends_one() -> None:
 
 def test_list_shows_times_by_the_wall_clock() -> None:
     member = Member(make_event(queue_length=4), Liveness.ALIVE, registered_at=10.0, heard_at=40.0, changed_at=10.0)
-    shown = replica_list([member], Numbering(), now=50.0, wall_now=1_000_050.0)
+    shown = replica_list([member], ReplicaIds(), now=50.0, wall_now=1_000_050.0)
     assert shown.timestamp == 1_000_050.0
     (info,) = shown.replicas
     assert (info.registered_at, info.last_heartbeat, info.queue_length) == (1_000_010.0, 1_000_040.0, 4)
@@ -42,7 +42,7 @@ def test_list_shows_times_by_the_wall_clock() -> None:
 def test_list_keeps_its_order_whoever_was_heard_last() -> None:
     def shown(*order: str) -> list[str]:
         members = [Member(make_event(name), Liveness.ALIVE, 0.0, 0.0, 0.0) for name in order]
-        return [info.input_addr for info in replica_list(members, Numbering(), 0.0, 0.0).replicas]
+        return [info.input_addr for info in replica_list(members, ReplicaIds(), 0.0, 0.0).replicas]
 
     assert shown("c", "a", "b") == shown("b", "c", "a") == ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
 
@@ -60,7 +60,7 @@ def test_list_shows_only_those_that_may_work() -> None:
             member("dead", ReplicaStatus.UP, Liveness.DEAD),
             member("left", ReplicaStatus.DOWN, Liveness.LEFT),
         ],
-        Numbering(),
+        ReplicaIds(),
         0.0,
         0.0,
     )

@@ -30,18 +30,18 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
     Beat,
     Bye,
-    Call,
     CallDone,
     CallOutcome,
     FleetState,
     FullList,
     Hello,
+    KnownReplicaIds,
     ListDelta,
     NumberedCall,
-    Numbers,
-    ReplicaNumber,
+    OperatorCall,
+    ReplicaIdRow,
     StageState,
-    Work,
+    WorkReport,
     encode_from_head,
     encode_to_head,
     frames_to_head,
@@ -51,7 +51,7 @@ from vllm_omni_plugin.errors import ConfigError, WireError
 
 ROW = ReplicaWork(engine_key(0, "tcp://a:1", "tcp://a:2", 7), 3, 500)
 SECRETS = Secrets(["a secret that heads share"])
-CALL = Call(7, "pause_scheduler", ["keep", True], [0], [])
+CALL = OperatorCall(7, "pause_scheduler", ["keep", True], [0], [])
 
 
 class Listener(Heard):
@@ -169,7 +169,7 @@ def test_head_that_closes_has_left_at_once(coordinator: OmniCoordinator, connect
 
 def test_listener_that_fails_is_told_of_what_comes_next(coordinator: OmniCoordinator, connect: Connect) -> None:
     first, second = connect(coordinator.router_zmq_addr, "first", "second")
-    first.client.send(Call(1, "profile", [True, None, None, None], [], []))
+    first.client.send(OperatorCall(1, "profile", [True, None, None, None], [], []))
     eventually(lambda: first.client.send(CALL) and first.calls and second.calls)
 
 
@@ -184,7 +184,7 @@ def test_coordinator_that_is_not_there_yet_is_no_error(keep: Keep) -> None:
 
 
 def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(keep: Keep, connect: Connect) -> None:
-    runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=9.0, first_numbers={0: 2}))
+    runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=9.0, first_replica_ids={0: 2}))
     first, second = connect(runtime.router_address, "first", "second")
 
     def announce(name: str) -> OmniCoordClientForStage:
@@ -222,14 +222,14 @@ def test_call_that_is_too_large_or_no_json_is_the_callers_error(coordinator: Omn
     (head,) = connect(coordinator.router_zmq_addr, "head")
     for argument in ("x" * 300_000, object(), {"a": {1, 2}, "b": "\ud800"}):
         with pytest.raises(WireError):
-            head.client.send(Call(1, "collective_rpc", [argument], [0], []))
+            head.client.send(OperatorCall(1, "collective_rpc", [argument], [0], []))
 
 
 FROM_HEADS = [
     Hello("stranger", 5, SESSION_PROTOCOL),
-    Work(True, [ROW]),
-    Numbers([ReplicaNumber(0, "tcp://a:1", "tcp://a:2", 3)]),
-    Call(1, "collective_rpc", ["greet", None, [[1]], {}], [0], [5]),
+    WorkReport(True, [ROW]),
+    KnownReplicaIds([ReplicaIdRow(0, "tcp://a:1", "tcp://a:2", 3)]),
+    OperatorCall(1, "collective_rpc", ["greet", None, [[1]], {}], [0], [5]),
     CallOutcome(1, [True], [5], [5]),
     CallDone(1),
     FleetState(1, [StageState(0, [("resume_scheduler", [])], False)], [(0, "tcp://a:1", "tcp://a:2")]),

@@ -58,13 +58,13 @@ class HeadHistories(RuleBasedStateMachine):
     @rule(name=heads, frame=st.sampled_from([b"", b"[{}]", b'[{"type":"welcome"}]']))
     def garble(self, name: str, frame: bytes) -> None:
         if head := self.world.heads.get(name):
-            head.session.take(frame, self.world.now)
+            head.session.receive(frame, self.world.now)
 
     @rule(name=heads)
     def beat(self, name: str) -> None:
         if head := self.world.heads.get(name):
             head.session.beat()
-            head.hear(head.session.watch(self.world.now, 10**6 + int(self.world.now * 1000)))
+            head.hear(head.session.check_silence(self.world.now, 10**6 + int(self.world.now * 1000)))
 
     @rule()
     def restart(self) -> None:

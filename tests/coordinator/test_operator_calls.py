@@ -5,23 +5,23 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    Call,
     CallOutcome,
     CallRefused,
     FleetState,
+    OperatorCall,
     StageState,
 )
 from vllm_omni_plugin.coordinator.state.call_log import MAX_OPEN_CALLS, OperatorCalls
 from vllm_omni_plugin.errors import WireError
 
 HEADS = ["a", "b", "c"]
-PAUSE = Call(1, "pause_scheduler", ["keep", True], [0], [])
-DRAIN = Call(2, "drain", [[0, "in", "out"]], [], [])
+PAUSE = OperatorCall(1, "pause_scheduler", ["keep", True], [0], [])
+DRAIN = OperatorCall(2, "drain", [[0, "in", "out"]], [], [])
 PAUSED = StageState(0, [("pause_scheduler", ["keep", False])], False)
 
 
-def replace(call: Call, **fields: Any) -> Call:
-    return Call(**{name: fields.get(name, getattr(call, name)) for name in Call.__struct_fields__})
+def replace(call: OperatorCall, **fields: Any) -> OperatorCall:
+    return OperatorCall(**{name: fields.get(name, getattr(call, name)) for name in OperatorCall.__struct_fields__})
 
 
 def test_only_the_caller_says_what_became_of_its_call() -> None:
@@ -52,17 +52,19 @@ def test_the_snapshot_has_what_was_taken_or_is_under_way_and_who_is_drained() ->
     [
         (PAUSE, True),
         (DRAIN, False),
-        (Call(1, "collective_rpc", ["update_weights", None, [], {}], [0], []), False),
-        (Call(1, "profile", [True, None, None, None], [0], []), False),
-        (Call(1, "forget_lora", [7], [0], []), False),
+        (OperatorCall(1, "collective_rpc", ["update_weights", None, [], {}], [0], []), False),
+        (OperatorCall(1, "profile", [True, None, None, None], [0], []), False),
+        (OperatorCall(1, "forget_lora", [7], [0], []), False),
     ],
     ids=lambda value: getattr(value, "method", value),
 )
-def test_a_call_that_may_not_be_repeated_counts_as_taken_when_its_caller_leaves(call: Call, later: bool) -> None:
+def test_a_call_that_may_not_be_repeated_counts_as_taken_when_its_caller_leaves(
+    call: OperatorCall, later: bool
+) -> None:
     calls = OperatorCalls()
     calls.take("a", call, HEADS)
     if later:
-        calls.take("b", Call(3, "resume_scheduler", [], [0], []), HEADS)
+        calls.take("b", OperatorCall(3, "resume_scheduler", [], [0], []), HEADS)
     outcome = CallOutcome(1, [True] * len(call.stages))
     assert sorted(calls.left("a", ["b", "c"])) == [("b", outcome), ("c", outcome)]
 

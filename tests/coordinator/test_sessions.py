@@ -1,4 +1,4 @@
-"""Sessions of heads, numbers of replicas and lists, without sockets."""
+"""Sessions of heads, ids of replicas and lists, without sockets."""
 
 import itertools
 from collections.abc import Iterator
@@ -22,18 +22,18 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
     Beat,
-    Call,
     CallRefused,
     Hello,
-    Refused,
-    ReplicaNumber,
-    Work,
+    OperatorCall,
+    ReplicaIdRow,
+    SessionRefused,
+    WorkReport,
     encode_from_head,
     encode_to_head,
     frames_to_head,
 )
-from vllm_omni_plugin.coordinator.state.head_sessions import HEAD_TIMEOUT, MAX_HEADS, MAX_WORK_ROWS, Session
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering
+from vllm_omni_plugin.coordinator.state.connected_heads import HEAD_TIMEOUT, MAX_HEADS, MAX_WORK_ROWS, ConnectedHead
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, ReplicaIds
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable, TableFullError
 from vllm_omni_plugin.errors import WireError
 
@@ -42,8 +42,8 @@ def key(name: str, stage_id: int = 0) -> ReplicaKey:
     return ReplicaKey(stage_id, f"tcp://{name}:1", f"tcp://{name}:2")
 
 
-def number(name: str, replica_id: int) -> ReplicaNumber:
-    return ReplicaNumber(*key(name), replica_id)
+def number(name: str, replica_id: int) -> ReplicaIdRow:
+    return ReplicaIdRow(*key(name), replica_id)
 
 
 def engine(name: str = "a") -> int:
@@ -77,7 +77,7 @@ def test_all_heads_name_a_start_of_a_replica_alike_and_every_other_one_different
 
 
 def test_lowest_free_number_of_the_stage_is_given_and_kept() -> None:
-    numbering = Numbering()
+    numbering = ReplicaIds()
     assert [numbering.number_of(key(name)) for name in "abca"] == [0, 1, 2, 0]
     assert numbering.number_of(key("x", stage_id=1)) == 0
     numbering.release(key("b"))
@@ -86,7 +86,7 @@ def test_lowest_free_number_of_the_stage_is_given_and_kept() -> None:
 
 
 def test_reserved_numbers_wait_for_their_replicas_until_the_end_of_reservations() -> None:
-    numbering = Numbering()
+    numbering = ReplicaIds()
     numbering.reserve([number("b", 0), number("a", 5), number("thief", 5), number("b", 9)])
     assert [numbering.number_of(key(name)) for name in "axb"] == [5, 1, 0]
     numbering.reserve([number("gone", 2), number("x", 7), number("late", 5)])
@@ -95,7 +95,7 @@ def test_reserved_numbers_wait_for_their_replicas_until_the_end_of_reservations(
 
 
 def test_numbers_of_the_heads_own_engines_are_given_to_nobody() -> None:
-    numbering = Numbering({0: 2})
+    numbering = ReplicaIds({0: 2})
     numbering.reserve([number("a", 1), number("b", 3)])
     assert [numbering.number_of(key(name)) for name in "abc"] == [2, 3, 4]
     assert numbering.number_of(key("x", stage_id=1)) == 0
@@ -106,14 +106,14 @@ def test_numbers_of_the_heads_own_engines_are_given_to_nobody() -> None:
 
 
 def test_number_of_a_row_that_was_displaced_is_free_again() -> None:
-    table, numbering = MembershipTable(10.0, max_replicas=1), Numbering()
+    table, numbering = MembershipTable(10.0, max_replicas=1), ReplicaIds()
     lists = ListDeltas(table, numbering)
 
     def announce(event: ReplicaEvent) -> None:
         change = table.apply(event, 0.0)
         assert change is not None
-        lists.note([change])
-        lists.revise(0.0, 0.0)
+        lists.record([change])
+        lists.next_delta(0.0, 0.0)
 
     announce(make_event("a"))
     announce(make_event("a", status=ReplicaStatus.DOWN))
@@ -206,7 +206,7 @@ def test_a_head_that_has_too_much_to_send_begins_anew(world: World) -> None:
 
 def test_a_frame_that_cannot_be_read_is_followed_by_a_full_resync(world: World) -> None:
     head = world.heads["h1"]
-    (dropped,) = head.session.take(b"[{}]", world.now)
+    (dropped,) = head.session.receive(b"[{}]", world.now)
     assert isinstance(dropped, WireError)
     world.announce(make_event("a"))
     world.tick()
@@ -257,27 +257,27 @@ def test_coordinator_that_was_late_itself_lets_nobody_go(world: World) -> None:
 
 def test_older_connection_of_a_head_does_not_take_the_session_back(world: World) -> None:
     sessions = world.sessions
-    assert sessions.take(b"new", hello("h1"), world.now) is not None
-    assert sessions.take(b"old", hello("h1", 10**9 - 1), world.now) is None
-    assert sessions.take(b"other", hello("h1"), world.now) is None
-    assert sessions.take(b"old", Work(True, [work()]), world.now) is None
+    assert sessions.handle(b"new", hello("h1"), world.now) is not None
+    assert sessions.handle(b"old", hello("h1", 10**9 - 1), world.now) is None
+    assert sessions.handle(b"other", hello("h1"), world.now) is None
+    assert sessions.handle(b"old", WorkReport(True, [work()]), world.now) is None
 
 
 def test_a_connection_is_of_one_head(world: World) -> None:
     peer = world.heads["h1"].peer
-    assert world.sessions.take(peer, hello("h2"), world.now) is None
-    assert world.sessions.take(peer, hello("h9"), world.now) is None
+    assert world.sessions.handle(peer, hello("h2"), world.now) is None
+    assert world.sessions.handle(peer, hello("h9"), world.now) is None
 
 
 def test_a_head_without_a_session_is_told_why_until_there_is_one(world: World) -> None:
     for count in range(MAX_HEADS - len(world.sessions)):
-        assert world.sessions.take(b"p%d" % count, hello(f"x{count}"), world.now) is not None
+        assert world.sessions.handle(b"p%d" % count, hello(f"x{count}"), world.now) is not None
     late = world.connect("late")
     with pytest.raises(TableFullError):
         world.exchange("late")
     world.exchange("late")
     assert late.refusals == ["there are 64 heads already"]
-    world.sessions.leave(b"p0")
+    world.sessions.connection_lost(b"p0")
     late.session.beat()
     world.exchange("late")
     world.tick()
@@ -300,14 +300,18 @@ def test_a_head_of_another_version_gets_no_session_and_is_told_what_to_do(world:
 
 
 @pytest.mark.parametrize(
-    "call", [Call(7, "of_a_later_version", [], [0], []), Call(7, "pause_scheduler", ["x" * 9000, True], [0], [])]
+    "call",
+    [
+        OperatorCall(7, "of_a_later_version", [], [0], []),
+        OperatorCall(7, "pause_scheduler", ["x" * 9000, True], [0], []),
+    ],
 )
-def test_a_caller_whose_call_the_coordinator_does_not_know_is_told_so(world: World, call: Call) -> None:
+def test_a_caller_whose_call_the_coordinator_does_not_know_is_told_so(world: World, call: OperatorCall) -> None:
     head = world.heads["h1"]
     assert head.session.send(call)
     with pytest.raises(WireError, match=call.method):
         world.exchange("h1")
-    (refused,) = head.session.take(head.down.popleft(), world.now)
+    (refused,) = head.session.receive(head.down.popleft(), world.now)
     assert isinstance(refused, CallRefused)
     assert refused.call_id == 7
     assert call.method in refused.reason
@@ -318,21 +322,21 @@ def test_full_resyncs_are_limited(world: World) -> None:
     world.tick(1.0)
     head.down.clear()
     for _ in range(100):
-        world.sessions.take(head.peer, hello("h1"), world.now)
+        world.sessions.handle(head.peer, hello("h1"), world.now)
         world.tick(0.001)
     assert len(head.down) == 1
 
 
 def test_work_of_one_head_is_bounded() -> None:
-    session = Session(hello("h"), b"p", 0.0)
-    session.report(Work(True, []))
+    session = ConnectedHead(hello("h"), b"p", 0.0)
+    session.report(WorkReport(True, []))
     for frame in range(30):
-        session.report(Work(False, [work(f"r{frame}-{number}") for number in range(400)]))
+        session.report(WorkReport(False, [work(f"r{frame}-{number}") for number in range(400)]))
     known = session.all_work()
     assert known is not None
     assert len(known.work) <= MAX_WORK_ROWS
-    session.report(Work(True, [work()]))
-    assert session.take_news().work == [work()]
+    session.report(WorkReport(True, [work()]))
+    assert session.take_changes().work == [work()]
 
 
 def test_silence_of_the_coordinator_voids_what_others_said_but_not_the_list(world: World) -> None:
@@ -341,9 +345,9 @@ def test_silence_of_the_coordinator_voids_what_others_said_but_not_the_list(worl
     world.settle()
     head = world.heads["h1"]
     before = len(head.lists)
-    head.hear(head.session.watch(world.now + 1.9, 10**6))
+    head.hear(head.session.check_silence(world.now + 1.9, 10**6))
     assert head.others["h2"]
-    head.hear(head.session.watch(world.now + 2.0, 10**6))
+    head.hear(head.session.check_silence(world.now + 2.0, 10**6))
     assert head.others == {}
     assert len(head.lists) == before
     world.settle()
@@ -355,17 +359,17 @@ def test_a_coordinator_that_gives_a_head_no_session_any_more_is_as_good_as_silen
     session = HeadSession("head")
     state = encode_to_head(PeerWork("other", True, [work()]))
     (welcome,) = frames_to_head([encode_to_head(Welcome(["other"], False)), state])
-    assert session.take(welcome, 0.0) == [Welcome(["other"], False), PeerWork("other", True, [work()])]
+    assert session.receive(welcome, 0.0) == [Welcome(["other"], False), PeerWork("other", True, [work()])]
     session.disconnected()
     session.open(2)
-    (refused,) = frames_to_head([encode_to_head(Refused("there are 64 heads already"))])
+    (refused,) = frames_to_head([encode_to_head(SessionRefused("there are 64 heads already"))])
     for now in (0.5, 1.0, 1.5):
-        session.take(refused if answer == "refused" else b"nonsense", now)
+        session.receive(refused if answer == "refused" else b"nonsense", now)
         session.beat()
-        assert session.watch(now, 3) == []
-    assert session.watch(SILENCE_TIMEOUT, 4) == [SessionLost()]
-    assert session.watch(2 * SILENCE_TIMEOUT, 5) == []
+        assert session.check_silence(now, 3) == []
+    assert session.check_silence(SILENCE_TIMEOUT, 4) == [SessionLost()]
+    assert session.check_silence(2 * SILENCE_TIMEOUT, 5) == []
 
 
 def test_a_beat_is_answered(world: World) -> None:
-    assert world.sessions.take(world.heads["h1"].peer, Beat(), world.now) == [(world.heads["h1"].peer, b"[]")]
+    assert world.sessions.handle(world.heads["h1"].peer, Beat(), world.now) == [(world.heads["h1"].peer, b"[]")]

@@ -12,10 +12,10 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork, SessionLost
-from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News
-from vllm_omni_plugin.coordinator.protocol.head_messages import Call, OperatorMessage, decode_from_head
-from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering
+from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessageFromHead, OperatorCall, decode_from_head
+from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, OutgoingFrame
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, ReplicaIds
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
@@ -34,27 +34,27 @@ class HeadBus:
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[OperatorCall] = []
         self.deaf: set[str] = set()
         self._heads: dict[bytes, FakeHead] = {}
         self._now = 0.0
         self._connections = 0
         self.start()
-        self._lists.revise(self._now, self._now)
+        self._lists.next_delta(self._now, self._now)
 
     def start(self) -> None:
         """A coordinator that knows nothing, and of which it is not known yet who comes back."""
-        self._lists = ListDeltas(MembershipTable(30.0), Numbering())
-        self._sessions = Sessions(self._lists)
+        self._lists = ListDeltas(MembershipTable(30.0), ReplicaIds())
+        self._sessions = ConnectedHeads(self._lists)
 
     def settle(self) -> None:
         """Those of the fleet who come back have done so."""
-        self._lists.revise(self._now, self._now)
+        self._lists.next_delta(self._now, self._now)
         self.wake()
 
     def overflow(self, head: "FakeHead") -> None:
         """The queue to a head is full; it is resynced when the next frame has arrived."""
-        self._sessions.overflowed(head.peer)
+        self._sessions.mark_out_of_sync(head.peer)
 
     def connect(self, head: "FakeHead") -> None:
         self._connections += 1
@@ -72,7 +72,7 @@ class HeadBus:
         head.session.disconnected()
         head.hear([SessionLost()])
         if noticed:
-            self._deliver(self._sessions.leave(head.peer))
+            self._deliver(self._sessions.connection_lost(head.peer))
 
     def wake(self) -> None:
         """Let frames arrive in the loop's next turn."""
@@ -82,14 +82,14 @@ class HeadBus:
         for head in list(self._heads.values()):
             while head.session.frames:
                 frame = decode_from_head(head.session.frames.popleft())
-                self._deliver(self._sessions.take(head.peer, frame, self._now) or [])
+                self._deliver(self._sessions.handle(head.peer, frame, self._now) or [])
         self._now += 1.0
         self._deliver(self._sessions.tick(self._now))
         for head in list(self._heads.values()):
             while head.inbox and head.head_id not in self.deaf:
-                head.hear(head.session.take(head.inbox.popleft(), self._now))
+                head.hear(head.session.receive(head.inbox.popleft(), self._now))
 
-    def _deliver(self, letters: list[Letter]) -> None:
+    def _deliver(self, letters: list[OutgoingFrame]) -> None:
         for peer, frame in letters:
             if peer in self._heads:
                 self._heads[peer].inbox.append(frame)
@@ -141,14 +141,14 @@ class FakeHead(FakeFleet):
         await eventually(lambda: self.fleet_calls.refusal is None)
         await self.fleet_calls.synced()
 
-    def hear(self, news: list[News]) -> None:
+    def hear(self, news: list[SessionOutput]) -> None:
         for one in news:
             assert not isinstance(one, Exception), one
             self._listener(one)  # type: ignore[arg-type]
 
-    def send(self, message: OperatorMessage) -> bool:
+    def send(self, message: CallMessageFromHead) -> bool:
         """As `OmniCoordClientForHead`."""
-        if isinstance(message, Call):
+        if isinstance(message, OperatorCall):
             self.bus.calls.append(message)
         self.bus.wake()
         return self.session.send(message)

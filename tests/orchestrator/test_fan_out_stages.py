@@ -16,11 +16,11 @@ from vllm_omni_plugin.coordinator import Welcome
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     CallDone,
     CallFinished,
+    CallMessageFromHead,
     CallOutcome,
     FleetState,
     NumberedCall,
-    OperatorMessage,
-    TakeOver,
+    TakeOverCall,
 )
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -111,7 +111,7 @@ class PlayedHead(FakePipelineFleet):
     def fleet_calls(self) -> FleetCalls:
         return FleetCalls(self.orchestrator, "a", lambda: self if self.is_open else None)  # type: ignore[arg-type, return-value]
 
-    def send(self, message: OperatorMessage) -> bool:
+    def send(self, message: CallMessageFromHead) -> bool:
         """As `OmniCoordClientForHead`."""
         self.said.append(message)
         return True
@@ -166,7 +166,7 @@ async def test_of_a_call_made_again_the_server_hears_what_one_stage_took_and_the
     head: PlayedHead,
 ) -> None:
     head.links[1, 0].on_call = refuse_calls
-    head.hear(TakeOver(NumberedCall(1, "sleep", [2, "abort"], [0, 1], [], number=1, head_id="b")))
+    head.hear(TakeOverCall(NumberedCall(1, "sleep", [2, "abort"], [0, 1], [], number=1, head_id="b")))
     await eventually(lambda: head.said)
     assert head.said[0].taken == [True, False]
     head.hear(CallFinished(1))

@@ -11,7 +11,7 @@ from tests.fakes.links import answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus, joined
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.head_messages import Call, CallOutcome
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallOutcome, OperatorCall
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, ReplicaError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
@@ -289,7 +289,7 @@ async def test_a_call_whose_head_dies_is_not_made_again_over_a_later_one_nor_an_
     assert heads[1].replay == heads[2].replay == [("set_weight_version", ("later",))]
 
 
-@pytest.mark.parametrize("unsaid", [Call, CallOutcome])
+@pytest.mark.parametrize("unsaid", [OperatorCall, CallOutcome])
 async def test_a_caller_that_cannot_reach_the_coordinator_any_more_says_so(
     heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch, unsaid: type
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_omni_plugin.admission import config_changes
 from vllm_omni_plugin.coordinator import ReplicaKey
-from vllm_omni_plugin.coordinator.state.call_log import note_drained
+from vllm_omni_plugin.coordinator.state.call_log import update_drained
 from vllm_omni_plugin.errors import OmniError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
@@ -140,7 +140,7 @@ class FleetControl:
             raise refusal
         manage(self._orchestrator, message.action, member)
         if member.remote:
-            note_drained(message.action, key, self._orchestrator.drained)
+            update_drained(message.action, key, self._orchestrator.drained)
             self._fleet_calls.managed(message.action, key, message.reply)
         else:
             message.reply.set_result(None)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, tell
-from vllm_omni_plugin.coordinator.client.head_session import HeadSession, News, SessionEvent
+from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionEvent, SessionOutput
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    OperatorMessage,
-    Refused,
+    CallMessageFromHead,
     ReplicaWork,
     SessionLost,
+    SessionRefused,
     Welcome,
 )
 from vllm_omni_plugin.curve import Secrets
@@ -85,7 +85,7 @@ class OmniCoordClientForHead:
                 self._session.report(work, full)
                 self._link.wake()
 
-    def send(self, message: OperatorMessage) -> bool:
+    def send(self, message: CallMessageFromHead) -> bool:
         """Say something of operators' calls; return False without a session, or once closed.
 
         Raises:
@@ -134,7 +134,7 @@ class OmniCoordClientForHead:
                 if now >= next_beat:
                     next_beat = now + self._interval
                     self._session.beat()
-                news = self._session.watch(now, time.time_ns())
+                news = self._session.check_silence(now, time.time_ns())
             self._tell(news)
 
     def _flush(self) -> bool:
@@ -150,7 +150,7 @@ class OmniCoordClientForHead:
             with self._lock:
                 if self._closed:
                     return
-                news = self._session.take(b"".join(parts), time.monotonic())
+                news = self._session.receive(b"".join(parts), time.monotonic())
             self._tell(news)
 
     def _link_changed(self, trouble: str) -> None:
@@ -168,11 +168,11 @@ class OmniCoordClientForHead:
             self._trouble = trouble
             tell(self._on_unreachable, trouble)
 
-    def _tell(self, news: Sequence[News]) -> None:
+    def _tell(self, news: Sequence[SessionOutput]) -> None:
         for one in news:
             if isinstance(one, WireError):
                 self._link.note_invalid(one)
-            elif isinstance(one, Refused):
+            elif isinstance(one, SessionRefused):
                 self._say(f"{self._coordinator} gives this head no session: {one.reason}")
             else:
                 if isinstance(one, Welcome):

@@ -86,7 +86,7 @@ def query_head(
         return answer
     # A relay of connections whose head is away ends them, too, as does a head that is just ending.
     if _demanded(address, deadline) not in ((b"CURVE",) if secrets is None else (b"CURVE", b"NULL")):
-        return replace(answer, refused=False, trouble=f"what answers at {address} is no head, or not at this moment")
+        return replace(answer, refused=False, problem=f"what answers at {address} is no head, or not at this moment")
     return _ask(address, HeadQuery(stage_id), secrets, wall_clock, deadline)
 
 

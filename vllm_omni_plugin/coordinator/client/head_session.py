@@ -10,22 +10,22 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
     Beat,
     Bye,
-    CallMessage,
+    CallMessageFromHead,
+    CallMessageToHead,
     FromHead,
     FullList,
     HeadLeft,
     Hello,
+    KnownReplicaIds,
     ListDelta,
-    Numbers,
-    OperatorMessage,
     PeerWork,
-    Refused,
-    ReplicaNumber,
+    ReplicaIdRow,
     ReplicaWork,
     SessionLost,
+    SessionRefused,
     ToHead,
     Welcome,
-    Work,
+    WorkReport,
     decode_to_head,
     encode_from_head,
 )
@@ -33,9 +33,9 @@ from vllm_omni_plugin.errors import WireError
 
 SILENCE_TIMEOUT = 2.0
 
-SessionEvent = Welcome | FullList | ListDelta | PeerWork | HeadLeft | CallMessage | SessionLost
+SessionEvent = Welcome | FullList | ListDelta | PeerWork | HeadLeft | CallMessageToHead | SessionLost
 """What a head is told."""
-News = SessionEvent | Refused | WireError
+SessionOutput = SessionEvent | SessionRefused | WireError
 """An event, why there is no session, or what was dropped."""
 
 
@@ -83,9 +83,9 @@ class HeadSession:
         """Tell of work that changed, or with ``full`` of all there is."""
         for start in range(0, len(work) or 1, ROWS_PER_FRAME):
             if self._welcomed:
-                self._add(Work(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))
+                self._add(WorkReport(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))
 
-    def send(self, message: OperatorMessage) -> bool:
+    def send(self, message: CallMessageFromHead) -> bool:
         """Return whether there is a session to send it in."""
         if self._welcomed:
             self._add(message)
@@ -96,7 +96,7 @@ class HeadSession:
         self.frames.append(encode_from_head(Bye()))
         self._welcomed = False
 
-    def watch(self, now: float, number: int) -> list[News]:
+    def check_silence(self, now: float, number: int) -> list[SessionOutput]:
         """See to what time alone brings: silence, after which another session begins."""
         if self._heard_at is None or now - self._heard_at < SILENCE_TIMEOUT:
             return []
@@ -104,7 +104,7 @@ class HeadSession:
         self.open(number)
         return [SessionLost()]
 
-    def take(self, frame: bytes, now: float) -> list[News]:
+    def receive(self, frame: bytes, now: float) -> list[SessionOutput]:
         """Take in a frame of the coordinator."""
         try:
             messages = decode_to_head(frame)
@@ -118,14 +118,14 @@ class HeadSession:
             self._heard_at = now
         return news
 
-    def _take(self, message: ToHead) -> Iterator[News]:
+    def _take(self, message: ToHead) -> Iterator[SessionOutput]:
         match message:
             case Welcome():
                 self._welcomed = True
                 if message.starting:
                     self._report_numbers()
                 yield message
-            case Refused():
+            case SessionRefused():
                 yield message
             case _ if not self._welcomed:
                 # It is what was left of another session.
@@ -147,9 +147,9 @@ class HeadSession:
         self._numbers |= {ReplicaKey.of(row): row.replica_id for row in (*news.replicas, *news.no_new_work)}
 
     def _report_numbers(self) -> None:
-        numbers = [ReplicaNumber(*key, number) for key, number in self._numbers.items() if number >= 0]
+        numbers = [ReplicaIdRow(*key, number) for key, number in self._numbers.items() if number >= 0]
         for start in range(0, len(numbers), ROWS_PER_FRAME):
-            self._add(Numbers(numbers[start : start + ROWS_PER_FRAME]))
+            self._add(KnownReplicaIds(numbers[start : start + ROWS_PER_FRAME]))
 
     def _say_hello(self) -> None:
         self.frames.clear()

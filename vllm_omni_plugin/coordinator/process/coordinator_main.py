@@ -33,7 +33,7 @@ def main() -> int:
             arguments.pub_zmq_addr,
             arguments.heartbeat_timeout,
             settle_time=arguments.settle_time,
-            first_numbers=arguments.first_numbers,
+            first_replica_ids=arguments.first_replica_ids,
             secrets=Secrets.from_file(arguments.secret_file) if arguments.secret_file else None,
             fingerprints=arguments.fingerprints,
         )

@@ -34,7 +34,7 @@ class ChildArguments(msgspec.Struct, frozen=True):
     beat_interval: float = 1.0
     settle_time: float = 0.0
     secret_file: str | None = None
-    first_numbers: dict[int, int] = {}
+    first_replica_ids: dict[int, int] = {}
     fingerprints: dict[int, dict[str, str]] = {}
 
 

@@ -39,7 +39,7 @@ class OmniCoordinatorRuntime:
         port: Port for them; 0 for any free one. Subscribers get a free one of 127.0.0.1 in any case.
         heartbeat_timeout: Seconds of silence after which a replica is dead.
         secret_file: Path of the secrets of the fleet; the child reads it anew whenever it is restarted.
-        first_numbers: See `OmniCoordinator`.
+        first_replica_ids: See `OmniCoordinator`.
         fingerprints: See `OmniCoordinator`.
         answer_timeout: Seconds without a beat after which the process is killed and restarted.
 
@@ -59,7 +59,7 @@ class OmniCoordinatorRuntime:
         heartbeat_timeout: float = 30.0,
         *,
         secret_file: str | None = None,
-        first_numbers: Mapping[int, int] | None = None,
+        first_replica_ids: Mapping[int, int] | None = None,
         fingerprints: Mapping[int, Mapping[str, str]] | None = None,
         answer_timeout: float = ANSWER_TIMEOUT,
     ) -> None:
@@ -75,7 +75,7 @@ class OmniCoordinatorRuntime:
             heartbeat_timeout,
             answer_timeout / BEATS_PER_TIMEOUT,
             secret_file=secret_file,
-            first_numbers=dict(first_numbers or {}),
+            first_replica_ids=dict(first_replica_ids or {}),
             fingerprints={stage_id: dict(fields) for stage_id, fields in (fingerprints or {}).items()},
         )
         # Linux tells the child of the end of the thread that made it, so this thread lives as long as the runtime. It

@@ -30,7 +30,7 @@ SESSION_PROTOCOL = 2
 
 MAX_HEAD_ID_CHARS = 128
 MAX_METHOD_CHARS = 128
-MAX_TOLD = 8192
+MAX_NAMED_ENGINES = 8192
 MAX_STAGES = 1024
 MAX_ERROR_CHARS = 4096
 # As many as every reader of JSON takes for exact integers.
@@ -77,7 +77,7 @@ class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
     prefill_tokens: Ordinal
 
 
-class ReplicaNumber(Struct, frozen=True, array_like=True, gc=False):
+class ReplicaIdRow(Struct, frozen=True, array_like=True, gc=False):
     """The number by which a head knows a replica."""
 
     stage_id: StageId
@@ -104,7 +104,7 @@ class Beat(Struct, frozen=True, tag="beat"):
     """The head is there; answered by an empty list."""
 
 
-class Work(Struct, frozen=True, tag="work"):
+class WorkReport(Struct, frozen=True, tag="work"):
     """What a head has in flight. The first of a session is full.
 
     Attributes:
@@ -116,13 +116,13 @@ class Work(Struct, frozen=True, tag="work"):
     work: Annotated[list[ReplicaWork], Meta(max_length=ROWS_PER_FRAME)]
 
 
-class Numbers(Struct, frozen=True, tag="numbers"):
+class KnownReplicaIds(Struct, frozen=True, tag="numbers"):
     """The numbers by which a head has known replicas, for a coordinator that has just started."""
 
-    numbers: Annotated[list[ReplicaNumber], Meta(max_length=ROWS_PER_FRAME)]
+    numbers: Annotated[list[ReplicaIdRow], Meta(max_length=ROWS_PER_FRAME)]
 
 
-class Call(Struct, frozen=True, tag="call"):
+class OperatorCall(Struct, frozen=True, tag="call"):
     """An operator's call, to be numbered and passed on to all heads; see `NumberedCall`.
 
     Attributes:
@@ -130,14 +130,14 @@ class Call(Struct, frozen=True, tag="call"):
         method: See `call_arguments`.
         arguments: Likewise.
         stages: Whose engines are called.
-        told: The engines that the caller calls itself.
+        called_engines: The engines that the caller calls itself.
     """
 
     call_id: Ordinal
     method: Method
     arguments: list[Any]
     stages: Annotated[list[StageId], Meta(max_length=MAX_STAGES)]
-    told: Annotated[list[EngineKey], Meta(max_length=MAX_TOLD)]
+    called_engines: Annotated[list[EngineKey], Meta(max_length=MAX_NAMED_ENGINES)] = msgspec.field(name="told")
 
 
 class CallOutcome(Struct, frozen=True, tag="call_outcome"):
@@ -152,8 +152,8 @@ class CallOutcome(Struct, frozen=True, tag="call_outcome"):
 
     number: Ordinal
     taken: Annotated[list[bool], Meta(max_length=MAX_STAGES)]
-    failed: Annotated[list[EngineKey], Meta(max_length=MAX_TOLD)] = []
-    cleared: Annotated[list[EngineKey], Meta(max_length=MAX_TOLD)] = []
+    failed: Annotated[list[EngineKey], Meta(max_length=MAX_NAMED_ENGINES)] = []
+    cleared: Annotated[list[EngineKey], Meta(max_length=MAX_NAMED_ENGINES)] = []
 
 
 class CallDone(Struct, frozen=True, tag="call_done"):
@@ -240,14 +240,14 @@ class Welcome(Struct, frozen=True, tag="welcome"):
 
     Attributes:
         heads: Of a head whose load does not follow, what was known stands until it reports.
-        starting: Whether the coordinator has just started, and wants `Numbers`.
+        starting: Whether the coordinator has just started, and wants `KnownReplicaIds`.
     """
 
     heads: list[HeadId]
     starting: bool
 
 
-class Refused(Struct, frozen=True, tag="refused"):
+class SessionRefused(Struct, frozen=True, tag="refused"):
     """This head gets no session; the answer to each `Hello`."""
 
     reason: ErrorText
@@ -277,7 +277,7 @@ class PeerWork(Struct, frozen=True, tag="work"):
     work: list[ReplicaWork]
 
 
-class NumberedCall(Call, frozen=True, tag="numbered_call", kw_only=True):
+class NumberedCall(OperatorCall, frozen=True, tag="numbered_call", kw_only=True):
     """A call of a head, its own included, in the order in which all heads get them.
 
     Attributes:
@@ -296,7 +296,7 @@ class CallRefused(Struct, frozen=True, tag="call_refused"):
     reason: ErrorText
 
 
-class TakeOver(Struct, frozen=True, tag="take_over"):
+class TakeOverCall(Struct, frozen=True, tag="take_over"):
     """The caller has gone before it said what became of its call: this head makes it again, as its caller."""
 
     call: NumberedCall
@@ -318,10 +318,10 @@ class SessionLost(Struct, frozen=True):
     """Never sent: a head's client says so of a coordinator that is silent. The last list stands."""
 
 
-OperatorMessage = Call | CallOutcome | CallDone | FleetState
-FromHead = Hello | Beat | Work | Numbers | OperatorMessage | Bye
-CallMessage = NumberedCall | CallRefused | TakeOver | CallOutcome | CallFinished | FleetState
-ToHead = Welcome | Refused | FullList | ListDelta | PeerWork | HeadLeft | CallMessage
+CallMessageFromHead = OperatorCall | CallOutcome | CallDone | FleetState
+FromHead = Hello | Beat | WorkReport | KnownReplicaIds | CallMessageFromHead | Bye
+CallMessageToHead = NumberedCall | CallRefused | TakeOverCall | CallOutcome | CallFinished | FleetState
+ToHead = Welcome | SessionRefused | FullList | ListDelta | PeerWork | HeadLeft | CallMessageToHead
 
 _encoder = msgspec.json.Encoder()
 _from_head: msgspec.json.Decoder[FromHead | HeadQuery] = msgspec.json.Decoder(FromHead | HeadQuery)

@@ -8,17 +8,17 @@ from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    Call,
     HeadInfo,
     HeadQuery,
     Hello,
+    OperatorCall,
     ReachabilityReport,
     decode_from_head,
     encode_to_head,
     frames_to_head,
 )
 from vllm_omni_plugin.coordinator.server.reachability_checks import ReachabilityChecks
-from vllm_omni_plugin.coordinator.state.head_sessions import Letter, Sessions
+from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, OutgoingFrame
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
 
@@ -34,7 +34,7 @@ class HeadFrames:
     """
 
     def __init__(
-        self, sessions: Sessions, router: Socket, facts: Callable[[int], HeadInfo], trials: ReachabilityChecks
+        self, sessions: ConnectedHeads, router: Socket, facts: Callable[[int], HeadInfo], trials: ReachabilityChecks
     ) -> None:
         self._sessions = sessions
         self._router = router
@@ -54,10 +54,10 @@ class HeadFrames:
             self._tell_node(peer, replace(self._facts(message.stage_id), trying=trying))
             return True
         try:
-            letters = self._sessions.take(peer, message, now)
+            letters = self._sessions.handle(peer, message, now)
         except (TableFullError, WireError) as error:
             # Both are waited for.
-            if isinstance(message, Hello | Call):
+            if isinstance(message, Hello | OperatorCall):
                 self.send([self._sessions.refusal(peer, message, str(error))])
             raise
         self.send(letters or ())
@@ -71,7 +71,7 @@ class HeadFrames:
     def _tell_node(self, peer: bytes, answer: HeadInfo | ReachabilityReport) -> None:
         self.send((peer, frame) for frame in frames_to_head([encode_to_head(answer)]))
 
-    def send(self, letters: Iterable[Letter]) -> None:
+    def send(self, letters: Iterable[OutgoingFrame]) -> None:
         """Send them to those who are there and whose queues are not full."""
         pending = deque(letters)
         full: set[bytes] = set()
@@ -84,8 +84,8 @@ class HeadFrames:
                 self._router.send_multipart((peer, frame), zmq.NOBLOCK)
             except zmq.Again:
                 full.add(peer)
-                self._sessions.overflowed(peer)
+                self._sessions.mark_out_of_sync(peer)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                pending += self._sessions.leave(peer)
+                pending += self._sessions.connection_lost(peer)

@@ -49,8 +49,8 @@ class ReachabilityChecks:
     """Connects where nodes say that they listen. An address is reached if the nonce of its node comes from there, so
     that nothing else that answers counts. Times are monotonic seconds given by the caller.
 
-    A peer gets one trial in `REACHABILITY_TIMEOUT_S`, and all of them together few connections, since a trial keeps its places for
-    that long.
+    A peer gets one check in `REACHABILITY_TIMEOUT_S`. All peers together get few connections, since a check keeps its
+    places for that long.
 
     Args:
         places: for connections; 0: nothing is ever tried.

@@ -26,8 +26,8 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, is_of_
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.server.reachability_checks import MAX_CONNECTIONS, ReachabilityChecks
-from vllm_omni_plugin.coordinator.state.head_sessions import RELAY_INTERVAL, Sessions
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, Numbering, PublishSchedule, replica_list
+from vllm_omni_plugin.coordinator.state.connected_heads import RELAY_INTERVAL, ConnectedHeads
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, PublishSchedule, ReplicaIds, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Change, MembershipTable, TableFullError
 from vllm_omni_plugin.curve import Secrets, cut_connection
 from vllm_omni_plugin.errors import ConfigError, WireError
@@ -58,7 +58,7 @@ class OmniCoordinator:
         heartbeat_timeout: float = 30.0,
         *,
         settle_time: float = 0.0,
-        first_numbers: Mapping[int, int] | None = None,
+        first_replica_ids: Mapping[int, int] | None = None,
         secrets: Secrets | None = None,
         fingerprints: Mapping[int, Mapping[str, str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -72,7 +72,7 @@ class OmniCoordinator:
             heartbeat_timeout: Seconds of silence after which a replica is dead; after half of them it is suspected.
             settle_time: Seconds to publish nothing, so that a restarted coordinator does not tell heads of an empty
                 fleet before the replicas had time to report again.
-            first_numbers: By stage, the lowest number that a replica gets. Those below are the head's own engines,
+            first_replica_ids: By stage, the lowest number that a replica gets. Those below are the head's own engines,
                 which it does not register.
             secrets: Who does not hold one of them cannot connect; None admits everybody, unencrypted.
             fingerprints: By stage, what all its replicas have in common. Told to nodes that ask, but to nobody without
@@ -94,9 +94,9 @@ class OmniCoordinator:
         self._closing = False
         self._stopped = threading.Event()
         self._table = MembershipTable(heartbeat_timeout)
-        self._numbering = Numbering(first_numbers)
+        self._numbering = ReplicaIds(first_replica_ids)
         self._lists = ListDeltas(self._table, self._numbering)
-        self._sessions = Sessions(self._lists)
+        self._sessions = ConnectedHeads(self._lists)
         self._drops = DropLog()
         self._ticked_at = clock()
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
@@ -208,7 +208,7 @@ class OmniCoordinator:
         return change is not None
 
     def _note(self, changes: list[Change], now: float) -> None:
-        if self._lists.note(changes):
+        if self._lists.record(changes):
             self._schedule.request(now)
             self._delta_schedule.request(now)
 
@@ -277,7 +277,7 @@ class OmniCoordinator:
 
     def _take_from_head(self, peer: bytes, frame: bytes) -> bool:
         now = self._clock()
-        if not self._lists.has_begun:
+        if not self._lists.has_list:
             # The head shall not wait for a change to have its first list.
             self._delta_schedule.request(now)
         return self._heads.take(peer, frame, now)
@@ -330,7 +330,7 @@ class OmniCoordinator:
     def _tell_heads(self, now: float) -> None:
         if now >= self._delta_schedule.due_at:
             self._delta_schedule.published(now)
-            delta = self._lists.revise(now, self._wall_clock())
+            delta = self._lists.next_delta(now, self._wall_clock())
             if delta is not None:
                 self._heads.send(self._sessions.broadcast([delta]))
         self._heads.send(self._sessions.tick(now))

@@ -8,16 +8,16 @@ from msgspec.structs import asdict, replace
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    Call,
     CallDone,
     CallFinished,
-    CallMessage,
+    CallMessageFromHead,
+    CallMessageToHead,
     CallOutcome,
     CallRefused,
     FleetState,
     NumberedCall,
-    OperatorMessage,
-    TakeOver,
+    OperatorCall,
+    TakeOverCall,
     require_flat,
 )
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
@@ -28,7 +28,7 @@ _NOT_REPEATED = MANAGE_CALLS | {FORGET_LORA, "collective_rpc"}
 """What is not sent to engines, and what may not be done twice."""
 _OF_ADAPTERS = frozenset({"add_lora", "pin_lora", "remove_lora"})
 
-Said = list[tuple[str, CallMessage]]
+OutgoingMessages = list[tuple[str, CallMessageToHead]]
 """Messages, after the head that each is for."""
 
 
@@ -54,7 +54,7 @@ class OperatorCalls:
 
     def __init__(self, settled: bool = True) -> None:
         self._settled = settled
-        self._early: list[tuple[str, Call]] = []
+        self._early: list[tuple[str, OperatorCall]] = []
         self._number = 0
         self._last_lasting = 0
         self._stages: dict[int, SharedState] = {}
@@ -67,7 +67,7 @@ class OperatorCalls:
         stages = [stage.snapshot(stage_id) for stage_id, stage in self._stages.items()]
         return FleetState(self._number, stages, sorted(self._drained))
 
-    def take(self, head_id: str, message: OperatorMessage, heads: Sequence[str]) -> Said:
+    def take(self, head_id: str, message: CallMessageFromHead, heads: Sequence[str]) -> OutgoingMessages:
         """Take in what a head says of calls.
 
         Args:
@@ -79,7 +79,7 @@ class OperatorCalls:
             WireError: It is no such message. Nothing has changed.
         """
         match message:
-            case Call():
+            case OperatorCall():
                 return self._call(head_id, message, heads)
             case CallOutcome():
                 open_call = self._open.get(message.number)
@@ -93,23 +93,23 @@ class OperatorCalls:
             case FleetState():
                 return self._adopt(head_id, message, heads)
 
-    def settle(self, heads: Sequence[str]) -> Said:
+    def settle(self, heads: Sequence[str]) -> OutgoingMessages:
         """Number the calls that have waited, and all others from now on as they come. ``heads``: as for `take`."""
         self._settled = True
         early, self._early = self._early, []
         return [said for head_id, call in early for said in self._call(head_id, call, heads)]
 
-    def left(self, head_id: str, others: Sequence[str]) -> Said:
+    def left(self, head_id: str, others: Sequence[str]) -> OutgoingMessages:
         """A head follows no longer. ``others``: who still follows."""
         said = self.begins_anew(head_id, others)
         for number in list(self._open):
             said += self._done(number, head_id)
         return said
 
-    def begins_anew(self, head_id: str, others: Sequence[str]) -> Said:
+    def begins_anew(self, head_id: str, others: Sequence[str]) -> OutgoingMessages:
         """A head knows nothing of its own calls any more. ``others``: who else follows."""
         self._early = [early for early in self._early if early[0] != head_id]
-        said: Said = []
+        said: OutgoingMessages = []
         for number, open_call in list(self._open.items()):
             call = open_call.call
             if call.head_id != head_id:
@@ -117,8 +117,8 @@ class OperatorCalls:
             if open_call.outcome is not None:
                 del self._open[number]
             elif others and self._may_repeat(call):
-                open_call.call = replace(call, head_id=others[0], told=[])
-                said.append((others[0], TakeOver(open_call.call)))
+                open_call.call = replace(call, head_id=others[0], called_engines=[])
+                said.append((others[0], TakeOverCall(open_call.call)))
             else:
                 said += self._end(open_call, CallOutcome(number, [True] * len(call.stages)), others)
         return said
@@ -131,7 +131,7 @@ class OperatorCalls:
             if open_call.outcome is not None and head_id in open_call.waiting
         ]
 
-    def _call(self, head_id: str, call: Call, heads: Sequence[str]) -> Said:
+    def _call(self, head_id: str, call: OperatorCall, heads: Sequence[str]) -> OutgoingMessages:
         args = decode(call.method, call.arguments)
         require_flat(call.arguments)
         if len(self._open) + len(self._early) >= MAX_OPEN_CALLS:
@@ -146,27 +146,27 @@ class OperatorCalls:
         if any(stage.leaves_state(call.method, args) for stage in stages):
             self._last_lasting = self._number
         if call.method in MANAGE_CALLS:
-            note_drained(call.method, args[0], self._drained)
+            update_drained(call.method, args[0], self._drained)
         numbered = NumberedCall(**asdict(call), number=self._number, head_id=head_id)
         self._open[self._number] = _OpenCall(numbered, settle)
         return [(head, numbered) for head in heads]
 
-    def _end(self, open_call: _OpenCall, outcome: CallOutcome, heads: Collection[str]) -> Said:
+    def _end(self, open_call: _OpenCall, outcome: CallOutcome, heads: Collection[str]) -> OutgoingMessages:
         for settle, taken in zip(open_call.settle, outcome.taken, strict=True):
             settle(taken)
         open_call.outcome = outcome
         open_call.waiting = {head for head in heads if head != open_call.call.head_id}
-        said: Said = [(head, outcome) for head in open_call.waiting]
+        said: OutgoingMessages = [(head, outcome) for head in open_call.waiting]
         return said + self._finish(open_call)
 
-    def _done(self, number: int, head_id: str) -> Said:
+    def _done(self, number: int, head_id: str) -> OutgoingMessages:
         open_call = self._open.get(number)
         if open_call is None:
             return []
         open_call.waiting.discard(head_id)
         return self._finish(open_call)
 
-    def _finish(self, open_call: _OpenCall) -> Said:
+    def _finish(self, open_call: _OpenCall) -> OutgoingMessages:
         if open_call.outcome is None or open_call.waiting:
             return []
         del self._open[open_call.call.number]
@@ -176,7 +176,7 @@ class OperatorCalls:
         is_last = call.number == self._last_lasting
         return call.method not in _NOT_REPEATED and (is_last or call.method in _OF_ADAPTERS)
 
-    def _adopt(self, head_id: str, state: FleetState, heads: Sequence[str]) -> Said:
+    def _adopt(self, head_id: str, state: FleetState, heads: Sequence[str]) -> OutgoingMessages:
         """This coordinator has started after the call that the head saw last."""
         if state.number <= self._number:
             return []
@@ -188,7 +188,7 @@ class OperatorCalls:
         return [(head, self.state) for head in heads if head != head_id]
 
 
-def note_drained(action: str, key: ReplicaKey, drained: set[ReplicaKey]) -> None:
+def update_drained(action: str, key: ReplicaKey, drained: set[ReplicaKey]) -> None:
     """Keep in mind which replicas an operator holds back."""
     if action == "drain":
         drained.add(key)

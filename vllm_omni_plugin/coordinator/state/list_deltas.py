@@ -1,4 +1,4 @@
-"""The list of replicas: its numbers (`Numbering`), what heads (`ListDeltas`) and subscribers (`replica_list`) are told
+"""The list of replicas: its numbers (`ReplicaIds`), what heads (`ListDeltas`) and subscribers (`replica_list`) are told
 of the table, and when a list goes out (`PublishSchedule`)."""
 
 from collections.abc import Iterable, Mapping
@@ -8,15 +8,15 @@ from msgspec import Raw
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey, ReplicaList
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FullList,
+    KnownReplicaIds,
     ListDelta,
-    Numbers,
-    ReplicaNumber,
+    ReplicaIdRow,
     encode_to_head,
 )
 from vllm_omni_plugin.coordinator.state.membership_table import DEFAULT_MAX_REPLICAS, Change, Member, MembershipTable
 
 
-class Numbering:
+class ReplicaIds:
     """Gives each replica the lowest free number of its stage, and keeps it until it is released.
 
     Args:
@@ -38,7 +38,7 @@ class Numbering:
             number = self._numbers[key] = self._take_lowest(key.stage_id) if former is None else former
         return number
 
-    def reserve(self, numbers: Iterable[ReplicaNumber]) -> None:
+    def reserve(self, numbers: Iterable[ReplicaIdRow]) -> None:
         """Keep the numbers that replicas had, for when they are asked for. What is taken or known already stays so."""
         for row in numbers:
             key = ReplicaKey.of(row)
@@ -87,19 +87,19 @@ class ListDeltas:
         numbering: The numbers of the rows.
 
     Attributes:
-        has_begun: Whether there was a list yet.
+        has_list: Whether there was a list yet.
     """
 
-    def __init__(self, table: MembershipTable, numbering: Numbering) -> None:
+    def __init__(self, table: MembershipTable, numbering: ReplicaIds) -> None:
         self._table = table
         self._numbering = numbering
         self._touched: set[ReplicaKey] = set()
-        self.has_begun = False
+        self.has_list = False
         self._wall_offset = 0.0
         # Until a row changes: after the start of a coordinator all heads ask for it.
         self._full: Raw | None = None
 
-    def note(self, changes: Iterable[Change]) -> bool:
+    def record(self, changes: Iterable[Change]) -> bool:
         """Note what changed in the table; return whether there is something for the next delta."""
         for change in changes:
             if change.alters_list:
@@ -109,27 +109,27 @@ class ListDeltas:
                 self._numbering.release(ReplicaKey.of(change.forgotten.event))
         return bool(self._touched)
 
-    def reserve(self, numbers: Numbers) -> None:
+    def reserve(self, numbers: KnownReplicaIds) -> None:
         """Keep the numbers that replicas had before this coordinator. Once there is a first list it is too late."""
-        if not self.has_begun:
+        if not self.has_list:
             self._numbering.reserve(numbers.numbers)
 
     def full(self, now: float) -> Raw | None:
         """Return the whole list as a `FullList`, or None if there was no list yet. ``now``: monotonic seconds."""
-        if self._full is None and self.has_begun:
+        if self._full is None and self.has_list:
             listed = replica_list(self._table, self._numbering, now, now + self._wall_offset)
             self._full = encode_to_head(FullList(listed.replicas, listed.timestamp, listed.no_new_work))
         return self._full
 
-    def revise(self, now: float, wall_now: float) -> Raw | None:
+    def next_delta(self, now: float, wall_now: float) -> Raw | None:
         """Return what changed since the last time, for heads that have the last list; None if nothing did.
 
         The first time it is the whole list. ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock
         seconds.
         """
         self._wall_offset = wall_now - now
-        if not self.has_begun:
-            self.has_begun = True
+        if not self.has_list:
+            self.has_list = True
             self._touched.clear()
             whole_list = self.full(now)
             self._numbering.end_reservations()
@@ -150,7 +150,7 @@ class ListDeltas:
         return encode_to_head(delta)
 
 
-def replica_list(members: Iterable[Member], numbering: Numbering, now: float, wall_now: float) -> ReplicaList:
+def replica_list(members: Iterable[Member], numbering: ReplicaIds, now: float, wall_now: float) -> ReplicaList:
     """Return the list to publish, sorted by `ReplicaKey` so that it keeps its order from one time to the next.
 
     ``now`` and ``wall_now`` are one moment in monotonic and in wall-clock seconds.
@@ -165,7 +165,7 @@ def replica_list(members: Iterable[Member], numbering: Numbering, now: float, wa
     return ReplicaList(replicas=replicas, timestamp=wall_now, no_new_work=no_new_work)
 
 
-def _row(member: Member, numbering: Numbering, wall_offset: float) -> ReplicaInfo:
+def _row(member: Member, numbering: ReplicaIds, wall_offset: float) -> ReplicaInfo:
     """Return a member's row. ``wall_offset``: what makes monotonic seconds into seconds since the epoch."""
     event = member.event
     return ReplicaInfo(

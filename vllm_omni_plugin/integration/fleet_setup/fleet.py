@@ -161,7 +161,7 @@ class Fleet:
             options.master_port,
             options.heartbeat_timeout,
             secret_file=options.secret_file,
-            first_numbers={plan.stage_id: plan.replicas for plan in self._plans},
+            first_replica_ids={plan.stage_id: plan.replicas for plan in self._plans},
             fingerprints={plan.stage_id: plan.fingerprint for plan in self._plans},
         )
         say_how_to_join(options, address)

@@ -10,15 +10,15 @@ from typing import Any
 from vllm_omni_plugin.coordinator import HeadLeft, OmniCoordClientForHead, PeerWork, ReplicaKey, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode, encode
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    Call,
     CallDone,
     CallFinished,
+    CallMessageFromHead,
     CallOutcome,
     CallRefused,
     FleetState,
     NumberedCall,
-    OperatorMessage,
-    TakeOver,
+    OperatorCall,
+    TakeOverCall,
 )
 from vllm_omni_plugin.errors import (
     CoordinatorUnavailableError,
@@ -115,7 +115,7 @@ class FleetCalls:
                 self._forget_calls()
             case NumberedCall():
                 self._numbered(message)
-            case TakeOver():
+            case TakeOverCall():
                 self._take_over(message.call)
             case CallOutcome():
                 self._outcome(message)
@@ -175,7 +175,7 @@ class FleetCalls:
         with ExitStack() as stack:
             stack.callback(self._asked.pop, call_id)
             told = [engine for stage in stages for engine in stack.enter_context(stage.unnumbered())]
-            if not self._say(Call(call_id, method, arguments, list(stage_ids), told)):
+            if not self._say(OperatorCall(call_id, method, arguments, list(stage_ids), told)):
                 raise _lost()
             return await numbered
 
@@ -256,13 +256,13 @@ class FleetCalls:
         if call.method in MANAGE_CALLS:
             manage_by_key(self._orchestrator, call.method, decode(call.method, call.arguments)[0])
         own = call.head_id == self._head_id
-        begun = self._begin(call, None if own else call.told)
+        begun = self._begin(call, None if own else call.called_engines)
         if not own:
             self._others.add(call.head_id)
             self._followed[call.number] = begun
             return
         self._own[call.number] = begun
-        begun.unreached = set(call.told) - {m.engine_key for call in begun.calls for m in call.stage.members}
+        begun.unreached = set(call.called_engines) - {m.engine_key for call in begun.calls for m in call.stage.members}
         self._asked[call.call_id].set_result(begun)
 
     def _take_over(self, call: NumberedCall) -> None:
@@ -359,7 +359,7 @@ class FleetCalls:
     async def _tell_front(self, begun: OngoingCall) -> None:
         await tell(self._orchestrator.output_async_queue.give, begun.engine_state_update())
 
-    def _say(self, message: OperatorMessage) -> bool:
+    def _say(self, message: CallMessageFromHead) -> bool:
         client = self._client()
         return client is not None and client.send(message)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, StageState
-from vllm_omni_plugin.coordinator.state.call_log import note_drained
+from vllm_omni_plugin.coordinator.state.call_log import update_drained
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateView, tell
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -30,7 +30,7 @@ def manage(orchestrator: Orchestrator, action: str, member: PoolMember) -> None:
 
 def manage_by_key(orchestrator: Orchestrator, action: str, key: ReplicaKey) -> None:
     """Do with a replica of another process what an operator wants who told another head. It need not be here."""
-    note_drained(action, key, orchestrator.drained)
+    update_drained(action, key, orchestrator.drained)
     for pool in orchestrator.stage_pools:
         for member in pool.members:
             if member.remote and ReplicaKey.of(member) == key:

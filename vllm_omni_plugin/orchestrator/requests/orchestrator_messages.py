@@ -8,7 +8,7 @@ from typing import Any, Literal
 from vllm_omni_plugin.admission import AdmissionConfig, QueuePosition, RequestTerms
 from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaInfo, SessionLost, Welcome
-from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessage
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessageToHead
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 
@@ -293,6 +293,6 @@ class Explain:
 
 Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
 """What changes who serves."""
-CoordinatorMessage = Welcome | PeerWork | HeadLeft | SessionLost | CallMessage
+CoordinatorMessage = Welcome | PeerWork | HeadLeft | SessionLost | CallMessageToHead
 """What a head hears of the coordinator, but for replicas."""
 RpcMessage = CallReplicas | Membership | Explain | ReplaceAdmission | CoordinatorMessage

@@ -13,21 +13,21 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
     Beat,
     Bye,
-    Call,
     CallRefused,
     FromHead,
     HeadLeft,
     Hello,
-    Numbers,
+    KnownReplicaIds,
+    OperatorCall,
     PeerWork,
-    Refused,
     ReplicaWork,
+    SessionRefused,
     Welcome,
-    Work,
+    WorkReport,
     encode_to_head,
     frames_to_head,
 )
-from vllm_omni_plugin.coordinator.state.call_log import OperatorCalls, Said
+from vllm_omni_plugin.coordinator.state.call_log import OperatorCalls, OutgoingMessages
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
@@ -42,13 +42,13 @@ RESYNC_INTERVAL = 0.25
 # As many replicas as a table may hold, and as many again that have just started anew.
 MAX_WORK_ROWS = 8192
 
-Letter = tuple[bytes, bytes]
+OutgoingFrame = tuple[bytes, bytes]
 """A frame, after the connection it is for."""
 
 _ANSWER_TO_BEAT = b"[]"
 
 
-class Session:
+class ConnectedHead:
     """One connection of a head, and what the head has in flight, which outlives the connection.
 
     Attributes:
@@ -75,7 +75,7 @@ class Session:
         self.number = hello.session
         self.synced = False
 
-    def report(self, work: Work) -> None:
+    def report(self, work: WorkReport) -> None:
         """Take a report in. Rows of more than `MAX_WORK_ROWS` replicas are ignored."""
         if work.full:
             self._work.clear()
@@ -90,11 +90,11 @@ class Session:
                     self._work.pop(row.engine, None)
 
     @property
-    def has_news(self) -> bool:
-        """Whether there is something that `take_news` would return."""
+    def has_changes(self) -> bool:
+        """Whether there is something that `take_changes` would return."""
         return self._replaced or bool(self._changed)
 
-    def take_news(self) -> PeerWork:
+    def take_changes(self) -> PeerWork:
         """Return what the head has reported since the last time, the last of each replica only."""
         news = self.all_work() if self._replaced else None
         news = news or PeerWork(self.head_id, False, list(self._changed.values()))
@@ -107,7 +107,7 @@ class Session:
         return PeerWork(self.head_id, True, list(self._work.values())) if self._has_reported else None
 
 
-class Sessions:
+class ConnectedHeads:
     """At most `MAX_HEADS` sessions. Times are monotonic seconds.
 
     Args:
@@ -116,15 +116,15 @@ class Sessions:
 
     def __init__(self, lists: ListDeltas) -> None:
         self._lists = lists
-        self._sessions: dict[str, Session] = {}
-        self._by_peer: dict[bytes, Session] = {}
-        self._calls = OperatorCalls(settled=lists.has_begun)
+        self._sessions: dict[str, ConnectedHead] = {}
+        self._by_peer: dict[bytes, ConnectedHead] = {}
+        self._calls = OperatorCalls(settled=lists.has_list)
         self._relayed_at = float("-inf")
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def take(self, peer: bytes, message: FromHead, now: float) -> list[Letter] | None:
+    def handle(self, peer: bytes, message: FromHead, now: float) -> list[OutgoingFrame] | None:
         """Take a message in; return the answer, or None if it is of a connection without a session.
 
         Raises:
@@ -140,9 +140,9 @@ class Sessions:
         match message:
             case Beat():
                 return [(peer, _ANSWER_TO_BEAT)]
-            case Work():
+            case WorkReport():
                 session.report(message)
-            case Numbers():
+            case KnownReplicaIds():
                 self._lists.reserve(message)
             case Bye():
                 return self._remove(session)
@@ -150,38 +150,40 @@ class Sessions:
                 return self._tell(self._calls.take(session.head_id, message, list(self._sessions)))
         return []
 
-    def overflowed(self, peer: bytes) -> None:
+    def mark_out_of_sync(self, peer: bytes) -> None:
         """A connection's queue is full: it is told nothing more before a full resync."""
         session = self._by_peer.get(peer)
         if session is not None:
             session.synced = False
 
-    def leave(self, peer: bytes) -> list[Letter]:
+    def connection_lost(self, peer: bytes) -> list[OutgoingFrame]:
         """A connection is gone."""
         session = self._by_peer.get(peer)
         return [] if session is None else self._remove(session)
 
-    def broadcast(self, messages: Iterable[Raw]) -> list[Letter]:
+    def broadcast(self, messages: Iterable[Raw]) -> list[OutgoingFrame]:
         """Return these messages for all heads."""
         frames = list(frames_to_head(messages))
         return [(session.peer, frame) for session in self._sessions.values() if session.synced for frame in frames]
 
-    def tick(self, now: float) -> list[Letter]:
+    def tick(self, now: float) -> list[OutgoingFrame]:
         """Resync the heads that need it, and tell all what was reported, unless that was just now."""
-        letters: list[Letter] = []
+        letters: list[OutgoingFrame] = []
         for session in self._sessions.values():
             if not session.synced and now >= session.synced_at + RESYNC_INTERVAL:
                 letters += self._resync(session, now)
-        if self._lists.has_begun:
+        if self._lists.has_list:
             letters += self._tell(self._calls.settle(list(self._sessions)))
         if now >= self._relayed_at + RELAY_INTERVAL:
-            news = [encode_to_head(session.take_news()) for session in self._sessions.values() if session.has_news]
+            news = [
+                encode_to_head(session.take_changes()) for session in self._sessions.values() if session.has_changes
+            ]
             if news:
                 self._relayed_at = now
                 letters += self.broadcast(news)
         return letters
 
-    def expire(self, now: float, late_by: float = 0.0) -> list[Letter]:
+    def expire(self, now: float, late_by: float = 0.0) -> list[OutgoingFrame]:
         """Let those go that are silent. ``late_by``: as for `MembershipTable.expire`."""
         for session in self._sessions.values():
             session.heard_at = min(now, session.heard_at + late_by)
@@ -193,18 +195,18 @@ class Sessions:
         sessions = self._sessions.values()
         deadlines = [session.heard_at + HEAD_TIMEOUT for session in sessions]
         deadlines += [session.synced_at + RESYNC_INTERVAL for session in sessions if not session.synced]
-        if any(session.has_news for session in sessions):
+        if any(session.has_changes for session in sessions):
             deadlines.append(self._relayed_at + RELAY_INTERVAL)
         return min(deadlines, default=None)
 
-    def refusal(self, peer: bytes, message: Hello | Call, reason: str) -> Letter:
+    def refusal(self, peer: bytes, message: Hello | OperatorCall, reason: str) -> OutgoingFrame:
         """What a connection is told that gets no session, or no number for a call."""
         reason = reason[:MAX_ERROR_CHARS]
-        refused = Refused(reason) if isinstance(message, Hello) else CallRefused(message.call_id, reason)
+        refused = SessionRefused(reason) if isinstance(message, Hello) else CallRefused(message.call_id, reason)
         (frame,) = frames_to_head([encode_to_head(refused)])
         return peer, frame
 
-    def _open(self, peer: bytes, hello: Hello, now: float) -> list[Letter] | None:
+    def _open(self, peer: bytes, hello: Hello, now: float) -> list[OutgoingFrame] | None:
         if hello.protocol != SESSION_PROTOCOL:
             raise WireError(
                 f"head {hello.head_id} speaks version {hello.protocol} and the coordinator version {SESSION_PROTOCOL}: "
@@ -217,7 +219,7 @@ class Sessions:
         if session is None:
             if len(self._sessions) >= MAX_HEADS:
                 raise TableFullError(f"there are {MAX_HEADS} heads already")
-            session = self._sessions[hello.head_id] = Session(hello, peer, now)
+            session = self._sessions[hello.head_id] = ConnectedHead(hello, peer, now)
         elif hello.session < session.number or (hello.session == session.number and peer != session.peer):
             return None
         else:
@@ -227,7 +229,7 @@ class Sessions:
         self._by_peer[peer] = session
         return []
 
-    def _resync(self, session: Session, now: float) -> list[Letter]:
+    def _resync(self, session: ConnectedHead, now: float) -> list[OutgoingFrame]:
         letters = self._tell(self._calls.begins_anew(session.head_id, self._following()))
         session.synced, session.synced_at = True, now
         others = [other for other in self._sessions.values() if other is not session]
@@ -243,7 +245,7 @@ class Sessions:
     def _following(self) -> list[str]:
         return [session.head_id for session in self._sessions.values() if session.synced]
 
-    def _tell(self, said: Said) -> list[Letter]:
+    def _tell(self, said: OutgoingMessages) -> list[OutgoingFrame]:
         """What heads are told of calls, unless a resync will tell them."""
         return [
             (session.peer, frame)
@@ -252,12 +254,12 @@ class Sessions:
             for frame in frames_to_head([encode_to_head(message)])
         ]
 
-    def _remove(self, leaver: Session) -> list[Letter]:
+    def _remove(self, leaver: ConnectedHead) -> list[OutgoingFrame]:
         del self._sessions[leaver.head_id]
         del self._by_peer[leaver.peer]
         letters = self.broadcast([encode_to_head(HeadLeft(leaver.head_id))])
         letters += self._tell(self._calls.left(leaver.head_id, self._following()))
         if not self._sessions:
             # Engines that lose their last head forget what they were told.
-            self._calls = OperatorCalls(settled=self._lists.has_begun)
+            self._calls = OperatorCalls(settled=self._lists.has_list)
         return letters
