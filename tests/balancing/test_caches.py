@@ -88,7 +88,7 @@ def test_a_prompt_that_is_withdrawn_leaves_what_was_there_before_and_what_others
     caches.estimate(0, chain(withdrawn), 100)
     for word in after:
         caches.estimate(0, chain(word), 100)
-    caches.withdraw(0, chain(withdrawn), known)
+    caches.undo_estimate(0, chain(withdrawn), known)
     held = {key for word in (*before, *after) for key in chain(word)}
     # A prompt with the very same blocks cannot be told from the withdrawn one.
     if not any(word.startswith(withdrawn) or withdrawn.startswith(word) for word in after):
@@ -102,7 +102,7 @@ def test_a_flood_of_withdrawn_prompts_evicts_no_more_than_the_longest_of_them() 
     for prompt in range(10, 1000):
         flood = range(10 * prompt, 10 * prompt + 10)
         caches.estimate(0, flood, 100)
-        caches.withdraw(0, flood, 0)
+        caches.undo_estimate(0, flood, 0)
     assert [matches(caches, range(10 * prompt, 10 * prompt + 10)) for prompt in range(10)] == [{}] + 9 * [{0: 10}]
 
 

@@ -22,7 +22,7 @@ def names(numbers: Iterable[int]) -> list[bytes]:
 
 
 def owners(table: RendezvousTable, members: list[bytes]) -> list[bytes]:
-    table.update(members)
+    table.set_members(members)
     return [members[table.position(session)] for session in SESSIONS]
 
 
@@ -66,7 +66,7 @@ def test_the_order_of_events_does_not_matter(joiners: int) -> None:
 
 def test_other_attempts_lead_to_other_members() -> None:
     table, members = RendezvousTable(), names(range(8))
-    table.update(members)
+    table.set_members(members)
     seen = [{table.position(session, attempt) for attempt in range(16)} for session in SESSIONS[:100]]
     assert min(map(len, seen)) >= 4
 

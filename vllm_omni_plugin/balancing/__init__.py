@@ -1,7 +1,7 @@
-"""Choosing the replica that runs a request. May import `errors` only, neither vLLM nor torch.
+"""Load balancing: chooses the replica that runs a request. Imports only `errors`, neither vLLM nor torch.
 
-`policies` holds the built-in policies, `caches` and `loads` what they know. Start with `interface`, which is all that a
-policy of others needs; `registry` finds a policy by its name. Other packages import from here.
+`policies` has the built-in policies; `caches` and `loads` have their data. Start with `interface`, which is enough for
+third-party policies. `registry` finds a policy by its name. Other packages import from here.
 """
 
 from vllm_omni_plugin.balancing.interface import (

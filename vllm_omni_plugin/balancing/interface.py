@@ -1,25 +1,20 @@
-"""The contract between the stage pool, which needs a replica, and a policy, which chooses one for a prompt."""
+"""The interface between a stage pool and its policy, which chooses a replica for each request."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 from msgspec import Struct
 
 _UNKNOWN_PROMPT = 512
-"""Tokens of a prompt whose length nobody told."""
+"""Assumed length of an unknown prompt, in tokens."""
 
 
 class MediaSpan(NamedTuple):
-    """Where a multimodal input stands in a prompt.
-
-    Attributes:
-        identifier: hash of its content.
-        offset: first of its placeholder tokens.
-        length: number of these.
-    """
+    """The placeholder tokens of one multimodal input in a prompt; `identifier` is a hash of the input's content."""
 
     identifier: str
     offset: int
@@ -28,12 +23,11 @@ class MediaSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What decides which cached blocks a request can use.
+    """What determines which cached blocks a request can use.
 
     Attributes:
-        token_ids: the prompt; its length alone counts where `cacheable` is false.
-        lora_name: the adapter, "" for none.
-        cache_salt: shares blocks only with prompts of the same salt, "" for none.
+        token_ids: the prompt; if `cacheable` is false, only its length is used.
+        cache_salt: only prompts with the same salt share blocks.
         media: multimodal inputs, in order of their offsets.
         cacheable: whether the engine may take blocks of this prompt from its cache.
     """
@@ -43,16 +37,16 @@ class Prompt:
     cache_salt: str = ""
     media: tuple[MediaSpan, ...] = ()
     cacheable: bool = True
-    # By block size, once they were asked for: a request is hashed once, whoever asks how often.
+    # By block size, so that a prompt is hashed at most once for each.
     known_keys: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
 
 NO_PROMPT = Prompt((), cacheable=False)
-"""Of a request whose prompt is not known."""
+"""The prompt of a request whose prompt is not known."""
 
 
 class LoadBalancingPolicy(StrEnum):
-    """The built-in policies, by the name a user gives them."""
+    """Names of the built-in policies."""
 
     RANDOM = "random"
     ROUND_ROBIN = "round-robin"
@@ -66,57 +60,57 @@ class LoadBalancingPolicy(StrEnum):
 
 
 class Task(TypedDict, total=False):
-    """What a policy may know of the request it places. Every key may be absent.
+    """What a policy may know of the request that it places. Every key may be absent.
 
-    Neither its priority nor its adapter is among them, since all replicas that serve take both alike: priority
-    counts in an engine's own queue, and adapters tell blocks of `prompt` apart.
+    Priority is not among them: it counts in an engine's own queue, and all replicas treat it alike. The LoRA adapter is
+    part of `prompt`.
     """
 
     request_id: str
-    # Typed by the engine that will run the request, which this layer does not know.
+    # Its type belongs to the engine, which this layer does not know.
     engine_inputs: Any
     sampling_params: Any
     prompt: Prompt
     # Requests of one session share a growing prompt.
     session: str | None
-    # Tokens that the answer may have at most.
+    # Upper bound of the answer, in tokens.
     max_tokens: int | None
-    # Tokens of the answer, as far as the client got them; there when the attempt has `ended` and not before.
+    # Token ids of the answer that the client has received; set only in `PolicyHooks.ended`.
     answer_ids: Sequence[int]
 
 
 class ReplicaView(Protocol):
-    """What a policy may know of a replica. Stage and addresses identify it and never change during its life.
+    """What a policy may know of a replica. The stage and the addresses identify the replica and never change.
 
-    The fleet's replicas have two more attributes: `replica_id`, which is the same after a restart, and `load`, a
-    `ReplicaLoad`; ask for the latter by `load_of`, which takes any replica.
+    Replicas of a fleet also have `replica_id`, which stays the same over a restart, and `load`, a `ReplicaLoad`. Read
+    the load with `load_of`, which accepts any replica.
     """
 
     @property
     def input_addr(self) -> str:
-        """Address its requests are sent to."""
+        """ZMQ address to which its requests are sent."""
 
     @property
     def output_addr(self) -> str:
-        """Address its outputs come from."""
+        """ZMQ address from which its outputs come."""
 
     @property
     def stage_id(self) -> int:
-        """Stage it serves."""
+        """The stage that it serves."""
 
     @property
     def queue_length(self) -> int:
-        """Requests it has accepted and not finished; never negative."""
+        """Number of unfinished requests; never negative."""
 
 
-# Structs, since a named tuple takes four times as long to make, and a decision has up to eight candidates.
+# Structs: a named tuple takes four times as long to create, and a decision has up to eight candidates.
 class Candidate(Struct, frozen=True, order=True, gc=False):
-    """A replica that a policy looked at.
+    """A replica that a policy compared.
 
     Attributes:
-        position: its place in the replicas the policy was given.
-        score: what the policy compared; the lowest wins.
-        matched_tokens: prompt tokens that it is expected to have cached.
+        position: index in the sequence of replicas that the policy was given.
+        score: the value that was compared; the lowest wins.
+        matched_tokens: prompt tokens that the replica is expected to have cached.
     """
 
     position: int
@@ -128,12 +122,12 @@ class Decision(Struct, frozen=True, gc=False):
     """A policy's choice.
 
     Attributes:
-        position: the place of the chosen replica in those the policy was given.
-        reason: what decided, one of a few words that can label a metric, such as `least-load` or `session`.
-        candidates: those compared, the chosen one among them; empty where nothing was compared.
-        fallback: why the policy decided by something less than its rule, in as few words; "" if it did not.
+        position: index of the chosen replica in the sequence that the policy was given.
+        reason: what decided, as a metric label with few different values, such as `least-load` or `session`.
+        candidates: all compared replicas, including the chosen one; empty if none were compared.
+        fallback: why the policy could not apply its full rule, as a metric label; "" if it could.
         matched_tokens: prompt tokens that the chosen replica is expected to have cached.
-        by_policy: false: the pool chose in the policy's place, and what the replica has cached is not known.
+        by_policy: false if the pool chose instead of the policy; the cached tokens are unknown then.
     """
 
     position: int
@@ -145,13 +139,11 @@ class Decision(Struct, frozen=True, gc=False):
 
 
 class CacheChange(NamedTuple):
-    """What an engine reports of its prefix cache: blocks by their `block_keys`, first the removed, then the stored.
+    """A report of an engine's prefix cache. Blocks are named by their `block_keys`; apply `removed` before `stored`.
 
     Attributes:
-        stored: blocks that can be reused from here on.
-        removed: blocks that no longer can.
-        restart: all that was known before is void: the cache was cleared, or reports of it begin or were lost.
-        complete: false: reports were lost, and nothing of the cache is known until the next `restart`.
+        restart: discard all earlier reports: the cache was cleared, or reporting starts again.
+        complete: false if reports were lost; the cache is unknown until the next `restart`.
     """
 
     stored: Sequence[int] = ()
@@ -162,14 +154,14 @@ class CacheChange(NamedTuple):
 
 @runtime_checkable
 class LoadBalancer(Protocol):
-    """A policy. Any class with this `select`, and a constructor that needs no argument, is one; no need to inherit."""
+    """A policy: any class with this `select` and a constructor that needs no argument. It need not inherit."""
 
     @abstractmethod
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """Return the index in `replicas` of the one that shall run `task`.
+        """Return the index in `replicas` of the replica that shall run `task`.
 
-        Called in the request path, for one stage, with the replicas that can take work now: it must neither block nor
-        keep or change `task`.
+        It is called in the request path, for one stage, with the replicas that can take work now. It must not block,
+        and must not keep or change `task`.
 
         Raises:
             ValueError: `replicas` is empty.
@@ -178,16 +170,17 @@ class LoadBalancer(Protocol):
 
 @runtime_checkable
 class DecidingBalancer(LoadBalancer, Protocol):
-    """A policy that can say why. The pool asks `decide` alone."""
+    """A policy that explains its choice. The pool calls only `decide`."""
 
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """The position that `decide` names."""
         return self.decide(task, replicas).position
 
     @abstractmethod
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Choose as `select` does, and change nothing but the state of a random generator: what is to be remembered of
-        a choice is remembered in `dispatched`, so that a choice can be explained without being made.
+        """Choose a replica and give the reason.
+
+        It may change no state except that of a random generator, because `POST /omni/explain` calls it without sending
+        a request. Record a choice in `PolicyHooks.dispatched` instead.
 
         Raises:
             ValueError: `replicas` is empty.
@@ -195,42 +188,53 @@ class DecidingBalancer(LoadBalancer, Protocol):
 
 
 class PolicyHooks(Protocol):
-    """What a policy may be told, each method if it has it. All are called on the loop that calls `select`.
+    """Optional methods of a policy. Each is called on the orchestrator's loop, like `select`, if the policy has it.
 
-    For one attempt of a request come `dispatched`, `began` and `ended`, in this order; without `began` if the attempt
-    ended before its first output. `replica_lost` ends all attempts of a replica at once, without `ended` for each.
+    For one attempt of a request the calls are `dispatched`, `began`, `ended`, in this order. `began` is missing if the
+    attempt ended before its first output. `replica_lost` ends all attempts of a replica, without `ended` for each.
     """
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        """A request goes to a replica; not always the one chosen, since some requests are bound to one."""
+        """A request goes to a replica. This need not be the chosen one: some requests are bound to a replica."""
 
     def dispatch_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        """What the policy itself had decided was refused or given up before its engine got it; `ended` follows."""
+        """A request that this policy placed was refused or aborted before the engine received it; `ended` follows."""
 
     def began(self, task: Task, replica: ReplicaView, cached_tokens: int | None) -> None:
-        """Its first output came; the engine took so many prompt tokens from its cache, None if it did not say."""
+        """The first output has come. `cached_tokens`: prompt tokens found in the cache; None if not reported."""
 
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
-        """It is over, for whatever reason, after so many seconds on this replica and tokens from it."""
+        """The attempt is over, for any reason, after `seconds` and `output_tokens` on this replica."""
 
     def replica_lost(self, replica: ReplicaView) -> None:
-        """The replica is lost: its engine's cache and all that ran there are gone."""
+        """The replica is lost, with its cache and all its requests."""
 
     def cache_cleared(self, replica: ReplicaView) -> None:
-        """Its engine has dropped all it had cached, because it was told to. Comes before the engine reports it."""
+        """The engine dropped its cache because an operator asked for it. Called before the engine reports it."""
 
     def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
-        """The engine reported what it has cached. Some never do; with an attribute `wants_cache_events` that is true,
-        the engines that a head starts for itself are made to, like all others."""
+        """The engine reported a change of its cache. Some engines never report.
+
+        If the class has `wants_cache_events = True`, the engines that a head starts for itself report, too.
+        """
+
+
+identity_of: Callable[[ReplicaView], tuple[int, str, str]] = attrgetter("stage_id", "input_addr", "output_addr")
+"""What identifies a replica."""
+
+
+def snapshot_of(replicas: Sequence[ReplicaView]) -> tuple[ReplicaView, ...]:
+    """A tuple of the replicas. A list is copied, since it may change in place; the pool's tuple is returned itself."""
+    return replicas if isinstance(replicas, tuple) else tuple(replicas)
 
 
 def require_replicas(replicas: Sequence[ReplicaView]) -> None:
-    """Raise ValueError when there is nothing to choose from."""
+    """Raise ValueError if `replicas` is empty."""
     if not replicas:
         raise ValueError("replicas must not be empty")
 
 
 def prompt_tokens(task: Task) -> int:
-    """Tokens of a request's prompt; 512 if the task has none."""
+    """Length of the prompt; 512 if the task has no prompt."""
     prompt = task.get("prompt")
     return _UNKNOWN_PROMPT if prompt is None else len(prompt.token_ids)

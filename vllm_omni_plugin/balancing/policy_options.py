@@ -1,7 +1,6 @@
-"""Checks of the options that users give to policies. Every message names the option, the value and the range.
+"""Checks the values of policy options. Every message names the option, the value and the range.
 
-Constructors of policies call them for values. Unknown names are refused in `registry.py`, which builds each policy once
-at the start: for flags it is called by `flag_rules.check_policy`, for a pipeline's file by `stage_checks.py`.
+Constructors of policies call these functions. `registry.py` refuses unknown option names.
 """
 
 import math
@@ -11,7 +10,7 @@ from vllm_omni_plugin.errors import ConfigError
 
 
 def number(name: str, value: object, minimum: float, maximum: float = math.inf) -> float:
-    """`value` as a number from `minimum` to `maximum`. Raises ConfigError naming `name` if it is none."""
+    """Return `value`. Raises ConfigError if it is no finite number from `minimum` to `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ConfigError(f"option {name}: {value!r} is not a number")
     _require_range(name, value, minimum, maximum)
@@ -19,7 +18,7 @@ def number(name: str, value: object, minimum: float, maximum: float = math.inf) 
 
 
 def whole(name: str, value: object, minimum: float = -math.inf, maximum: float = math.inf) -> int:
-    """`value` as a whole number from `minimum` to `maximum`. Raises ConfigError naming `name` if it is none."""
+    """Return `value`. Raises ConfigError if it is no whole number from `minimum` to `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"option {name}: {value!r} is not a whole number")
     _require_range(name, value, minimum, maximum)

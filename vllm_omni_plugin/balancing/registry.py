@@ -1,4 +1,4 @@
-"""From the name of a policy to what builds it. Everything that can be wrong with a name is found out here, at start."""
+"""Finds a policy by its name, and checks its name and options at start."""
 
 import inspect
 import pkgutil
@@ -21,7 +21,7 @@ from vllm_omni_plugin.errors import ConfigError, did_you_mean
 
 ENTRY_POINT_GROUP = "vllm_omni_plugin.lb_policies"
 _NO_OPTION = "rng"
-"""By convention the source of randomness, for tests and simulations; no value of a configuration can be one."""
+"""By convention the argument for a source of randomness, in tests and simulations; it is not an option."""
 
 _BUILT_IN: Mapping[str, type[LoadBalancer]] = MappingProxyType(
     {
@@ -40,12 +40,12 @@ _BUILT_IN: Mapping[str, type[LoadBalancer]] = MappingProxyType(
 
 @cache
 def installed_policies() -> EntryPoints:
-    """The entry points of all installed packages. Looked for once, since that reads a file of each package."""
+    """The entry points of all installed packages. Cached, since it reads a file of each package."""
     return entry_points(group=ENTRY_POINT_GROUP)
 
 
 def known_policies() -> list[str]:
-    """Return the names that can be asked for: built-in ones first, then installed ones. Loads no third-party code."""
+    """Names of built-in policies, followed by installed ones. Loads no third-party code."""
     installed = installed_policies().names
     return [*map(str, _BUILT_IN), *sorted(installed - _BUILT_IN.keys())]
 
@@ -53,16 +53,15 @@ def known_policies() -> list[str]:
 def build_load_balancer_factory(
     policy: str | LoadBalancingPolicy, options: Mapping[str, Any] | None = None
 ) -> Callable[[], LoadBalancer]:
-    """Return what builds a new balancer of `policy`; balancers keep state, so every stage pool needs its own.
+    """Return a factory of balancers. Balancers keep state, so every stage pool needs its own.
 
     Args:
         policy: a built-in policy, the name of an entry point of the group `vllm_omni_plugin.lb_policies`, or
-            `package.module:Class`. It is built once here, to see that it can be.
-        options: arguments of its constructor, by name.
+            `package.module:Class`. It is built once here as a check.
+        options: keyword arguments of its constructor.
 
     Raises:
-        ConfigError: nothing, or more than one thing, has this name, what has it is no policy, or it does not take
-            these options.
+        ConfigError: the name is unknown or ambiguous, the object is not a policy, or it does not accept the options.
     """
     name = str(policy)
     offender = f"load balancing policy {name!r}"
@@ -79,7 +78,7 @@ def build_load_balancer_factory(
 
 
 def _installed(name: str) -> EntryPoint | None:
-    """Return the only entry point of this name, None without one. Raises ConfigError when the name is ambiguous."""
+    """The entry point of this name, None without one. Raises ConfigError if the name is ambiguous."""
     found = list(installed_policies().select(name=name))
     providers = ["vllm-omni-plugin (built-in)"] if name in _BUILT_IN else []
     providers += [_distribution(entry_point) for entry_point in found]
@@ -96,7 +95,7 @@ def _distribution(entry_point: EntryPoint) -> str:
 
 
 def _load_policy(offender: str, load: Callable[[], object]) -> type[LoadBalancer]:
-    # Third-party code may raise anything; whatever it is, it means that this policy cannot be used.
+    # Third-party code may raise any exception.
     try:
         target = load()
     except Exception as error:
@@ -119,19 +118,9 @@ def _unknown(name: str) -> str:
 def _checked_factory(
     offender: str, policy: type[LoadBalancer], options: Mapping[str, Any]
 ) -> Callable[[], LoadBalancer]:
-    """Return what builds the policy with these options, after building it once to see that it can be.
-
-    Args:
-        offender: how messages name the policy.
-        policy: its class.
-        options: arguments of its constructor, by name.
-
-    Raises:
-        ConfigError: it has no such option, or refuses a value, or cannot be built.
-    """
     _refuse_unknown(offender, policy, options)
     build = partial(policy, **options) if options else policy
-    # Third-party code may raise anything; whatever it is, it means that this policy cannot be used like this.
+    # Third-party code may raise any exception.
     try:
         build()
     except ConfigError as error:
@@ -157,7 +146,7 @@ def _refuse_unknown(offender: str, policy: type[LoadBalancer], options: Mapping[
 
 
 def _accepted(policy: type[LoadBalancer]) -> list[str] | None:
-    """The names of a policy's options; None if only its constructor knows them."""
+    """The names of a policy's options; None if its signature does not tell them."""
     try:
         parameters = inspect.signature(policy).parameters.values()
     except (TypeError, ValueError):

@@ -7,21 +7,21 @@ from vllm_omni_plugin.balancing.interface import ReplicaView
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, draw_by_water_filling
 
 MOST_COMPARED = 8
-"""Replicas that a policy compares at most where each comparison takes a computation.
+"""Upper bound of the replicas for which a policy computes a score.
 
-Source: the supermarket model (Mitzenmacher, 2001): with d sampled, the share of queues of k requests or more
-falls as load^((d^k - 1)/(d - 1)); eight of many are nearly as good as all.
+Source: the supermarket model (Mitzenmacher, 2001): with d samples, the share of queues with k requests or more falls
+as load^((d^k - 1)/(d - 1)), so eight of many are nearly as good as all.
 """
 
 _BESIDE_THE_SHORTEST = 3
-"""Replicas that are drawn where the shortest queue is known and compared as well. More gain nothing then, in
-simulations of 16 and 64 replicas."""
+"""Random replicas that are compared with the known shortest queue. More did not help in simulations of 16 and 64
+replicas."""
 
 
 def sample(count: int, total: int, rng: random.Random) -> Sequence[int]:
-    """Distinct positions below `total`, uniformly at random; all of them, in order, if there are no more than `count`.
+    """`count` distinct positions below `total`, uniformly at random; all of them, in order, if there are not more.
 
-    Made for few of many: it draws again what it has drawn before, and is then faster than `random.sample`.
+    For a few of many this is faster than `random.sample`: it draws again if a position repeats.
     """
     if count >= total:
         return range(total)
@@ -33,9 +33,9 @@ def sample(count: int, total: int, rng: random.Random) -> Sequence[int]:
 
 
 def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random) -> list[int]:
-    """Distinct positions of replicas worth a computation: all of up to eight; of more, eight at random.
+    """Distinct positions of the replicas to compute scores for: all of up to eight; of more, eight random ones.
 
-    Where the fleet knows its shortest queue, that and three others at random: an idle replica is never overlooked then.
+    If `replicas` know their shortest queue, that one and three random others, so that an idle replica is always found.
     """
     total = len(replicas)
     if total <= MOST_COMPARED or not isinstance(replicas, ServingReplicas):
@@ -49,27 +49,22 @@ def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random) ->
 
 
 def has_other_heads(replicas: Sequence[ReplicaView]) -> bool:
-    """Whether other heads balance over these replicas, too."""
     return isinstance(replicas, ServingReplicas) and replicas.unreported.heads > 1
 
 
 def expected_arrivals(replicas: Sequence[ReplicaView], compared: int) -> float:
-    """Requests that other heads have probably sent to so many of these replicas without a word; 0.0 without others."""
+    """Estimated unreported requests of other heads to `compared` of these replicas; 0.0 without other heads."""
     if not isinstance(replicas, ServingReplicas):
         return 0.0
     return replicas.unreported.requests * compared / len(replicas)
 
 
 def pick_lowest(scores: Sequence[float], rng: random.Random, coming: float = 0.0) -> int:
-    """The place of the lowest score, ties uniformly at random; of a low one where other heads choose as well.
+    """Index of the lowest score, ties uniformly at random; of a low score if other heads choose, too.
 
     Args:
-        scores: of those compared.
-        rng: source of randomness.
-        coming: what others probably add to all these scores before anybody sees it, see `draw_by_water_filling`.
-
-    Raises:
-        ValueError: there is none.
+        scores: at least one.
+        coming: estimated total that other heads add to these scores, see `draw_by_water_filling`.
     """
     if coming > 0:
         order = sorted(range(len(scores)), key=scores.__getitem__)

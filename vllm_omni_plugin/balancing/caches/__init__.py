@@ -1,4 +1,4 @@
-"""What is known of the replicas' prefix caches, and where heads look for a prompt that they do not know.
+"""The content of the replicas' prefix caches, and where several heads expect a prompt that they do not know.
 
-May import `interface`, `prompt` and `loads`. Start with `prefix_caches`.
+May import `interface` and `loads`. Start with `prefix_caches`.
 """

@@ -1,4 +1,4 @@
-"""Which replicas have which blocks: one index for all of them, so that a prompt is looked up once."""
+"""One index of the cached blocks of all replicas, so that a prompt is looked up once."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,32 +7,31 @@ _MOST_SHARED_MASKS = 4096
 _MOST_ENDS = 65_536
 
 Level = tuple[int, int]
-"""A number of a prompt's leading blocks, and who has at least so many as a bit mask, see `ReplicaBits`."""
+"""A number of leading blocks of a prompt, and the bit mask (see `ReplicaBits`) of the replicas that have them all."""
 
 
 class BlockIndex:
-    """From a block's key to the replicas that have it, as one integer with a bit for each.
+    """Maps a block's key to the replicas that have it, as an integer with one bit for each replica.
 
-    What a look-up costs depends on the number of blocks, not on that of replicas. A bit may stand for another replica
-    once the blocks of the former one are removed.
+    The cost of a look-up depends on the number of blocks, not of replicas. A bit may be reused for another replica once
+    all blocks of the former one are removed.
     """
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
-        # Equal masks are one object: an integer of 1,024 bits takes more memory than all else that a block needs.
+        # Equal masks share one object: an integer of 1,024 bits takes more memory than the rest of a block's entry.
         self._masks: dict[int, int] = {}
-        # By a level's first block, the end of the level when it was last searched: prompts that begin alike mostly part
-        # at the same block, and then it takes three look-ups instead of a dozen, each of them of cold memory.
+        # By the first block of a level: where the level ended in the last search. Prompts with a common beginning
+        # mostly differ from the same block on; then three look-ups in cold memory are enough instead of a dozen.
         self._ends: dict[int, int] = {}
 
     def has(self, bit: int, key: int) -> bool:
-        """Whether the replica has this block."""
         return bool(self._holders.get(key, 0) >> bit & 1)
 
     def store(self, bit: int, keys: Sequence[int]) -> Sequence[int]:
-        """The replica has these blocks from now on. Returns those that it did not have."""
+        """Add blocks of a replica. Returns the keys that are new to it."""
         holders = self._holders
-        # Most are new to everybody. Asked all at once, the look-ups wait for cold memory together.
+        # Most blocks are new to all replicas. One set operation overlaps the waits for cold memory.
         if holders.keys().isdisjoint(keys):
             alone = self._shared(1 << bit)
             for key in keys:
@@ -45,7 +44,7 @@ class BlockIndex:
             before = holders.get(key, 0)
             if before & mask:
                 continue
-            # Blocks that follow each other mostly have the same holders.
+            # Consecutive blocks mostly have the same holders.
             if before != last:
                 last, joined = before, self._shared(before | mask)
             holders[key] = joined
@@ -53,7 +52,7 @@ class BlockIndex:
         return gained
 
     def remove(self, bit: int, keys: Sequence[int]) -> None:
-        """The replica no longer has these blocks; those it did not have change nothing."""
+        """Remove blocks of a replica; keys that it does not have are ignored."""
         mask, holders = 1 << bit, self._holders
         last = left = 0
         for key in keys:
@@ -68,10 +67,10 @@ class BlockIndex:
             holders[key] = left
 
     def levels(self, keys: Sequence[int]) -> list[Level]:
-        """Who has how many of the leading blocks of `keys`: the shortest match, with the most holders, first.
+        """How many leading blocks of `keys` each replica has: the shortest match, with the most holders, first.
 
-        Searches instead of walking, which is exact because who has a block has all blocks before it: an engine evicts
-        the blocks of a prompt from its end.
+        A binary search is exact here: a replica that has a block has all blocks before it, because an engine evicts the
+        blocks of a prompt from its end.
         """
         get, ends, total = self._holders.get, self._ends, len(keys)
         levels: list[Level] = []
@@ -89,7 +88,7 @@ class BlockIndex:
         return levels
 
     def _search_end(self, keys: Sequence[int], held: int, begin: int, known: int) -> int:
-        """The place behind the last block that all of `held` have, of those from `begin` on; `known` is one of them."""
+        """The end of the blocks that all replicas in `held` have, from `begin` on; block `known` is one of them."""
         get, last = self._holders.get, len(keys) - 1
         if get(keys[last]) == held:
             end = last + 1

@@ -1,4 +1,4 @@
-"""Names of KV blocks that every process computes alike, whichever engine holds the blocks."""
+"""Keys of KV blocks, which are the same in every process and for every engine."""
 
 import json
 import sys
@@ -10,14 +10,14 @@ from xxhash import xxh3_64_intdigest
 from vllm_omni_plugin.balancing.interface import MediaSpan, Prompt
 
 ROOT = 0
-"""The key before the first block."""
+"""The parent key of the first block."""
 
 ExtraKeys = Sequence[object]
-"""What tells a block from others with the same tokens, as vLLM publishes it: strings and pairs (string, number)."""
+"""What distinguishes blocks with equal tokens, as vLLM publishes it: strings and pairs (string, number)."""
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as `block_key` takes them: four bytes each, little endian."""
+    """Encode token ids for `block_key`: four bytes each, little endian."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -25,15 +25,15 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def block_key(parent: int, tokens: "bytes | memoryview", extra: ExtraKeys = ()) -> int:
-    """The key of a block, 64 bits, chained as in vLLM's prefix cache but without a seed of each process.
+    """The 64-bit key of a block. Keys are chained as in vLLM's prefix cache, but without a seed per process.
 
-    Source: XXH3 (Collet), seeded with the key of the block before.
+    Source: XXH3 (Collet), seeded with the parent's key.
 
     Args:
-        parent: that block's key, or `ROOT`.
-        tokens: the block's, see `pack_tokens`.
-        extra: the name of a LoRA, multimodal inputs with their offsets in the block, a cache salt. Names and salts are
-            part of the first block's key only; the chain carries them on.
+        parent: key of the previous block, or `ROOT`.
+        tokens: result of `pack_tokens`.
+        extra: name of a LoRA adapter, multimodal inputs with their offsets in the block, a cache salt. Names and salts
+            enter only the key of the first block; the chain passes them on.
     """
     if extra and parent != ROOT:
         extra = [item for item in extra if not isinstance(item, str)]
@@ -43,9 +43,9 @@ def block_key(parent: int, tokens: "bytes | memoryview", extra: ExtraKeys = ()) 
 
 
 def prompt_keys(prompt: Prompt, block_size: int) -> list[int]:
-    """Keys of the blocks that a prompt fills, in order. Computed once for each prompt; not to be changed.
+    """Keys of the full blocks of a prompt, in order. The list is cached in the prompt; do not change it.
 
-    The last token is left out, as vLLM does: it is always computed, or there would be nothing to sample from.
+    The last token is left out, as in vLLM: it is always computed, so that there are logits to sample from.
     """
     keys = prompt.known_keys.get(block_size)
     if keys is None:
@@ -54,13 +54,13 @@ def prompt_keys(prompt: Prompt, block_size: int) -> list[int]:
 
 
 def answered_keys(prompt: Prompt, answer_ids: Sequence[int], block_size: int) -> list[int]:
-    """Keys of the blocks that a prompt and its answer fill, but for the last token, which nothing was computed from."""
+    """Keys of the full blocks of a prompt and its answer, without the last token, which was never an input."""
     known = prompt_keys(prompt, block_size)
     return _continue_keys(known, prompt, [*prompt.token_ids[len(known) * block_size :], *answer_ids], block_size)
 
 
 def _continue_keys(known: list[int], prompt: Prompt, rest: Sequence[int], block_size: int) -> list[int]:
-    """The known keys, and those of the blocks that the tokens behind them fill."""
+    """`known`, followed by the keys of the full blocks of `rest`, the tokens after them."""
     if not prompt.cacheable:
         return []
     keys = known.copy()
@@ -80,7 +80,7 @@ def _continue_keys(known: list[int], prompt: Prompt, rest: Sequence[int], block_
 
 
 def _extra_keys(prompt: Prompt, begin: int, block_size: int) -> ExtraKeys:
-    """In the order of vLLM's `generate_block_hash_extra_keys`: adapter, media, and in the first block the salt."""
+    # The order is that of vLLM's `generate_block_hash_extra_keys`.
     extra: list[object] = [prompt.lora_name] if prompt.lora_name else []
     end = begin + block_size
     extra += [[media.identifier, media.offset - begin] for media in prompt.media if _overlap(media, begin, end)]

@@ -1,4 +1,4 @@
-"""What the prefix caches of a fleet hold: by the word of engines that report it, by estimate for the others."""
+"""The content of all prefix caches of a fleet: as reported by the engine, or else estimated."""
 
 from array import array
 from bisect import bisect_left
@@ -13,23 +13,22 @@ _SHORTEST_COMPACTED = 1024
 
 
 class EstimatedCache:
-    """The prefix cache of one replica, as it must be if it keeps what it computes and evicts as vLLM does.
+    """Estimates the prefix cache of one replica by simulating vLLM's eviction.
 
-    vLLM evicts the block that was used longest ago, and of blocks used at the same time the last of the prompt. So
-    every block belongs to the *run* of the prompt that used it last, and the oldest run loses its last block first.
-
-    Memory is bounded by the replica's capacity: 8 bytes for each block.
+    vLLM evicts the least recently used block, and of blocks used at the same time the last one of the prompt. So every
+    block belongs to the *run* of the prompt that used it last, and the oldest run loses its last block first. Memory is
+    bounded by the replica's capacity: 8 bytes for each block.
     """
 
     def __init__(self) -> None:
         self._size = 0
         self._most_runs = _FEWEST_RUNS
-        # Oldest first. Runs that later ones took over stay as empty arrays until they may be half of all.
+        # Oldest first. A run whose blocks all moved to later runs stays as an empty array until a clean-up.
         self._by_age: deque[array[int]] = deque()
         self._by_head: dict[int, array[int]] = {}
 
     def use(self, keys: Sequence[int]) -> int:
-        """Make the blocks of a prompt the latest run. Returns how many of them there were already."""
+        """Make the blocks of a prompt the latest run. Returns how many of them were cached already."""
         run = array("Q", keys)
         known = 0
         while known < len(run) and (other := self._by_head.pop(keys[known], None)) is not None:
@@ -47,10 +46,10 @@ class EstimatedCache:
             self._most_runs = 2 * len(self._by_age) + _FEWEST_RUNS
         return known
 
-    def take_back(self, keys: Sequence[int], known: int) -> "array[int]":
-        """Undo the use of a prompt, of which `known` blocks were there before. Returns the keys that are gone.
+    def undo(self, keys: Sequence[int], known: int) -> "array[int]":
+        """Undo `use` of a prompt of which `known` blocks were cached before. Returns the removed keys.
 
-        Blocks that later prompts have used stay. Of prompts with all blocks in common any may be the one taken back.
+        Blocks that later prompts have used stay. Of prompts with identical blocks any may be the one that is undone.
         """
         place, own, begins = 0, None, 0
         while place < len(keys) and (run := self._by_head.get(keys[place])) is not None:
@@ -68,7 +67,7 @@ class EstimatedCache:
         return gone
 
     def shrink(self, capacity: int) -> "array[int]":
-        """Evict what is beyond the capacity. Returns the keys."""
+        """Evict blocks until `capacity` are left. Returns the evicted keys."""
         evicted = array("Q")
         while self._size > capacity:
             oldest = self._by_age[0]
@@ -85,7 +84,7 @@ class EstimatedCache:
 
 
 def _common_length(left: "array[int]", right: "array[int]") -> int:
-    """Leading blocks that two chains share. Keys name all that is before them: after a difference nothing is equal."""
+    """Leading keys that two chains share. Keys are chained, so after the first difference none are equal."""
     shorter = min(len(left), len(right))
     if left[shorter - 1] == right[shorter - 1]:
         return shorter
@@ -93,32 +92,32 @@ def _common_length(left: "array[int]", right: "array[int]") -> int:
 
 
 class PrefixCaches:
-    """The prefix caches of all replicas; each is known by its bit, see `ReplicaBits`.
+    """The prefix caches of all replicas. A replica is identified by its bit, see `ReplicaBits`.
 
-    What an engine reports is exact but late, so what is on its way to such an engine counts as cached already. The
-    cache of a replica that reports nothing is estimated from what is sent to it. One whose reports are lost counts as
-    empty, and is estimated from then on, until it reports from the beginning again.
+    Reports of an engine are exact but late, so the prompts that were sent to it and are not reported yet count as
+    cached. The cache of a replica that does not report is estimated from what is sent to it. If reports are lost, the
+    cache counts as empty and is estimated until the engine reports from the beginning again.
 
     Attributes:
-        reporting: a bit mask of the replicas whose engines report.
+        reporting: bit mask of the replicas whose engines report.
     """
 
     def __init__(self) -> None:
         self.reporting = 0
         self._index = BlockIndex()
         self._estimated: defaultdict[int, EstimatedCache] = defaultdict(EstimatedCache)
-        # By bit, the reported keys, so that a cache can be cleared; removed ones are sorted out now and then.
+        # By bit: the reported keys, so that a cache can be cleared. Removed keys stay until the next compaction.
         self._stored: dict[int, array[int]] = {}
         self._compacted_from: dict[int, int] = {}
-        # By bit, the blocks that are on their way and not reported, and how many prompts have each.
+        # By bit: blocks of sent prompts that are not reported yet, with the number of prompts that contain each.
         self._expected: dict[int, dict[int, int]] = {}
 
     def levels(self, keys: Sequence[int]) -> list[Level]:
-        """How many of the leading blocks of `keys`, all of a prompt, somebody has, and who."""
+        """See `BlockIndex.levels`."""
         return self._index.levels(keys)
 
     def send(self, bit: int, keys: Sequence[int], capacity: int) -> None:
-        """A prompt with these blocks goes to a replica with so many blocks of memory."""
+        """Note that a prompt with these blocks is sent to a replica with memory for `capacity` blocks."""
         if not self.reporting >> bit & 1:
             self.estimate(bit, keys, capacity)
             return
@@ -132,7 +131,7 @@ class PrefixCaches:
         self._store(bit, added)
 
     def end(self, bit: int, keys: Sequence[int]) -> None:
-        """A prompt with these blocks is no longer on its way: what the engine has not reported by now, it has not."""
+        """Note that a prompt has ended: its blocks that a reporting engine has not reported by now are not cached."""
         expected = self._expected.get(bit)
         if not expected:
             return
@@ -147,14 +146,14 @@ class PrefixCaches:
         self._index.remove(bit, gone)
 
     def estimate(self, bit: int, keys: Sequence[int], capacity: int) -> None:
-        """A replica computes or reads these blocks, which nobody reports.
+        """Note that a replica that does not report uses these blocks.
 
-        Takes time for the blocks it did not have, and those it evicts for them, but not for those it had.
+        The time taken depends on the new and the evicted blocks only.
 
         Args:
-            bit: stands for the replica.
-            keys: all blocks of a prompt from its beginning.
-            capacity: blocks the replica's memory has room for; what a prompt has beyond is not kept.
+            bit: the replica.
+            keys: all blocks of a prompt, from its beginning.
+            capacity: blocks that fit into the replica's memory; further blocks of the prompt are not kept.
         """
         if not keys:
             return
@@ -165,16 +164,16 @@ class PrefixCaches:
         self._index.store(bit, keys[known:])
         self._index.remove(bit, evicted)
 
-    def withdraw(self, bit: int, keys: Sequence[int], known: int) -> None:
-        """A prompt with these blocks was not sent after all; so many of its leading ones the replica had before.
+    def undo_estimate(self, bit: int, keys: Sequence[int], known: int) -> None:
+        """Undo `estimate` for a prompt that was not sent; the replica had its first `known` blocks before.
 
-        Of replicas that report, `end` says so.
+        For a replica that reports, `end` does this.
         """
         if not self.reporting >> bit & 1 and (runs := self._estimated.get(bit)) is not None:
-            self._index.remove(bit, runs.take_back(keys, known))
+            self._index.remove(bit, runs.undo(keys, known))
 
     def change(self, bit: int, change: CacheChange) -> None:
-        """An engine has reported, or its reports were lost."""
+        """Apply a report of an engine, or the loss of reports."""
         if change.restart or not self.reporting >> bit & 1:
             self.clear(bit)
         if not change.complete:
@@ -183,14 +182,13 @@ class PrefixCaches:
         self.reporting |= 1 << bit
         self._index.remove(bit, change.removed)
         self._store(bit, change.stored)
-        # Here and not in `send`, for which a request waits.
+        # Not in `send`, because a request waits for that.
         self._compact(bit)
         if expected := self._expected.get(bit):
             for key in (*change.removed, *change.stored):
                 expected.pop(key, None)
 
     def clear(self, bit: int) -> None:
-        """Nothing is cached there any more."""
         self._index.remove(bit, self._stored.pop(bit, array("Q")))
         self._compacted_from.pop(bit, None)
         self._expected.pop(bit, None)
@@ -198,7 +196,7 @@ class PrefixCaches:
             self._index.remove(bit, runs.shrink(0))
 
     def forget(self, bit: int) -> None:
-        """The replica is lost. Its bit may be given to another."""
+        """Drop a lost replica, so that its bit can be reused."""
         self.clear(bit)
         self.reporting &= ~(1 << bit)
 

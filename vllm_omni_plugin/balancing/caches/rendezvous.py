@@ -1,4 +1,4 @@
-"""Which replica a key belongs to: the same on every head, after every restart, with the fewest moves."""
+"""Assigns keys to replicas, the same on every head and after every restart, with few moves."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -7,25 +7,24 @@ from xxhash import xxh3_64_intdigest
 
 from vllm_omni_plugin.balancing.caches.block_index import Level
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.interface import Prompt, ReplicaView
+from vllm_omni_plugin.balancing.interface import Prompt, ReplicaView, snapshot_of
 
 _BUCKETS = 8192
 _FEW_JOINERS = 8
-"""With more joiners at once, buckets are decided again when they are asked for."""
+"""If more replicas join at once, the owners of all buckets are computed again when needed."""
 _EXPECTED_SHARE = 0.75
-"""Of what this head does not know of a prompt, the part that the replica where all heads look for it is expected to
-have. Chosen with benchmarks/spread.py: more unites a few more prompts that belong together, and spreads prompts that
-have nothing in common less evenly."""
+"""Share of a prompt's unknown tokens that its rendezvous replica is expected to have cached. Chosen with
+benchmarks/spread.py: a higher share unites a few more related prompts, and spreads unrelated ones less evenly."""
 
 
 class RendezvousTable:
-    """Highest-random-weight hashing, remembered for a fixed number of buckets of keys.
+    """Highest-random-weight hashing with a fixed number of buckets.
 
-    Each key falls into a bucket, and each bucket goes to the member whose hash with it is the highest. A member that
-    joins takes only what it wins; one that leaves gives up only what it had: 1/n of all buckets on average, with a
-    standard deviation of `sqrt(1/n * (1 - 1/n) / 8192)`, 0.6% at most. Nothing depends on the order of events.
+    Each key falls into a bucket, and each bucket belongs to the member whose hash with it is the highest. A member that
+    joins takes only the buckets that it wins. One that leaves gives up only its own: 1/n of all buckets on average,
+    with a standard deviation of `sqrt(1/n * (1 - 1/n) / 8192)`, 0.6% at most. The order of events does not matter.
 
-    Buckets are decided when they are first asked for, in O(n), so that nothing takes longer for a larger fleet.
+    The owner of a bucket is computed at its first use, in O(n), and cached.
     Source: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates" (1998), and XXH3 (Collet).
     """
 
@@ -34,19 +33,18 @@ class RendezvousTable:
         self._owners: dict[int, bytes] = {}
         self._seen: tuple[ReplicaView, ...] = ()
 
-    def follow(self, replicas: Sequence[ReplicaView]) -> None:
-        """These replicas are all members; O(1) for the same tuple as the time before.
+    def set_replicas(self, replicas: Sequence[ReplicaView]) -> None:
+        """Make these replicas the members; O(1) for the same tuple as before.
 
-        A replica is known by its id, so that a restart moves nothing; one without an id by its address.
+        A replica is identified by its id, so that a restart moves no keys; one without an id by its address.
         """
-        # A list may change in place, hence a copy; `tuple` would copy the pool's subclass of tuple, too.
-        snapshot = replicas if isinstance(replicas, tuple) else tuple(replicas)
+        snapshot = snapshot_of(replicas)
         if snapshot is not self._seen:
-            self.update([str(getattr(replica, "replica_id", replica.input_addr)).encode() for replica in snapshot])
+            self.set_members([str(getattr(replica, "replica_id", replica.input_addr)).encode() for replica in snapshot])
             self._seen = snapshot
 
-    def update(self, members: Sequence[bytes]) -> None:
-        """These are all members; a position in what follows is one among them."""
+    def set_members(self, members: Sequence[bytes]) -> None:
+        """Replace the members; later results are indices into `members`."""
         before, self._members = self._members, {name: position for position, name in enumerate(members)}
         joined = [name for name in self._members if name not in before]
         if len(joined) > _FEW_JOINERS:
@@ -58,7 +56,7 @@ class RendezvousTable:
                 self._owners[bucket] = _heaviest([owner, *joined], bucket)
 
     def position(self, key: bytes, attempt: int = 0) -> int:
-        """The position of the member that has `key`; of another, or by chance the same, for another attempt."""
+        """The index of the member that owns `key`. Each `attempt` gives an independent choice."""
         bucket = xxh3_64_intdigest(key, seed=attempt) % _BUCKETS
         owner = self._owners.get(bucket)
         if owner is None:
@@ -67,11 +65,11 @@ class RendezvousTable:
 
 
 class ExpectedPrefix(NamedTuple):
-    """Where a prompt may be cached that this head has not sent itself.
+    """The replica where other heads probably have sent a prompt.
 
     Attributes:
-        position: of the replica in the fleet.
-        tokens: how many of those that nobody is known to have.
+        position: index of the replica.
+        tokens: expected number of cached tokens, of those that no replica is known to have.
     """
 
     position: int
@@ -85,18 +83,17 @@ def expected_prefix(
     levels: Sequence[Level],
     block_sizes: Collection[int],
 ) -> ExpectedPrefix | None:
-    """Where heads that do not hear of each other's prompts all look for one, None if enough of it is known.
+    """The replica where all heads expect a prompt to be cached; None if this head knows at least half of the prompt.
 
-    A prompt of which a head knows less than a half is perhaps known to another. So the first block that it does not
-    know has a replica, that of the table: prompts with a common beginning, of which a head knows nothing, have the
-    same, and those that differ only behind a beginning that everybody knows have not.
+    The first unknown block determines the replica. So prompts with a common unknown beginning get the same replica,
+    and prompts that differ only after a known beginning get different ones. Heads need not exchange prompts for this.
 
     Args:
-        table: of replicas, the same for every head.
-        replicas: of the fleet.
-        prompt: which may have less than a block.
-        levels: tokens and who is known to have so many, longest match first.
-        block_sizes: tokens in a block, all that occur.
+        table: replicas, the same for every head.
+        replicas: the replicas to choose from.
+        prompt: may be shorter than a block.
+        levels: token counts and the replicas known to have them cached, longest match first.
+        block_sizes: all block sizes of the fleet, in tokens.
     """
     known = levels[0][0] if levels else 0
     unknown = len(prompt.token_ids) - known
@@ -106,7 +103,7 @@ def expected_prefix(
     keys = prompt_keys(prompt, block_size)
     if known // block_size >= len(keys):
         return None
-    table.follow(replicas)
+    table.set_replicas(replicas)
     key = keys[known // block_size].to_bytes(8, "little")
     return ExpectedPrefix(table.position(key), _EXPECTED_SHARE * unknown)
 

@@ -1,27 +1,25 @@
-"""A bit for each replica, so that a set of replicas is one integer."""
+"""Assigns a bit to each replica, so that a set of replicas is one integer."""
 
 import random
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from operator import attrgetter
 from typing import NamedTuple
 
-from vllm_omni_plugin.balancing.interface import ReplicaView
+from vllm_omni_plugin.balancing.interface import ReplicaView, identity_of, snapshot_of
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_KV_BLOCKS = 8192
-_identity_of = attrgetter("stage_id", "input_addr", "output_addr")
 
 
 class FleetBits(NamedTuple):
-    """The replicas a policy is asked about.
+    """The bits of a sequence of replicas.
 
     Attributes:
-        bits: by position.
+        bits: by position in the sequence.
         positions: by bit.
         mask: all bits.
-        block_sizes: tokens in a block, all that occur.
+        block_sizes: all block sizes that occur, in tokens.
     """
 
     bits: list[int]
@@ -31,7 +29,7 @@ class FleetBits(NamedTuple):
 
 
 class ReplicaBits:
-    """Gives each replica the lowest free bit for as long as it is not forgotten, whether it serves or not."""
+    """Gives each replica the lowest free bit until `free` is called for it."""
 
     def __init__(self) -> None:
         self._bits: dict[tuple[int, str, str], int] = {}
@@ -40,8 +38,8 @@ class ReplicaBits:
         self._fleet = FleetBits([], {}, 0, frozenset())
 
     def bit(self, replica: ReplicaView) -> int:
-        """The replica's bit, a new one if it has none."""
-        identity = _identity_of(replica)
+        """The replica's bit; a new one at the first call."""
+        identity = identity_of(replica)
         bit = self._bits.get(identity)
         if bit is None:
             bit = heappop(self._freed) if self._freed else len(self._bits)
@@ -49,17 +47,16 @@ class ReplicaBits:
         return bit
 
     def free(self, replica: ReplicaView) -> int | None:
-        """Take a replica's bit back. Returns it, None if there was none."""
-        bit = self._bits.pop(_identity_of(replica), None)
+        """Free a replica's bit. Returns the bit, or None if it had none."""
+        bit = self._bits.pop(identity_of(replica), None)
         if bit is not None:
             heappush(self._freed, bit)
             self._seen = None
         return bit
 
     def fleet(self, replicas: Sequence[ReplicaView]) -> FleetBits:
-        """The bits of these replicas; O(1) for the same tuple as the time before."""
-        # A list may change in place, hence a copy; `tuple` would copy the pool's subclass of tuple, too.
-        snapshot = replicas if isinstance(replicas, tuple) else tuple(replicas)
+        """The bits of these replicas; O(1) for the same tuple as before."""
+        snapshot = snapshot_of(replicas)
         if snapshot is not self._seen:
             bits = [self.bit(replica) for replica in snapshot]
             positions = {bit: position for position, bit in enumerate(bits)}
@@ -69,12 +66,11 @@ class ReplicaBits:
 
 
 def mask_of(bits: Sequence[int]) -> int:
-    """The integer in which these bits are set."""
     return sum(1 << bit for bit in bits)
 
 
 def sample_bits(mask: int, count: int, rng: random.Random) -> list[int]:
-    """At most so many bits of a mask, at random, though one after a gap is likelier than one after another."""
+    """Up to `count` random bits of a mask; not uniform: a bit after a gap is more likely."""
     chosen: list[int] = []
     too_many = mask.bit_count() > count
     while mask and len(chosen) < count:
@@ -89,10 +85,10 @@ def sample_bits(mask: int, count: int, rng: random.Random) -> list[int]:
 
 
 def block_size_of(replica: ReplicaView) -> int:
-    """Tokens in a block of a replica's KV memory; vLLM's default for one that has not said."""
+    """Tokens in a KV block of a replica; vLLM's default if unknown."""
     return load_of(replica).block_size or _DEFAULT_BLOCK_SIZE
 
 
 def capacity_of(replica: ReplicaView) -> int:
-    """Blocks of a replica's KV memory; a guess for one that has not said."""
+    """KV blocks of a replica; a guess if unknown."""
     return load_of(replica).kv_blocks or _DEFAULT_KV_BLOCKS

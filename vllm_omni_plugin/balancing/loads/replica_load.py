@@ -1,30 +1,29 @@
-"""What a replica has to do, as one immutable value that is replaced with every change."""
+"""The load of a replica, as an immutable value."""
 
 from typing import NamedTuple
 
 
 class ReplicaLoad(NamedTuple):
-    """The work of one replica at one moment.
+    """The load of one replica at one moment.
 
-    The head's own part is exact: it is charged before a request is sent and released once, at the request's end. What
-    the engine reports with its steps is joined to it such that a report never hides what was dispatched after it. While
-    nothing of this head is in flight on the replica, all that its engine reported reads 0: nothing would correct it.
+    This head's own part is exact: it is charged before a request is sent and released once, when the request ends.
+    Reports of the engine are added so that they never hide what was dispatched after them. While this head has no
+    request on the replica, all engine-reported fields are 0, because nothing would correct them.
 
     Attributes:
-        requests: unfinished requests on the replica: those of this head, and `others`.
-        others: unfinished requests that this head did not send: what the other heads report, up to 0.1 s old, or what
-            the engine reported if there are no other heads or they cannot be heard.
-        prefill_tokens: prompt tokens that are still to be computed: all of a prompt, less what the policy expects to be
-            cached, until its first output. Of this head's requests, and of those that other heads report.
-        decode_tokens: tokens of prompt and answer of this head's requests that have had their first output.
-        waiting: requests the engine said it had not begun.
-        running: requests the engine said it had begun.
-        kv_usage: share of its KV memory in use, 0 to 1, as the engine said.
-        prefill_rate: tokens counted in `prefill_tokens` that it was seen to finish per second of the time in which
-            there were any, recent ones weighing more; 0 before the first.
+        requests: unfinished requests on the replica, of this head and `others`.
+        others: unfinished requests that this head did not send: as the other heads report them (up to 0.1 s old), or as
+            the engine reports them if there are no other heads or they cannot be reached.
+        prefill_tokens: prompt tokens still to be computed, of this head's requests and those that other heads report.
+            A prompt counts until its first output, without the tokens that are expected to be cached.
+        decode_tokens: tokens of prompts and answers, of this head's requests that have had a first output.
+        waiting: requests that the engine reports as not begun.
+        running: requests that the engine reports as begun.
+        kv_usage: share of the KV memory in use, 0 to 1, as the engine reports it.
+        prefill_rate: measured `prefill_tokens` per second while there were any; recent ones weigh more; 0 if unknown.
         kv_blocks: blocks of KV memory; 0 if unknown.
         block_size: tokens in a block; 0 if unknown.
-        heads_report: whether `others` is what other heads report, and `prefill_tokens` has theirs in it.
+        heads_report: whether `others` and `prefill_tokens` include the reports of other heads.
     """
 
     requests: int = 0
@@ -41,11 +40,8 @@ class ReplicaLoad(NamedTuple):
 
 
 def load_of(replica: object) -> ReplicaLoad:
-    """The load of a replica. All requests of one that says nothing but its queue length count as others'."""
-    try:
-        load = replica.load  # type: ignore[attr-defined]
-    except AttributeError:
-        load = None
+    """The load of any replica. If it has only a queue length, all its requests count as `others`."""
+    load = getattr(replica, "load", None)
     if isinstance(load, ReplicaLoad):
         return load
     length = replica.queue_length  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The replicas that take requests, with what is known of all of them at once, and what other heads add to that."""
+"""The replicas that take requests, indexed by queue length, and an estimate of what other heads send to them."""
 
 import random
 from array import array
@@ -11,20 +11,20 @@ from vllm_omni_plugin.balancing.interface import ReplicaView
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 
 _AGE_S = 0.1
-"""How old what other heads report may be. Chosen with benchmarks/spread.py; half of it was worse, more no better."""
+"""Age of other heads' reports. Chosen with benchmarks/spread.py: half of it was worse, more was no better."""
 R = TypeVar("R", bound=ReplicaView)
 
 
 class UnreportedRequests:
-    """An estimate for the replicas of one stage.
+    """Estimates how many requests other heads have sent to one stage and not reported yet.
 
-    The other heads are taken to send as much as this one, in proportion of what each has in flight: one that stands by
-    sends nothing.
+    Other heads are assumed to send as many requests as this one, in proportion to what each has in flight. A standby
+    head therefore sends none.
 
     Attributes:
-        heads: how many balance over these replicas, this one included.
-        requests: that the others have sent and not reported; 0.0 for a head that is alone.
-        in_flight: unfinished requests of this head, which the pool counts.
+        heads: heads that share the replicas, including this one.
+        requests: the estimate; 0.0 for a single head.
+        in_flight: unfinished requests of this head; the pool sets it.
     """
 
     def __init__(self) -> None:
@@ -35,39 +35,37 @@ class UnreportedRequests:
         self._as_of = 0.0
 
     def set_heads(self, heads: int) -> None:
-        """So many heads balance from now on."""
         self.heads = heads
         self.requests = 0.0
 
     def estimate(self, now: float, in_flight: int) -> None:
-        """Bring `requests` up to date for one request more of this head, which counts from the next one on.
+        """Update `requests` for a new request of this head, which counts from the next call on.
 
         Args:
             now: monotonic seconds.
-            in_flight: unfinished requests of all heads, as far as this one knows.
+            in_flight: known unfinished requests of all heads.
         """
         self._recent *= exp((self._as_of - now) / _AGE_S)
         self._as_of = now
         others = max(0, in_flight - self.in_flight)
-        # As if every head had one more, which stands for those that have nothing in flight yet.
+        # One more request for each head, so that a head with none in flight counts.
         self.requests = self._recent * (others + self.heads - 1) / (self.in_flight + 1)
         self._recent += 1.0
 
 
 def draw_by_water_filling(levels: Sequence[tuple[float, int]], coming: float, rng: random.Random) -> int:
-    """The index of a level, drawn such that what is coming fills up the lowest to one height, as water would.
+    """Draw the index of a level so that the expected arrivals of all heads fill the lowest levels evenly.
 
-    Whoever takes the lowest of what all see takes the same as all others. Here each level is drawn in proportion to
-    what it lacks to that height, so that all together, each by this rule and without a word, do on average what one
-    alone would have done.
+    If every head took the lowest level, all would choose the same replica. Here each level is drawn with a probability
+    proportional to its distance from the common height that the arrivals would fill. On average the heads together
+    then do what a single head would do.
 
-    Source: Dahlin, "Interpreting Stale Load Information" (2000); for many who choose at once, Goren, Vargaftik and
+    Source: Dahlin, "Interpreting Stale Load Information" (2000); for many concurrent dispatchers Goren, Vargaftik and
     Moses, "Distributed Dispatching in the Parallel Server Model" (2020).
 
     Args:
-        levels: how high and how many, lowest first; one at least.
-        coming: what all of them will add, in the unit of the levels; above 0.
-        rng: source of randomness.
+        levels: pairs of height and number of places, lowest first; at least one.
+        coming: the total of all arrivals, in the unit of the heights; above 0.
     """
     count, sum_of_levels, reached = 0, 0.0, 0
     for level, places in levels:
@@ -87,57 +85,51 @@ def draw_by_water_filling(levels: Sequence[tuple[float, int]], coming: float, rn
 
 
 class ServingReplicas(tuple[R, ...]):
-    """Replicas in a fixed order, with their queue lengths and prefill tokens, which their owner keeps up to date.
+    """A tuple of replicas with an index of their queue lengths and prefill tokens. Its owner reports each change.
 
-    Another object means another membership. What is known of all is gathered when it is first asked for, in O(n); from
-    then on a change of one replica and a question are O(1), but for a heap of the different lengths there are.
+    A change of membership makes a new object. The first use builds the index in O(n). After that a change of one
+    replica and a query are O(1), except for a heap of the distinct queue lengths.
 
     Args:
-        replicas: in their order.
-        unreported: what other heads send to them. By default there are none.
-
-    Attributes:
-        unreported: as above.
+        unreported: the estimate for other heads; by default there are none.
     """
 
     def __new__(cls, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> "ServingReplicas[R]":
-        """The tuple, before `__init__`."""
         return super().__new__(cls, replicas)
 
     def __init__(self, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> None:
         self.unreported = unreported or UnreportedRequests()
-        # By place, and empty until somebody asks.
+        # By place; empty until the first use.
         self._lengths: list[int] = []
         self._prefill_tokens = array("q")
         self._total = 0
         self._places: dict[int, int] = {}
-        # Places by queue length, and where each place stands in the bucket of its length.
+        # Places by queue length, and the index of each place in its bucket.
         self._buckets: dict[int, list[int]] = {}
         self._ranks: list[int] = []
-        # Every length that has a bucket, some of them empty.
+        # All lengths that have a bucket, including empty ones.
         self._heap: list[int] = []
 
     @property
     def total_queue_length(self) -> int:
-        """The sum of all queue lengths."""
         if not self._places:
             self._gather()
         return self._total
 
     @property
     def work(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The queue lengths and the prefill tokens, by place; as they are now, and not to be changed.
+        """The current queue lengths and prefill tokens, by place; read-only.
 
-        They stand side by side: the loads of a large fleet are all over the memory, most in no cache of a processor.
+        They are contiguous, because the load objects of a large fleet are scattered and miss the processor's cache.
         """
         if not self._places:
             self._gather()
         return self._lengths, self._prefill_tokens
 
     def shortest(self, rng: random.Random) -> int:
-        """The place of a replica with the shortest queue, ties uniformly at random. There must be one at least.
+        """The place of a replica with the shortest queue, ties uniformly at random. Needs at least one replica.
 
-        Where others choose as well, one of the short queues, see `draw_by_water_filling`.
+        If other heads choose, too, it is one of the short queues, see `draw_by_water_filling`.
         """
         if not self._places:
             self._gather()
@@ -151,9 +143,9 @@ class ServingReplicas(tuple[R, ...]):
         return bucket[int(rng.random() * len(bucket))]
 
     def changed(self, replica: R) -> None:
-        """The queue length of a replica or its prefill tokens may have changed. Nothing to do if it is none of these.
+        """Update the index for a replica whose queue length or prefill tokens may have changed.
 
-        One that gets nothing new is none of them, and still ends what it has.
+        Other replicas are ignored: a draining replica is not in this tuple and still finishes its requests.
         """
         place = self._places.get(id(replica))
         if place is None:
@@ -185,7 +177,7 @@ class ServingReplicas(tuple[R, ...]):
         bucket.append(place)
 
     def _take(self, place: int, bucket: list[int]) -> None:
-        """Remove a place; the last of the bucket gets its rank."""
+        # The last place of the bucket takes the rank of the removed one.
         last = bucket.pop()
         if last != place:
             rank = self._ranks[place]

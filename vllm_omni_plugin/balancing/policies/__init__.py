@@ -1,4 +1,4 @@
-"""The built-in policies, one module for each.
+"""The built-in policies, one module each.
 
-May import the rest of `balancing`, but for the registry. Start with `least_queue_length`, then `prefix_policy`.
+May import all of `balancing` except the registry. Start with `least_queue_length`, then `prefix_policy`.
 """

@@ -1,4 +1,4 @@
-"""The shortest queue wins."""
+"""Chooses the replica with the shortest queue."""
 
 import random
 from collections.abc import Sequence
@@ -15,28 +15,25 @@ from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest
 
 _MAX_LISTED = 8
-"""Replicas of which a decision lists all; to list more would take longer than to decide."""
+"""A decision lists all replicas up to this number; a longer list would take longer than the decision."""
 _REASON = "least-load"
 
 
 class LeastQueueLengthBalancer(DecidingBalancer):
     """Picks the replica with the fewest unfinished requests, ties uniformly at random.
 
-    A fixed choice among ties would send every request of an idle fleet to the same replica. Exact in a fleet of any
-    size: the pool's `ServingReplicas` know their shortest queue, any other sequence is searched.
-
-    Args:
-        rng: source of randomness; a freshly seeded one of its own by default.
+    It is exact in a fleet of any size: the pool's `ServingReplicas` know their shortest queue; any other sequence is
+    searched. The reason is `least-load`; there is no fallback.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Choose a shortest queue, reading each length at most once; the score is the queue length.
+        """Choose a shortest queue; the score is the queue length.
 
         Raises:
-            ValueError: `replicas` is empty, or one of them reports a negative length.
+            ValueError: `replicas` is empty, or a queue length is negative.
         """
         require_replicas(replicas)
         if len(replicas) > _MAX_LISTED and isinstance(replicas, ServingReplicas):

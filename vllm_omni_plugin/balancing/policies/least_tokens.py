@@ -1,4 +1,4 @@
-"""The shortest expected wait, from tokens instead of requests."""
+"""Chooses the shortest expected wait, computed from tokens."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -17,36 +17,34 @@ from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest, positions_to_compare
 
 _UNMEASURED_RATE = 10_000.0
-"""Prompt tokens per second of a replica while no rate is known: an 8B model on one accelerator."""
+"""Assumed prompt tokens per second while no rate is known: an 8B model on one accelerator."""
 
 _TRUSTED_FACTOR = 8.0
-"""How far a measured rate may be from the usual. A replica measured while it warmed up would else get no request, and
-so no measurement, ever again."""
+"""Bounds the ratio of a measured rate to the usual one. A replica measured during its warm-up would otherwise get no
+requests, and so no better measurement."""
 
 _FULLEST = 0.99
-"""KV usage from which on more makes no difference, or a full replica would be infinitely bad."""
+"""Upper bound of the KV usage in the formula, so that the wait stays finite."""
 
 
 class LeastTokensBalancer(DecidingBalancer):
-    """Sends a request where it is expected to wait least for its first token.
+    """Sends a request to the replica where the expected wait for the first token is the shortest.
 
         seconds = (prefill + prompt + decode_weight * decode) / rate + kv_seconds * k / (1 - k)
 
-    `prefill` and `decode` are the replica's tokens still to be computed and being decoded, `prompt` those of the
-    request, `rate` the prompt tokens per second the replica was measured at, `k` its KV usage. Requests of other heads
-    count as long as this one, being decoded; if those heads do not report their own prefill tokens, to be computed as
-    far as the engine says that they wait. Without a
-    measurement the rate is the median of the replicas compared (10,000 if none has any), and none is taken to be more
-    than eight times faster or slower than that. In a fleet of more than eight see `positions_to_compare`.
+    `prefill` and `decode` are the replica's tokens to be computed and being decoded, `prompt` those of the request,
+    `rate` the measured prompt tokens per second, and `k` the KV usage. A request of another head counts as long as this
+    one: as being decoded, or as to be computed if other heads do not report and the engine says that it waits. An
+    unmeasured replica gets the median rate of those compared (10,000 if none is measured), and no rate may differ from
+    that by more than a factor of eight.
 
-    Source: queued tokens over the measured rate, and a penalty for a filling KV cache that grows as the queue of an
-    M/M/1 server of that utilisation; the weight of decoding is ours. The reason is `expected-wait`, with the fallback
-    `no-rate` while no rate is known.
+    Source: queued tokens over the measured rate, and a penalty for a filling KV cache that grows like the queue of an
+    M/M/1 server of that utilisation; the weight of decoding is ours. The reason is `expected-wait`, the fallback
+    `no-rate` if no rate is known.
 
     Args:
-        decode_weight: what a token being decoded costs, in prompt tokens; 0 to 10.
-        kv_seconds: wait that a half-full KV cache stands for; 0 to 60.
-        rng: source of randomness; a freshly seeded one of its own by default.
+        decode_weight: cost of a token being decoded, in prompt tokens; 0 to 10.
+        kv_seconds: penalty for a half-full KV cache, in seconds; 0 to 60.
 
     Raises:
         ConfigError: an option is out of range.
@@ -62,7 +60,6 @@ class LeastTokensBalancer(DecidingBalancer):
         self._rng = rng or random.Random()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Compare the expected waits. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
         prompt = prompt_tokens(task)
         positions = positions_to_compare(replicas, self._rng)

@@ -1,4 +1,4 @@
-"""The less loaded of two replicas drawn at random."""
+"""Chooses the less loaded of two random replicas."""
 
 import random
 from collections.abc import Sequence
@@ -15,24 +15,20 @@ from vllm_omni_plugin.balancing.sampling import MOST_COMPARED, pick_lowest, samp
 
 _CHOICES = 2
 _LARGE_FLEET = 64
-"""Replicas above which two choices are too few: the idle ones among many would be found too rarely."""
+"""Above this number of replicas two choices would find an idle replica too rarely."""
 
 
 class PowerOfTwoBalancer(DecidingBalancer):
-    """Draws two different replicas, eight in a fleet of more than 64, and takes the one with fewer unfinished requests.
+    """Draws two replicas (eight in a fleet of more than 64), and takes the one with the fewest unfinished requests.
 
     Source: power of d choices (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). Ties are
-    broken at random. The reason of its decisions is `least-load`; it has no options and no fallback.
-
-    Args:
-        rng: source of randomness; a freshly seeded one of its own by default.
+    broken at random. The reason is `least-load`; there is no fallback.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Compare the queue lengths of this moment. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
         total = len(replicas)
         positions = sample(MOST_COMPARED if total > _LARGE_FLEET else _CHOICES, total, self._rng)

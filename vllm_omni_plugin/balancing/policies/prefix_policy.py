@@ -1,4 +1,4 @@
-"""Where a prompt's beginning is cached, weighed against the work that waits there."""
+"""Weighs the cached beginning of a prompt against the load of the replica that has it."""
 
 import math
 import random
@@ -39,43 +39,41 @@ from vllm_omni_plugin.balancing.sampling import (
 )
 
 _MOST_HOLDERS = 3
-"""Replicas compared in a large fleet because they have the longest matches."""
+"""Replicas with the longest matches that are compared in a large fleet."""
 _MOST_DELAYED = 4
-"""Requests that a token to compute is charged for at most: a cold replica is worth warming while it is idle, and not
-for ever too expensive once it is busy. Chosen with benchmarks/simulate.py; 2 and 8 were worse, no bound was worst."""
+"""At most this many requests are counted as delayed by a token to compute. So a cold replica gets requests while it is
+idle, and does not stay too expensive when it is busy. Chosen with benchmarks/simulate.py: 2 and 8 were worse, no bound
+was worst."""
 
 _ByPosition = Sequence[int] | Mapping[int, int]
 
 
 class PrefixBalancer(DecidingBalancer):
-    """Sends a prompt where most of it is cached, unless the work that waits there outweighs the saving.
+    """Sends a prompt to the replica that has most of it cached, unless the load there outweighs the saving.
 
     The lowest `overlap_weight * (prompt - matched) * min(4, requests + 1) + prefill_tokens + answer_tokens * requests`
-    wins, the latency that the choice adds to all requests, in prompt tokens: what it computes delays everybody on the
-    replica, what waits there delays it alone, and its answer and those of the others delay each other. No thresholds,
-    hence nothing that is noise at low load. A replica with an empty cache and nothing to do gets a prompt that is
-    cached elsewhere once all who have it have `prompt / answer_tokens` requests. Equal scores go to the longest match,
-    then at random.
+    wins. That is the latency which the choice adds to all requests, in prompt tokens: the uncached tokens delay all
+    requests of the replica, the waiting prefill delays this request, and the answers delay each other. There are no
+    thresholds, so noise at low load has no effect. An idle replica with an empty cache gets a prompt that is cached
+    elsewhere once each replica that has it has `prompt / answer_tokens` requests. Of equal costs the longest match
+    wins, then a random one.
 
-    Source: LMetric, `(prompt - matched) * (load + 1)`, with a price of answers, without which a prompt that is cached
-    as a whole would cost nothing and draw any number of its like to one replica; and the prefill that waits, as in
-    Dynamo's cost. It is added and not multiplied, or the one replica that is just computing a context would be
-    avoided by all who need it, and each of them would compute it elsewhere. The weight and the temperature are those of
-    NVIDIA Dynamo's KV router. What a replica has cached is known from its engine's KV cache events or estimated from
-    what was sent to it, see `PrefixCaches`; where other heads balance, too, a prompt that this one hardly knows is
-    expected where all heads look for it, see `expected_prefix`.
+    Source: LMetric, `(prompt - matched) * (load + 1)`. Added to it are a price of answers, without which a fully cached
+    prompt would cost nothing and all its copies would go to one replica, and the waiting prefill, as in Dynamo's cost.
+    The prefill is added, not multiplied; otherwise all requests for a context would avoid the replica that is computing
+    it. Weight and temperature are those of NVIDIA Dynamo's KV router. The cached tokens come from KV cache events or
+    are estimated, see `PrefixCaches`. With several heads see also `expected_prefix`.
 
-    Up to eight replicas are all compared; of more, those with the longest matches, the one where the prompt is expected
-    and a few others. Reasons: `prefix`: nobody compared is known to have more of the prompt; `rendezvous`: all heads
-    look for it there; `prefix-spilled`: one has more; `least-load`: nobody has any. Fallbacks: `no-prompt` and
-    `uncacheable`, both decided by load.
+    Up to eight replicas are all compared; of more, those with the longest matches, the expected one and some others.
+    Reasons: `prefix`: no compared replica is known to have more of the prompt; `rendezvous`: all heads expect the
+    prompt there; `prefix-spilled`: another one has more; `least-load`: none has any. Fallbacks: `no-prompt` and
+    `uncacheable`; both decide by load.
 
     Args:
-        answer_tokens: what an answer costs each other one on the same replica, in prompt tokens; 0 or more.
-        overlap_weight: what a token of the prompt costs that is not cached; 0 or more. Affinity grows with it.
-        temperature: 0: the cheapest wins. Above: any may, with the probability of softmax of its negative cost, divided
-            by this and by the difference of the highest and the lowest cost.
-        rng: source of randomness; a freshly seeded one of its own by default.
+        answer_tokens: cost of an answer for each other answer on the same replica, in prompt tokens; 0 or more.
+        overlap_weight: cost of an uncached prompt token; 0 or more. A higher weight strengthens affinity.
+        temperature: 0: the lowest cost wins. Above 0: a replica is drawn by softmax of the negative cost, divided by
+            this and by the difference of the highest and the lowest cost.
 
     Raises:
         ConfigError: an option is out of range.
@@ -101,7 +99,6 @@ class PrefixBalancer(DecidingBalancer):
         self._caches = PrefixCaches()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Compare costs. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
         fleet = self._bits.fleet(replicas)
         prompt = task.get("prompt", NO_PROMPT)
@@ -125,18 +122,16 @@ class PrefixBalancer(DecidingBalancer):
         return Decision(position, reason, tuple(map(Candidate, positions, costs, matches)), fallback, matched)
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        """From here on the replica has the prompt cached, or will have it soon."""
         keys = prompt_keys(task.get("prompt", NO_PROMPT), block_size_of(replica))
         self._caches.send(self._bits.bit(replica), keys, capacity_of(replica))
 
     def dispatch_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        """It has no more of the prompt cached than before."""
         size = block_size_of(replica)
         keys = prompt_keys(task.get("prompt", NO_PROMPT), size)
-        self._caches.withdraw(self._bits.bit(replica), keys, decision.matched_tokens // size)
+        self._caches.undo_estimate(self._bits.bit(replica), keys, decision.matched_tokens // size)
 
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
-        """It has the answer cached, too; all but the last token, which was never computed on."""
+        # The answer is cached, too.
         prompt, answer = task.get("prompt", NO_PROMPT), task.get("answer_ids", ())
         bit, size = self._bits.bit(replica), block_size_of(replica)
         if self._caches.reporting >> bit & 1:
@@ -145,21 +140,18 @@ class PrefixBalancer(DecidingBalancer):
             self._caches.estimate(bit, answered_keys(prompt, answer, size), capacity_of(replica))
 
     def replica_lost(self, replica: ReplicaView) -> None:
-        """Nothing is cached there."""
         bit = self._bits.free(replica)
         if bit is not None:
             self._caches.forget(bit)
 
     def cache_cleared(self, replica: ReplicaView) -> None:
-        """Nothing is cached there any more, which its engine reports with its next step only."""
         self._caches.clear(self._bits.bit(replica))
 
     def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
-        """Its engine has reported."""
         self._caches.change(self._bits.bit(replica), change)
 
     def _levels(self, prompt: Prompt, fleet: FleetBits) -> list[Level]:
-        """Tokens of the prompt, and the bits of those who have at least so many cached; longest match first."""
+        """Matched tokens, and the bit mask of the replicas that have so many cached; longest match first."""
         levels: list[Level] = []
         for size in fleet.block_sizes:
             for blocks, holders in self._caches.levels(prompt_keys(prompt, size)):
@@ -202,10 +194,7 @@ class PrefixBalancer(DecidingBalancer):
         tokens: int,
         expected: ExpectedPrefix | None,
     ) -> tuple[list[float], list[int]]:
-        """What each replica would add to the latency of all requests, and how many tokens are known to match.
-
-        One loop for all, without a call per replica: this is much of what a decision costs.
-        """
+        """The cost and the matched tokens of each replica, in one loop without calls, for speed."""
         costs: list[float] = []
         matches: list[int] = []
         bits, weight, answer_tokens = fleet.bits, self._overlap_weight, self._answer_tokens
@@ -228,12 +217,12 @@ class PrefixBalancer(DecidingBalancer):
     def _coming(
         self, replicas: Sequence[ReplicaView], matches: Sequence[int], tokens: int, expected: ExpectedPrefix | None
     ) -> float:
-        """What others probably add to these costs before anybody sees it, each as much as this prompt."""
+        """The cost that unreported requests of other heads probably add, each as much as this prompt."""
         saved = max(matches) + (0.0 if expected is None else expected.tokens)
         return expected_arrivals(replicas, len(matches)) * (tokens - saved + self._answer_tokens)
 
     def _cheapest(self, costs: Sequence[float], matches: Sequence[int]) -> int:
-        """The place of the lowest cost; of equal ones the longest match, ties of that uniformly at random."""
+        """Index of the lowest cost; ties go to the longest match, then uniformly at random."""
         least = min(costs)
         if costs.count(least) == 1:
             return costs.index(least)
@@ -242,7 +231,7 @@ class PrefixBalancer(DecidingBalancer):
         return self._rng.choice([place for place in places if matches[place] == longest])
 
     def _draw(self, costs: Sequence[float], matches: Sequence[int]) -> int:
-        """The place of the replica that gets the request, at a temperature above 0."""
+        """Index of a replica drawn by softmax, for a temperature above 0."""
         least, spread = min(costs), max(costs) - min(costs)
         if not spread:
             return self._cheapest(costs, matches)
@@ -262,27 +251,17 @@ class PrefixBalancer(DecidingBalancer):
 
 
 class KvAwareBalancer(PrefixBalancer):
-    """`PrefixBalancer` for which the head's own engines report what they have cached.
+    """`PrefixBalancer` that makes the head's own engines report their caches.
 
-    `overlap_weight * (prompt - matched) * min(4, requests + 1) + prefill_tokens + answer_tokens * requests` is what it
-    compares, too. Reasons and fallbacks are the same: `prefix`, `prefix-spilled`, `rendezvous`, `least-load`;
-    `no-prompt`, `uncacheable`; and `no-events`, when the cache of one of those compared is estimated.
-
-    Args:
-        answer_tokens: see `PrefixBalancer`.
-        overlap_weight: see there.
-        temperature: see there.
-        rng: see there.
-
-    Raises:
-        ConfigError: an option is out of range.
+    It has the same formula, options, reasons (`prefix`, `prefix-spilled`, `rendezvous`, `least-load`) and fallbacks
+    (`no-prompt`, `uncacheable`), and the fallback `no-events` if the cache of a compared replica is estimated.
     """
 
     wants_cache_events = True
 
 
 def _work(replicas: Sequence[ReplicaView], positions: Sequence[int]) -> tuple[_ByPosition, _ByPosition]:
-    """Requests and prefill tokens, of replicas that nobody keeps them for side by side."""
+    """Requests and prefill tokens by position, for replicas that are not `ServingReplicas`."""
     loads = {position: load_of(replicas[position]) for position in positions}
     requests = {position: load.requests for position, load in loads.items()}
     return requests, {position: load.prefill_tokens for position, load in loads.items()}

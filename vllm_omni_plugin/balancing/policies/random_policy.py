@@ -1,4 +1,4 @@
-"""Uniformly random choice: needs no state and no load report."""
+"""Chooses a replica uniformly at random."""
 
 import random
 from collections.abc import Sequence
@@ -7,16 +7,11 @@ from vllm_omni_plugin.balancing.interface import DecidingBalancer, Decision, Rep
 
 
 class RandomBalancer(DecidingBalancer):
-    """Picks every replica with the same probability, whatever its load. The reason is `random`; there is no fallback.
-
-    Args:
-        rng: source of randomness; a freshly seeded one of its own by default.
-    """
+    """Picks every replica with the same probability. The reason is `random`; there is no fallback."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Choose uniformly at random. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
         return Decision(self._rng.randrange(len(replicas)), "random")

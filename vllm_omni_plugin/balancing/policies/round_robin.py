@@ -1,33 +1,36 @@
-"""Round-robin that stays fair while replicas join, leave and come back."""
+"""Round-robin that stays fair when replicas join, leave and come back."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from operator import attrgetter
 from threading import Lock
 
-from vllm_omni_plugin.balancing.interface import DecidingBalancer, Decision, ReplicaView, Task, require_replicas
+from vllm_omni_plugin.balancing.interface import (
+    DecidingBalancer,
+    Decision,
+    ReplicaView,
+    Task,
+    identity_of,
+    require_replicas,
+    snapshot_of,
+)
 from vllm_omni_plugin.balancing.policy_options import whole
 
 _Identity = tuple[int, str, str]
-_identity_of = attrgetter("stage_id", "input_addr", "output_addr")
 
 
 class RoundRobinBalancer(DecidingBalancer):
-    """Serves the replica whose last turn is longest ago, wherever it stands in the sequence. Thread-safe.
+    """Picks the least recently picked replica, independent of its index. Thread-safe.
 
-    All known replicas form one queue: a joiner enters at the front, the one served moves to the back, and nothing else
-    changes their order. So between two turns of one replica every other that is live has moved from before it to
-    behind it, that is, has had its turn: in no window does any replica get two picks more than one that stays live.
-    Leaving and coming back gains nothing, since a departed replica keeps its place until it is the first of the queue;
-    there it is forgotten without loss, because as a joiner it would enter at that very place.
+    All known replicas form one queue. A new replica enters at the front, and a picked one moves to the back. So between
+    two picks of one replica every other live replica is picked once: in no period does a replica get two picks more
+    than another one that is live throughout. A departed replica keeps its place until it reaches the front, where it is
+    dropped; so leaving and coming back gains nothing.
 
-    A pick is O(1) when it is given the same tuple as the one before, else O(replicas). Memory is bounded by the live
-    replicas and those that have left since the longest waiting live one was served.
-
-    The reason of its decisions is `turn`; there is no fallback.
+    A pick is O(1) for the same tuple as before, else O(replicas). Memory is bounded by the live replicas and those that
+    left since the front replica was last picked. The reason is `turn`; there is no fallback.
 
     Args:
-        start_index: which of the first `replicas` is served first, modulo their number.
+        start_index: index of the first pick, modulo the number of replicas.
 
     Raises:
         ConfigError: `start_index` is not a whole number.
@@ -41,7 +44,7 @@ class RoundRobinBalancer(DecidingBalancer):
         self._seen: tuple[ReplicaView, ...] = ()
 
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """Return the index of the replica whose turn it is, and take that for its turn.
+        """Return the index of the next replica, and count this as its pick.
 
         Raises:
             ValueError: `replicas` is empty.
@@ -52,15 +55,14 @@ class RoundRobinBalancer(DecidingBalancer):
             return self._live[identity]
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Say whose turn it is; `dispatched` ends the turn. Raises ValueError when `replicas` is empty."""
         with self._lock:
             identity = self._next(replicas)
             return Decision(self._live[identity], "turn")
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        """The replica has had its turn, even if another was chosen."""
+        # Also if the replica was not chosen by this policy.
         with self._lock:
-            identity = _identity_of(replica)
+            identity = identity_of(replica)
             if identity in self._queue:
                 self._queue.move_to_end(identity)
 
@@ -71,8 +73,7 @@ class RoundRobinBalancer(DecidingBalancer):
 
     def _next(self, replicas: Sequence[ReplicaView]) -> _Identity:
         require_replicas(replicas)
-        # A copy of what the caller may change in place.
-        snapshot = replicas if isinstance(replicas, tuple) else tuple(replicas)
+        snapshot = snapshot_of(replicas)
         if snapshot is not self._seen:
             self._update_membership(snapshot)
             self._seen = snapshot
@@ -81,7 +82,7 @@ class RoundRobinBalancer(DecidingBalancer):
         return identity
 
     def _update_membership(self, snapshot: tuple[ReplicaView, ...]) -> None:
-        identities: list[_Identity] = [_identity_of(replica) for replica in snapshot]
+        identities: list[_Identity] = [identity_of(replica) for replica in snapshot]
         start = 0 if self._queue else self._start_index % len(identities)
         for identity in reversed(identities[start:] + identities[:start]):
             if identity not in self._queue:

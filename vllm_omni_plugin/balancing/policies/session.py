@@ -1,4 +1,4 @@
-"""Requests of one session go to one replica, as long as it is not much busier than the others."""
+"""Sends all requests of a session to one replica, unless that is much busier than the others."""
 
 import random
 from collections.abc import Sequence
@@ -24,21 +24,20 @@ _ATTEMPTS = 16
 class SessionBalancer(DecidingBalancer):
     """Consistent hashing with bounded loads.
 
-    A session belongs to one replica, see `RendezvousTable`. If that one has more unfinished requests than
-    `load_factor * (total + 1) / replicas + slack`, the request goes to the next in an order of the session's own that
-    has not more; so a session that spills, spills to the same replica again. Without a session, or if the first
-    sixteen in that order are too busy, the shortest queue wins.
+    A session belongs to one replica, see `RendezvousTable`. If that has more unfinished requests than
+    `load_factor * (total + 1) / replicas + slack`, the request goes to the next replica in the session's own order that
+    has not; so a session always spills to the same replica. Without a session, or if the first sixteen replicas in that
+    order are too busy, the shortest queue wins.
 
-    Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018); the order of replicas
-    is drawn for each session instead of clockwise, after Chen, Coleman and Shrivastava, "Revisiting Consistent
-    Hashing with Bounded Loads" (2021): the neighbour of a busy replica would get all that this one cannot take.
+    Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018). Each session has its own
+    order instead of a common ring, after Chen, Coleman and Shrivastava, "Revisiting Consistent Hashing with Bounded
+    Loads" (2021); otherwise the neighbour of a busy replica would get all its overflow.
 
     Reasons: `session`, `session-spilled`, `least-load`. Fallback: `no-session`.
 
     Args:
-        load_factor: how much busier than the mean a replica may get; 1 to 100.
-        slack: requests that it may have beyond that, for fleets with few requests; 0 or more.
-        rng: source of randomness; a freshly seeded one of its own by default.
+        load_factor: allowed load relative to the mean; 1 to 100.
+        slack: further allowed requests, for fleets with few requests; 0 or more.
 
     Raises:
         ConfigError: an option is out of range.
@@ -51,12 +50,11 @@ class SessionBalancer(DecidingBalancer):
         self._table = RendezvousTable()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Follow the session's order. Raises ValueError when `replicas` is empty."""
         require_replicas(replicas)
         session = task.get("session")
         if not session:
             return replace(self._least_load.decide(task, replicas), fallback="no-session")
-        self._table.follow(replicas)
+        self._table.set_replicas(replicas)
         key = session.encode(errors="surrogatepass")
         bound = self._load_factor * (_total_load(replicas) + 1) / len(replicas) + self._slack
         candidates: list[Candidate] = []
