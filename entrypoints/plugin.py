@@ -17,9 +17,9 @@ def register() -> None:
     names as ours, and leaves their values where ours would be.
     """
     if FLEET_ENGINE in os.environ:
-        from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles
+        from vllm_omni_plugin.vllm_api.launch.amx import request_amx
 
-        ask_for_tiles()
+        request_amx()
     arg_utils = sys.modules.get("vllm.engine.arg_utils")
     if arg_utils is None or "--omni" in sys.argv:
         return

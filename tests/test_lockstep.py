@@ -1,4 +1,4 @@
-"""Processes of a lockstep group: meeting, living and dying together."""
+"""Processes of a lockstep group: they start together and end together."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.engines import FakeProcess
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.vllm_api.launch.lockstep import Generation, Meeting
+from vllm_omni_plugin.vllm_api.launch.lockstep import GroupIncarnation, StartBarrier
 
 SOON_S = 10.0
 
@@ -26,105 +26,107 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def group(helper_exits: Callable[[], None] = lambda: None) -> tuple[Generation, FakeProcess, FakeProcess, FakeProcess]:
+def group(
+    helper_exits: Callable[[], None] = lambda: None,
+) -> tuple[GroupIncarnation, FakeProcess, FakeProcess, FakeProcess]:
     """Two ranks and a helper."""
-    generation = Generation(2)
+    incarnation = GroupIncarnation(2)
     one, other, helper = map(FakeProcess, range(3))
-    generation.add(one)
-    generation.add(other)
-    generation.add(helper, helper_exits)
-    return generation, one, other, helper
+    incarnation.add(one)
+    incarnation.add(other)
+    incarnation.add(helper, helper_exits)
+    return incarnation, one, other, helper
 
 
 def test_ranks_that_all_leave_end_in_order_and_the_helper_after_them(threads: ThreadPoolExecutor) -> None:
     told = threading.Event()
-    generation, one, other, helper = group(told.set)
-    leaving = threads.submit(generation.leave, 0, None)
+    incarnation, one, other, helper = group(told.set)
+    leaving = threads.submit(incarnation.leave, 0, None)
     assert not leaving.done()
-    generation.leave(1, None)
+    incarnation.leave(1, None)
     leaving.result(SOON_S)
     one.die()
-    generation.close(one)
+    incarnation.close(one)
     assert not other.ended
     assert not helper.ended
     other.die()
-    generation.close(other)
+    incarnation.close(other)
     assert helper.ended
     assert told.wait(SOON_S)
 
 
 def test_leaving_alone_takes_no_longer_than_it_may() -> None:
-    generation, one, other, helper = group()
-    generation.leave(0, 0.01)
+    incarnation, one, other, helper = group()
+    incarnation.leave(0, 0.01)
     assert not one.ended
-    generation.end()
+    incarnation.end()
     assert other.ended
     assert helper.ended
 
 
-def test_who_comes_to_an_ended_generation_is_killed() -> None:
-    generation = Generation(2)
-    generation.end()
+def test_who_comes_to_an_ended_incarnation_is_killed() -> None:
+    incarnation = GroupIncarnation(2)
+    incarnation.end()
     late = FakeProcess(0)
     with pytest.raises(ReplicaError, match="another process of its group ended"):
-        generation.add(late)
+        incarnation.add(late)
     assert late.killed
 
 
 def test_what_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
-    generation, undying = Generation(1), Undying(0)
-    generation.add(undying)
-    generation.end()
+    incarnation, undying = GroupIncarnation(1), Undying(0)
+    incarnation.add(undying)
+    incarnation.end()
     with pytest.raises(ReplicaError, match="cannot be ended"):
-        generation.join()
+        incarnation.join()
     undying.die()
 
 
-def attend(threads: ThreadPoolExecutor, meeting: Meeting, rank: int) -> "Attendance":
-    given_up = threading.Event()
-    return Attendance(threads.submit(meeting.attend, rank, given_up), given_up)
+def wait(threads: ThreadPoolExecutor, barrier: StartBarrier, rank: int) -> "StartingRank":
+    cancelled = threading.Event()
+    return StartingRank(threads.submit(barrier.wait, rank, cancelled), cancelled)
 
 
-class Attendance:
-    """One rank on its way to a generation."""
+class StartingRank:
+    """One rank that is starting."""
 
-    def __init__(self, future: "Future[Generation]", given_up: threading.Event) -> None:
+    def __init__(self, future: "Future[GroupIncarnation]", cancelled: threading.Event) -> None:
         self.future = future
-        self.given_up = given_up
+        self.cancelled = cancelled
 
-    def generation(self) -> Generation:
+    def incarnation(self) -> GroupIncarnation:
         return self.future.result(SOON_S)
 
 
-def two_ranks(patience: float = SOON_S) -> Meeting:
-    return Meeting(2, lambda: Generation(2), patience)
+def two_ranks(timeout_s: float = SOON_S) -> StartBarrier:
+    return StartBarrier(2, lambda: GroupIncarnation(2), timeout_s)
 
 
-def test_a_rank_that_is_given_up_waits_no_longer_and_may_come_again(threads: ThreadPoolExecutor) -> None:
-    meeting = two_ranks()
-    one = attend(threads, meeting, 0)
-    meeting.give_up(one.given_up)
-    with pytest.raises(ReplicaError, match="given up"):
-        one.generation()
-    again, other = attend(threads, meeting, 0), attend(threads, meeting, 1)
-    assert again.generation() is other.generation()
+def test_a_cancelled_rank_stops_waiting_and_may_start_again(threads: ThreadPoolExecutor) -> None:
+    barrier = two_ranks()
+    one = wait(threads, barrier, 0)
+    barrier.cancel(one.cancelled)
+    with pytest.raises(ReplicaError, match="was cancelled"):
+        one.incarnation()
+    again, other = wait(threads, barrier, 0), wait(threads, barrier, 1)
+    assert again.incarnation() is other.incarnation()
 
 
 def test_a_rank_whose_siblings_do_not_come_is_released(threads: ThreadPoolExecutor) -> None:
-    lonely = attend(threads, Meeting(3, lambda: Generation(3), patience=0.01), 1)
+    lonely = wait(threads, StartBarrier(3, lambda: GroupIncarnation(3), timeout_s=0.01), 1)
     with pytest.raises(ReplicaError, match="the other ranks of its group do not start: 0, 2"):
-        lonely.generation()
+        lonely.incarnation()
 
 
-def test_no_generation_begins_beside_processes_that_do_not_end(
+def test_no_incarnation_begins_beside_processes_that_do_not_end(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
-    meeting = two_ranks()
-    first = [attend(threads, meeting, rank) for rank in (0, 1)]
+    barrier = two_ranks()
+    first = [wait(threads, barrier, rank) for rank in (0, 1)]
     undying = Undying(0)
-    first[1].generation().add(undying)
+    first[1].incarnation().add(undying)
     with pytest.raises(ReplicaError, match="cannot be ended"):
-        attend(threads, meeting, 0).generation()
+        wait(threads, barrier, 0).incarnation()
     undying.die()

@@ -7,9 +7,9 @@ it names its threads.
 
 import os
 
-from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles
+from vllm_omni_plugin.vllm_api.launch.amx import request_amx
 
-ask_for_tiles()
+request_amx()
 # `alive_counts.VARIABLE`; without it, nothing of that module is imported, as it would be measured, too.
 if "BENCHMARK_ALIVE_COUNTS" in os.environ:
     from alive_counts import answer_for_ever

@@ -15,7 +15,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
-from vllm_omni_plugin.vllm_api.launch.fleet_engine import FleetExecutor, LastWords, as_fleet_engine, fleet_executor
+from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, FleetExecutor, fleet_executor, mark_as_fleet_engine
 from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
 
 ENOUGH_S = 60.0
@@ -50,25 +50,25 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def last_words() -> Iterator[LastWords]:
-    words = LastWords()
-    with as_fleet_engine(words):
+def exit_note() -> Iterator[ExitNote]:
+    words = ExitNote()
+    with mark_as_fleet_engine(words):
         yield words
 
 
 def test_the_workers_that_ended_are_named_with_their_signals(
-    last_words: LastWords, caplog: pytest.LogCaptureFixture
+    exit_note: ExitNote, caplog: pytest.LogCaptureFixture
 ) -> None:
     ill = spawned("VllmWorker-0", end_by, signal.SIGILL)
     alive = spawned("VllmWorker-1", time.sleep, ENOUGH_S)
     ill.join(ENOUGH_S)
     executor_of(ill, alive).shutdown()
-    assert last_words.read() == "its worker VllmWorker-0 was ended by SIGILL"
+    assert exit_note.read() == "its worker VllmWorker-0 was ended by SIGILL"
     assert "This engine ends, because its worker VllmWorker-0 was ended by SIGILL." in caplog.text
     assert not alive.is_alive(), "vLLM's own shutdown has ended it"
 
 
-def test_an_end_in_order_leaves_no_words(last_words: LastWords) -> None:
+def test_an_end_in_order_leaves_no_words(exit_note: ExitNote) -> None:
     worker = spawned("VllmWorker-0", end_by, signal.SIGTERM)
     worker.join(ENOUGH_S)
     executor = executor_of(worker)
@@ -76,7 +76,7 @@ def test_an_end_in_order_leaves_no_words(last_words: LastWords) -> None:
     executor.shutdown()
     executor.is_failed = True
     executor.shutdown()
-    assert last_words.read() == ""
+    assert exit_note.read() == ""
 
 
 @pytest.mark.parametrize("path", [pytest.param("/proc/0/fd/0", id="its owner is gone"), None])
@@ -128,7 +128,7 @@ def test_an_engine_core_that_ends_without_a_word_is_named_by_its_own_exit(monkey
     assert given["mark"].startswith(f"/proc/{os.getpid()}/fd/")
     assert FLEET_ENGINE not in os.environ, "what is spawned later is no engine"
     core.join(ENOUGH_S)
-    assert starting.how_it_ended() == "it was ended by SIGSEGV"
+    assert starting.exit_reason() == "it was ended by SIGSEGV"
     starting.abandon()
 
 

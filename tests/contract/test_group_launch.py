@@ -106,11 +106,11 @@ def test_a_later_group_takes_devices_behind_those_before(experts: Path, monkeypa
     assert {config.parallel_config.assigned_physical_gpu_ids[rank] for rank, config in spawned.items()} == {102, 103}
 
 
-def test_a_rank_that_is_given_up_before_its_siblings_came_is_not_spawned(experts: Path) -> None:
+def test_a_rank_that_is_cancelled_before_its_siblings_start_is_not_spawned(experts: Path) -> None:
     launcher = launcher_of(experts, data_parallel_size=RANKS)
     lonely = launcher.start(0)
     lonely.kill()
-    with pytest.raises(ReplicaError, match="given up"):
+    with pytest.raises(ReplicaError, match="was cancelled"):
         lonely.wait("ipc:///nowhere", [])
     lonely.shutdown(0.0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
-from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher, share_cores, take_devices
+from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher, assign_devices, divide_cores
 
 from .configs import vllm_config, write_model
 
@@ -35,9 +35,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_stages_take_devices_one_behind_the_other() -> None:
     first, second = stage(world_size=2), stage()
-    taken = take_devices(first, 0, 2)
+    taken = assign_devices(first, 0, 2)
     assert taken == 4
-    assert take_devices(second, taken, 3) == 3
+    assert assign_devices(second, taken, 3) == 3
     assert first.parallel_config.assigned_physical_gpu_ids == [100, 101, 102, 103]
     assert second.parallel_config.assigned_physical_gpu_ids == [104, 105, 106]
 
@@ -45,7 +45,7 @@ def test_stages_take_devices_one_behind_the_other() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_devices_are_taken_of_those_that_the_user_chose() -> None:
     second = stage(chosen=[7, 5, 3])
-    assert take_devices(second, 1, 2) == 2
+    assert assign_devices(second, 1, 2) == 2
     assert second.parallel_config.assigned_physical_gpu_ids == [5, 3]
 
 
@@ -53,13 +53,13 @@ def test_devices_are_taken_of_those_that_the_user_chose() -> None:
 @pytest.mark.parametrize("chosen", [None, [7, 5, 3]])
 def test_more_devices_than_there_are_is_an_error(chosen: list[int] | None) -> None:
     with pytest.raises(ConfigError, match="devices 2 to 9 are needed"):
-        take_devices(stage(world_size=4, chosen=chosen), 2, 2)
+        assign_devices(stage(world_size=4, chosen=chosen), 2, 2)
 
 
 def test_a_cpu_has_no_devices_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "current_platform", platform("cpu"))
     config = stage()
-    assert take_devices(config, 0, 2) == 0
+    assert assign_devices(config, 0, 2) == 0
     assert config.parallel_config.assigned_physical_gpu_ids is None
 
 
@@ -81,7 +81,7 @@ def test_engines_share_the_cores(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound)
     monkeypatch.setattr(launch, "current_platform", platform("cpu"))
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _pid: set(range(cores)))
-    share_cores([stage(world_size=1), stage(world_size=2)], engines)
+    divide_cores([stage(world_size=1), stage(world_size=2)], engines)
     assert (launch.os.environ.get(SWITCH) == "1") is shares
 
 

@@ -27,7 +27,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     async def serve(*_: Any) -> None:
         done.append("served")
 
-    monkeypatch.setattr(headless, "spawn_only", lambda: None)
+    monkeypatch.setattr(headless, "forbid_fork", lambda: None)
     monkeypatch.setattr(headless, "use_socket_folder", lambda: None)
     monkeypatch.setattr(headless, "plan_node", plan)
     monkeypatch.setattr(headless, "_serve", serve)

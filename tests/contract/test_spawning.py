@@ -16,8 +16,8 @@ from vllm_omni_plugin.integration.processes.several_servers import ApiServerProc
 from vllm_omni_plugin.stages.stage_process import Assignment, StageProcess
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
-from vllm_omni_plugin.vllm_api.launch.group_launch import LockstepGeneration
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
+from vllm_omni_plugin.vllm_api.launch.group_launch import LockstepIncarnation
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK
 
 ENOUGH_S = 30.0
 NOT_RUNNING = SimpleNamespace(pid=os.getpid(), is_alive=lambda: False)
@@ -30,7 +30,7 @@ class Spawning:
         self.guarded: list[bool] = []
 
     def spawn(self) -> None:
-        self.guarded.append(SPAWNING.locked())
+        self.guarded.append(SPAWN_LOCK.locked())
 
     def manager(self, **_arguments: Any) -> Any:
         """vLLM's process manager."""
@@ -77,7 +77,7 @@ def test_nothing_is_spawned_while_an_engine_is(spawning: Spawning, other: Callab
         for start in [threads.submit(start_engine), threads.submit(other)]:
             start.result(ENOUGH_S)
     assert spawning.guarded == [True, True]
-    assert not SPAWNING.locked()
+    assert not SPAWN_LOCK.locked()
 
 
 def test_others_are_spawned_while_the_coordinator_of_a_group_loads_but_not_while_it_is_spawned(
@@ -86,18 +86,18 @@ def test_others_are_spawned_while_the_coordinator_of_a_group_loads_but_not_while
     guarded: list[bool] = []
 
     def start(coordinator: Any, *_arguments: Any, **_more: Any) -> None:
-        guarded.append(SPAWNING.locked())
+        guarded.append(SPAWN_LOCK.locked())
         coordinator._wait_for_zmq_addrs(None)
         raise RuntimeError("started")
 
     def load(_coordinator: Any, _pipe: Any) -> None:
-        guarded.append(SPAWNING.locked())
+        guarded.append(SPAWN_LOCK.locked())
 
     monkeypatch.setattr(DPCoordinator, "__init__", start)
     monkeypatch.setattr(DPCoordinator, "_wait_for_zmq_addrs", load)
     parallel_config = SimpleNamespace(data_parallel_master_ip="127.0.0.1")
     config = SimpleNamespace(parallel_config=parallel_config, logging_config=None)
     with pytest.raises(ReplicaError, match="started"):
-        LockstepGeneration(2, config, lambda _pid: None).coordinate(parallel_config)
+        LockstepIncarnation(2, config, lambda _pid: None).coordinate(parallel_config)
     assert guarded == [True, False]
-    assert not SPAWNING.locked()
+    assert not SPAWN_LOCK.locked()

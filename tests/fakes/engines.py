@@ -46,7 +46,7 @@ class FakeProcess:
             self.signals.put("ended")
             os.close(self._alive_end)
 
-    def how_it_ended(self) -> str:
+    def exit_reason(self) -> str:
         return self.last_words
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -57,8 +57,8 @@ def test_servers_on_this_machine_are_asked_without_the_proxy_of_the_environment(
     assert (done.stdout, done.stderr) == ("3.0\n", "")
 
 
-def test_every_python_process_asks_for_tiles_before_anything_else(tmp_path: Path) -> None:
-    program = "import sys; print('vllm_omni_plugin.vllm_api.launch.tiles' in sys.modules, 'vllm' in sys.modules)"
+def test_every_python_process_requests_amx_before_anything_else(tmp_path: Path) -> None:
+    program = "import sys; print('vllm_omni_plugin.vllm_api.launch.amx' in sys.modules, 'vllm' in sys.modules)"
     process = Process("asks", [sys.executable, "-c", program], tmp_path / "log")
     process.popen.wait(60)
     assert process.log.read_text() == "True False\n"

@@ -92,7 +92,7 @@ class SimProcess:
         connect, context = self.engine.connect, self._host.context
         self._host.run(lambda: connect(context, self._identity, input_addr, output_addrs, self._ready_response))
 
-    def how_it_ended(self) -> str:
+    def exit_reason(self) -> str:
         """Why the engine died, if it did so by itself: there is no process that could tell."""
         return f"it died: {self.engine.died_of}" if self.engine.died_of else ""
 

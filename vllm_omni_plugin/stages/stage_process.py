@@ -19,7 +19,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory, new_shared_memory
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING, describe_exit
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit
 
 logger = init_logger(__name__)
 
@@ -77,7 +77,7 @@ class StageProcess:
             memory_fd = self._assignment.memory_fd
             name = f"{assignment.stage}.{assignment.replica_id}"
             # An own session: Ctrl-C is for the parent, which needs its stages until it has shut down in order.
-            with SPAWNING:
+            with SPAWN_LOCK:
                 self._popen = subprocess.Popen(
                     [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno()), name],
                     pass_fds=[theirs.fileno()] if memory_fd is None else [theirs.fileno(), memory_fd],
@@ -117,7 +117,7 @@ class StageProcess:
         self.kill()
         self.connection.close()
 
-    def how_it_ended(self) -> str:
+    def exit_reason(self) -> str:
         code = self._popen.poll()
         return "" if code is None else f"it {describe_exit(code)}"
 

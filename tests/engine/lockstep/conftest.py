@@ -18,7 +18,7 @@ from tests.engine.experts import make_experts
 from tests.engine.lockstep.group import HeadlessGroup, headless_group
 from tests.engine.lockstep.heads import FrontEnd, Waves
 from tests.engine.servers import Servers
-from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
+from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
@@ -26,7 +26,7 @@ async def group(
     servers: Servers, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[HeadlessGroup]:
     servers.stop_all()
-    spawn_only()
+    forbid_fork()
     folder = tmp_path_factory.mktemp("group")
     (folder / "steps").mkdir()
     async with headless_group(make_experts(tiny_model, folder / "experts"), folder / "steps") as running:

@@ -20,6 +20,6 @@ gc.set_threshold(10_000)
 os.sched_yield = lambda: time.sleep(0)
 
 if "ASK_FOR_TILES" in os.environ:
-    from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles
+    from vllm_omni_plugin.vllm_api.launch.amx import request_amx
 
-    ask_for_tiles()
+    request_amx()

@@ -123,8 +123,8 @@ async def dies_of(head: Head, replica: Engine, reason: str) -> None:
     process = head.launcher.processes[0]
     await eventually(lambda: process.ended)
     assert replica.client.engine_failed
-    assert f"it died: {reason}" in process.how_it_ended()
-    assert process.how_it_ended() in head.deaths[0]
+    assert f"it died: {reason}" in process.exit_reason()
+    assert process.exit_reason() in head.deaths[0]
 
 
 async def test_a_request_that_breaks_a_step_kills_the_engine_with_notice(replica: Engine, head: Head) -> None:

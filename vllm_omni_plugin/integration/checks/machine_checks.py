@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 
 from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles, cpu_features
+from vllm_omni_plugin.vllm_api.launch.amx import cpu_features, request_amx
 from vllm_omni_plugin.vllm_api.versions.supported import installed_version, why_unsupported
 
 _GROUP = "vllm.general_plugins"
@@ -36,7 +36,7 @@ def machine_findings() -> Iterator[Finding]:
     installed = {plugin.name: plugin.value for plugin in entry_points(group=_GROUP)}
     yield plugin_finding(installed, os.environ.get("VLLM_PLUGINS"))
     yield from clash_findings()
-    yield processor_finding(platform.machine(), cpu_features(), installed_version(), ask_for_tiles())
+    yield processor_finding(platform.machine(), cpu_features(), installed_version(), request_amx())
 
 
 def plugin_finding(installed: Mapping[str, str], allowed: str | None) -> Finding:
@@ -73,7 +73,7 @@ def processor_finding(machine: str, features: Set[str], version: str, tile_troub
         machine: the processor's family.
         features: what it can do, by Linux's names.
         version: of vLLM.
-        tile_trouble: see `ask_for_tiles`.
+        tile_trouble: see `request_amx`.
     """
     of_use = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if name in features]
     told = f"processor: {machine} {' '.join(of_use)}".rstrip()

@@ -37,7 +37,7 @@ from vllm_omni_plugin.replicas.client.remote import AttachSettings
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
-from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
+from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import why_no_cache_events
 from vllm_omni_plugin.vllm_api.requests.ready import batch_limits
 from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
@@ -73,7 +73,7 @@ class Fleet:
         self._options = options = _secured(options)
         self._secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
         # Engines are started from a process with threads, at first and after every death; a fork of one may deadlock.
-        spawn_only()
+        forbid_fork()
         if not options.join:
             use_socket_folder()
         self._plans = stage_plans(options, vllm_config, executor_class, log_stats)

@@ -18,7 +18,7 @@ from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.python_stage import PythonStage, stage_class
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, python_fingerprint
-from vllm_omni_plugin.vllm_api.launch.engine_launch import share_cores, take_devices
+from vllm_omni_plugin.vllm_api.launch.engine_launch import assign_devices, divide_cores
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -101,7 +101,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         stage.id: 0 if options.join else stage.replicas * (split[stage.id].ranks if stage.is_vllm else 1)
         for stage in command.pipeline.stages
     }
-    share_cores([engines.config for engines in split.values()], sum(replicas[stage_id] for stage_id in configs))
+    divide_cores([engines.config for engines in split.values()], sum(replicas[stage_id] for stage_id in configs))
     devices = _share_devices(options, command, {stage_id: split[stage_id].config for stage_id in split}, replicas)
     _set_default_sampling(command, configs)
     entry_config = configs[prompt_stage.id]
@@ -143,7 +143,7 @@ def model_plan(
     engines = split_ranks(vllm_config)
     replicas = options.dp_size_local * engines.ranks
     model_config = vllm_config.model_config
-    share_cores([engines.config], replicas)
+    divide_cores([engines.config], replicas)
     return StagePlan(
         stage_id=options.stage_id,
         stage=None,
@@ -188,7 +188,7 @@ def _share_devices(
     for stage in command.pipeline.stages:
         if stage.is_vllm and "device_ids" not in stage.engine_args:
             try:
-                taken += take_devices(configs[stage.id], taken, replicas[stage.id])
+                taken += assign_devices(configs[stage.id], taken, replicas[stage.id])
             except ConfigError as error:
                 raise _fault(options, stage, error) from error
     return taken

@@ -29,7 +29,7 @@ from vllm_omni_plugin.replicas.links.replica_ports import PortRange
 from vllm_omni_plugin.replicas.server.node import run_node
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
-from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
+from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
@@ -54,7 +54,7 @@ def serve_replicas(
         options: ours among them.
         launcher: see `model_plan`; not for a Python stage.
     """
-    spawn_only()
+    forbid_fork()
     use_socket_folder()
     with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

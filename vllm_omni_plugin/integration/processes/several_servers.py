@@ -48,8 +48,8 @@ from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
-from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_only
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING
+from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
 
 _SLOT = SharedAdmissionStats.COUNTERS_PER_SLOT
@@ -103,7 +103,7 @@ class ApiServerProcesses:
             name=f"ApiServer_{index}",
             args=(*self._listening, self._args, client_config, self._drained),
         )
-        with SPAWNING:
+        with SPAWN_LOCK:
             process.start()
         assert process.pid is not None
         self._on_spawn(process.pid)
@@ -137,7 +137,7 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
         options: ours among them. A head that joins has neither coordinator nor replicas.
     """
     _on_signals(_leave)
-    spawn_only()
+    forbid_fork()
     use_socket_folder()
     setup_multiprocess_prometheus()
     listen_address, listening = setup_server(args, reuse_port=True)

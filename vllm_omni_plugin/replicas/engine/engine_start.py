@@ -27,7 +27,7 @@ class Process(Protocol):
     @property
     def sentinel(self) -> int: ...
 
-    def how_it_ended(self) -> str:
+    def exit_reason(self) -> str:
         """How it or a worker of it ended ("it was ended by SIGKILL"), as far as that is known by now, or "".
 
         Known once `sentinel` is readable. Of a worker, it is also known when the engine says that it is dead.
@@ -41,7 +41,7 @@ class Process(Protocol):
 
 def explained(reason: str, process: Process) -> str:
     """Why an engine is given up, with how it ended if that is known."""
-    ended = process.how_it_ended()
+    ended = process.exit_reason()
     return f"{reason}: {ended}" if ended else reason
 
 
@@ -52,7 +52,7 @@ def crashed(process: Process, reported: bool) -> bool:
         process: the engine's.
         reported: whether the engine said so, or what cannot be used; this counts if nobody knows how it ended.
     """
-    ended = process.how_it_ended()
+    ended = process.exit_reason()
     return not _ENDED_FROM_OUTSIDE.search(ended) if ended else reported
 
 

@@ -20,9 +20,9 @@ from vllm.v1.engine.utils import (
 )
 
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
-from vllm_omni_plugin.vllm_api.launch.fleet_engine import LastWords, as_fleet_engine, fleet_executor
+from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, fleet_executor, mark_as_fleet_engine
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import remove_event_sockets, turn_on_cache_events
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING, describe_exit, remove_ipc_files
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit, remove_ipc_files
 
 
 def replica_config(vllm_config: Any, rank: int) -> Any:
@@ -39,12 +39,12 @@ def replica_config(vllm_config: Any, rank: int) -> Any:
     return config
 
 
-def spawn_only() -> None:
+def forbid_fork() -> None:
     """Let no engine be started by a fork of this process from now on, nor any of their workers."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
-def share_cores(vllm_configs: Iterable[Any], engines: int) -> None:
+def divide_cores(vllm_configs: Iterable[Any], engines: int) -> None:
     """Let each engine on a CPU bind its threads to cores of its own, unless the user has bound them.
 
     vLLM binds the threads of each engine to the cores of a NUMA node, the same for all engines of independent ranks.
@@ -65,7 +65,7 @@ def share_cores(vllm_configs: Iterable[Any], engines: int) -> None:
         os.environ.setdefault("VLLM_CPU_SIM_MULTI_NUMA", "1")
 
 
-def take_devices(vllm_config: Any, first: int, replicas: int) -> int:
+def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
     """Give the replicas of a configuration devices of their own on a node where other engines run.
 
     Args:
@@ -105,11 +105,11 @@ class EngineProcess:
     """
 
     def __init__(
-        self, manager: CoreEngineProcManager, config: Any, last_words: LastWords, handshake: "_Handshake", index: int
+        self, manager: CoreEngineProcManager, config: Any, exit_note: ExitNote, handshake: "_Handshake", index: int
     ) -> None:
         self._manager = manager
         self._config = config
-        self._last_words = last_words
+        self._exit_note = exit_note
         self._handshake = handshake
         self._index = index
         # Multiprocessing's own becomes readable a moment before there is an exit code.
@@ -126,8 +126,8 @@ class EngineProcess:
         """Process id of the engine core."""
         return int(self.core.pid)
 
-    def how_it_ended(self) -> str:
-        words, code = self._last_words.read(), self.core.exitcode
+    def exit_reason(self) -> str:
+        words, code = self._exit_note.read(), self.core.exitcode
         return words or ("" if code is None else f"it {describe_exit(code)}")
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -224,7 +224,7 @@ class EngineLauncher:
         rank = engine if current_platform.is_cpu() else replica_id
         config = replica_config(self._vllm_config, rank)
         if config.model_config.is_moe:
-            separate_transfers(config, f"replica{engine}")
+            set_transfer_name(config, f"replica{engine}")
         if self._report_cache:
             turn_on_cache_events(config)
         return spawn_engine(
@@ -236,7 +236,7 @@ class EngineLauncher:
         return 0 if self._vllm_config.model_config.is_moe else self._first_engine + replica_id
 
 
-def separate_transfers(config: Any, name: str) -> None:
+def set_transfer_name(config: Any, name: str) -> None:
     """Give an engine a name of its own in KV transfers, where vLLM itself would not tell it from its siblings."""
     if config.kv_transfer_config is not None:
         config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_{name}"
@@ -252,9 +252,9 @@ def spawn_engine(
     # It asks only whether this is 0, where Ctrl-C or a service manager tells it to end, too: then it would abort what
     # we let finish or move.
     config.shutdown_timeout = config.shutdown_timeout or 1
-    last_words, handshake = LastWords(), _Handshake()
+    exit_note, handshake = ExitNote(), _Handshake()
     try:
-        with SPAWNING, as_fleet_engine(last_words):
+        with SPAWN_LOCK, mark_as_fleet_engine(exit_note):
             manager = CoreEngineProcManager(
                 local_engine_count=1,
                 start_index=engine,
@@ -265,7 +265,7 @@ def spawn_engine(
                 executor_class=fleet_executor(executor_class),
                 log_stats=log_stats,
             )
-        process = EngineProcess(manager, config, last_words, handshake, engine)
+        process = EngineProcess(manager, config, exit_note, handshake, engine)
     except BaseException:
         handshake.close()
         raise

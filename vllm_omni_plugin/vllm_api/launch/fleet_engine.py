@@ -24,11 +24,11 @@ _MAX_BYTES = 500
 _REAP_S = 1.0
 
 
-class LastWords:
+class ExitNote:
     """A note that an engine may leave for the process that started it. It is in memory that ends with that process."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("vllm-omni-last-words")
+        self._fd = os.memfd_create("vllm-omni-exit-note")
         weakref.finalize(self, os.close, self._fd)
 
     @property
@@ -42,9 +42,9 @@ class LastWords:
 
 
 @contextmanager
-def as_fleet_engine(last_words: LastWords) -> Iterator[None]:
-    """Mark what is spawned meanwhile, with all its descendants, as an engine of a fleet. Hold `SPAWNING`."""
-    os.environ[FLEET_ENGINE] = str(last_words.path)
+def mark_as_fleet_engine(exit_note: ExitNote) -> Iterator[None]:
+    """Mark what is spawned meanwhile, with all its descendants, as an engine of a fleet. Hold `SPAWN_LOCK`."""
+    os.environ[FLEET_ENGINE] = str(exit_note.path)
     try:
         yield
     finally:

@@ -19,13 +19,13 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch.engine_launch import (
     EngineLauncher,
     EngineProcess,
-    separate_transfers,
+    assign_devices,
+    set_transfer_name,
     spawn_engine,
-    take_devices,
 )
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
-from vllm_omni_plugin.vllm_api.launch.lockstep import Generation, Meeting
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWNING, remove_ipc_files
+from vllm_omni_plugin.vllm_api.launch.lockstep import GroupIncarnation, StartBarrier
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, remove_ipc_files
 
 _AT_ONCE = 0.0
 
@@ -94,7 +94,7 @@ class GroupLauncher(EngineLauncher):
         super().__init__(vllm_config, executor_class, log_stats, on_spawn, report_cache)
         self._ranks: int = vllm_config.parallel_config.data_parallel_size
         self._lock = threading.Lock()
-        self._meetings: dict[int, Meeting] = {}
+        self._barriers: dict[int, StartBarrier] = {}
 
     def group_of(self, replica_id: int) -> range:
         """The replicas that live and die with this one, itself among them."""
@@ -107,28 +107,28 @@ class GroupLauncher(EngineLauncher):
         config = copy.deepcopy(self._vllm_config)
         if group > 0:
             # Of its own, from which vLLM gives each rank a block; the first group begins where vLLM itself would.
-            take_devices(config, group * self._ranks * config.parallel_config.world_size, self._ranks)
-            separate_transfers(config, f"group{group}")
+            assign_devices(config, group * self._ranks * config.parallel_config.world_size, self._ranks)
+            set_transfer_name(config, f"group{group}")
         if self._report_cache:
             turn_on_cache_events(config)
-        return RankProcess(self._meeting(group), rank, partial(self._spawn, config, rank), config.parallel_config)
+        return RankProcess(self._barrier(group), rank, partial(self._spawn, config, rank), config.parallel_config)
 
     def _index(self, replica_id: int) -> int:
         return replica_id % self._ranks
 
-    def _meeting(self, group: int) -> Meeting:
+    def _barrier(self, group: int) -> StartBarrier:
         with self._lock:
-            if group not in self._meetings:
-                self._meetings[group] = Meeting(
-                    self._ranks, lambda: LockstepGeneration(self._ranks, self._vllm_config, self._on_spawn)
+            if group not in self._barriers:
+                self._barriers[group] = StartBarrier(
+                    self._ranks, lambda: LockstepIncarnation(self._ranks, self._vllm_config, self._on_spawn)
                 )
-            return self._meetings[group]
+            return self._barriers[group]
 
     def _spawn(self, config: Any, rank: int) -> EngineProcess:
         return spawn_engine(config, self._executor_class, self._log_stats, rank, rank, self._on_spawn)
 
 
-class LockstepGeneration(Generation):
+class LockstepIncarnation(GroupIncarnation):
     """One life of a group, with vLLM's coordinator of its waves and the store where its ranks leave their ports."""
 
     def __init__(self, ranks: int, vllm_config: Any, on_spawn: Callable[[int], None]) -> None:
@@ -144,7 +144,7 @@ class LockstepGeneration(Generation):
         """Tell a rank where the others leave their ports; returns vLLM's `DPCoordinator`. Blocks while that starts.
 
         Raises:
-            ReplicaError: the generation has ended.
+            ReplicaError: the incarnation has ended.
         """
         with self._lock:
             if self._coordinator is None:
@@ -156,7 +156,7 @@ class LockstepGeneration(Generation):
 
     def _new_coordinator(self) -> Any:
         try:
-            with SPAWNING:
+            with SPAWN_LOCK:
                 coordinator = _Coordinator(
                     self._vllm_config.parallel_config, logging_config=self._vllm_config.logging_config
                 )
@@ -173,16 +173,16 @@ class LockstepGeneration(Generation):
 
 
 class _Coordinator(DPCoordinator):  # type: ignore[misc]
-    """vLLM's, which is made while `SPAWNING` is held."""
+    """vLLM's, which is made while `SPAWN_LOCK` is held."""
 
     def _wait_for_zmq_addrs(self, zmq_addr_pipe: Any) -> tuple[str, str, str]:
         # The end of its constructor: the process is there, and takes seconds to import vLLM.
-        SPAWNING.release()
+        SPAWN_LOCK.release()
         try:
             addresses: tuple[str, str, str] = super()._wait_for_zmq_addrs(zmq_addr_pipe)
             return addresses
         finally:
-            SPAWNING.acquire()
+            SPAWN_LOCK.acquire()
 
 
 def _new_store(host: str) -> tuple[Any, int]:
@@ -200,17 +200,17 @@ class RankProcess:
 
     def __init__(
         self,
-        meeting: Meeting,
+        barrier: StartBarrier,
         rank: int,
         spawn: Callable[[], EngineProcess],
         parallel_config: Any,
     ) -> None:
-        self._meeting = meeting
+        self._barrier = barrier
         self._rank = rank
         self._spawn = spawn
         self._parallel_config = parallel_config
-        self._given_up = threading.Event()
-        self._generation: LockstepGeneration | None = None
+        self._cancelled = threading.Event()
+        self._incarnation: LockstepIncarnation | None = None
         self._engine: EngineProcess | None = None
         self._ended_in_order = False
 
@@ -226,18 +226,18 @@ class RankProcess:
         assert self._engine is not None
         return self._engine.sentinel
 
-    def how_it_ended(self) -> str:
-        return "" if self._engine is None else self._engine.how_it_ended()
+    def exit_reason(self) -> str:
+        return "" if self._engine is None else self._engine.exit_reason()
 
-    def meet(self) -> LockstepGeneration:
+    def join_group(self) -> LockstepIncarnation:
         """Wait for the other ranks.
 
         Raises:
-            ReplicaError: see `Meeting.attend`.
+            ReplicaError: see `StartBarrier.wait`.
         """
-        self._generation = generation = self._meeting.attend(self._rank, self._given_up)
-        assert isinstance(generation, LockstepGeneration)
-        return generation
+        self._incarnation = incarnation = self._barrier.wait(self._rank, self._cancelled)
+        assert isinstance(incarnation, LockstepIncarnation)
+        return incarnation
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
         """Wait for the other ranks, start the engine, and block until it has loaded the model with them.
@@ -245,15 +245,15 @@ class RankProcess:
         Raises:
             ReplicaError: a rank of the group ended or misbehaved, or did not come.
         """
-        generation = self.meet()
+        incarnation = self.join_group()
         with ExitStack() as undoing:
-            undoing.callback(generation.end)
+            undoing.callback(incarnation.end)
             self._engine = engine = self._spawn()
             undoing.callback(engine.abandon)
-            if self._given_up.is_set():
-                generation.end()
-            generation.add(engine.core)
-            engine.wait(input_addr, output_addrs, generation.coordinate(self._parallel_config))
+            if self._cancelled.is_set():
+                incarnation.end()
+            incarnation.add(engine.core)
+            engine.wait(input_addr, output_addrs, incarnation.coordinate(self._parallel_config))
             undoing.pop_all()
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -265,25 +265,25 @@ class RankProcess:
             timeout: seconds to wait for the other ranks, and seconds that the engine may take then until it is killed;
                 None: no limit for the ranks, vLLM's default for the engine.
         """
-        if self._generation is not None:
+        if self._incarnation is not None:
             if timeout == _AT_ONCE:
-                self._generation.end()
+                self._incarnation.end()
             else:
-                self._generation.leave(self._rank, timeout)
+                self._incarnation.leave(self._rank, timeout)
         if self._engine is not None:
             self._engine.shutdown(timeout)
             self._ended_in_order = True
-            if self._generation is not None:
-                self._generation.close(self._engine.core)
+            if self._incarnation is not None:
+                self._incarnation.close(self._engine.core)
 
     def kill(self) -> None:
         """End the group, or let this rank wait no longer for it to begin. Does not block.
 
         After `shutdown` nothing is left of this rank, and others of its group may be ending in order.
         """
-        self._meeting.give_up(self._given_up)
-        if self._generation is not None and not self._ended_in_order:
-            self._generation.end()
+        self._barrier.cancel(self._cancelled)
+        if self._incarnation is not None and not self._ended_in_order:
+            self._incarnation.end()
         if self._engine is not None:
             self._engine.kill()
 

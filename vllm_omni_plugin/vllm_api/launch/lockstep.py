@@ -8,12 +8,12 @@ from typing import Any
 
 from vllm_omni_plugin.errors import ReplicaError
 
-_PATIENCE_S = 90.0
+_START_TIMEOUT_S = 90.0
 """Longer than the longest pause before a replica is started again, since the ranks of a group need not pause alike."""
 _DEATH_TAKES_AT_MOST_S = 10.0
 
 
-class Generation:
+class GroupIncarnation:
     """The processes of one life of a group: when one ends, all are killed. Thread-safe.
 
     Args:
@@ -32,10 +32,10 @@ class Generation:
     def add(self, process: BaseProcess, on_exit: Callable[[], None] | None = None) -> None:
         """Take in the process of a rank, or with `on_exit` a helper, which ends with the last rank.
 
-        It is killed at once if the generation has ended. `on_exit` is called when it exits, in a thread of its own.
+        It is killed at once if the incarnation has ended. `on_exit` is called when it exits, in a thread of its own.
 
         Raises:
-            ReplicaError: the generation has ended.
+            ReplicaError: the incarnation has ended.
         """
         with self._changed:
             (self._ranks if on_exit is None else self._helpers).append(process)
@@ -47,7 +47,7 @@ class Generation:
         self.require()
 
     def require(self) -> None:
-        """Raises ReplicaError if the generation has ended."""
+        """Raises ReplicaError if the incarnation has ended."""
         if self._ended:
             raise ReplicaError("another process of its group ended")
 
@@ -63,7 +63,7 @@ class Generation:
     def leave(self, rank: int, timeout: float | None) -> None:
         """Say that a rank is not needed any more, and block until none is, so that all can be ended in order.
 
-        Returns sooner if the generation ends, and after `timeout` seconds in any case; None: no limit.
+        Returns sooner if the incarnation ends, and after `timeout` seconds in any case; None: no limit.
         """
         with self._changed:
             self._leaving.add(rank)
@@ -80,7 +80,7 @@ class Generation:
             self.join()
 
     def join(self) -> None:
-        """Block until every process has exited; for a generation that has ended.
+        """Block until every process has exited; for an incarnation that has ended.
 
         Raises:
             ReplicaError: one does not exit although it was killed.
@@ -106,62 +106,62 @@ class Generation:
             self.end()
 
 
-class Meeting:
+class StartBarrier:
     """Where those who start the ranks of one group wait for each other. Thread-safe.
 
     Args:
-        patience: seconds that a rank waits for the others.
+        timeout_s: seconds that a rank waits for the others.
     """
 
-    def __init__(self, ranks: int, new_generation: Callable[[], Any], patience: float = _PATIENCE_S) -> None:
+    def __init__(self, ranks: int, new_incarnation: Callable[[], Any], timeout_s: float = _START_TIMEOUT_S) -> None:
         self._ranks = ranks
-        self._new_generation = new_generation
-        self._patience = patience
+        self._new_incarnation = new_incarnation
+        self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
-        self._generation: Any = None
-        self._meetings = 0
+        self._incarnation: Any = None
+        self._starts = 0
 
-    def attend(self, rank: int, given_up: threading.Event) -> Any:
-        """Block until all ranks are here, and return the generation that they begin. The one before is ended first.
+    def wait(self, rank: int, cancelled: threading.Event) -> Any:
+        """Block until all ranks are here, and return the incarnation that they begin. The one before is ended first.
 
         Args:
             rank: who waits; once at a time.
-            given_up: set by `give_up`.
+            cancelled: set by `cancel`.
 
         Raises:
-            ReplicaError: it was given up, the others did not come in time, or the last generation does not end.
+            ReplicaError: it was given up, the others did not come in time, or the last incarnation does not end.
         """
-        previous = self._generation
+        previous = self._incarnation
         if previous is not None:
             previous.end()
             previous.join()
         with self._changed:
-            before = self._meetings
+            before = self._starts
             self._waiting.add(rank)
             if len(self._waiting) == self._ranks:
                 self._begin()
-            self._changed.wait_for(lambda: self._meetings != before or given_up.is_set(), self._patience)
-            if self._meetings == before:
+            self._changed.wait_for(lambda: self._starts != before or cancelled.is_set(), self._timeout_s)
+            if self._starts == before:
                 missing = sorted(set(range(self._ranks)) - self._waiting)
                 self._waiting.discard(rank)
-                raise ReplicaError(_why_alone(missing, given_up.is_set()))
-            return self._generation
+                raise ReplicaError(_why_alone(missing, cancelled.is_set()))
+            return self._incarnation
 
-    def give_up(self, given_up: threading.Event) -> None:
+    def cancel(self, cancelled: threading.Event) -> None:
         """Set the event, and let whoever waits with it go."""
         with self._changed:
-            given_up.set()
+            cancelled.set()
             self._changed.notify_all()
 
     def _begin(self) -> None:
-        self._generation = self._new_generation()
+        self._incarnation = self._new_incarnation()
         self._waiting.clear()
-        self._meetings += 1
+        self._starts += 1
         self._changed.notify_all()
 
 
-def _why_alone(missing: list[int], given_up: bool) -> str:
-    if given_up:
-        return "its start was given up"
+def _why_alone(missing: list[int], cancelled: bool) -> str:
+    if cancelled:
+        return "its start was cancelled"
     return f"the other ranks of its group do not start: {', '.join(map(str, missing))}"

@@ -8,8 +8,8 @@ import pytest
 from vllm_omni_plugin.entrypoints.plugin import register
 
 from vllm_omni_plugin.config import FLEET_ENGINE
-from vllm_omni_plugin.vllm_api.launch import tiles
-from vllm_omni_plugin.vllm_api.launch.tiles import ask_for_tiles
+from vllm_omni_plugin.vllm_api.launch import amx
+from vllm_omni_plugin.vllm_api.launch.amx import request_amx
 
 ASKED = (158, 0x1023, 18)
 WITH_TILES = "processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n\nprocessor\t: 1\n"
@@ -28,11 +28,11 @@ def asked(text: str | None, tmp_path: Path, machine: str = "x86_64", answer: int
     cpu_info = tmp_path / "cpuinfo"
     if text is not None:
         cpu_info.write_text(text)
-    ask_for_tiles(cpu_info, machine, system_call)
+    request_amx(cpu_info, machine, system_call)
     return calls
 
 
-def test_tiles_are_asked_for_where_the_processor_has_some(tmp_path: Path) -> None:
+def test_amx_is_requested_where_the_processor_has_it(tmp_path: Path) -> None:
     assert asked(WITH_TILES, tmp_path) == [ASKED]
 
 
@@ -59,7 +59,7 @@ def test_a_refusal_is_logged_with_what_to_do(tmp_path: Path, caplog: pytest.LogC
 def test_the_real_call_is_made_or_left_out_without_an_error() -> None:
     # In a process of its own: the permission stays for the life of a process.
     context = multiprocessing.get_context("spawn")
-    child = context.Process(target=ask_for_tiles)
+    child = context.Process(target=request_amx)
     child.start()
     child.join(60)
     assert child.exitcode == 0
@@ -67,7 +67,7 @@ def test_the_real_call_is_made_or_left_out_without_an_error() -> None:
 
 def test_registration_asks_in_an_engine_of_a_fleet_only(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(tiles, "ask_for_tiles", lambda: calls.append("asked"))
+    monkeypatch.setattr(amx, "request_amx", lambda: calls.append("asked"))
     monkeypatch.delenv(FLEET_ENGINE, raising=False)
     register()
     assert calls == []

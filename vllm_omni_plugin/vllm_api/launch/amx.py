@@ -23,7 +23,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 """Where Linux describes the processor."""
 
 
-def ask_for_tiles(
+def request_amx(
     cpu_info: Path = CPU_INFO,
     machine: str = platform.machine(),
     system_call: Callable[..., int] | None = None,
