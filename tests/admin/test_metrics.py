@@ -53,7 +53,7 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
         fleet.say("a", 1, cached=4)
         fleet.orchestrator.metrics.refusals[(0, "deadline", "503")] = 1
         fleet.orchestrator.metrics.refused_on_arrival[(0, "deadline", "503")] = 2
-        fleet.orchestrator.metrics.spent(0, "talker", "run", 1.0)
+        fleet.orchestrator.metrics.observe_stage(0, "talker", "run", 1.0)
         shown = {
             family.name.removeprefix(PREFIX): (
                 family.type,
@@ -308,7 +308,7 @@ async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do
 def test_times_in_stages_are_told_apart_by_stage_and_part() -> None:
     orchestrator = empty_orchestrator()
     for part, seconds in (("queue", 0.5), ("run", 0.02), ("run", 2.0)):
-        orchestrator.metrics.spent(1, "talker", part, seconds)
+        orchestrator.metrics.observe_stage(1, "talker", part, seconds)
     registry = registry_of(orchestrator)
     assert values(registry, "vllm_omni_fleet:stage_seconds_count", "part") == {"queue": 1, "run": 2}
     assert values(registry, "vllm_omni_fleet:stage_seconds_sum", "part") == {"queue": 0.5, "run": 2.02}

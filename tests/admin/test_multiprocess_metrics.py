@@ -138,7 +138,7 @@ async def test_all_families_of_the_fleet_pass(process: Process) -> None:
     process(os.getpid(), Told())
     async with FakeFleet(replicas=2) as fleet:
         await fleet.submit("a")
-        fleet.orchestrator.metrics.spent(0, "talker", "run", 1.0)
+        fleet.orchestrator.metrics.observe_stage(0, "talker", "run", 1.0)
         collector = FleetCollector(fleet.orchestrator)
         process(os.getpid(), collector)
         samples = {sample.name for family in collector.collect() for sample in family.samples}

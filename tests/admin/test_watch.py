@@ -93,7 +93,7 @@ async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFlee
     stream = messages(viewers.event_stream())
     waiting = asyncio.create_task(first(stream))
     await eventually(lambda: viewers.is_producing, "the viewer")
-    await asyncio.to_thread(fleet.orchestrator.events.note, EventKind.DRAIN, "elsewhere")
+    await asyncio.to_thread(fleet.orchestrator.events.record, EventKind.DRAIN, "elsewhere")
     assert (await waiting)[1]["reason"] == "elsewhere"
 
 

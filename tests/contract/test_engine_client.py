@@ -203,11 +203,11 @@ async def test_who_waits_for_a_fleet_goes_on_when_a_replica_serves(
 ) -> None:
     waiting = asyncio.create_task(client.until_serving())
     await asyncio.sleep(0)
-    Thread(target=orchestrator.serving_signal.tell).start()
+    Thread(target=orchestrator.serving_signal.notify).start()
     done, _ = await asyncio.wait({waiting}, timeout=0.05)
     assert not done, "a wake-up without a replica that serves ends no wait"
     monkeypatch.setattr(Orchestrator, "can_serve", True)
-    Thread(target=orchestrator.serving_signal.tell).start()
+    Thread(target=orchestrator.serving_signal.notify).start()
     await asyncio.wait_for(waiting, 10)
 
 
@@ -229,7 +229,7 @@ async def test_one_who_waits_on_a_loop_that_ends_at_that_moment_keeps_nobody_els
     here = asyncio.create_task(client.until_serving())
     await asyncio.sleep(0)
     monkeypatch.setattr(Orchestrator, "can_serve", True)
-    orchestrator.serving_signal.tell()
+    orchestrator.serving_signal.notify()
     await asyncio.wait_for(here, 10)
 
 
@@ -356,7 +356,7 @@ async def test_a_head_whose_first_replica_is_lost_at_once_waits_for_the_next(
         await asyncio.wait_for(asyncio.shield(asking), 0.05)
     assert len(orchestrator.rpc_async_queue) == 0
     monkeypatch.setattr(Orchestrator, "can_serve", True)
-    orchestrator.serving_signal.tell()
+    orchestrator.serving_signal.notify()
     assert await answered(orchestrator, asking, ("generate",)) == ("generate",)
 
 
@@ -371,7 +371,7 @@ async def test_a_head_waits_for_its_first_replica_however_long_that_takes(
         "Waiting for a first replica to join; the server answers as soon as there is one."
     }
     monkeypatch.setattr(Orchestrator, "can_serve", True)
-    orchestrator.serving_signal.tell()
+    orchestrator.serving_signal.notify()
     assert await answered(orchestrator, asking, ("generate",)) == ("generate",)
 
 

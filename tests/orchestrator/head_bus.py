@@ -139,7 +139,7 @@ class FakeHead(FakeFleet):
         """Connect; returns when this head knows what the fleet was told."""
         self.bus.connect(self)
         await eventually(lambda: self.fleet_calls.refusal is None)
-        await self.fleet_calls.synced()
+        await self.fleet_calls.wait_synced()
 
     def hear(self, news: list[SessionOutput]) -> None:
         for one in news:
@@ -174,7 +174,7 @@ class FakeHead(FakeFleet):
         client = StageClient(link, FakeEngineApi(), str(replica_id), lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(10):
-            await self.fleet_calls.synced()
+            await self.fleet_calls.wait_synced()
             await self.orchestrator.admit(member, client, b"", told)
         self.pool.serve(member, client, link.input_addr, link.output_addr)
         return [(method, args) for _, method, args in link.calls]

@@ -36,7 +36,7 @@ class ConnectedHead(FakeHead):
 async def connected(stack: AsyncExitStack, head_id: str, coordinator: OmniCoordinator) -> ConnectedHead:
     head = await stack.enter_async_context(ConnectedHead(head_id, coordinator.router_zmq_addr))
     await eventually(lambda: head.fleet_calls.refusal is None)
-    await head.fleet_calls.synced()
+    await head.fleet_calls.wait_synced()
     return head
 
 
@@ -77,21 +77,21 @@ async def test_a_replica_that_attaches_waits_until_its_head_that_was_cut_off_kno
     heads: list[FakeHead],
 ) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
-    heads[1].fleet_calls.take(SessionLost())
-    heads[1].fleet_calls.take(Welcome(["a", "c"], starting=False))
+    heads[1].fleet_calls.handle(SessionLost())
+    heads[1].fleet_calls.handle(Welcome(["a", "c"], starting=False))
     attaching = asyncio.create_task(heads[1].bring_up(2))
     await asyncio.wait([attaching], timeout=0.02)
     assert not attaching.done()
-    heads[1].fleet_calls.take(FleetState(2, [], []))
+    heads[1].fleet_calls.handle(FleetState(2, [], []))
     assert await attaching == []
 
 
 async def test_a_head_that_loses_the_coordinator_before_it_was_told_anything_waits_for_nothing(
     heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_calls, "FIRST_S", 600.0)
-    heads[0].fleet_calls.take(Welcome([], starting=True))
-    heads[0].fleet_calls.take(SessionLost())
+    monkeypatch.setattr(fleet_calls, "FIRST_STATE_TIMEOUT_S", 600.0)
+    heads[0].fleet_calls.handle(Welcome([], starting=True))
+    heads[0].fleet_calls.handle(SessionLost())
     assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
 
 

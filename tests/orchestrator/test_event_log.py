@@ -22,9 +22,9 @@ def holder(fleet: FakeFleet, request_id: str) -> int:
 def test_an_event_says_when_what_where_and_why() -> None:
     log = EventLog(lambda: 12.5, "a")
     member = FakeFleet(replicas=2).pool.member(1)
-    log.note(EventKind.RESTART, "in 2 s: it died", member)
-    log.note(EventKind.REFUSE, "dtype", stage=3, level=logging.ERROR)
-    log.note(EventKind.DRAIN, "an operator drains it")
+    log.record(EventKind.RESTART, "in 2 s: it died", member)
+    log.record(EventKind.REFUSE, "dtype", stage=3, level=logging.ERROR)
+    log.record(EventKind.DRAIN, "an operator drains it")
     assert [(each.id, each.time, each.kind, each.stage, each.replica, each.reason) for each in log.after()] == [
         ("a-1", 12.5, "restart", 0, "0.1", "in 2 s: it died"),
         ("a-2", 12.5, "refuse", 3, None, "dtype"),
@@ -38,7 +38,7 @@ def test_who_knew_another_process_is_told_of_all() -> None:
     logs = EventLog(), EventLog()
     for log in logs:
         for _ in range(3):
-            log.note(EventKind.DRAIN, "")
+            log.record(EventKind.DRAIN, "")
     one, other = logs
     assert len(one.after(other.after()[-1].id)) == 3
 
@@ -48,8 +48,8 @@ def test_an_event_is_one_line_of_the_log_with_its_fields_for_who_formats_it(capl
     log = EventLog()
     member = FakeFleet(replicas=2).pool.member(1)
     caplog.clear()
-    log.note(EventKind.LOST, "100% of <b>it</b>", member, requests=3)
-    log.note(EventKind.REFUSE, "dtype", stage=3, level=logging.ERROR)
+    log.record(EventKind.LOST, "100% of <b>it</b>", member, requests=3)
+    log.record(EventKind.REFUSE, "dtype", stage=3, level=logging.ERROR)
     lost, refused = caplog.records
     assert lost.getMessage() == "Replica 0.1 is lost (100% of <b>it</b>) with 3 requests in flight."
     assert (lost.levelname, lost.filename) == ("ERROR", "test_event_log.py")
@@ -60,8 +60,8 @@ def test_an_event_is_one_line_of_the_log_with_its_fields_for_who_formats_it(capl
 
 def test_a_reason_is_one_line_of_bounded_length(caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog()
-    log.note(EventKind.REFUSE, "a\r\nb\nc")
-    log.note(EventKind.REFUSE, "x" * 5000)
+    log.record(EventKind.REFUSE, "a\r\nb\nc")
+    log.record(EventKind.REFUSE, "x" * 5000)
     assert [event.reason for event in log.after()] == ["a b c", "x" * MAX_REASON]
     assert "\n" not in caplog.records[0].getMessage()
 
@@ -73,7 +73,7 @@ def test_events_of_several_threads_keep_the_order_of_their_ids() -> None:
     def note() -> None:
         together.wait()
         for _ in range(200):
-            log.note(EventKind.DRAIN, "", level=logging.DEBUG)
+            log.record(EventKind.DRAIN, "", level=logging.DEBUG)
             log.after()
 
     threads = [threading.Thread(target=note) for _ in range(4)]
@@ -87,7 +87,7 @@ def test_events_of_several_threads_keep_the_order_of_their_ids() -> None:
 def test_the_last_thousand_are_kept() -> None:
     log = EventLog(name="a")
     for _ in range(MAX_EVENTS + 5):
-        log.note(EventKind.DRAIN, "")
+        log.record(EventKind.DRAIN, "")
     kept = log.after()
     assert (len(kept), kept[0].id, kept[-1].id) == (MAX_EVENTS, "a-6", f"a-{MAX_EVENTS + 5}")
     assert len(log.after("a-1")) == MAX_EVENTS, "so the client sees by the numbers that some are missing"
@@ -96,8 +96,8 @@ def test_the_last_thousand_are_kept() -> None:
 def test_who_looks_is_told_of_each_event() -> None:
     log, told = EventLog(), []
     log.on_event = lambda: told.append(len(log.after()))
-    log.note(EventKind.DRAIN, "")
-    log.note(EventKind.RESUME, "")
+    log.record(EventKind.DRAIN, "")
+    log.record(EventKind.RESUME, "")
     assert told == [1, 2]
 
 

@@ -76,10 +76,10 @@ async def test_a_replica_that_dies_during_a_call_is_left_out_of_its_result(fleet
 async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_out_of_its_result(
     fleet: FakeFleet,
 ) -> None:
-    begun = OngoingCall.begin(fleet.orchestrator.stage_calls, "sleep", (1, "abort"))
+    call = OngoingCall.begin(fleet.orchestrator.stage_calls, "sleep", (1, "abort"))
     fleet.kill(1)
-    assert await begun.taken() == [True]
-    assert begun.results() == ["sleep"] * 2
+    assert await call.outcome() == [True]
+    assert call.results() == ["sleep"] * 2
     assert fleet.orchestrator.stage_calls[0].shared.sleep_level == 1
 
 

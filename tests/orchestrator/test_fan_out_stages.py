@@ -104,7 +104,7 @@ class PlayedHead(FakePipelineFleet):
         self.said: list[Any] = []
         self.is_open = True
         self.resyncs = 0
-        self.hear = self.fleet_calls.take
+        self.hear = self.fleet_calls.handle
         self.answer_with(answer_calls)
 
     @cached_property

@@ -25,7 +25,7 @@ async def test_a_call_that_another_head_is_slow_to_follow_returns_with_one_warni
 ) -> None:
     bus.deaf.add("b")
     with monkeypatch.context() as patch:
-        patch.setattr(fleet_calls, "FOLLOW_S", 0.01)
+        patch.setattr(fleet_calls, "FOLLOW_TIMEOUT_S", 0.01)
         assert len(await heads[0].call("set_weight_version", "v2")) == 2
     bus.deaf.clear()
     bus.wake()

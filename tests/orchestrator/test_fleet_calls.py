@@ -27,14 +27,14 @@ PAUSED = [("pause_scheduler", ("keep", False))]
 async def test_a_head_that_hears_nothing_of_the_coordinator_goes_on_without_what_the_fleet_was_told(
     bus: HeadBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_calls, "FIRST_S", 0.01)
+    monkeypatch.setattr(fleet_calls, "FIRST_STATE_TIMEOUT_S", 0.01)
     async with FakeHead(bus, "a") as head:
-        assert not await head.fleet_calls.synced()
+        assert not await head.fleet_calls.wait_synced()
         with pytest.raises(CoordinatorUnavailableError, match="cannot be reached"):
             await head.call("pause_scheduler", "keep", True)
         await head.join_fleet()
-        assert await head.fleet_calls.synced()
-        assert await fleet_calls.FleetCalls(head.orchestrator).synced(), "nobody can join it"
+        assert await head.fleet_calls.wait_synced()
+        assert await fleet_calls.FleetCalls(head.orchestrator).wait_synced(), "nobody can join it"
 
 
 async def test_a_call_reaches_every_engine_once_and_every_head_records_it(heads: list[FakeHead]) -> None:
@@ -71,7 +71,7 @@ async def test_what_leaves_nothing_behind_or_no_engine_takes_concerns_no_other_h
     await heads[0].call(*call)
     assert bus.calls == []
     warned = [record.getMessage() for record in caplog.records]
-    assert warned == (["Other heads cannot be told of this call of pause_scheduler."] if "nonsense" in call else [])
+    assert warned == (["Other heads cannot be notified of this call of pause_scheduler."] if "nonsense" in call else [])
 
 
 async def test_a_call_that_all_engines_refuse_leaves_no_record_anywhere(heads: list[FakeHead]) -> None:
@@ -374,7 +374,7 @@ async def test_closing_answers_an_operator_whose_wish_other_heads_have_not_follo
     reply: Future[None] = Future()
     reply.set_running_or_notify_cancel()
     member = heads[0].pool.member(1)
-    heads[0].fleet_calls.managed("drain", ReplicaKey(0, member.input_addr, member.output_addr), reply)
+    heads[0].fleet_calls.share_replica_action("drain", ReplicaKey(0, member.input_addr, member.output_addr), reply)
     if when == "while others follow":
         await eventually(lambda: heads[2].pool.member(1).held_back)
     await heads[0].fleet_calls.close()

@@ -150,7 +150,7 @@ async def test_who_waits_for_service_is_told() -> None:
     async with FakeFleet(replicas=1) as fleet:
         told: list[bool] = []
         tell = lambda: told.append(fleet.orchestrator.can_serve)  # noqa: E731
-        fleet.orchestrator.serving_signal.tell = tell  # type: ignore[method-assign]
+        fleet.orchestrator.serving_signal.notify = tell  # type: ignore[method-assign]
         member = fleet.pool.member(0)
         fleet.lose(0)
         fleet.join(member)

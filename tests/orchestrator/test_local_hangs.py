@@ -172,7 +172,7 @@ async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(n
     await admitting.wait()
     serving: list[int] = []
     serving_signal = node.orchestrator.serving_signal
-    serving_signal.tell = lambda: serving.append(len(node.pool.serving))  # type: ignore[method-assign]
+    serving_signal.notify = lambda: serving.append(len(node.pool.serving))  # type: ignore[method-assign]
     admitted.set()
     node.replicas.leave(first)
     await eventually(lambda: engine.process.ended)
@@ -199,7 +199,7 @@ async def test_an_engine_that_really_says_nothing_is_left_and_taken_back_on_its_
     # Asserted by the status alone: from here on it may hang again at any moment, as it answers nothing by itself.
     await eventually(lambda: member.status is ERROR)
     back: list[ReplicaStatus] = []
-    orchestrator.serving_signal.tell = lambda: back.append(member.status)  # type: ignore[method-assign]
+    orchestrator.serving_signal.notify = lambda: back.append(member.status)  # type: ignore[method-assign]
     await answer(engine, "is_sleeping", False)
     await take_back(engine)
     await eventually(lambda: back)

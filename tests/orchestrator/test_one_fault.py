@@ -119,7 +119,7 @@ async def test_an_administrators_wish_that_fails_halfway_is_answered() -> None:
 
     async with FakeFleet() as fleet:
         fleet.pool.member(0).remote = True
-        fleet.fleet_calls.managed = deaf  # type: ignore[method-assign]
+        fleet.fleet_calls.share_replica_action = deaf  # type: ignore[method-assign]
         with pytest.raises(KeyError, match="gone"):
             await fleet.manage("drain", 0)
 

@@ -370,7 +370,7 @@ async def started(requests: PipelineRequests, events: list[Any]) -> PipelineRequ
 async def test_a_request_fails_once(requests: tuple[PipelineRequests, list[Any]]) -> None:
     events: list[Any] = []
     run = (await started(requests[0], events)).runs[0]
-    requests[0].end(0, [RunEnded(run, error=StageError("no"))] * 2)
+    requests[0].runs_ended(0, [RunEnded(run, error=StageError("no"))] * 2)
     assert [type(item) for item in requests[1]] == [RequestFailed]
     assert [type(event) for event in events] == [PipelineCallEnded]
 
@@ -381,7 +381,7 @@ async def test_what_is_said_of_a_run_of_an_earlier_request_with_the_same_id_is_i
     earlier = (await started(requests[0], [])).runs[0]
     events: list[Any] = []
     state = await started(requests[0], events)
-    assert requests[0].take(0, [(earlier, FakeOutput("r", [1], "stop"))]) == []
-    requests[0].end(0, [RunEnded(earlier), RunEnded(earlier, error=StageError("no"))])
+    assert requests[0].accept_outputs(0, [(earlier, FakeOutput("r", [1], "stop"))]) == []
+    requests[0].runs_ended(0, [RunEnded(earlier), RunEnded(earlier, error=StageError("no"))])
     assert requests[0].states == {"r": state}
     assert (requests[1], events) == ([], [])

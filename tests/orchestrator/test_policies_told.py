@@ -22,7 +22,7 @@ from vllm_omni_plugin.orchestrator.pool.policy_guard import POLICY_FAULT, UNEXPL
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
-from vllm_omni_plugin.orchestrator.requests.counters import count
+from vllm_omni_plugin.orchestrator.requests.counters import count_reason
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, Explain, Explanation
 
 
@@ -234,7 +234,7 @@ async def test_predicted_and_reported_tokens_are_counted_of_the_same_attempts() 
 def test_a_policy_that_invents_reasons_does_not_fill_the_memory() -> None:
     counts: dict[tuple[int, str, str], int] = {}
     for index in range(1000):
-        count(counts, (0, "p", f"reason {index}"))
+        count_reason(counts, (0, "p", f"reason {index}"))
     assert len(counts) < 100
     assert sum(counts.values()) == 1000
     assert counts[0, "p", "other"] > 900

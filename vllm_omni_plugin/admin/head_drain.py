@@ -33,10 +33,10 @@ class HeadDrain:
         """Take no new requests. Idempotent."""
         if not self.active:
             self._flag[0] = 1
-            self._events.note(EventKind.DRAIN, HOLDS[ADMIN_HOLD][0])
+            self._events.record(EventKind.DRAIN, HOLDS[ADMIN_HOLD][0])
 
     def end(self) -> None:
         """Take new requests again. Idempotent."""
         if self.active:
             self._flag[0] = 0
-            self._events.note(EventKind.RESUME, HOLDS[ADMIN_HOLD][1])
+            self._events.record(EventKind.RESUME, HOLDS[ADMIN_HOLD][1])

@@ -90,7 +90,7 @@ class EventLog:
         self._events: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
         self.on_event: Callable[[], object] | None = None
 
-    def note(
+    def record(
         self,
         kind: EventKind,
         reason: str,

@@ -141,7 +141,7 @@ class FleetControl:
         manage(self._orchestrator, message.action, member)
         if member.remote:
             update_drained(message.action, key, self._orchestrator.drained)
-            self._fleet_calls.managed(message.action, key, message.reply)
+            self._fleet_calls.share_replica_action(message.action, key, message.reply)
         else:
             message.reply.set_result(None)
 
@@ -161,4 +161,4 @@ class FleetControl:
                 pool.set_heads(self._exchange.heads)
             for member, work in others_work:
                 self._orchestrator.others_charged(member, work)
-        self._fleet_calls.take(message)
+        self._fleet_calls.handle(message)

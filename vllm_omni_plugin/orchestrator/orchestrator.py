@@ -78,7 +78,7 @@ class ServingSignal:
             with self._lock:
                 self._waiting.discard(place)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """A replica has begun to take requests."""
         with self._lock:
             for loop, news in self._waiting:
@@ -218,8 +218,8 @@ class Orchestrator:
         stage_id, requests = member.stage_id, self._requests
         accepted, ended = self._dispatchers[stage_id].accept(member, outputs.outputs)
         if ended:
-            self._end(stage_id, ended)
-        outputs.outputs = requests.take(stage_id, accepted) if accepted else []
+            self._runs_ended(stage_id, ended)
+        outputs.outputs = requests.accept_outputs(stage_id, accepted) if accepted else []
         report = self._apis[stage_id].load_report(outputs)
         if report is not None:
             self.stage_pools[stage_id].report(member, report)
@@ -230,7 +230,7 @@ class Orchestrator:
             self.output_async_queue.give_later(outputs)
         # Now, since the replica may turn out to be dead, and whose output this was may end with it.
         if ended := self._dispatchers[stage_id].has_room(member):
-            self._end(stage_id, ended)
+            self._runs_ended(stage_id, ended)
 
     async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes, told: bool = False) -> None:
         """See that a replica that attaches can do what its stage is for, and tell it what the others were told.
@@ -282,13 +282,13 @@ class Orchestrator:
         """Give a replica no new requests; those in flight go on. Nothing to do if it is held back for this reason."""
         if reason not in member.held_back:
             self.stage_pools[member.stage_id].hold_back(member, reason)
-            self._end(member.stage_id, self._dispatchers[member.stage_id].held_back(member))
-            self.events.note(EventKind.DRAIN, HOLDS[reason][0], member)
+            self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].held_back(member))
+            self.events.record(EventKind.DRAIN, HOLDS[reason][0], member)
 
     def release_hold(self, member: PoolMember, reason: str) -> None:
         """See that a replica takes requests again, unless it is held back for another reason, too."""
         if reason in member.held_back:
-            self.events.note(EventKind.RESUME, HOLDS[reason][1], member)
+            self.events.record(EventKind.RESUME, HOLDS[reason][1], member)
         if self.stage_pools[member.stage_id].release_hold(member, reason):
             self._began_to_serve(member)
 
@@ -302,18 +302,18 @@ class Orchestrator:
         # The others were charged to it, but it never had them.
         had = [run for run in orphans if run.sent]
         loss = Loss(member, reason, len(had), others)
-        self.events.note(EventKind.LOST, reason, member, requests=len(had))
+        self.events.record(EventKind.LOST, reason, member, requests=len(had))
         ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
         moved = sum(not run.closed for run in had)
         if moved:
-            self.events.note(EventKind.MOVE, reason, member, requests=moved)
-        self._end(member.stage_id, ended)
+            self.events.record(EventKind.MOVE, reason, member, requests=moved)
+        self._runs_ended(member.stage_id, ended)
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
 
     def others_charged(self, member: PoolMember, work: Work | None) -> None:
         """What the other heads have on a replica is other than before, see `StagePool.join`: it may have room now."""
         self.stage_pools[member.stage_id].join(member, work)
-        self._end(member.stage_id, self._dispatchers[member.stage_id].has_room(member))
+        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].has_room(member))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""
@@ -352,13 +352,13 @@ class Orchestrator:
     def _tick(self) -> None:
         self._timer = None
         for stage_id, dispatcher in enumerate(self._dispatchers):
-            self._end(stage_id, dispatcher.tick())
+            self._runs_ended(stage_id, dispatcher.tick())
 
     def _began_to_serve(self, member: PoolMember) -> None:
-        self._end(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
-        self.serving_signal.tell()
+        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
+        self.serving_signal.notify()
 
-    def _end(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
+    def _runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         for run, _, error in ended:
             # Not of one that another one was to blame for, and that waited for its two replicas in vain.
             if isinstance(error, QueryOfDeathError) and any(loss.culprit in (None, run) for loss in run.suspicions):
@@ -367,5 +367,5 @@ class Orchestrator:
                     for loss in run.suspicions
                 )
                 reason = f"{crashes} died under request {run.request_id}"
-                self.events.note(EventKind.QUERY_OF_DEATH, reason, stage=stage_id, requests=1)
-        self._requests.end(stage_id, ended)
+                self.events.record(EventKind.QUERY_OF_DEATH, reason, stage=stage_id, requests=1)
+        self._requests.runs_ended(stage_id, ended)

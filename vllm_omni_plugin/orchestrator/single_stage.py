@@ -42,7 +42,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
         if state is not None:
             run = state.runs[_STAGE]
             if run.streaming is not None:
-                self.end(_STAGE, self._dispatcher.add_chunk(run, request))
+                self.runs_ended(_STAGE, self._dispatcher.add_chunk(run, request))
                 return
             # Two attempts under one client id could not be told apart; the newer one is the one that is waited for.
             self.abort((request.request_id,), whole=True)
@@ -65,7 +65,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
             request, message.submitted_at, ticket, mm_features=request.mm_features, runs={_STAGE: run}
         )
         if ended := self._dispatcher.submit(run):
-            self.end(_STAGE, ended)
+            self.runs_ended(_STAGE, ended)
 
     def fail(self, message: SubmitRequest, error: OmniError) -> None:
         request_id = message.request.request_id
@@ -76,7 +76,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
         states = [self._drop(request_id) for request_id in request_ids]
         self._dispatcher.abort(state.runs[_STAGE] for state in states if state is not None)
 
-    def take(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
+    def accept_outputs(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
         outputs = []
         for run, output in accepted:
             outputs.append(output)
@@ -84,7 +84,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
                 self._drop(run.request_id)
         return outputs
 
-    def end(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
+    def runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         for run, outputs, error in ended:
             self._drop(run.request_id)
             if error is not None:

@@ -41,7 +41,7 @@ from vllm_omni_plugin.integration.extending import extend
 from vllm_omni_plugin.integration.http.adapters import open_adapters
 from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, options_of
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.requests.counters import count
+from vllm_omni_plugin.orchestrator.requests.counters import count_reason
 
 logger = init_logger(__name__)
 
@@ -191,7 +191,7 @@ def _viewers(fleet: FleetClient) -> Viewers:
 def _count_refusal(fleet: FleetClient, refused: Refusal) -> None:
     orchestrator = fleet.orchestrator
     key = (orchestrator.entry_pool.stage_id, str(refused.reason), str(int(refused.status)))
-    count(orchestrator.metrics.refused_on_arrival, key)
+    count_reason(orchestrator.metrics.refused_on_arrival, key)
 
 
 def _why_closed(fleet: FleetClient) -> str:

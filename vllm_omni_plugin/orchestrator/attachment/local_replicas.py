@@ -90,7 +90,7 @@ class LocalReplicas:
             if rank.client is not None:
                 self._orchestrator.replica_lost(rank, "it was removed")
             self._orchestrator.replica_left(rank)
-            self._orchestrator.events.note(EventKind.DETACH, "it was removed", rank)
+            self._orchestrator.events.record(EventKind.DETACH, "it was removed", rank)
 
     def disable_restarts(self) -> None:
         """Engines that end from here on stay away, since all of them are about to."""
@@ -151,10 +151,10 @@ class LocalReplicas:
         pool = self._orchestrator.stage_pools[member.stage_id]
         if pool.follows_caches:
             engine.follow_cache(partial(pool.cache_changed, member))
-        self._orchestrator.events.note(EventKind.ATTACH, f"engine process {engine.pid}", member)
+        self._orchestrator.events.record(EventKind.ATTACH, f"engine process {engine.pid}", member)
 
     def _restarts(self, member: PoolMember, seconds: float, reason: str | Exception) -> None:
-        self._orchestrator.events.note(EventKind.RESTART, f"in {seconds:.0f} s: {reason}", member)
+        self._orchestrator.events.record(EventKind.RESTART, f"in {seconds:.0f} s: {reason}", member)
 
     def _withdraw(self, member: PoolMember, engine: Engine, reason: str, hangs: bool) -> None:
         if member.client is not None:

@@ -123,7 +123,7 @@ class RemoteReplicaKeeper:
         replica.on_lost = self._on_lost
         try:
             member.incarnation = replica.incarnation
-            is_everything = await self._fleet_calls.synced()
+            is_everything = await self._fleet_calls.wait_synced()
             await self._orchestrator.admit(member, replica.client, replica.ready_response, replica.told)
             if is_everything:
                 replica.say_told()
@@ -149,7 +149,7 @@ class RemoteReplicaKeeper:
             replica.follow_cache(partial(self._pool.cache_changed, member))
         self._await_drain()
         self._last_failure = ""
-        self._orchestrator.events.note(EventKind.ATTACH, f"attached to {self.info.control_addr}", member)
+        self._orchestrator.events.record(EventKind.ATTACH, f"attached to {self.info.control_addr}", member)
 
     def _place_holds(self) -> None:
         drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
@@ -202,7 +202,7 @@ class RemoteReplicaKeeper:
         if repeated:
             logger.debug("Replica %s still cannot be attached to: %s", self.member.name, text)
         else:
-            self._orchestrator.events.note(EventKind.REFUSE, text, self.member, level=level)
+            self._orchestrator.events.record(EventKind.REFUSE, text, self.member, level=level)
 
 
 def _what_matters(info: ReplicaInfo, accepts: bool) -> tuple[bool, ReplicaStatus, int, str]:

@@ -119,7 +119,7 @@ class RemoteReplicas:
         except ReplicaError as error:
             if not isinstance(error, AttachRefusedError):
                 self._dismissed.pop(ReplicaKey.of(info), None)
-            self._orchestrator.events.note(EventKind.REFUSE, str(error), stage=info.stage_id, level=logging.ERROR)
+            self._orchestrator.events.record(EventKind.REFUSE, str(error), stage=info.stage_id, level=logging.ERROR)
 
     def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
         info = message.info
@@ -148,7 +148,7 @@ class RemoteReplicas:
         self._tasks[keeper].cancel()
         self._orchestrator.replica_left(member)
         if keeper.joined:
-            self._orchestrator.events.note(EventKind.DETACH, reason, member)
+            self._orchestrator.events.record(EventKind.DETACH, reason, member)
 
     async def _open(self, keeper: RemoteReplicaKeeper, stage_id: int, replica_id: int) -> RemoteReplica:
         async with self._attaching:

@@ -20,7 +20,7 @@ from vllm_omni_plugin.orchestrator.dispatch.outcomes import Outcomes
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, WaitingCounts, count
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, WaitingCounts, count_reason
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RunEnded, StageRun
 from vllm_omni_plugin.vllm_api.requests.move import Move
 
@@ -284,9 +284,9 @@ class Dispatcher:
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())
         self._pool.charge(member, run)
-        count(self._metrics.decisions, (member.stage_id, self._pool.policy, decision.reason))
+        count_reason(self._metrics.decisions, (member.stage_id, self._pool.policy, decision.reason))
         if decision.fallback:
-            count(self._metrics.fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
+            count_reason(self._metrics.fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
         if run.suspicions:
             self._suspects.begin(run, member)
         return member

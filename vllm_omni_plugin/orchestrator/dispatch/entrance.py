@@ -8,7 +8,7 @@ from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count_reason
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
@@ -84,7 +84,7 @@ class Entrance:
         terms, priority = message.terms or _NO_TERMS, message.request.priority
         ticket = self.admission.new_ticket(terms, priority, message.prompt_tokens, self._clock())
         if isinstance(ticket, Refusal):
-            count(self._metrics.refusals, (self._pool.stage_id, ticket.reason, str(ticket.status)))
+            count_reason(self._metrics.refusals, (self._pool.stage_id, ticket.reason, str(ticket.status)))
             raise RequestRefusedError(*ticket)
         return ticket
 

@@ -9,7 +9,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import HeadQueue
 from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count_reason
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RequestPhase, RunEnded, StageRun
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ class Outcomes:
         if run.closed:
             return
         if isinstance(error, RequestRefusedError):
-            count(self._metrics.refusals, (self._pool.stage_id, error.reason, str(error.status)))
+            count_reason(self._metrics.refusals, (self._pool.stage_id, error.reason, str(error.status)))
         elif refused or isinstance(error, RequestLostError):
-            self._metrics.failed(error, refused)
+            self._metrics.count_failure(error, refused)
         self.abort((run,))
         self._ended.append(RunEnded(run, error=error))
 

@@ -1,4 +1,4 @@
-"""Calls that all replicas must get, now and later, and what heads of one fleet tell each other.
+"""Operator calls, and the state that they leave: on this head, on its replicas, and as the other heads know it.
 
 Imports `orchestrator.orchestrator` and what that imports. Start with `fleet_calls`.
 """

@@ -1,4 +1,4 @@
-"""Operators' calls: in a fleet of several heads each has a number of the coordinator, and all heads follow in order."""
+"""Operator calls. With several heads the coordinator numbers each call, and all heads follow it in that order."""
 
 import asyncio
 import itertools
@@ -27,35 +27,35 @@ from vllm_omni_plugin.errors import (
 )
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import adopt, manage_by_key, snapshot_of
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import OngoingCall, tell
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import OngoingCall, notify_state_change
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CoordinatorMessage
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 logger = init_logger(__name__)
 
-FIRST_S = 5.0
-"""Seconds that a head which has just started waits for the fleet's state at most."""
-FOLLOW_S = 300.0
-"""Seconds that other heads have for what only they can do, such as calling engines of their own process."""
+FIRST_STATE_TIMEOUT_S = 5.0
+"""How long a head that has just started waits for the fleet's state."""
+FOLLOW_TIMEOUT_S = 300.0
+"""How long a caller waits for the other heads, which may have to call engines of their own node."""
 
 _CACHE_CALLS = frozenset({"reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"})
-"""Done where there is no replica: one that comes later comes with empty caches."""
+"""These succeed without replicas: the caches of a replica that comes later are empty."""
 
 CoordinatorClient = Callable[[], OmniCoordClientForHead | None]
 
 
 class FleetCalls:
-    """Makes this head's calls, and follows those of other heads. Lives on the orchestrator's loop.
+    """Makes this head's operator calls, and follows those of other heads. Lives on the orchestrator's loop.
 
-    A call is recorded by all heads when it comes with its number. Its caller sends it to the engines that it reaches
-    and says what became of it; the others send it to those that the caller did not name. A head that knows of no other
-    needs no coordinator: it numbers its calls itself, and tells the coordinator when there is one.
+    All heads record a call when it arrives with its number. The caller sends it to the engines that it reaches and
+    reports the outcome. The other heads send it to the engines that the caller did not name. A head that knows no
+    other head needs no coordinator: it numbers its calls itself, and reports them to the coordinator later.
 
     Args:
-        orchestrator: this head's.
-        head_id: the head's id.
-        client: returns the way to the coordinator, None before there is one; None: there cannot be other heads.
+        head_id: this head's id.
+        client: returns this head's client of the coordinator, None before it exists. Without this argument there
+            are no other heads.
     """
 
     def __init__(self, orchestrator: Orchestrator, head_id: str = "", client: CoordinatorClient | None = None) -> None:
@@ -72,21 +72,21 @@ class FleetCalls:
             self._synced.set()
         self._number = 0
         self._call_ids = itertools.count(1)
-        # This head's own calls: by call id until there is a number, then by number.
-        self._asked: dict[int, asyncio.Future[OngoingCall]] = {}
+        # This head's own calls that have no number yet, by call id.
+        self._unnumbered: dict[int, asyncio.Future[OngoingCall]] = {}
+        # By number: own calls without an outcome, own calls that other heads still follow, calls of other heads.
         self._own: dict[int, OngoingCall] = {}
         self._finishing: dict[int, asyncio.Future[None]] = {}
-        # Those of other heads that have no outcome yet, by number.
         self._followed: dict[int, OngoingCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def refusal(self) -> CoordinatorUnavailableError | None:
-        """Why an operator's call is refused now; None if it is not. Safe to read from any thread."""
+        """Why operator calls are refused now; None if they are not. Safe to read from any thread."""
         if self._in_session or (self._knows_others and not self._others):
             return None
         return CoordinatorUnavailableError(
-            "The coordinator of the fleet cannot be reached, and without it other servers cannot be told. "
+            "The coordinator of the fleet cannot be reached, so the other servers cannot be notified. "
             "Requests are served. Please try again later."
         )
 
@@ -96,8 +96,8 @@ class FleetCalls:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def take(self, message: CoordinatorMessage) -> None:
-        """The coordinator says something of other heads, or of calls."""
+    def handle(self, message: CoordinatorMessage) -> None:
+        """Handle a message of the coordinator about other heads or their calls."""
         match message:
             case Welcome():
                 self._forget_calls()
@@ -114,36 +114,36 @@ class FleetCalls:
                 self._synced.set()
                 self._forget_calls()
             case NumberedCall():
-                self._numbered(message)
+                self._begin_numbered(message)
             case TakeOverCall():
                 self._take_over(message.call)
             case CallOutcome():
-                self._outcome(message)
+                self._apply_outcome(message)
             case CallFinished():
                 if message.number in self._finishing:
                     self._finishing.pop(message.number).set_result(None)
             case CallRefused():
-                self._asked[message.call_id].set_exception(CoordinatorUnavailableError(message.reason))
+                self._unnumbered[message.call_id].set_exception(CoordinatorUnavailableError(message.reason))
             case FleetState():
-                self._take_state(message)
+                self._adopt_state(message)
 
-    async def synced(self) -> bool:
-        """Returns when this head knows what the fleet was told before, or cannot learn it: whether it does."""
+    async def wait_synced(self) -> bool:
+        """Wait until this head has the fleet's state, or cannot get it. Returns whether it has the state."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_S):
+            async with asyncio.timeout(FIRST_STATE_TIMEOUT_S):
                 await self._synced.wait()
         return self._in_session or self._is_alone
 
     async def call(self, method: str, args: tuple[Any, ...], stage_ids: Sequence[int]) -> list[Any]:
-        """Make a call as `CallReplicas` says, and see that all heads come to the same end of it.
+        """Make an operator call, see `CallReplicas`; all heads end it with the same outcome.
 
         Returns:
-            What the replicas answered that took it.
+            The answers of the replicas that accepted it.
 
         Raises:
-            NoReplicaError: there is none.
-            ReplicaError: none of a stage took it.
-            CoordinatorUnavailableError: other heads cannot be told, or it is not known whether they have been.
+            NoReplicaError: there is no replica.
+            ReplicaError: no replica of a stage accepted it.
+            CoordinatorUnavailableError: other heads cannot be notified, or it is unknown whether they were.
         """
         stages = [self._stages[stage_id] for stage_id in stage_ids]
         if method != FORGET_LORA and not any(stage.members for stage in stages):
@@ -152,18 +152,18 @@ class FleetCalls:
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
         arguments = None if self._is_alone else encode(method, args)
         if arguments is not None:
-            begun = await self._begin_own(method, arguments, stage_ids)
+            call = await self._begin_own(method, arguments, stage_ids)
         else:
             if not self._is_alone and stages[0].shared.leaves_state(method, args):
-                logger.warning("Other heads cannot be told of this call of %s.", method)
-            begun = OngoingCall.begin(stages, method, args)
-        await self._settle(begun)
-        return begun.results()
+                logger.warning("Other heads cannot be notified of this call of %s.", method)
+            call = OngoingCall.begin(stages, method, args)
+        await self._settle(call)
+        return call.results()
 
     async def _begin_own(self, method: str, arguments: list[Any], stage_ids: Sequence[int]) -> OngoingCall:
-        """Begin a call when its turn among those of all heads has come; for `arguments` see `call_arguments.encode`."""
+        """Begin a call once it has its number; `arguments`: see `call_arguments.encode`."""
         stages = [self._stages[stage_id] for stage_id in stage_ids]
-        await self.synced()
+        await self.wait_synced()
         if self.refusal is not None:
             raise self.refusal
         if not self._in_session:
@@ -171,79 +171,75 @@ class FleetCalls:
             return OngoingCall.begin(stages, method, decode(method, arguments))
         call_id = next(self._call_ids)
         numbered: asyncio.Future[OngoingCall] = asyncio.get_running_loop().create_future()
-        self._asked[call_id] = numbered
+        self._unnumbered[call_id] = numbered
         with ExitStack() as stack:
-            stack.callback(self._asked.pop, call_id)
-            told = [engine for stage in stages for engine in stack.enter_context(stage.unnumbered())]
-            if not self._say(OperatorCall(call_id, method, arguments, list(stage_ids), told)):
+            stack.callback(self._unnumbered.pop, call_id)
+            reached = [engine for stage in stages for engine in stack.enter_context(stage.unnumbered())]
+            if not self._send(OperatorCall(call_id, method, arguments, list(stage_ids), reached)):
                 raise _lost()
             return await numbered
 
-    async def _settle(self, begun: OngoingCall) -> list[bool]:
-        """Wait for the answers to a call that this head makes, and tell the others what became of it.
+    async def _settle(self, call: OngoingCall) -> list[bool]:
+        """Wait for the answers to a call of this head, and report the outcome to the other heads.
 
         Returns:
-            For each of its stages, whether any engine took it.
+            For each stage of the call, whether any engine accepted it.
 
         Raises:
             CoordinatorUnavailableError: see `call`.
         """
         try:
-            taken = await begun.taken()
+            accepted = await call.outcome()
         except BaseException:
-            if begun.number:
-                self._spawn(self._withdraw(begun))
+            if call.number:
+                self._spawn(self._withdraw(call))
             raise
-        if begun.number:
-            await self._finish(begun, taken)
-        return taken
+        if call.number:
+            await self._finish(call, accepted)
+        return accepted
 
-    async def _finish(self, begun: OngoingCall, taken: list[bool]) -> None:
-        """Tell the other heads what became of a call; returns when they have done their part.
-
-        Args:
-            begun: the call.
-            taken: for each of its stages, whether any engine took it.
+    async def _finish(self, call: OngoingCall, accepted: list[bool]) -> None:
+        """Report the outcome of a call, for each of its stages, and wait until the other heads have followed it.
 
         Raises:
-            CoordinatorUnavailableError: it is not known whether they have been told.
+            CoordinatorUnavailableError: it is unknown whether the other heads were notified.
         """
-        failed = [m.engine_key for call, took in zip(begun.calls, taken, strict=True) if took for m in call.failed]
-        if any(taken):
-            failed += begun.unreached
-            self._distrust(begun.unreached, begun.method)
-        cleared = [member.engine_key for call in begun.calls for member in call.cleared]
+        failed = [m.engine_key for each, ok in zip(call.calls, accepted, strict=True) if ok for m in each.failed]
+        if any(accepted):
+            failed += call.unreached
+            self._distrust(call.unreached, call.method)
+        cleared = [member.engine_key for each in call.calls for member in each.cleared]
         finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            # One that was lost and taken over again since is another call of the same number.
-            if self._own.get(begun.number) is not begun:
+            # After a lost session this head may have been asked to make the call again, under the same number.
+            if self._own.get(call.number) is not call:
                 raise _lost()
-            del self._own[begun.number]
-            self._finishing[begun.number] = finished
-            if not self._say(CallOutcome(begun.number, taken, failed, cleared)):
+            del self._own[call.number]
+            self._finishing[call.number] = finished
+            if not self._send(CallOutcome(call.number, accepted, failed, cleared)):
                 raise _lost()
-            async with asyncio.timeout(FOLLOW_S):
+            async with asyncio.timeout(FOLLOW_TIMEOUT_S):
                 await finished
         except TimeoutError:
-            logger.warning("Not all other heads have followed the call %s.", begun.method)
+            logger.warning("Not all other heads have followed the call %s.", call.method)
         except CoordinatorUnavailableError:
-            # AsyncLLM's side takes this for a failure, and the fleet counts the call as taken until it knows better.
-            self._spawn(self._tell_front(begun))
+            # AsyncLLM takes this error for a failed call, but the fleet counts the call as accepted for now.
+            self._spawn(self._notify_state_change(call))
             raise
         finally:
-            if self._finishing.get(begun.number) is finished:
-                del self._finishing[begun.number]
+            if self._finishing.get(call.number) is finished:
+                del self._finishing[call.number]
 
-    def managed(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
-        """This head has done what an operator wants with a replica. Answers when all others have done so, too."""
+    def share_replica_action(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
+        """This head has drained, resumed or removed a replica: answer `reply` when all other heads have, too."""
 
         def answer_if_closed(_: "asyncio.Task[None]") -> None:
             if not reply.done():
                 reply.set_exception(QueueClosedError("The server is about to end."))
 
-        self._spawn(self._manage(action, key, reply)).add_done_callback(answer_if_closed)
+        self._spawn(self._share_replica_action(action, key, reply)).add_done_callback(answer_if_closed)
 
-    async def _manage(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
+    async def _share_replica_action(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
         try:
             await self._settle(await self._begin_own(action, [list(key)], []))
         except Exception as error:
@@ -251,115 +247,112 @@ class FleetCalls:
         else:
             reply.set_result(None)
 
-    def _numbered(self, call: NumberedCall) -> None:
-        self._number = max(self._number, call.number)
-        if call.method in MANAGE_CALLS:
-            manage_by_key(self._orchestrator, call.method, decode(call.method, call.arguments)[0])
-        own = call.head_id == self._head_id
-        begun = self._begin(call, None if own else call.called_engines)
-        if not own:
-            self._others.add(call.head_id)
-            self._followed[call.number] = begun
+    def _begin_numbered(self, numbered: NumberedCall) -> None:
+        self._number = max(self._number, numbered.number)
+        if numbered.method in MANAGE_CALLS:
+            manage_by_key(self._orchestrator, numbered.method, decode(numbered.method, numbered.arguments)[0])
+        is_own = numbered.head_id == self._head_id
+        call = self._begin(numbered, None if is_own else numbered.called_engines)
+        if not is_own:
+            self._others.add(numbered.head_id)
+            self._followed[numbered.number] = call
             return
-        self._own[call.number] = begun
-        begun.unreached = set(call.called_engines) - {m.engine_key for call in begun.calls for m in call.stage.members}
-        self._asked[call.call_id].set_result(begun)
+        self._own[numbered.number] = call
+        call.unreached = set(numbered.called_engines) - {
+            m.engine_key for each in call.calls for m in each.stage.members
+        }
+        self._unnumbered[numbered.call_id].set_result(call)
 
-    def _take_over(self, call: NumberedCall) -> None:
-        logger.warning("A head was lost during its call %s: it is made again.", call.method)
-        known = self._followed.pop(call.number, None)
-        begun = self._begin(call, None) if known is None else known.again()
-        self._own[call.number] = begun
-        self._spawn(self._carry_through(begun, in_snapshot=known is None))
+    def _take_over(self, numbered: NumberedCall) -> None:
+        logger.warning("A head was lost during its call %s: this head makes the call again.", numbered.method)
+        known = self._followed.pop(numbered.number, None)
+        call = self._begin(numbered, None) if known is None else known.resend()
+        self._own[numbered.number] = call
+        self._spawn(self._settle_taken_over(call, in_snapshot=known is None))
 
-    def _begin(self, call: NumberedCall, told: Sequence[int] | None) -> OngoingCall:
-        args = decode(call.method, call.arguments)
-        if max(call.stages, default=0) >= len(self._stages):
-            raise WireError(f"a call of stages {call.stages}: this head has {len(self._stages)}")
-        engines = None if told is None else set(told)
-        stages = [self._stages[stage_id] for stage_id in call.stages]
-        return OngoingCall.begin(stages, call.method, args, engines, call.number)
+    def _begin(self, numbered: NumberedCall, called_elsewhere: Sequence[int] | None) -> OngoingCall:
+        args = decode(numbered.method, numbered.arguments)
+        if max(numbered.stages, default=0) >= len(self._stages):
+            raise WireError(f"a call of stages {numbered.stages}: this head has {len(self._stages)}")
+        engines = None if called_elsewhere is None else set(called_elsewhere)
+        stages = [self._stages[stage_id] for stage_id in numbered.stages]
+        return OngoingCall.begin(stages, numbered.method, args, engines, numbered.number)
 
-    async def _carry_through(self, begun: OngoingCall, in_snapshot: bool) -> None:
-        """Be the caller of a call whose head was lost.
-
-        Args:
-            begun: the call.
-            in_snapshot: whether the state that this head adopted holds it, too.
-        """
-        # Where it is lost again, `_finish` has told AsyncLLM's side.
+    async def _settle_taken_over(self, call: OngoingCall, in_snapshot: bool) -> None:
+        """Settle a call whose caller was lost; `in_snapshot`: the state that this head adopted contains the call."""
+        # If the session is lost again, `_finish` has notified AsyncLLM.
         with suppress(CoordinatorUnavailableError):
-            taken = await self._settle(begun)
-            if any(taken):
-                await self._tell_front(begun)
-            if in_snapshot and not all(taken):
+            accepted = await self._settle(call)
+            if any(accepted):
+                await self._notify_state_change(call)
+            if in_snapshot and not all(accepted):
                 self._resync()
 
-    async def _withdraw(self, begun: OngoingCall) -> None:
+    async def _withdraw(self, call: OngoingCall) -> None:
         with suppress(CoordinatorUnavailableError):
-            await self._finish(begun, [False] * len(begun.calls))
+            await self._finish(call, [False] * len(call.calls))
 
-    def _outcome(self, outcome: CallOutcome) -> None:
-        begun = self._followed.pop(outcome.number, None)
-        if begun is None and not all(outcome.taken):
-            # The state that this head adopted holds the call, which nobody has taken.
+    def _apply_outcome(self, outcome: CallOutcome) -> None:
+        call = self._followed.pop(outcome.number, None)
+        if call is None and not all(outcome.taken):
+            # The state that this head adopted contains the call, but no engine has accepted it.
             self._resync()
             return
-        if begun is not None:
-            for call, taken in zip(begun.calls, outcome.taken, strict=True):
-                call.settle(taken)
+        if call is not None:
+            for each, accepted in zip(call.calls, outcome.taken, strict=True):
+                each.settle(accepted)
         for stage, pool in zip(self._stages, self._orchestrator.stage_pools, strict=True):
             for member in stage.find(outcome.cleared):
                 pool.cache_cleared(member)
-        self._distrust(outcome.failed, begun.method if begun is not None else "of another head")
-        self._spawn(self._follow(begun, outcome))
+        self._distrust(outcome.failed, call.method if call is not None else "of another head")
+        self._spawn(self._follow(call, outcome))
 
     def _distrust(self, engines: Collection[int], method: str) -> None:
         for stage in self._stages:
             for member in stage.find(engines):
                 stage.distrust(member, method)
 
-    async def _follow(self, begun: OngoingCall | None, outcome: CallOutcome) -> None:
-        if begun is not None:
-            await begun.sending
-            for call, taken in zip(begun.calls, outcome.taken, strict=True):
-                call.stage.distrust_the_different(call, taken)
+    async def _follow(self, call: OngoingCall | None, outcome: CallOutcome) -> None:
+        if call is not None:
+            await call.sending
+            for each, accepted in zip(call.calls, outcome.taken, strict=True):
+                each.stage.distrust_the_different(each, accepted)
             if any(outcome.taken):
-                await self._tell_front(begun)
-        self._say(CallDone(outcome.number))
+                await self._notify_state_change(call)
+        self._send(CallDone(outcome.number))
 
     def _forget_calls(self) -> None:
-        """What becomes of calls under way is for the next state to tell; until then they count as taken."""
-        for begun in (*self._own.values(), *self._followed.values()):
-            begun.settle(True)
-        for begun in self._followed.values():
-            self._spawn(self._tell_front(begun))
+        """Count the calls in progress as accepted; the next state of the fleet will contain their true outcomes."""
+        for call in (*self._own.values(), *self._followed.values()):
+            call.settle(True)
+        for call in self._followed.values():
+            self._spawn(self._notify_state_change(call))
         self._own.clear()
         self._followed.clear()
-        waits: list[asyncio.Future[Any]] = [*self._asked.values(), *self._finishing.values()]
-        for waiting in waits:
-            if not waiting.done():
-                waiting.set_exception(_lost())
+        futures: list[asyncio.Future[Any]] = [*self._unnumbered.values(), *self._finishing.values()]
+        for future in futures:
+            if not future.done():
+                future.set_exception(_lost())
 
-    def _take_state(self, state: FleetState) -> None:
+    def _adopt_state(self, state: FleetState) -> None:
         try:
             if state.number < self._number:
-                # The coordinator has started after the call that this head saw last.
-                self._say(snapshot_of(self._orchestrator, self._number))
+                # The coordinator has restarted and does not know the last call that this head followed.
+                self._send(snapshot_of(self._orchestrator, self._number))
             else:
-                telling = adopt(self._orchestrator, state)
+                updates = adopt(self._orchestrator, state)
                 self._number = state.number
-                for each in telling:
-                    self._spawn(each)
+                for update in updates:
+                    self._spawn(update)
         except WireError as error:
-            logger.error("What the fleet was told cannot be told here: %s", error)
+            logger.error("The state of the fleet cannot be adopted: %s", error)
         finally:
             self._synced.set()
 
-    async def _tell_front(self, begun: OngoingCall) -> None:
-        await tell(self._orchestrator.output_async_queue.give, begun.engine_state_update())
+    async def _notify_state_change(self, call: OngoingCall) -> None:
+        await notify_state_change(self._orchestrator.output_async_queue.give, call.engine_state_update())
 
-    def _say(self, message: CallMessageFromHead) -> bool:
+    def _send(self, message: CallMessageFromHead) -> bool:
         client = self._client()
         return client is not None and client.send(message)
 
@@ -382,5 +375,5 @@ class FleetCalls:
 
 def _lost() -> CoordinatorUnavailableError:
     return CoordinatorUnavailableError(
-        "The coordinator of the fleet was lost during the call, and other servers may not know of it. Please repeat it."
+        "The coordinator of the fleet was lost during the call, so other servers may not know of it. Please repeat it."
     )

@@ -1,6 +1,7 @@
-"""What operators have told the fleet, as one head has followed it: done with replicas, taken as a snapshot, adopted."""
+"""The state that operator calls have left in the fleet: applied to replicas, taken as a snapshot, adopted from one."""
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -8,16 +9,18 @@ from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, StageState
 from vllm_omni_plugin.coordinator.state.call_log import update_drained
 from vllm_omni_plugin.errors import ReplicaError, WireError
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateView, tell
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate, notify_state_change
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
 def manage(orchestrator: Orchestrator, action: str, member: PoolMember) -> None:
-    """Do with a replica what an operator wants; see `ManageReplica`.
+    """Drain, resume or remove a replica; see `ManageReplica`.
 
     Raises:
-        ReplicaError: it cannot be told.
+        ReplicaError: the replica cannot be removed.
     """
     if action == "drain":
         orchestrator.hold_back(member, ADMIN_HOLD)
@@ -29,18 +32,44 @@ def manage(orchestrator: Orchestrator, action: str, member: PoolMember) -> None:
 
 
 def manage_by_key(orchestrator: Orchestrator, action: str, key: ReplicaKey) -> None:
-    """Do with a replica of another process what an operator wants who told another head. It need not be here."""
+    """Apply an action of another head's operator to a replica of another process, if this head has that replica."""
     update_drained(action, key, orchestrator.drained)
     for pool in orchestrator.stage_pools:
         for member in pool.members:
             if member.remote and ReplicaKey.of(member) == key:
-                # Who is not attached to it has nobody to tell, and another head has told it.
+                # A head that is not attached cannot remove the replica. Another head has done so.
                 with suppress(ReplicaError):
                     manage(orchestrator, action, member)
 
 
-def adopt_drained(orchestrator: Orchestrator, drained: set[ReplicaKey]) -> None:
-    """These replicas of other processes, and no others, are drained."""
+def snapshot_of(orchestrator: Orchestrator, number: int) -> FleetState:
+    """The state of this head after the call of this number."""
+    stages = [stage.shared.snapshot(stage_id) for stage_id, stage in enumerate(orchestrator.stage_calls)]
+    return FleetState(number, stages, sorted(orchestrator.drained))
+
+
+def adopt(orchestrator: Orchestrator, state: FleetState) -> list[Coroutine[Any, Any, None]]:
+    """Replace this head's state by the fleet's.
+
+    Returns:
+        Coroutines that send the differences to the replicas of this node and to AsyncLLM.
+
+    Raises:
+        WireError: the state does not fit this fleet.
+    """
+    stages = orchestrator.stage_calls
+    states = {stage.stage_id: stage for stage in state.stages}
+    if max(states, default=0) >= len(stages):
+        raise WireError(f"a state of stage {max(states)}: this head has {len(stages)} stages")
+    adapters, sleep_level = _adapters(stages), stages[0].shared.sleep_level
+    missed = [stage.adopt(states.get(i, StageState(i, [], False))) for i, stage in enumerate(stages)]
+    _adopt_drained(orchestrator, set(state.drained))
+    update = _update(adapters, sleep_level, _adapters(stages), stages[0].shared.sleep_level)
+    catching_up = [stage.catch_up(calls) for stage, calls in zip(stages, missed, strict=True) if calls]
+    return [*catching_up, notify_state_change(orchestrator.output_async_queue.give, update)]
+
+
+def _adopt_drained(orchestrator: Orchestrator, drained: set[ReplicaKey]) -> None:
     orchestrator.drained.clear()
     orchestrator.drained.update(drained)
     for pool in orchestrator.stage_pools:
@@ -49,28 +78,14 @@ def adopt_drained(orchestrator: Orchestrator, drained: set[ReplicaKey]) -> None:
                 manage(orchestrator, "drain" if ReplicaKey.of(member) in drained else "resume", member)
 
 
-def snapshot_of(orchestrator: Orchestrator, number: int) -> FleetState:
-    """The state that this head has followed up to the call of this number."""
-    stages = [stage.shared.snapshot(stage_id) for stage_id, stage in enumerate(orchestrator.stage_calls)]
-    return FleetState(number, stages, sorted(orchestrator.drained))
+def _adapters(stages: Sequence[StageCalls]) -> dict[int, Adapter]:
+    return {adapter.lora_int_id: adapter for stage in stages for adapter in stage.shared.adapters}
 
 
-def adopt(orchestrator: Orchestrator, state: FleetState) -> list[Coroutine[Any, Any, None]]:
-    """Take the fleet's state for this head's.
-
-    Returns:
-        What tells the replicas that only this head reaches, and AsyncLLM's side, of the differences.
-
-    Raises:
-        WireError: it is none of a fleet like this one.
-    """
-    stages = orchestrator.stage_calls
-    told = {stage.stage_id: stage for stage in state.stages}
-    if max(told, default=0) >= len(stages):
-        raise WireError(f"a state of stage {max(told)}: this head has {len(stages)} stages")
-    before = EngineStateView.of([stage.shared for stage in stages])
-    missed = [stage.adopt(told.get(i, StageState(i, [], False))) for i, stage in enumerate(stages)]
-    adopt_drained(orchestrator, set(state.drained))
-    difference = before.difference(EngineStateView.of([stage.shared for stage in stages]))
-    telling = [stage.catch_up(calls) for stage, calls in zip(stages, missed, strict=True) if calls]
-    return [*telling, tell(orchestrator.output_async_queue.give, difference)]
+def _update(
+    before: dict[int, Adapter], level_before: int, now: dict[int, Adapter], level_now: int
+) -> EngineStateUpdate | None:
+    loaded = tuple(adapter for lora_id, adapter in now.items() if before.get(lora_id) != adapter)
+    unloaded = tuple(before.keys() - now.keys())
+    level = level_now if level_now != level_before else None
+    return EngineStateUpdate(loaded, unloaded, level, Future()) if loaded or unloaded or level is not None else None

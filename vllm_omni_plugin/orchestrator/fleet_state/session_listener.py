@@ -1,4 +1,4 @@
-"""What a head hears of the coordinator, as messages for its orchestrator."""
+"""Puts what a head receives from the coordinator into its orchestrator's queue."""
 
 from contextlib import suppress
 
@@ -23,23 +23,25 @@ class SessionListener:
         self._listed: set[ReplicaKey] = set()
 
     def __call__(self, event: SessionEvent | ReplicaList) -> None:
-        """Queue it as it came; of a list, each replica that it names, after those that have left."""
-        # A head that has closed its queues hears nothing more: the coordinator sees it leave, and it lets its replicas
-        # go without being told.
+        """Queue the event, or the changes of membership in a list."""
+        # A closed queue needs no message: the head detaches from all replicas, and the coordinator sees it leave.
         with suppress(QueueClosedError):
             for message in self._changes(event) if isinstance(event, ReplicaList) else [event]:
                 self._queue.force_put(message)
 
-    def _changes(self, news: ReplicaList) -> list[RegisterRemoteReplica | UnregisterRemoteReplica]:
+    def _changes(self, replica_list: ReplicaList) -> list[RegisterRemoteReplica | UnregisterRemoteReplica]:
         """Departures come first, so that their ids are free again.
 
-        Only a list without a replica is its departure; a coordinator that is silent sends none. Replicas without a
-        control address are none that a head attaches to.
+        A replica has left only if a list lacks it; without lists, nothing changes. A head cannot attach to replicas
+        without a control address.
         """
-        rows = [RegisterRemoteReplica(info, accepts=True) for info in news.replicas]
-        rows += [RegisterRemoteReplica(info, accepts=False) for info in news.no_new_work]
+        rows = [RegisterRemoteReplica(info, accepts=True) for info in replica_list.replicas]
+        rows += [RegisterRemoteReplica(info, accepts=False) for info in replica_list.no_new_work]
         new = {ReplicaKey.of(row.info): row for row in rows if row.info.control_addr}
-        gone = self._listed.intersection(news.removed) if isinstance(news, ListDelta) else self._listed - new.keys()
+        if isinstance(replica_list, ListDelta):
+            gone = self._listed.intersection(replica_list.removed)
+        else:
+            gone = self._listed - new.keys()
         self._listed = (self._listed - gone) | new.keys()
         left = [UnregisterRemoteReplica(*key, reason="the coordinator no longer lists it") for key in sorted(gone)]
         return [*left, *new.values()]

@@ -97,11 +97,11 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             if state is not None and (state.call is None or whole or not self._ends_front_alone(state)):
                 self._close_request(state, StageError("The request was aborted."))
 
-    def take(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
+    def accept_outputs(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
         answers = [self._take_one(stage_id, run, output) for run, output in accepted]
         return [answer for answer in answers if answer is not None]
 
-    def end(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
+    def runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         stage = self._pipeline.stages[stage_id]
         for run, outputs, error in ended:
             state = self._state_of(stage_id, run)
@@ -113,7 +113,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             elif error is not None:
                 self._stage_failed(state, stage, type(error)(f"Stage {stage.name!r}: {error}"))
             elif outputs is not None:
-                outputs.outputs = self.take(stage_id, [(run, output) for output in outputs.outputs])
+                outputs.outputs = self.accept_outputs(stage_id, [(run, output) for output in outputs.outputs])
                 if outputs.outputs:
                     self._put(outputs)
             else:
@@ -139,7 +139,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         """Note what a request has spent on a part of a stage."""
         timings = state.pipeline_timings.setdefault(stage.name, {})
         timings[part] = timings.get(part, 0.0) + seconds
-        self._metrics.spent(stage.id, stage.name, part, seconds)
+        self._metrics.observe_stage(stage.id, stage.name, part, seconds)
 
     def _new_state(self, message: SubmitRequest) -> PipelineRequestState:
         if message.request.resumable:
@@ -185,7 +185,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         )
         if stage.id in state.plan.read:
             state.readers[stage.id] = api.reader(run.request)
-        self.end(stage.id, self._dispatchers[stage.id].submit(run))
+        self.runs_ended(stage.id, self._dispatchers[stage.id].submit(run))
         self.pause_sequence.note_progress()
 
     def _add_output(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
@@ -223,7 +223,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             return
         run = state.runs[stage.id]
         if not run.finished:
-            self.end(stage.id, self._dispatchers[stage.id].add_chunk(run, chunk))
+            self.runs_ended(stage.id, self._dispatchers[stage.id].add_chunk(run, chunk))
 
     def _prepare(
         self, state: PipelineRequestState, stage: Stage, work: Callable[[], Any], then: Callable[[Any], None]

@@ -99,11 +99,11 @@ class OrchestratorMetrics:
         self.has_session: bool | None = None
         self.waiting = 0
 
-    def spent(self, stage_id: int, name: str, part: str, seconds: float) -> None:
+    def observe_stage(self, stage_id: int, name: str, part: str, seconds: float) -> None:
         """Count what a request has spent in one part of a stage."""
         self.stage_seconds.labels(str(stage_id), name, part).observe(seconds)
 
-    def failed(self, error: Exception, refused: bool = False) -> None:
+    def count_failure(self, error: Exception, refused: bool = False) -> None:
         """Count a request that ends with this error; `refused`: because it waited in vain, or might not wait."""
         if isinstance(error, QueryOfDeathError):
             self.queries_of_death += 1
@@ -144,7 +144,7 @@ def _histogram(name: str) -> Histogram:
     return Histogram(f"vllm_omni_fleet:{name}", meaning, labels, buckets=_BUCKETS_S, registry=None)
 
 
-def count(counts: dict[tuple[int, str, str], int], key: tuple[int, str, str]) -> None:
+def count_reason(counts: dict[tuple[int, str, str], int], key: tuple[int, str, str]) -> None:
     """Count a decision by stage, policy and reason; reasons beyond the first 64 as one."""
     if key not in counts and len(counts) >= _MAX_REASONS:
         key = (*key[:2], _OTHER_REASON)

@@ -95,7 +95,7 @@ class RequestOwner(ABC, Generic[S]):
         """The client does not want these any more; see `AbortRequests`. Unknown ids are those that have just ended."""
 
     @abstractmethod
-    def take(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
+    def accept_outputs(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
         """A stage has put something out.
 
         Returns:
@@ -103,7 +103,7 @@ class RequestOwner(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def end(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
+    def runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         """These runs have ended, as the stage's dispatcher returned."""
 
     def close(self) -> None:
