@@ -24,7 +24,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
 
 PROMPT_TOKENS = 4096
 SHARED_TOKENS = 3072

@@ -12,7 +12,7 @@ from simulator.requests import Job, Request
 from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Refusal, Ticket
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
 
 
 @dataclass

@@ -15,7 +15,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.requests.charges import Account
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
 
 
 class Policy(Protocol):

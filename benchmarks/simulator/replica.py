@@ -9,7 +9,7 @@ from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.orchestrator.requests.charges import Account
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
 
 
 class Clock:

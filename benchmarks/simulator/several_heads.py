@@ -15,7 +15,7 @@ from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, Welcome
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, OthersWork, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
 
 After = Callable[..., Any]
 """Runs a function after some seconds, which come first."""

@@ -15,7 +15,7 @@ from simulator.requests import Job, Request, Session
 from simulator.workload import Incident, Workload
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
 
 LINK_S = 0.0005
 """One way between head and engine, a message with its encoding."""

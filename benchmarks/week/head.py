@@ -17,7 +17,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, DRAIN_HOL
 from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 from week.played_engine import BLOCK_SIZE, BLOCKS, PLACES, PlayedApi, PlayedEngine
 
 MOVES, WAIT_S = 3, 60.0

@@ -9,7 +9,7 @@ from typing import Any
 from tests.fakes.engine_api import VOCABULARY, FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.links.link import Link
-from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 PLACES = 8
 """Requests that an engine works on at once."""

@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from vllm_omni_plugin.vllm_api.requests import moving
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 PROMPT = [1, 2, 3]
@@ -74,7 +74,7 @@ def test_a_begun_request_moves_by_what_its_sampling_looks_back_at(fields: dict[s
 def test_with_processors_of_a_third_party_every_request_replays() -> None:
     api = EngineApi(custom_processors=True, random=Random(1))
     assert api.how_to_move(request(**GREEDY)) is Move.REPLAY
-    assert api.movable(request()).sampling_params.seed is not None
+    assert api.make_movable(request()).sampling_params.seed is not None
 
 
 def test_embeddings_replay_and_a_session_never_moves() -> None:
@@ -86,7 +86,7 @@ def test_embeddings_replay_and_a_session_never_moves() -> None:
 def test_a_document_stays_where_its_query_is() -> None:
     scoring = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_doc_params("q"))
     caching = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_query_params("q", 1))
-    for params, move in ((scoring, Move.STAYS), (caching, Move.NEVER), (PoolingParams(task="embed"), Move.NEVER)):
+    for params, move in ((scoring, Move.PINNED), (caching, Move.NEVER), (PoolingParams(task="embed"), Move.NEVER)):
         pooling = build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, params)
         assert EngineApi().how_to_move(pooling) is move
 
@@ -99,26 +99,26 @@ def test_an_engine_cannot_score_a_document_whose_query_it_has_not_seen() -> None
 
 def test_a_pooling_request_is_left_as_it_is() -> None:
     pooling = build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, PoolingParams(task="embed"))
-    assert EngineApi().movable(pooling) is pooling
+    assert EngineApi().make_movable(pooling) is pooling
     assert EngineApi().how_to_move(pooling) is Move.NEVER
-    assert EngineApi().missing_end(pooling, [], 0) is None
+    assert EngineApi().end_if_complete(pooling, [], 0) is None
 
 
 @pytest.mark.parametrize(("fields", "move"), HOW, ids=str)
 def test_only_a_request_that_could_not_be_repeated_gets_a_seed(fields: dict[str, Any], move: Move) -> None:
     sampled = make({name: value for name, value in fields.items() if name not in ("temperature", "seed")})
-    movable = EngineApi(random=Random(1)).movable(sampled)
+    movable = EngineApi(random=Random(1)).make_movable(sampled)
     if "seed" in fields or move is Move.RESUME:
         assert movable is sampled
     else:
         assert movable.sampling_params.seed is not None
         assert sampled.sampling_params.seed is None
-    assert EngineApi().movable(make(fields | GREEDY)).sampling_params.seed == fields.get("seed")
+    assert EngineApi().make_movable(make(fields | GREEDY)).sampling_params.seed == fields.get("seed")
 
 
 def test_a_resumed_request_produces_what_is_missing_and_leaves_the_original_alone() -> None:
     original = request(max_tokens=50, min_tokens=10, prompt_logprobs=2, logprobs=1, **GREEDY)
-    resumed = EngineApi().moved(original, Move.RESUME, [4, 5, 6])
+    resumed = EngineApi().continuation(original, Move.RESUME, [4, 5, 6])
     assert resumed.prompt_token_ids == [1, 2, 3, 4, 5, 6]
     params = resumed.sampling_params
     assert (params.max_tokens, params.min_tokens, params.prompt_logprobs, params.logprobs) == (47, 7, None, 1)
@@ -135,7 +135,7 @@ def test_what_was_told_of_chosen_prompt_tokens_is_not_told_again(move: Move) -> 
     original.sampling_params.prompt_logprob_token_ids = [4]
     original.sampling_params.prompt_logprob_start = 1
     original.sampling_params.skip_reading_prefix_cache = True
-    params = EngineApi().moved(original, move, [4]).sampling_params
+    params = EngineApi().continuation(original, move, [4]).sampling_params
     assert (params.prompt_logprob_token_ids, params.prompt_logprob_start) == (None, None)
     assert not params.skip_reading_prefix_cache
     assert original.sampling_params.prompt_logprob_token_ids == [4]
@@ -143,16 +143,16 @@ def test_what_was_told_of_chosen_prompt_tokens_is_not_told_again(move: Move) -> 
 
 def test_a_request_that_reads_no_caches_for_a_reason_of_its_own_does_not_when_it_has_moved() -> None:
     original = request(skip_reading_prefix_cache=True, **GREEDY)
-    assert EngineApi().moved(original, Move.RESUME, [4]).sampling_params.skip_reading_prefix_cache
+    assert EngineApi().continuation(original, Move.RESUME, [4]).sampling_params.skip_reading_prefix_cache
 
 
 def test_the_least_number_of_tokens_is_never_negative() -> None:
-    assert EngineApi().moved(request(min_tokens=1), Move.RESUME, [4, 5, 6]).sampling_params.min_tokens == 0
+    assert EngineApi().continuation(request(min_tokens=1), Move.RESUME, [4, 5, 6]).sampling_params.min_tokens == 0
 
 
 def test_a_replayed_request_is_the_same_without_what_has_been_delivered() -> None:
     original = request(max_tokens=50, min_tokens=10, prompt_logprobs=2, presence_penalty=1.0)
-    replayed = EngineApi().moved(original, Move.REPLAY, [4, 5, 6])
+    replayed = EngineApi().continuation(original, Move.REPLAY, [4, 5, 6])
     params = replayed.sampling_params
     assert replayed.prompt_token_ids == PROMPT
     assert (params.max_tokens, params.min_tokens, params.prompt_logprobs) == (50, 10, None)
@@ -175,7 +175,7 @@ def test_a_request_of_which_only_the_end_is_missing_is_ended(
 ) -> None:
     whole = request(max_tokens=3, stop_token_ids=[9])
     whole.sampling_params._eos_token_id = 2
-    outputs = EngineApi().missing_end(whole, produced, 4)
+    outputs = EngineApi().end_if_complete(whole, produced, 4)
     if reason is None:
         assert outputs is None
         return
@@ -207,7 +207,7 @@ def first_output(tokens: list[int], prompt: int = 2) -> EngineCoreOutput:
 @pytest.mark.parametrize("swallow", range(4))
 def test_the_first_output_of_a_moved_request_becomes_one_in_the_middle(swallow: int) -> None:
     output, rest = first_output([10, 11, 12]), [10, 11, 12][swallow:]
-    moving.fit(output, swallow)
+    moving.trim_repeated(output, swallow)
     assert output.new_token_ids == rest
     assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == rest
     assert output.new_logprobs.sampled_token_ranks.tolist() == rest
@@ -221,7 +221,7 @@ def test_the_first_output_of_a_moved_request_becomes_one_in_the_middle(swallow: 
 @pytest.mark.parametrize("swallow", range(3))
 def test_a_first_output_without_anything_beside_its_tokens_becomes_one_in_the_middle(swallow: int) -> None:
     output = EngineCoreOutput("r", [10, 11])
-    moving.fit(output, swallow)
+    moving.trim_repeated(output, swallow)
     assert output == EngineCoreOutput("r", [10, 11][swallow:])
 
 

@@ -41,7 +41,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.vllm_api.protocol.screen import CALLS
+from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -183,7 +183,7 @@ async def test_a_call_reaches_the_stages_that_it_concerns_as_it_was_made_and_can
         assert (message.method, message.args, message.stages) == (asked, told, stages)
         can_be_told = encode(message.method, message.args) is not None
         assert can_be_told or not SharedState().leaves_state(message.method, message.args)
-        assert message.method in (*CALLS, FORGET_LORA)
+        assert message.method in (*ALLOWED_CALLS, FORGET_LORA)
         message.reply.set_result([set()])
 
     await both(getattr(head.client, f"{asked}_async")(*args), answer())

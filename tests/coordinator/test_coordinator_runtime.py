@@ -188,7 +188,7 @@ def test_import_pulls_in_neither_vllm_nor_torch_nor_other_parts_of_ours() -> Non
     assert parts == {"coordinator", "curve", "errors", "keep_running", "key_file", "logger", "vllm_api"}
     # What operators' calls look like; none of it imports vLLM.
     calls = {name.rpartition(".")[2] for name in ours if name.startswith("vllm_omni_plugin.vllm_api.")}
-    assert calls == {"requests", "adapter", "rest_state"}
+    assert calls == {"requests", "adapter", "pause_state"}
 
 
 def test_child_may_have_as_many_connections_as_the_system_allows(runtime: OmniCoordinatorRuntime) -> None:

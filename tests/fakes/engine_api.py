@@ -8,8 +8,7 @@ import msgspec
 from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.links.link import Frames
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport, Move
 
 DEAD_FRAME = b"DEAD"
 UNREADABLE = b"\xc1"
@@ -146,27 +145,27 @@ class FakeEngineApi:
     def refused(self, output: Any) -> bool:
         return bool(output.finish_reason == REFUSED)
 
-    def fetches_once(self, request: Any) -> bool:
+    def transfers_cache(self, request: Any) -> bool:
         return bool(request.kv_transfer_params)
 
     def idle_report(self, engine_index: int) -> Any:
         return FakeOutputs(engine_index=engine_index, scheduler_stats=0)
 
-    def movable(self, request: Any) -> Any:
+    def make_movable(self, request: Any) -> Any:
         return request
 
     def how_to_move(self, request: Any) -> Move:
         return Move(request.move)
 
-    def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
+    def continuation(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
         prompt = request.prompt + list(produced) if move is Move.RESUME else request.prompt
         return msgspec.structs.replace(request, prompt=prompt)
 
-    def fit(self, output: Any, swallow: int) -> None:
+    def trim_repeated(self, output: Any, swallow: int) -> None:
         output.new_token_ids = output.new_token_ids[swallow:]
         output.first = False
 
-    def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
+    def end_if_complete(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
         if not request.length or len(produced) < request.length:
             return None
         return FakeOutputs(engine_index, [FakeOutput(request.request_id, [], "length")])

@@ -93,7 +93,7 @@ class FakeStageApi(FakeEngineApi):
     def end(self, request_id: str) -> Any:
         return FakeOutputs(outputs=[FakeOutput(request_id, [], "stop")])
 
-    def restate_cached(self, output: Any, cached_tokens: int) -> None:
+    def set_cached_tokens(self, output: Any, cached_tokens: int) -> None:
         if output.cached is not None:
             output.cached = cached_tokens
 

@@ -8,7 +8,7 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import DecidingBalancer, Decision, LeastTokensBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
 TWO_AT_MOST = Reserve(waits=True, recalls=True)
 """An engine gets one request to begin and one behind it."""

@@ -30,7 +30,7 @@ async def end_first(fleet: FakeFleet, key: int = KEY) -> None:
 
 async def send_next(fleet: FakeFleet) -> None:
     """One that needs what the first one has left."""
-    await fleet.submit("next", affinity=KEY, move="stays")
+    await fleet.submit("next", affinity=KEY, move="pinned")
 
 
 def home(fleet: FakeFleet, request_id: str) -> int:

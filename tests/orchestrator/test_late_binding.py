@@ -15,7 +15,7 @@ from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, SubmitRequest
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
 from .late_fleet import TWO_AT_MOST, got, late, submit_all
 

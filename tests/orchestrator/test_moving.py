@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.engine_api import VOCABULARY
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 BEGUN = [11, 12, 13]
 

@@ -34,7 +34,7 @@ def say(link: FakeLink, *outputs: FakeOutput) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["movable", "describe", "cached_tokens", "how_to_move", "missing_end", "moved", "fit"],
+    ["make_movable", "describe", "cached_tokens", "how_to_move", "end_if_complete", "continuation", "trim_repeated"],
 )
 async def test_an_api_that_fails_for_one_request_ends_that_one_alone(
     monkeypatch: pytest.MonkeyPatch, method: str
@@ -72,7 +72,7 @@ async def test_a_request_whose_failure_cannot_be_told_either_stops_nothing(monke
         raise KeyError("nobody listens")
 
     async with FakeFleet(replicas=1) as fleet:
-        fail_for(monkeypatch, "movable", "bad")
+        fail_for(monkeypatch, "make_movable", "bad")
         monkeypatch.setattr(SingleStageRequests, "fail", fail)
         await fleet.submit("bad")
         await fleet.submit("good")

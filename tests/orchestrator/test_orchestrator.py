@@ -13,7 +13,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, RequestLostError
 from vllm_omni_plugin.orchestrator.orchestrator import MAX_QUEUED_OUTPUTS
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 
 async def test_a_request_is_charged_served_and_released(fleet: FakeFleet) -> None:
@@ -165,7 +165,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone(fleet: FakeFleet, too_l
     assert len(fleet.pool.serving) == 2
 
 
-@pytest.mark.parametrize("move", [move for move in Move if move is not Move.STAYS])
+@pytest.mark.parametrize("move", [move for move in Move if move is not Move.PINNED])
 async def test_a_lost_request_that_has_answered_nothing_moves_under_a_new_id(fleet: FakeFleet, move: Move) -> None:
     await fleet.submit("a", move=move.value)
     link, attempt = fleet.attempt("a")

@@ -210,13 +210,13 @@ async def test_every_attempt_has_the_seed_that_makes_its_answer_repeatable() -> 
     async with FakePipelineFleet(DISAGGREGATED, replicas=[1, 2]) as fleet:
         seeds = iter(range(10))
 
-        def movable(request: Any) -> Any:
+        def make_movable(request: Any) -> Any:
             params = request.sampling_params
             if "seed" in params:
                 return request
             return msgspec.structs.replace(request, sampling_params={**params, "seed": next(seeds)})
 
-        fleet.apis[1].movable = movable  # type: ignore[method-assign]
+        fleet.apis[1].make_movable = make_movable  # type: ignore[method-assign]
         await prefilled(fleet)
         fleet.attempt("r", 1)[0].say_dead()
         await fleet.settle()

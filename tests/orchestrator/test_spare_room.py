@@ -19,7 +19,7 @@ from vllm_omni_plugin.orchestrator.requests.charges import Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
 from .late_fleet import CALM, EQUALS, FLOOD, ROOMY, SLOTS, SPARE, Preferring, answer_first, got, late, submit_all
 

@@ -9,7 +9,7 @@ from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, Sessio
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.charges import Work
-from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 
 def work(requests: int, prefill_tokens: int = 0, replica: int = 0, incarnation: int = 0) -> ReplicaWork:

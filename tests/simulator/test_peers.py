@@ -10,7 +10,7 @@ from simulator.peers import LMetric, PlainRoundRobin, SglangCacheAware, StaleLea
 
 from vllm_omni_plugin.balancing import Decision, Prompt, Task
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 BLOCK = EngineSettings().block_size
 QUIET = LoadReport(0, 0, 0.0)

@@ -117,11 +117,11 @@ def test_a_cost_that_is_none_is_the_size_and_said_once(cost: Any, caplog: pytest
 
 def test_an_output_that_was_delivered_before_carries_nothing_when_it_comes_again() -> None:
     again = output(pooling_output=torch.ones(2), kv_transfer_params=content(text="x"), finish_reason=FinishReason.STOP)
-    API.fit(again, 1)
+    API.trim_repeated(again, 1)
     read = API.reader(None).read(again, ended=True)
     assert (again.new_token_ids, read.text, read.tensor, read.finish_reason) == ([], "", None, "stop")
     new = output(new_token_ids=[1], kv_transfer_params=content(text="x"))
-    API.fit(new, 0)
+    API.trim_repeated(new, 0)
     assert (new.new_token_ids, API.reader(None).read(new, ended=False).text) == ([1], "x")
 
 

@@ -33,7 +33,7 @@ async def no_pause(seconds: float) -> None:
 class DirectApi(PythonStageApi):
     """Makes the stage's request of the client's, since there is no other stage in front to make its input."""
 
-    def movable(self, request: Any) -> Any:
+    def make_movable(self, request: Any) -> Any:
         return self.build(request, request.given, {}, for_client=False)
 
 

@@ -47,7 +47,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
             # Two attempts under one client id could not be told apart; the newer one is the one that is waited for.
             self.abort((request.request_id,), whole=True)
         streaming = StreamingInputState() if request.resumable else None
-        movable = self._api.movable(request)
+        movable = self._api.make_movable(request)
         try:
             ticket = self._entrance.enter(message)
         except RequestRefusedError as error:

@@ -86,7 +86,7 @@ class SimulatedEngine(SocketEngine):
             return
         if request.abort_immediately:
             return
-        if self._rest.refuses:
+        if self._pause_state.refuses:
             self._send([(request.client_index, sim_protocol.refusal(request.request_id))])
             return
         self._clients[request.request_id] = request.client_index
@@ -110,8 +110,8 @@ class SimulatedEngine(SocketEngine):
 
     def _call(self, method: str, args: list[Any]) -> Any:
         result = super()._call(method, args)
-        self._model.admitting = self._rest.pause_mode is None
-        self._model.scheduling = self._rest.pause_mode != "keep"
+        self._model.admitting = self._pause_state.pause_mode is None
+        self._model.scheduling = self._pause_state.pause_mode != "keep"
         return result
 
     def _go_on(self) -> None:

@@ -14,7 +14,7 @@ from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, Sta
 from vllm_omni_plugin.stages.python_stage import PythonStage
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 
 logger = init_logger(__name__)
@@ -151,23 +151,23 @@ class PythonStageApi(StageApi):
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         raise NotImplementedError("a Python stage has no KV cache")
 
-    def movable(self, request: Any) -> Any:
+    def make_movable(self, request: Any) -> Any:
         return request
 
-    def fetches_once(self, request: Any) -> bool:
+    def transfers_cache(self, request: Any) -> bool:
         return False
 
     def how_to_move(self, request: Any) -> Move:
         return Move.REPLAY
 
-    def moved(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
+    def continuation(self, request: Any, move: Move, produced: Sequence[int]) -> Any:
         return request
 
-    def missing_end(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
+    def end_if_complete(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
         # The last output always carries the end.
         return None
 
-    def fit(self, output: Any, swallow: int) -> None:
+    def trim_repeated(self, output: Any, swallow: int) -> None:
         # A repeated output must carry nothing: the client has it.
         if swallow:
             output.new_token_ids = []

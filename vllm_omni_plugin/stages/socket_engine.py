@@ -13,7 +13,7 @@ from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.link import SocketReader
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import Frames, Kind, StageCodec
-from vllm_omni_plugin.vllm_api.requests.rest_state import RestState, pause_mode
+from vllm_omni_plugin.vllm_api.requests.pause_state import PauseState, pause_mode
 
 logger = init_logger(__name__)
 
@@ -38,15 +38,15 @@ class SocketEngine(ABC):
         self._reader: SocketReader | None = None
         self._sockets: list[zmq.Socket[bytes]] = []
         self._delayed_answers: list[tuple[int, Frames]] = []
-        self._rest = RestState()
+        self._pause_state = PauseState()
         self._weight_version = _FIRST_WEIGHTS
         # The utility methods of vLLM's engine core, as far as they mean something here.
         self._methods: dict[str, Callable[..., Any]] = {
             "abort_requests": lambda ids: self._abort(ids, tell=False),
             "get_supported_tasks": lambda: (),
             "get_weight_version": lambda: self._weight_version,
-            "is_scheduler_paused": lambda: self._rest.pause_mode is not None,
-            "is_sleeping": lambda: self._rest.pause_mode is not None or bool(self._rest.asleep),
+            "is_scheduler_paused": lambda: self._pause_state.pause_mode is not None,
+            "is_sleeping": lambda: self._pause_state.pause_mode is not None or bool(self._pause_state.asleep),
             "pause_generation": self._pause_generation,
             "pause_scheduler": self._pause,
             "profile": lambda *args: None,
@@ -54,7 +54,7 @@ class SocketEngine(ABC):
             "reset_encoder_cache": lambda: None,
             "reset_mm_cache": lambda: None,
             "reset_prefix_cache": lambda running=False, connector=False: self._clear_cache(),
-            "resume_scheduler": self._rest.resume,
+            "resume_scheduler": self._pause_state.resume,
             "set_weight_version": self._set_weight_version,
             "sleep": self._sleep,
             "wake_up": self._wake_up,
@@ -191,15 +191,15 @@ class SocketEngine(ABC):
             self._reader.pause()
 
     def _pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        self._rest.pause_generation(mode)
+        self._pause_state.pause_generation(mode)
         self._rested(mode, clear_cache)
 
     def _pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        self._rest.pause(mode)
+        self._pause_state.pause(mode)
         self._rested(mode, clear_cache)
 
     def _sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self._rest.sleep(level, mode)
+        self._pause_state.sleep(level, mode)
         self._rested(mode, clear_cache=level >= 1)
 
     def _rested(self, mode: str, clear_cache: bool) -> None:
@@ -209,13 +209,13 @@ class SocketEngine(ABC):
             self._clear_cache()
 
     def _wake_up(self, tags: list[str] | None = None) -> bool:
-        self._rest.wake_up(tags)
-        return not self._rest.asleep
+        self._pause_state.wake_up(tags)
+        return not self._pause_state.asleep
 
     def _release_kv_cache_memory(self) -> None:
-        if self._rest.pause_mode is None:
+        if self._pause_state.pause_mode is None:
             raise RuntimeError("it must be paused first")
-        self._rest.release_kv_cache()
+        self._pause_state.release_kv_cache()
 
     def _set_weight_version(self, version: str) -> None:
         self._weight_version = version

@@ -102,7 +102,7 @@ class StageEngine(SocketEngine):
         self._loop.call_soon(self._compute_next)
 
     def _compute_next(self) -> None:
-        if self._batch or self._ending or self._rest.pause_mode is not None:
+        if self._batch or self._ending or self._pause_state.pause_mode is not None:
             return
         self._batch = self._queue.take(self._max_batch_size)
         if self._batch:

@@ -32,7 +32,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Status,
     encode,
 )
-from vllm_omni_plugin.vllm_api.protocol.screen import Refusal
+from vllm_omni_plugin.vllm_api.protocol.message_filter import Rejection
 
 SECRETS = Secrets(["correct horse battery staple"])
 OTHERS = Secrets(["another secret of enough length"])
@@ -141,14 +141,14 @@ async def test_a_message_of_the_largest_size_passes_and_a_larger_one_fails_alone
 async def test_a_call_that_heads_may_not_make_is_answered_and_does_not_reach_the_engine(
     start_node: StartNode, make_head: MakeHead
 ) -> None:
-    def screen(frames: Sequence[Any]) -> Refusal | None:
+    def reject(frames: Sequence[Any]) -> Rejection | None:
         call = bytes(frames[1])
         if b"save_sharded_state" not in call:
             return None
         answer = FakeUtilityOutput(msgspec.json.decode(call)[1], "heads may not")
-        return Refusal("heads may not", [msgspec.json.encode(TimedOutputs(utility_output=answer))])
+        return Rejection("heads may not", [msgspec.json.encode(TimedOutputs(utility_output=answer))])
 
-    node = await start_node(screen=screen)
+    node = await start_node(message_filter=reject)
     async with make_head().attached(await node.up()) as replica:
         with pytest.raises(ReplicaError, match="heads may not"):
             await replica.client.call("save_sharded_state", "/root")
@@ -157,7 +157,7 @@ async def test_a_call_that_heads_may_not_make_is_answered_and_does_not_reach_the
 
 
 async def test_a_message_of_many_parts_is_no_larger_than_one_of_one(start_node: StartNode) -> None:
-    node = await start_node(screen=lambda frames: None, max_message_bytes=2**20)
+    node = await start_node(message_filter=lambda frames: None, max_message_bytes=2**20)
     async with node.attached() as head:
         await head.send(b"add", b'{"request_id": "too large"}', *[bytes(2**20)] * 2)
         await works(node, head)

@@ -13,7 +13,7 @@ from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, de
 from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
-from vllm_omni_plugin.vllm_api.requests.rest_state import Call, RestState
+from vllm_omni_plugin.vllm_api.requests.pause_state import Call, PauseState
 
 _WEIGHT_UPDATES = frozenset(
     {"start_weight_update", "update_weights", "finish_weight_update", "reload_weights", "reset_weights"}
@@ -26,7 +26,7 @@ class _Facts:
 
     loras: dict[int, Adapter] = field(default_factory=dict)
     pinned: dict[int, None] = field(default_factory=dict)
-    rest: RestState = field(default_factory=RestState)
+    rest: PauseState = field(default_factory=PauseState)
     weight_version: str | None = None
     weights_changed: bool = False
 

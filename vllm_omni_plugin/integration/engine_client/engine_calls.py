@@ -16,7 +16,7 @@ from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
-from vllm_omni_plugin.vllm_api.protocol.screen import CALLS
+from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_of
 
 OF_SOME_STAGES: dict[str, Callable[[FleetStages], tuple[int, ...]]] = {
@@ -94,7 +94,7 @@ class EngineCalls(AsyncMPClient):  # type: ignore[misc]
         Raises:
             UnknownCallError: nodes would refuse it, and replicas that join would never learn of it.
         """
-        if method not in CALLS and method != FORGET_LORA:
+        if method not in ALLOWED_CALLS and method != FORGET_LORA:
             raise UnknownCallError(method)
         reply: Future[list[Any]] = Future()
         stages = OF_SOME_STAGES[method](self.stages) if method in OF_SOME_STAGES else None

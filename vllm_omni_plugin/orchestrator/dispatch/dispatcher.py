@@ -22,7 +22,7 @@ from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, WaitingCounts, count_reason
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RunEnded, StageRun
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 if TYPE_CHECKING:
     # Imports vLLM, which nothing here does.
@@ -234,7 +234,7 @@ class Dispatcher:
         try:
             request = run.request if run.attempts or run.first_request is None else run.first_request
             if run.move is not Move.RESTART:
-                request = self._api.moved(request, run.move, run.produced)
+                request = self._api.continuation(request, run.move, run.produced)
             member = self._choose(run, request, chosen)
             if request.abort_immediately or not self.queue.must_wait(member, run):
                 self._start(member, run, request)
@@ -276,7 +276,7 @@ class Dispatcher:
         if not run.task or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
         if chosen is None:
-            stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.STAYS
+            stays = run.affinity_key is not None and self._api.how_to_move(request) is Move.PINNED
             avoided = self._refused.avoided(run)
             chosen = self._pool.decide(run.task, run.affinity_key, avoided, stays)
             chosen = self.queue.soonest(run, chosen, avoided)
@@ -356,7 +356,7 @@ class Dispatcher:
 
     def _end_if_whole(self, run: StageRun, lost: PoolMember) -> bool:
         """End a lost request of which only the end was missing. Returns whether it was one."""
-        outputs = self._api.missing_end(run.request, run.produced, lost.engine_index)
+        outputs = self._api.end_if_complete(run.request, run.produced, lost.engine_index)
         # The parameters of a session bound a turn and not the whole.
         if outputs is None or run.streaming is not None:
             return False

@@ -149,7 +149,7 @@ class Outcomes:
         if run.streaming is not None:
             # Chunks that were on their way begin the session anew there, and nobody would end that.
             self._abort_at(member, [run.engine_request_id])
-        may_move = not run.began and self._api.refused(output) and not self._api.fetches_once(run.request)
+        may_move = not run.began and self._api.refused(output) and not self._api.transfers_cache(run.request)
         if not may_move or not self._refused.refuse(run, member):
             return False
         self._queue.must_start(run)
@@ -178,7 +178,7 @@ class Outcomes:
             return False
         if run.joining and not cut_short:
             return False
-        self._api.fit(output, swallow)
+        self._api.trim_repeated(output, swallow)
         return True
 
     def _abort_at(self, member: PoolMember, engine_request_ids: Sequence[str]) -> None:

@@ -166,7 +166,7 @@ class StageInputBuilder:
             return RunRequests(api.build_root(source, {}, for_client=False))
         if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
             request, params = (
-                api.movable(api.build_root(source, sampling, for_client=for_client)),
+                api.make_movable(api.build_root(source, sampling, for_client=for_client)),
                 state.cache_params,
             )
             # The cache can be fetched once, so only the first attempt gets the parameters.

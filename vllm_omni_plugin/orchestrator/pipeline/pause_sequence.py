@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
 from vllm_omni_plugin.pipeline import Pipeline, Stage
-from vllm_omni_plugin.vllm_api.requests.rest_state import REST_CALLS, pause_mode
+from vllm_omni_plugin.vllm_api.requests.pause_state import PAUSE_CALLS, pause_mode
 
 
 class PauseSequence:
@@ -40,7 +40,7 @@ class PauseSequence:
             args: its arguments.
             served: ids of the stages that have replicas. The others are called together with one of these.
         """
-        self._pause_calls += method in REST_CALLS
+        self._pause_calls += method in PAUSE_CALLS
         mode, number = pause_mode(method, args), self._pause_calls
         if mode not in ("abort", "wait"):
             yield None

@@ -176,7 +176,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         api = self._apis[stage.id]
         run = state.runs[stage.id] = StageRun(
             state.request_id,
-            api.movable(given.request),
+            api.make_movable(given.request),
             self._clock(),
             streaming=session,
             dispatches=state.dispatches,
@@ -298,7 +298,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         api, cached_tokens = self._apis[stage.id], state.cached_tokens
         if cached_tokens is not None and run.attempts == 1 and stage.id in self._decodes:
             # Any later attempt computes the prompt itself, and reports the right number.
-            api.restate_cached(output, cached_tokens)
+            api.set_cached_tokens(output, cached_tokens)
         if not run.finished:
             # The end of one turn of the session; vLLM's server expects one answer only.
             output.finish_reason = None

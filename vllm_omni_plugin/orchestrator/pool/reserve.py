@@ -4,7 +4,7 @@ from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 from vllm_omni_plugin.orchestrator.requests.charges import Account
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
 _STEPS = 2
 """Steps' worth of prompts that an engine gets ahead: the next one while the output of the last is on its way, and one

@@ -16,7 +16,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import why_other_files
-from vllm_omni_plugin.vllm_api.requests.rest_state import Call
+from vllm_omni_plugin.vllm_api.requests.pause_state import Call
 
 logger = init_logger(__name__)
 

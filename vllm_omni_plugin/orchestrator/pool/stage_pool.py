@@ -30,7 +30,7 @@ from vllm_omni_plugin.orchestrator.requests.charges import UNKNOWN_CACHE, Accoun
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explanation
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
 
 logger = init_logger(__name__)
 __all__ = ["BOUND", "PoolMember", "StagePool"]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.facts import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
 
 _RATE_MEMORY_S = 30.0
 """Seconds of computing prompts after which what was seen weighs 1/e in the rate."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from prometheus_client import Histogram
 
 from vllm_omni_plugin.errors import QueryOfDeathError
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 _MAX_REASONS = 64
 """Reasons and fallbacks that are told apart. They label metrics, and a third party's policy may invent any number."""

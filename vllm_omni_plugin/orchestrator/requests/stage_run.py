@@ -11,7 +11,7 @@ from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, QueryOfDeathError, RequestLostError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 
 class RequestPhase(Enum):
@@ -300,7 +300,7 @@ class StageRun:
             loss: which replica, and why.
             migration_limit: moves a request may make in its life, without those for which another one is to blame, and
                 those of `losses_excused`.
-            on_delivered: how this request can go on if part of its answer has been delivered, or `STAYS`.
+            on_delivered: how this request can go on if part of its answer has been delivered, or `PINNED`.
             vocabulary: see `EngineApi`.
 
         Returns:
@@ -310,7 +310,7 @@ class StageRun:
         self.losses.append(loss)
         self._loss = f"Replica {loss.replica.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
-        restarts = not self.produced and on_delivered is not Move.STAYS
+        restarts = not self.produced and on_delivered is not Move.PINNED
         move = Move.RESTART if restarts else Move.REPLAY if replayable else on_delivered
         error = self._why_not_movable(move, migration_limit, vocabulary)
         if error is not None:
@@ -358,7 +358,7 @@ class StageRun:
             return self.query_of_death()
         if self.streaming is not None and not self.streaming.replayable:
             return RequestLostError(f"{self._loss}, and a streaming-input session cannot move. Please open it again.")
-        if move is Move.STAYS:
+        if move is Move.PINNED:
             return RequestLostError(
                 f"{self._loss}, and with it what an earlier request had left there for this one. "
                 "Please send both again."

@@ -22,7 +22,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket, forward, forwarding_context
 from vllm_omni_plugin.replicas.links.replica_ports import Listener
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
-from vllm_omni_plugin.vllm_api.protocol.screen import Refusal
+from vllm_omni_plugin.vllm_api.protocol.message_filter import Rejection
 
 logger = init_logger(__name__)
 
@@ -103,7 +103,7 @@ class Relay:
         inputs.bind(pull)
         outputs.bind(push)
         return (
-            forward("omni-head-input", pull, to_hub, (pull, to_hub, to_slot), self._screened(settings, to_slot)),
+            forward("omni-head-input", pull, to_hub, (pull, to_hub, to_slot), self._filtered(settings, to_slot)),
             forward("omni-head-output", slot_socket, push, (push,)),
         )
 
@@ -117,10 +117,10 @@ class Relay:
         for thread in self._threads:
             thread.join()
 
-    def _screened(self, settings: ServerSettings, to_slot: Socket) -> Callable[[Sequence[Any]], bool] | None:
+    def _filtered(self, settings: ServerSettings, to_slot: Socket) -> Callable[[Sequence[Any]], bool] | None:
         """What `forward` asks; the answers to calls that are refused go to ``to_slot``, as the engine's would."""
-        screen = settings.screen
-        if screen is None:
+        message_filter = settings.message_filter
+        if message_filter is None:
             return None
         refused = 0
 
@@ -128,15 +128,15 @@ class Relay:
             nonlocal refused
             # ZMQ bounds each frame, and not how many a message has.
             is_too_large = sum(map(len, frames[1:])) > settings.max_message_bytes
-            refusal = Refusal("it is too large", ()) if is_too_large else screen(frames[1:])
-            if refusal is None:
+            rejection = Rejection("it is too large", ()) if is_too_large else message_filter(frames[1:])
+            if rejection is None:
                 return True
             refused += 1
             if refused == 1:
-                logger.warning("A message of a head is refused, more of them without a word: %s.", refusal.reason)
-            if refusal.answer:
+                logger.warning("A message of a head is refused, more of them without a word: %s.", rejection.reason)
+            if rejection.answer:
                 with contextlib.suppress(zmq.Again):
-                    to_slot.send_multipart(refusal.answer, zmq.NOBLOCK)
+                    to_slot.send_multipart(rejection.answer, zmq.NOBLOCK)
             return False
 
         return passes

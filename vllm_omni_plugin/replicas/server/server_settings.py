@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
-from vllm_omni_plugin.vllm_api.protocol.screen import Screen, screen
+from vllm_omni_plugin.vllm_api.protocol.message_filter import MessageFilter, reject
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ServerSettings:
         heartbeat_timeout: silence after which a head has gone, or an engine hangs.
         drain_timeout: how long a leaving replica waits for its heads to finish.
         secrets: of the fleet, or None without authentication.
-        screen: says which messages of heads may not reach an engine; None: all may.
+        message_filter: rejects messages of heads that may not reach an engine; None: all may.
         max_message_bytes: a head's largest message to an engine.
         fingerprint: the configuration that heads must share, see `vllm_api.launch.model_fingerprint`.
     """
@@ -36,5 +36,5 @@ class ServerSettings:
     drain_timeout: float
     secrets: Secrets | None
     fingerprint: Mapping[str, str]
-    screen: Screen | None = screen
+    message_filter: MessageFilter | None = reject
     max_message_bytes: int = OmniConfig().max_message_bytes

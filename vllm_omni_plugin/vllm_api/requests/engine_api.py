@@ -18,8 +18,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm_omni_plugin.balancing.interface import MediaSpan, Prompt, Task
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests import moving, ready
-from vllm_omni_plugin.vllm_api.requests.facts import LoadReport
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport, Move
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 Frames = Sequence[Any]
@@ -56,10 +55,10 @@ class EngineApi:
         self._decoder = _outputs_decoder()
 
     cache_size = staticmethod(ready.cache_size)
-    fetches_once = staticmethod(moving.fetches_once)
-    moved = staticmethod(moving.moved)
-    missing_end = staticmethod(moving.missing_end)
-    fit = staticmethod(moving.fit)
+    transfers_cache = staticmethod(moving.transfers_cache)
+    continuation = staticmethod(moving.continuation)
+    end_if_complete = staticmethod(moving.end_if_complete)
+    trim_repeated = staticmethod(moving.trim_repeated)
 
     @property
     def pooling_task(self) -> str | None:
@@ -135,7 +134,7 @@ class EngineApi:
         cached: int | None = None if stats is None else stats.num_cached_tokens
         return cached
 
-    def restate_cached(self, output: Any, cached_tokens: int) -> None:
+    def set_cached_tokens(self, output: Any, cached_tokens: int) -> None:
         """Let a request's first output say that the engine took so many prompt tokens from caches."""
         if output.prefill_stats is not None:
             output.prefill_stats.num_cached_tokens = cached_tokens
@@ -168,7 +167,7 @@ class EngineApi:
         """Whether the engine has not taken the request, because an operator has paused it."""
         return PAUSE_REFUSES.here and output.error is not None and bool(output.error.retryable)
 
-    def movable(self, request: Any) -> Any:
+    def make_movable(self, request: Any) -> Any:
         """The request, or a copy with a seed if its answer could neither be resumed nor repeated without.
 
         A seed costs its engine a random generator for the request, and on some GPUs the fast sampling kernel for those
@@ -177,7 +176,7 @@ class EngineApi:
         params = request.sampling_params
         if params is None or params.temperature < _SAMPLING_EPS or params.seed is not None:
             return request
-        if request.resumable or not (self._custom_processors or moving.looks_back(request)):
+        if request.resumable or not (self._custom_processors or moving.depends_on_output(request)):
             return request
         params = copy.copy(params)
         params.seed = self._random.getrandbits(_SEED_BITS)

@@ -15,7 +15,7 @@ from vllm.sampling_params import _SAMPLING_EPS
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.pool.late_interaction import LATE_INTERACTION_MODE_SCORE_DOC
 
-from vllm_omni_plugin.vllm_api.requests.move import Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 from vllm_omni_plugin.vllm_api.requests.request_building import TRANSFER_PARAMS
 
 PROCESSOR_PLUGINS = "vllm.logits_processors"
@@ -26,7 +26,7 @@ def has_custom_logits_processors(model_config: Any) -> bool:
     return bool(model_config.logits_processors) or bool(entry_points(group=PROCESSOR_PLUGINS))
 
 
-def fetches_once(request: Any) -> bool:
+def transfers_cache(request: Any) -> bool:
     """Whether an `EngineCoreRequest` transfers a cache: the other side keeps it until it has been fetched, once."""
     params = request.sampling_params
     return params is not None and not TRANSFER_PARAMS.isdisjoint(params.extra_args or ())
@@ -36,15 +36,15 @@ def how_to_move(request: Any, custom_processors: bool) -> Move:
     """How an `EngineCoreRequest` goes on once part of its answer has been delivered; see the module."""
     params = request.sampling_params
     if params is None:
-        return Move.STAYS if _scores_document(request.pooling_params) else Move.NEVER
-    if request.resumable or fetches_once(request):
+        return Move.PINNED if _scores_document(request.pooling_params) else Move.NEVER
+    if request.resumable or transfers_cache(request):
         return Move.NEVER
-    if _is_seeded(params) or custom_processors or looks_back(request):
+    if _is_seeded(params) or custom_processors or depends_on_output(request):
         return Move.REPLAY
     return Move.RESUME
 
 
-def moved(request: Any, move: Move, produced: Sequence[int]) -> Any:
+def continuation(request: Any, move: Move, produced: Sequence[int]) -> Any:
     """A copy of the request that produces what is missing (`RESUME`) or everything again (`REPLAY`)."""
     # Prompt log-probabilities have been delivered with the first token.
     params = copy.copy(request.sampling_params)
@@ -59,7 +59,7 @@ def moved(request: Any, move: Move, produced: Sequence[int]) -> Any:
     return msgspec.structs.replace(request, sampling_params=params, prompt_token_ids=prompt)
 
 
-def missing_end(request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
+def end_if_complete(request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
     """The `EngineCoreOutputs` that end a request which has got all its tokens, or None.
 
     vLLM's engines send the end with the last token, and refuse a request for no tokens.
@@ -78,7 +78,7 @@ def missing_end(request: Any, produced: Sequence[int], engine_index: int) -> Any
     return EngineCoreOutputs(engine_index=engine_index, outputs=[end])
 
 
-def fit(output: Any, swallow: int) -> None:
+def trim_repeated(output: Any, swallow: int) -> None:
     """Make an `EngineCoreOutput` one in the middle of an answer: without its first tokens and what is told once.
 
     Times of queueing and prefill, and what the prompt cost, were told by the first attempt; told again they would
@@ -110,7 +110,7 @@ def _is_seeded(params: Any) -> bool:
     return params.temperature >= _SAMPLING_EPS and params.seed is not None
 
 
-def looks_back(request: Any) -> bool:
+def depends_on_output(request: Any) -> bool:
     """Whether the next token depends on the output in a way that it does not depend on a prompt.
 
     Stop strings do not count: engines do not look for them.

@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.core_client import MPClient
 
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.requests.facts import BatchLimits, CacheSize
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, CacheSize
 
 
 def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[int, Any]:

@@ -6,13 +6,13 @@ from typing import Any
 Call = tuple[str, tuple[Any, ...]]
 """A utility method of the engine core and its arguments."""
 
-REST_CALLS = frozenset({"pause_generation", "pause_scheduler", "resume_scheduler", "sleep", "wake_up"})
+PAUSE_CALLS = frozenset({"pause_generation", "pause_scheduler", "resume_scheduler", "sleep", "wake_up"})
 _PAUSES = ("pause_generation", "pause_scheduler")
 _ALL_MEMORY = frozenset({"weights", "kv_cache"})
 
 
 def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
-    """What a call does with the requests in flight, see `RestState.pause_mode`; None: it brings nothing to rest."""
+    """What a call does with the requests in flight, see `PauseState.pause_mode`; None: it brings nothing to rest."""
     if method not in (*_PAUSES, "sleep"):
         return None
     place = 0 if method in _PAUSES else 1
@@ -22,7 +22,7 @@ def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
 
 
 @dataclass
-class RestState:
+class PauseState:
     """What pausing, sleeping and waking leave behind in vLLM's engine core and executor.
 
     Kept as the state and not as a list of calls: training loops repeat these calls without end, in many orders.

@@ -15,10 +15,10 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.fakes.adapter_files import write_adapter
 from tests.fakes.hostile_frames import hostile_message
 from vllm_omni_plugin.errors import NOT_ALLOWED
-from vllm_omni_plugin.vllm_api.protocol.screen import CALLS, WORKER_CALLS, screen
+from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS, ALLOWED_WORKER_CALLS, reject
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest, adapter_of
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.facts import ENDING
+from vllm_omni_plugin.vllm_api.requests.engine_types import SHUTTING_DOWN
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 API = EngineApi()
@@ -26,7 +26,7 @@ API = EngineApi()
 
 def refusal_of(method: str, *args: Any) -> str | None:
     """What the caller is told, decoded as heads decode it."""
-    refusal = screen(API.encode_utility(7, method, args))
+    refusal = reject(API.encode_utility(7, method, args))
     if refusal is None:
         return None
     answer = API.decode_outputs(refusal.answer).utility_output
@@ -46,7 +46,7 @@ NEWER = frozenset() if PAUSE_REFUSES.here else frozenset({"pause_generation"})
 """Calls that only engines of a newer vLLM than the installed one take."""
 
 
-@pytest.mark.parametrize("method", sorted(CALLS - {"collective_rpc"}))
+@pytest.mark.parametrize("method", sorted(ALLOWED_CALLS - {"collective_rpc"}))
 def test_calls_that_heads_make_pass_and_are_methods_of_the_engine(method: str) -> None:
     assert refusal_of(method, "any", ["arguments"]) is None
     assert hasattr(EngineCoreProc, method) is (method not in NEWER)
@@ -57,7 +57,7 @@ def test_an_engine_that_was_told_to_end_refuses_calls_in_these_words() -> None:
     engine: Any = SimpleNamespace(shutdown_state=EngineShutdownState.REQUESTED, output_queue=answers)
     assert EngineCoreProc._reject_utility_in_shutdown(engine, 0, 7, "is_sleeping")
     _, outputs = answers.get_nowait()
-    assert outputs.utility_output.failure_message == ENDING
+    assert outputs.utility_output.failure_message == SHUTTING_DOWN
 
 
 @pytest.mark.parametrize("method", ["save_sharded_state", "shutdown", "abort_requests", "__init__", "", "x" * 10**6])
@@ -67,7 +67,7 @@ def test_other_methods_are_refused_with_an_answer(method: str) -> None:
     assert len(reason) < 200
 
 
-@pytest.mark.parametrize("method", sorted(WORKER_CALLS))
+@pytest.mark.parametrize("method", sorted(ALLOWED_WORKER_CALLS))
 def test_what_vllms_server_calls_on_workers_passes(method: str) -> None:
     assert refusal_of("collective_rpc", method, None, (), {}) is None
 
@@ -84,7 +84,7 @@ def test_functions_are_refused_in_dev_mode_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     frames = (b"\x03", *MsgpackEncoder().encode((0, 7, "collective_rpc", (print, None, (), {}))))
-    refusal = screen(frames)
+    refusal = reject(frames)
     assert refusal is not None
     assert API.decode_outputs(refusal.answer).utility_output.call_id == 7
 
@@ -144,7 +144,7 @@ def test_an_adapter_of_which_the_head_has_no_files_is_loaded(folder: Path) -> No
 
 @pytest.mark.parametrize("kind", [b"\x02", b"\x04", b"\x05", b"", b"\x00\x00"])
 def test_only_requests_aborts_and_calls_pass(kind: bytes) -> None:
-    refusal = screen((kind, b"\x90"))
+    refusal = reject((kind, b"\x90"))
     assert refusal is not None
     assert not refusal.answer
 
@@ -154,7 +154,7 @@ def test_whatever_comes_nothing_is_raised() -> None:
     calls = (("collective_rpc", ("m", None, (), {})), ("add_lora", (Adapter("a", 1, "/a", digest="d"),)))
     samples = [bytes(frame) for method, args in calls for frame in API.encode_utility(1, method, args)]
     for _ in range(5000):
-        screen([rng.choice((b"\x00", b"\x01", b"\x03", b"\x07")), *hostile_message(rng, samples)])
-        screen(hostile_message(rng, samples))
-    assert screen(()) is not None
-    assert screen((b"\x03", b"\x91" * 10_000)) is not None
+        reject([rng.choice((b"\x00", b"\x01", b"\x03", b"\x07")), *hostile_message(rng, samples)])
+        reject(hostile_message(rng, samples))
+    assert reject(()) is not None
+    assert reject((b"\x03", b"\x91" * 10_000)) is not None

@@ -18,7 +18,7 @@ from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, why_other_files
 
 Frames = Sequence[Any]
 
-CALLS = frozenset(
+ALLOWED_CALLS = frozenset(
     {
         "add_lora",
         "collective_rpc",
@@ -45,7 +45,7 @@ CALLS = frozenset(
 )
 """Methods of the engine core that `FleetClient` calls for AsyncLLM, or the head for itself."""
 
-WORKER_CALLS = frozenset(
+ALLOWED_WORKER_CALLS = frozenset(
     {
         "checkpoint_prepare",
         "checkpoint_restore",
@@ -66,7 +66,7 @@ _DEV_MODE = "VLLM_SERVER_DEV_MODE"
 _call = msgspec.msgpack.Decoder(Call)
 
 
-class Refusal(NamedTuple):
+class Rejection(NamedTuple):
     """A message that must not reach the engine.
 
     Attributes:
@@ -78,11 +78,11 @@ class Refusal(NamedTuple):
     answer: Frames
 
 
-Screen = Callable[[Frames], Refusal | None]
-"""What `screen` is."""
+MessageFilter = Callable[[Frames], Rejection | None]
+"""What `reject` is."""
 
 
-def screen(frames: Frames) -> Refusal | None:
+def reject(frames: Frames) -> Rejection | None:
     """Why a message may not reach the engine, None if it may. Raises nothing, whatever the frames are.
 
     Reads the files of an adapter that is to be loaded, and nothing else.
@@ -92,10 +92,10 @@ def screen(frames: Frames) -> Refusal | None:
         if kind in (ADD, ABORT) and len(frames) > 1:
             return None
         if kind != UTILITY:
-            return Refusal(f"heads send no message of type {kind!r}", ())
+            return Rejection(f"heads send no message of type {kind!r}", ())
         _, call_id, method, args = _call.decode(frames[1])
     except (msgspec.MsgspecError, LookupError, RecursionError, UnicodeError, TypeError, ValueError) as error:
-        return Refusal(f"it is no valid message: {error}", ())
+        return Rejection(f"it is no valid message: {error}", ())
     reason = _why_not(method, args)
     if reason is not None:
         return _refusal(call_id, reason, NOT_ALLOWED + reason)
@@ -105,8 +105,8 @@ def screen(frames: Frames) -> Refusal | None:
     return None
 
 
-def _refusal(call_id: int, reason: str, told: str) -> Refusal:
-    return Refusal(reason, StageCodec().encode_failure(call_id, told))
+def _refusal(call_id: int, reason: str, told: str) -> Rejection:
+    return Rejection(reason, StageCodec().encode_failure(call_id, told))
 
 
 def _other_files(args: list[Any]) -> str:
@@ -119,12 +119,12 @@ def _other_files(args: list[Any]) -> str:
 
 
 def _why_not(method: str, args: list[Any]) -> str | None:
-    if method not in CALLS:
+    if method not in ALLOWED_CALLS:
         return f"{method[:_MAX_NAME_CHARS]!r} is no call that heads may make"
     if method != "collective_rpc":
         return None
     called = args[0] if args else None
-    if isinstance(called, str) and (called in WORKER_CALLS or _is_dev_mode()):
+    if isinstance(called, str) and (called in ALLOWED_WORKER_CALLS or _is_dev_mode()):
         return None
     name = called[:_MAX_NAME_CHARS] if isinstance(called, str) else "something that is no name"
     return f"collective_rpc of {name} is only allowed to heads where the replica's node was started with {_DEV_MODE}=1"

@@ -1,0 +1,60 @@
+"""Our types for what engines report, and for moves of requests. Importing this module does not import vLLM."""
+
+from enum import Enum
+from typing import NamedTuple
+
+SHUTTING_DOWN = "Server shutting down"
+"""An engine that was asked to end answers every call with this error. It finishes the requests that it has."""
+
+
+class LoadReport(NamedTuple):
+    """The load that an engine reports with a step.
+
+    Attributes:
+        waiting: requests it has not started.
+        running: requests it has started.
+        kv_usage: share of its KV memory in use, 0 to 1.
+    """
+
+    waiting: int
+    running: int
+    kv_usage: float
+
+
+class BatchLimits(NamedTuple):
+    """The largest batch of one engine step; zeros if unknown.
+
+    Attributes:
+        tokens: of prompts and answers together.
+        sequences: requests that run at the same time.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+
+
+class CacheSize(NamedTuple):
+    """KV memory of an engine; zeros if unknown.
+
+    Attributes:
+        blocks: number of its blocks.
+        block_size: tokens in each.
+    """
+
+    blocks: int = 0
+    block_size: int = 0
+
+
+class Move(Enum):
+    """How a request continues on another replica when its own is lost."""
+
+    RESTART = "restart"
+    """From the start. Exact as long as nothing was delivered to the client."""
+    RESUME = "resume"
+    """The delivered tokens become part of the prompt, and `max_tokens` and `min_tokens` shrink by their number."""
+    REPLAY = "replay"
+    """From the start; outputs that repeat the delivered tokens are dropped."""
+    NEVER = "never"
+    """It cannot move once a part of its answer has been delivered."""
+    PINNED = "pinned"
+    """It can never move: it needs state that an earlier request with its affinity key left on its replica."""
