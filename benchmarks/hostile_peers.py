@@ -23,7 +23,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     AttachRefused,
     Detach,
     FromServer,
-    LeaseBeat,
+    RenewLease,
     decode_from_server,
     encode,
 )
@@ -109,7 +109,7 @@ def coordinator_samples() -> tuple[bytes, ...]:
 def control_samples(fingerprint: dict[str, str], incarnation: int) -> tuple[bytes, ...]:
     """Valid messages of heads; the first would be granted a lease."""
     attach = Attach(PROTOCOL_VERSION, incarnation, "hostile", "c" * 40, fingerprint)
-    return tuple(encode(message) for message in (attach, LeaseBeat(1), Detach(1), LeaseBeat(2), Detach(2)))
+    return tuple(encode(message) for message in (attach, RenewLease(1), Detach(1), RenewLease(2), Detach(2)))
 
 
 def send_frames(port: Port, frames: int, secret: Path | None, seed: int) -> Sent:
@@ -223,7 +223,7 @@ def ask_and_sleep(control_addr: str, questions: int, secret: Path | None) -> Non
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = _connected(context, Port("", control_addr, zmq.DEALER, REPLICA_ROLE), secret, rcvhwm=1, rcvbuf=4096)
     for number in range(questions):
-        dealer.send(encode(LeaseBeat(number)))
+        dealer.send(encode(RenewLease(number)))
     context.destroy(linger=1000)
 
 
@@ -281,7 +281,7 @@ class Guest:
 
     def beat(self) -> str:
         """Say that we are here; return why the lease is over, or ""."""
-        self._control.send(encode(LeaseBeat(self.lease.lease)))
+        self._control.send(encode(RenewLease(self.lease.lease)))
         while self._control.poll(0):
             answer: Any = decode_from_server(self._control.recv())
             if getattr(answer, "status", None) is not ReplicaStatus.UP:

@@ -57,7 +57,7 @@ class FakeReplica:
     def disable_restarts(self) -> None:
         self._events.append("replica is the last")
 
-    def leave_now(self, reason: str) -> None:
+    def stop_now(self, reason: str) -> None:
         if not self.end.done():
             self.end.set_result(None)
 

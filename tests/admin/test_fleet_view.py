@@ -18,7 +18,7 @@ async def test_the_state_tells_what_an_operator_asks_about(fleet: FakeFleet) -> 
         await fleet.submit(f"r{number}")
     client_of_one = fleet.pool.member(0).client
     assert client_of_one is not None
-    client_of_one.heard_at = 9.5
+    client_of_one.answered_at = 9.5
     fleet.orchestrator.hold_back(fleet.pool.member(1), "suspect")
     app.state.omni_drain.begin()
     async with client_of(app) as client:

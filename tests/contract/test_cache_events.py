@@ -27,8 +27,8 @@ from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.replicas.kv_events import cache_listener
-from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
 from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
+from vllm_omni_plugin.replicas.kv_events.cached_blocks import CachedBlocks
 from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import (
     remove_event_sockets,
@@ -93,7 +93,7 @@ def hash_seed() -> None:
 def test_reported_blocks_are_found_by_the_prompt_of_their_request(other: dict[str, Any]) -> None:
     cached = request(**other)
     task, _ = EngineApi().describe(cached)
-    change = BlockNames().apply(decode_events(Pool(cached).take()))
+    change = CachedBlocks().apply(decode_events(Pool(cached).take()))
     assert list(change.stored) == prompt_keys(task["prompt"], SIZE)
     assert len(change.stored) == BLOCKS
 
@@ -112,11 +112,11 @@ def test_blocks_that_a_connector_has_stored_elsewhere_leave_those_of_the_pool_kn
     )
     events = [offloaded, *Pool(request()).pool.take_events(), offloaded]
     batch = msgspec.msgpack.encode(KVEventBatch(ts=time.time(), events=events))
-    assert len(BlockNames().apply(decode_events(batch)).stored) == BLOCKS
+    assert len(CachedBlocks().apply(decode_events(batch)).stored) == BLOCKS
 
 
 def test_evicted_blocks_and_a_cleared_cache_are_reported() -> None:
-    pool, names = Pool(request()), BlockNames()
+    pool, names = Pool(request()), CachedBlocks()
     keys = names.apply(decode_events(pool.take())).stored
     pool.pool.free_blocks(reversed(pool.blocks))
     pool.pool.get_new_blocks(13)

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from tests.balancing.pool import PooledReplica
 from vllm_omni_plugin.balancing import KvAwareBalancer, ReplicaLoad
-from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
+from vllm_omni_plugin.replicas.kv_events.cached_blocks import CachedBlocks
 from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
@@ -105,7 +105,7 @@ class Client:
 def test_predicted_hits_are_those_of_vllms_cache_manager(seed: int) -> None:
     init_none_hash(sha256)
     rng = random.Random(seed)
-    engine, client, names, policy = Engine(), Client(seed), BlockNames(), KvAwareBalancer()
+    engine, client, names, policy = Engine(), Client(seed), CachedBlocks(), KvAwareBalancer()
     replica = PooledReplica(0, ReplicaLoad(kv_blocks=BLOCKS, block_size=SIZE))
     predicted: list[int] = []
     actual: list[int] = []

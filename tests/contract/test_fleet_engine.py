@@ -16,7 +16,7 @@ from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, FleetExecutor, fleet_executor, mark_as_fleet_engine
-from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
+from vllm_omni_plugin.vllm_api.launch.spawning import exit_reason
 
 ENOUGH_S = 60.0
 
@@ -110,7 +110,7 @@ def test_only_vllms_own_executor_is_replaced() -> None:
     ],
 )
 def test_an_exit_has_a_name(code: int | None, text: str) -> None:
-    assert describe_exit(code) == text
+    assert exit_reason(code) == text
 
 
 def test_an_engine_core_that_ends_without_a_word_is_named_by_its_own_exit(monkeypatch: pytest.MonkeyPatch) -> None:

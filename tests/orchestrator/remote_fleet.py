@@ -20,7 +20,7 @@ class Attachment:
     """Satisfies `RemoteReplica` over a link in memory."""
 
     ready_response = b"ready"
-    told = False
+    synced = False
 
     def __init__(self, info: ReplicaInfo, replica_id: int, on_outputs: OnOutputs, on_status: OnStatus) -> None:
         self.info = info
@@ -34,8 +34,8 @@ class Attachment:
         self.client.start()
         self.told_to_leave = self.closed = False
 
-    def say_told(self) -> None:
-        self.told = True
+    def report_synced(self) -> None:
+        self.synced = True
 
     def _end(self, reason: str) -> None:
         self.lost.set_result(reason)

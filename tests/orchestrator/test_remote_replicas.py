@@ -76,8 +76,8 @@ async def test_a_replica_that_serves_is_marked_as_told_and_one_that_was_told_is_
 ) -> None:
     await fleet.joined(row(1))
     await fleet.call("set_weight_version", "v2")
-    assert fleet.attachments[0].told
-    monkeypatch.setattr(Attachment, "told", True)
+    assert fleet.attachments[0].synced
+    monkeypatch.setattr(Attachment, "synced", True)
     fleet.register(row(2))
     await fleet.serving(2)
     assert fleet.attachments[1].link.calls == []

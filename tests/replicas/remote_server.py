@@ -15,7 +15,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     AttachRefused,
     Expired,
     FromServer,
-    LeaseBeat,
+    RenewLease,
     Status,
     ToServer,
     decode_to_server,
@@ -72,7 +72,7 @@ class FakeServer:
         answers_beats: whether to give signs of life.
         answers_calls: whether the engine answers utility calls; False: it hangs.
         admits: whether the data sockets admit the head.
-        told: whether another head has told the engine everything.
+        synced: whether another head has told the engine everything.
     """
 
     def __init__(self, secrets: Secrets | None = None) -> None:
@@ -80,7 +80,7 @@ class FakeServer:
         self.received: list[list[bytes]] = []
         self.refusal: AttachRefused | None = None
         self.answers_attach = self.answers_beats = self.answers_calls = self.admits = True
-        self.told = False
+        self.synced = False
         self.status = ReplicaStatus.UP
         self._encrypted = secrets is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -156,7 +156,7 @@ class FakeServer:
         self.heard.append(message)
         if isinstance(message, Attach) and self.answers_attach:
             self._answer(message)
-        elif isinstance(message, LeaseBeat) and self.answers_beats:
+        elif isinstance(message, RenewLease) and self.answers_beats:
             lease_known = message.lease == LEASE
             self.tell(Status(LEASE, self.status) if lease_known else Expired(message.lease))
 
@@ -177,7 +177,7 @@ class FakeServer:
                 max_message_bytes=2**20,
                 data_key=self._data_key.decode() if self._encrypted else "",
                 fingerprint={},
-                told=self.told,
+                synced=self.synced,
             )
         )
 

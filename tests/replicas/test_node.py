@@ -36,7 +36,7 @@ class FakeServer:
     def drain(self) -> None:
         self.told.put_nowait("drain")
 
-    def leave_now(self, reason: str) -> None:
+    def stop_now(self, reason: str) -> None:
         self.told.put_nowait(reason)
 
 

@@ -35,10 +35,10 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Attach,
     AttachRefused,
     Detach,
+    DrainReplica,
     Expired,
-    Leave,
+    StateSynced,
     Status,
-    Told,
 )
 
 OLD, NEW, FOREIGN = "an old secret of ours", "the new secret of ours", "a secret of others"
@@ -127,11 +127,11 @@ async def test_the_server_hears_that_the_engine_was_told_everything_and_shall_le
     head: RemoteHead, server: FakeServer
 ) -> None:
     replica = await head.attach(server.info)
-    replica.say_told()
+    replica.report_synced()
     replica.leave()
     replica.close()
     replica.close()
-    await eventually(lambda: server.heard[-3:] == [Told(LEASE), Leave(LEASE), Detach(LEASE)])
+    await eventually(lambda: server.heard[-3:] == [StateSynced(LEASE), DrainReplica(LEASE), Detach(LEASE)])
     assert (head.deaths, replica.lost.result()) == ([], "closed")
 
 

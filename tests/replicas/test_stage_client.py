@@ -204,7 +204,7 @@ async def test_what_came_while_paused_is_read_on_resume_or_drain(peer: Peer) -> 
 
 
 async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_engine_answers(peer: Peer) -> None:
-    alive = asyncio.create_task(peer.client.answers())
+    alive = asyncio.create_task(peer.client.probe())
     await asyncio.sleep(0)
     call = await peer.open_call("one")
     peer.client.interrupt("no answer for 10 s")
@@ -218,7 +218,7 @@ async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_e
 async def test_an_engine_that_refuses_calls_since_it_was_told_to_end_answers_and_may_finish_its_requests(
     peer: Peer,
 ) -> None:
-    alive = asyncio.create_task(peer.client.answers())
+    alive = asyncio.create_task(peer.client.probe())
     await asyncio.sleep(0)
     peer.link.refuse(peer.link.calls[0][0], "Server shutting down")
     await alive

@@ -67,7 +67,7 @@ class HeadlessGroup:
 
     async def close(self) -> None:
         for server in self.servers:
-            server.leave_now("the test is over")
+            server.stop_now("the test is over")
         async with asyncio.timeout(_START_S):
             await asyncio.gather(*self.running)
         self._executor.shutdown()

@@ -18,9 +18,9 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Attached,
     AttachRefused,
     Detach,
+    DrainReplica,
     FromServer,
-    LeaseBeat,
-    Leave,
+    RenewLease,
     Status,
     ToServer,
     decode_from_server,
@@ -123,14 +123,14 @@ class Head:
         return status
 
     async def beat(self) -> FromServer:
-        await self.say(LeaseBeat(self.attached.lease))
+        await self.say(RenewLease(self.attached.lease))
         return await self.hear()
 
     async def detach(self) -> None:
         await self.say(Detach(self.attached.lease))
 
     async def leave(self) -> None:
-        await self.say(Leave(self.attached.lease))
+        await self.say(DrainReplica(self.attached.lease))
 
     async def send(self, *frames: bytes) -> None:
         await within(self.inputs.send_multipart([self.attached.identity, *frames]))

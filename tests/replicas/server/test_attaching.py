@@ -12,8 +12,8 @@ from tests.replicas.server.conftest import Node, StartNode
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Expired, Status, Told, encode
-from vllm_omni_plugin.replicas.server.relay import Relay
+from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Expired, StateSynced, Status, encode
+from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
 SECRETS = Secrets(["a secret that both ends know"])
@@ -21,14 +21,14 @@ SECRETS = Secrets(["a secret that both ends know"])
 
 def fail_next_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next output that is taken back from a head cannot be."""
-    close, failures = Relay.close, [OSError(errno.EMFILE, "Too many open files")]
+    close, failures = DataProxy.close, [OSError(errno.EMFILE, "Too many open files")]
 
-    def close_and_fail_once(relay: Relay) -> None:
-        close(relay)
+    def close_and_fail_once(proxy: DataProxy) -> None:
+        close(proxy)
         if failures:
             raise failures.pop()
 
-    monkeypatch.setattr(Relay, "close", close_and_fail_once)
+    monkeypatch.setattr(DataProxy, "close", close_and_fail_once)
 
 
 async def test_requests_and_outputs_pass_between_head_and_engine(head: Head, node: Node) -> None:
@@ -55,15 +55,15 @@ async def test_the_next_heads_hear_that_an_engine_was_told_everything_until_its_
     node: Node,
 ) -> None:
     async with node.attached() as first:
-        assert not first.attached.told
-        await first.say(Told(first.attached.lease))
+        assert not first.attached.synced
+        await first.say(StateSynced(first.attached.lease))
         await first.beat()
         async with node.attached() as second:
-            assert second.attached.told
+            assert second.attached.synced
             await let_go(second)
         await let_go(first)
     async with node.attached() as later:
-        assert not later.attached.told
+        assert not later.attached.synced
 
 
 async def let_go(head: Head) -> None:
@@ -76,13 +76,13 @@ async def test_an_engine_that_is_started_anew_because_an_output_could_not_be_tak
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with node.attached() as first:
-        await first.say(Told(first.attached.lease))
+        await first.say(StateSynced(first.attached.lease))
         before = await node.up()
         fail_next_close(monkeypatch)
         await first.detach()
         await node.up(after=before.incarnation)
     async with node.attached() as later:
-        assert not later.attached.told
+        assert not later.attached.synced
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import zmq
 from tests.fakes.conditions import eventually
 from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.replicas.control.control_link import ControlSocket
-from vllm_omni_plugin.replicas.control.lease_messages import LeaseBeat, Status, ToServer, encode
-from vllm_omni_plugin.replicas.links.replica_ports import Listener, listen_on_many
+from vllm_omni_plugin.replicas.control.control_link import ControlServer
+from vllm_omni_plugin.replicas.control.lease_messages import RenewLease, Status, ToServer, encode
+from vllm_omni_plugin.replicas.links.replica_ports import Listener, listen_on_ports
 
 
 def has(items: list[bytes], count: int) -> bool:
@@ -22,7 +22,7 @@ def has(items: list[bytes], count: int) -> bool:
 
 @pytest.fixture
 def listener(keep: Keep) -> Listener:
-    (listener,) = listen_on_many("127.0.0.1", None, 1)
+    (listener,) = listen_on_ports("127.0.0.1", None, 1)
     return keep(listener)
 
 
@@ -40,20 +40,20 @@ async def test_garbage_is_counted_and_logged_once(
     listener: Listener, dealer: "zmq.Socket[bytes]", caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[ToServer] = []
-    control = ControlSocket(listener, None, lambda peer, message: heard.append(message))
+    control = ControlServer(listener, None, lambda peer, message: heard.append(message))
     with caplog.at_level(logging.WARNING):
         for _ in range(50):
             dealer.send(b"no message")
             dealer.send_multipart([b"one", b"too many"])
-        dealer.send(encode(LeaseBeat(1)))
-        await eventually(lambda: heard == [LeaseBeat(1)])
+        dealer.send(encode(RenewLease(1)))
+        await eventually(lambda: heard == [RenewLease(1)])
     assert (control.dropped["malformed"], control.dropped["multipart"]) == (50, 50)
     assert len([record for record in caplog.records if "Dropped a frame" in record.message]) == 2
     control.close(0.0)
 
 
 async def test_a_peer_of_an_older_protocol_is_counted_like_any_other(listener: Listener) -> None:
-    control = ControlSocket(listener, None, lambda peer, message: None)
+    control = ControlServer(listener, None, lambda peer, message: None)
     host, port = listener.address.removeprefix("tcp://").split(":")
     signature, revision, dealer, anonymous = b"\xff" + bytes(8) + b"\x7f", b"\x01", b"\x05", b"\x00\x00"
     with socket.create_connection((host, int(port))) as peer:
@@ -72,21 +72,21 @@ async def test_a_fault_in_handling_a_message_does_not_end_the_service(
         if len(heard) == 1:
             raise RuntimeError("a bug")
 
-    control = ControlSocket(listener, None, fail_first)
-    dealer.send(encode(LeaseBeat(1)))
-    dealer.send(encode(LeaseBeat(2)))
-    await eventually(lambda: heard == [LeaseBeat(1), LeaseBeat(2)])
+    control = ControlServer(listener, None, fail_first)
+    dealer.send(encode(RenewLease(1)))
+    dealer.send(encode(RenewLease(2)))
+    await eventually(lambda: heard == [RenewLease(1), RenewLease(2)])
     assert "could not be handled" in caplog.text
     control.close(0.0)
 
 
 async def test_a_message_that_comes_while_one_is_sent_is_heard(listener: Listener, dealer: "zmq.Socket[bytes]") -> None:
     heard: list[bytes] = []
-    control = ControlSocket(listener, None, lambda peer, message: heard.append(peer))
-    dealer.send(encode(LeaseBeat(0)))
+    control = ControlServer(listener, None, lambda peer, message: heard.append(peer))
+    dealer.send(encode(RenewLease(0)))
     await eventually(lambda: heard)
     for turn in range(300):
-        dealer.send(encode(LeaseBeat(turn)))
+        dealer.send(encode(RenewLease(turn)))
         # The event of the message that is on its way may be taken in by the send.
         for _ in range(3):
             control.send(heard[0], Status(1, ReplicaStatus.UP))

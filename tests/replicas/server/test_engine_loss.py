@@ -13,7 +13,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Status
 from vllm_omni_plugin.replicas.server.announcer import Announcer
-from vllm_omni_plugin.replicas.server.attached_heads import Heads
+from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
 
 
 async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(head: Head, node: Node) -> None:
@@ -35,8 +35,8 @@ async def test_heads_hear_of_a_loss_before_the_coordinator_that_cannot_tell_why(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    turn_away, say = Heads.turn_away, Announcer.say
-    monkeypatch.setattr(Heads, "turn_away", lambda *args: (told.append("heads"), turn_away(*args)))
+    turn_away, say = AttachedHeads.turn_away, Announcer.say
+    monkeypatch.setattr(AttachedHeads, "turn_away", lambda *args: (told.append("heads"), turn_away(*args)))
     monkeypatch.setattr(Announcer, "say", lambda *args, **more: (told.append(args[1]), say(*args, **more)))
     async with node.attached() as head:
         node.engine.process.die()

@@ -45,7 +45,7 @@ async def test_a_drain_out_of_time_tells_the_heads_and_ends(start_node: StartNod
 
 
 async def test_a_head_that_does_not_detach_cannot_keep_a_replica(head: Head, node: Node) -> None:
-    node.server.leave_now("it was told twice")
+    node.server.stop_now("it was told twice")
     assert (await head.hear_status()).reason == "it was told twice"
     await node.running
 
@@ -57,7 +57,7 @@ async def test_an_idle_replica_leaves_at_once_and_its_engine_has_time_to_end(nod
     assert node.engine.process.shutdowns == [None]
 
 
-@pytest.mark.parametrize(("leave", "why"), [("drain", "draining: it is leaving"), ("leave_now", "down: it was told")])
+@pytest.mark.parametrize(("leave", "why"), [("drain", "draining: it is leaving"), ("stop_now", "down: it was told")])
 async def test_a_head_that_comes_while_an_idle_replica_leaves_is_told_so(
     node: Node, monkeypatch: pytest.MonkeyPatch, leave: str, why: str
 ) -> None:
@@ -73,7 +73,7 @@ async def test_a_head_that_comes_while_an_idle_replica_leaves_is_told_so(
         if leave == "drain":
             node.server.drain()
         else:
-            node.server.leave_now("it was told")
+            node.server.stop_now("it was told")
         answer = await late.ask_to_attach(info.incarnation)
         may_end.set()
         assert isinstance(answer, AttachRefused)
@@ -87,7 +87,7 @@ async def test_leaving_again_after_the_end_changes_nothing(node: Node) -> None:
     node.server.drain()
     await node.running
     node.server.drain()
-    node.server.leave_now("once more")
+    node.server.stop_now("once more")
     assert len(node.launcher.engines) == 1
 
 

@@ -8,7 +8,7 @@ import zmq
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
-from vllm_omni_plugin.replicas.links.replica_ports import PortRange, close_all, listen_on_many
+from vllm_omni_plugin.replicas.links.replica_ports import PortRange, close_all, listen_on_ports
 
 LOOPBACK = "127.0.0.1"
 
@@ -17,7 +17,7 @@ def free_ports(count: int) -> PortRange:
     for first in range(21000, 30000, count):
         ports = PortRange(first, first + count - 1)
         try:
-            close_all(listen_on_many(LOOPBACK, ports, count))
+            close_all(listen_on_ports(LOOPBACK, ports, count))
         except ConfigError:
             continue
         return ports
@@ -37,13 +37,13 @@ def test_what_is_no_range_is_refused_by_the_flags_name(text: str) -> None:
 
 def test_ports_of_a_range_are_taken_in_order_and_run_out() -> None:
     ports = free_ports(3)
-    listeners = listen_on_many(LOOPBACK, ports, 3)
+    listeners = listen_on_ports(LOOPBACK, ports, 3)
     try:
         assert [listener.address for listener in listeners] == [
             f"tcp://127.0.0.1:{port}" for port in range(ports.first, ports.last + 1)
         ]
         with pytest.raises(ConfigError, match=f"--omni-replica-ports: of {ports} 0 are free"):
-            listen_on_many(LOOPBACK, ports, 1)
+            listen_on_ports(LOOPBACK, ports, 1)
     finally:
         close_all(listeners)
 
@@ -51,21 +51,21 @@ def test_ports_of_a_range_are_taken_in_order_and_run_out() -> None:
 def test_all_ports_or_none() -> None:
     ports = free_ports(2)
     with pytest.raises(ConfigError, match=f"of {ports} 2 are free on {LOOPBACK}, and 3 are needed"):
-        listen_on_many(LOOPBACK, ports, 3)
-    close_all(listen_on_many(LOOPBACK, ports, 2))
+        listen_on_ports(LOOPBACK, ports, 3)
+    close_all(listen_on_ports(LOOPBACK, ports, 2))
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "::", "no.such.host.invalid"])
 def test_an_address_that_cannot_be_bound_is_refused_by_the_flags_name(host: str) -> None:
     with pytest.raises(ConfigError, match="--omni-replica-address"):
-        listen_on_many(host, None, 1)
+        listen_on_ports(host, None, 1)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_an_ipv6_address_is_announced_in_brackets(host: str) -> None:
     try:
-        (listener,) = listen_on_many(host, None, 1)
+        (listener,) = listen_on_ports(host, None, 1)
     except ConfigError:
         pytest.skip("no IPv6 loopback here")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -83,7 +83,7 @@ def test_an_ipv6_address_is_announced_in_brackets(host: str) -> None:
 
 
 def test_a_port_stays_taken_between_the_sockets_that_answer_on_it() -> None:
-    (listener,) = listen_on_many(LOOPBACK, None, 1)
+    (listener,) = listen_on_ports(LOOPBACK, None, 1)
     port = int(listener.address.rpartition(":")[2])
     for _ in range(3):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -91,9 +91,9 @@ def test_a_port_stays_taken_between_the_sockets_that_answer_on_it() -> None:
             listener.bind(pull)
         context.term()
         with pytest.raises(ConfigError):
-            listen_on_many(LOOPBACK, PortRange(port, port), 1)
+            listen_on_ports(LOOPBACK, PortRange(port, port), 1)
     listener.close()
-    close_all(listen_on_many(LOOPBACK, PortRange(port, port), 1))
+    close_all(listen_on_ports(LOOPBACK, PortRange(port, port), 1))
 
 
 async def test_a_server_without_ports_says_so_before_it_starts_an_engine(start_node: StartNode) -> None:

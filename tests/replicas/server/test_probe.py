@@ -31,22 +31,22 @@ class Engine:
         self.client = self
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         this: Any = self
-        self.probe = Probe(this, interval, timeout, self.events.append, self._answered, self._clock)
+        self.prober = Probe(this, interval, timeout, self.events.append, self._answered, self._clock)
 
     async def _answered(self) -> None:
         self.events.append("answered")
 
-    def give_up(self, reason: str) -> None:
+    def mark_lost(self, reason: str) -> None:
         self.lost.set_result(reason)
 
     @property
-    def is_read(self) -> bool:
+    def is_reading(self) -> bool:
         self.looks += 1
         return self._is_read
 
-    @is_read.setter
-    def is_read(self, is_read: bool) -> None:
-        self._is_read = is_read
+    @is_reading.setter
+    def is_reading(self, is_reading: bool) -> None:
+        self._is_read = is_reading
 
     def _clock(self) -> float:
         self.now += self.ticks
@@ -59,7 +59,7 @@ class Engine:
         self.calls[-1].set_result(None)
         await eventually(lambda: len(self.calls) > count)
 
-    async def answers(self) -> None:
+    async def probe(self) -> None:
         self.calls.append(asyncio.get_running_loop().create_future())
         await self.calls[-1]
 
@@ -70,7 +70,7 @@ async def probed(timeout: float, **fields: Any) -> AsyncIterator[Engine]:
     engine = Engine(timeout)
     for name, value in fields.items():
         setattr(engine, name, value)
-    running = asyncio.create_task(engine.probe.run())
+    running = asyncio.create_task(engine.prober.run())
     await eventually(lambda: engine.calls)
     yield engine
     running.cancel()
@@ -92,18 +92,18 @@ async def test_what_looked_like_a_hang_may_have_been_a_long_step_and_the_next_is
             await eventually(lambda turn=turn: len(engine.events) == 2 * turn + 1)  # type: ignore[misc]
             await engine.answer_after(3600.0)
         # Four times what was given before, not what an hour's sleep of the machine would make of it.
-        assert engine.probe.limit == pytest.approx(16 * 0.05)
+        assert engine.prober.limit == pytest.approx(16 * 0.05)
 
 
 async def test_silence_is_no_hang_while_nothing_is_read() -> None:
-    async with probed(timeout=0.01, is_read=False) as engine:
+    async with probed(timeout=0.01, is_reading=False) as engine:
         await eventually(lambda: engine.looks > 1)
         assert engine.events == []
-        engine.is_read = True
+        engine.is_reading = True
         await eventually(lambda: engine.events)
         assert len(engine.calls) == 1
         await engine.answer_after(60.0)
-        assert engine.probe.limit == 0.01
+        assert engine.prober.limit == 0.01
 
 
 async def test_silence_is_no_hang_where_this_process_itself_stood_still() -> None:
@@ -123,7 +123,7 @@ async def test_an_engine_with_a_call_to_answer_first_is_given_the_time_of_a_long
         engine.is_busy = False
         await engine.answer_after(200.0)
         # It says nothing of the engine's steps.
-        assert engine.probe.limit == 0.01
+        assert engine.prober.limit == 0.01
         await eventually(lambda: len(engine.events) == 3)
         overdue, waited = "its engine has not answered for 0.0 s", "its engine has not answered for 0.2 s"
         assert engine.events == [waited, "answered", overdue]
@@ -132,9 +132,9 @@ async def test_an_engine_with_a_call_to_answer_first_is_given_the_time_of_a_long
 async def test_an_engine_with_long_steps_is_given_more_time() -> None:
     async with probed(timeout=10.0) as engine:
         await engine.answer_after(1.0)
-        assert engine.probe.limit == 10.0
+        assert engine.prober.limit == 10.0
         await engine.answer_after(6.0)
-        assert engine.probe.limit == 24.0
+        assert engine.prober.limit == 24.0
         assert engine.events == []
 
 
@@ -143,12 +143,12 @@ async def test_one_long_step_does_not_hide_every_later_hang() -> None:
         await engine.answer_after(9.0)
         for _ in range(150):
             await engine.answer_after(0.001)
-        assert engine.probe.limit == 10.0
+        assert engine.prober.limit == 10.0
 
 
 async def test_an_engine_that_refuses_the_question_is_given_up() -> None:
     engine = Engine(timeout=10.0)
-    running = asyncio.create_task(engine.probe.run())
+    running = asyncio.create_task(engine.prober.run())
     await eventually(lambda: engine.calls)
     engine.calls[-1].set_exception(ReplicaError("the executor is gone"))
     assert await running == "its engine cannot be probed: the executor is gone"
@@ -157,7 +157,7 @@ async def test_an_engine_that_refuses_the_question_is_given_up() -> None:
 
 async def test_a_lost_engine_ends_the_probe_at_once() -> None:
     engine = Engine(timeout=10.0, interval=3600.0)
-    running = asyncio.create_task(engine.probe.run())
+    running = asyncio.create_task(engine.prober.run())
     await asyncio.sleep(0)
     engine.lost.set_result("it exited")
     assert await running == "it exited"

@@ -28,7 +28,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Attach,
     Detach,
     Expired,
-    LeaseBeat,
+    RenewLease,
     Status,
     encode,
 )
@@ -40,7 +40,7 @@ MODES = pytest.mark.parametrize("secrets", [None, SECRETS], ids=["open", "secret
 
 SAMPLES = [
     encode(Attach(PROTOCOL_VERSION, 1, "h", "c" * 40, {"model": "tiny"})),
-    encode(LeaseBeat(1)),
+    encode(RenewLease(1)),
     encode(Detach(1)),
     b'{"type":"attach"}',
     b"[" * 5000,
@@ -77,7 +77,7 @@ async def test_random_and_mutated_frames_change_nothing(start_node: StartNode, s
                         socket.send_multipart(hostile_message(rng, SAMPLES), zmq.NOBLOCK)
         for _ in range(3000):
             await stranger.say_frames(hostile_message(rng, SAMPLES))
-        await stranger.say(LeaseBeat(1))
+        await stranger.say(RenewLease(1))
         await stranger.hear()
         await works(node, head)
         context.destroy(linger=0)

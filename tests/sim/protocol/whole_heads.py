@@ -139,6 +139,6 @@ async def open_site() -> AsyncIterator[Site]:
         try:
             yield Site(coordinator)
         finally:
-            server.leave_now("the test is over")
+            server.stop_now("the test is over")
             await running
             coordinator.close()

@@ -109,7 +109,9 @@ class FleetView:
             "kv_usage": load.kv_usage,
             "tokens_per_second": rate,
             "hit_rate": hit_rate,
-            "heartbeat_seconds": None if client is None or not client.heard_at else max(0.0, now - client.heard_at),
+            "heartbeat_seconds": None
+            if client is None or not client.answered_at
+            else max(0.0, now - client.answered_at),
             "since_seconds": now - member.changed_at if member.changed_at else None,
             "restarts": member.restarts,
             "dispatched": member.dispatched,

@@ -14,7 +14,7 @@ from vllm_omni_plugin.replicas.links.replica_ports import (
     Listener,
     PortRange,
     close_all,
-    listen_on_many,
+    listen_on_ports,
 )
 from vllm_omni_plugin.replicas.server.attached_heads import differences
 
@@ -46,7 +46,7 @@ def _listening(options: OmniConfig, address: str, count: int) -> Iterator[Sequen
     # What is wrong is told by `start_findings`.
     with suppress(ConfigError):
         ports = None if options.replica_ports is None else PortRange.parse(options.replica_ports)
-        listeners = listen_on_many(address, ports, count)
+        listeners = listen_on_ports(address, ports, count)
     try:
         yield listeners
     finally:

@@ -11,7 +11,7 @@ from vllm_omni_plugin.integration.options.carried_options import exit_with
 from vllm_omni_plugin.integration.options.listening import bind_address
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.socket_folder import LONGEST_BASE, LONGEST_BASE_OF_FOLDERS, socket_base
-from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, PortRange, close_all, listen_on_many
+from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, PortRange, close_all, listen_on_ports
 from vllm_omni_plugin.replicas.server.descriptor_limits import check_limits, files_beside_own
 
 logger = init_logger(__name__)
@@ -124,7 +124,7 @@ def _ports(options: OmniConfig, replicas: int) -> Iterator[Finding]:
         # The head's name may come with the head, and only then is it known where to listen.
         return
     try:
-        close_all(listen_on_many(address, PortRange.parse(options.replica_ports), REPLICA_PORTS * replicas))
+        close_all(listen_on_ports(address, PortRange.parse(options.replica_ports), REPLICA_PORTS * replicas))
     except ConfigError as error:
         yield Finding(Level.ERROR, f"argument {error}")
     else:

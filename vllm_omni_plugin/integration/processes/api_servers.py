@@ -15,7 +15,7 @@ from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.engine_start import spawn
-from vllm_omni_plugin.replicas.server.node import running_together
+from vllm_omni_plugin.replicas.server.node import task_group_with_signals
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 
 logger = init_logger(__name__)
@@ -180,7 +180,7 @@ async def supervise(api_servers: ApiServers, replicas: Sequence[ReplicaServer], 
             api_servers.kill()
         told.set()
 
-    async with running_together(on_signal) as tasks:
+    async with task_group_with_signals(on_signal) as tasks:
         tasks.create_task(api_servers.run())
         for replica in replicas:
             tasks.create_task(replica.run())
@@ -191,4 +191,4 @@ async def supervise(api_servers: ApiServers, replicas: Sequence[ReplicaServer], 
             replica.disable_restarts()
         await api_servers.stop(shutdown_timeout + _GRACE_S)
         for replica in replicas:
-            replica.leave_now("its head was told to end")
+            replica.stop_now("its head was told to end")

@@ -150,7 +150,7 @@ class LocalReplicas:
         )
         pool = self._orchestrator.stage_pools[member.stage_id]
         if pool.follows_caches:
-            engine.follow_cache(partial(pool.cache_changed, member))
+            engine.subscribe_cache(partial(pool.cache_changed, member))
         self._orchestrator.events.record(EventKind.ATTACH, f"engine process {engine.pid}", member)
 
     def _restarts(self, member: PoolMember, seconds: float, reason: str | Exception) -> None:

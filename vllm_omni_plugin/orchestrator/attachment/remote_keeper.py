@@ -124,9 +124,9 @@ class RemoteReplicaKeeper:
         try:
             member.incarnation = replica.incarnation
             is_everything = await self._fleet_calls.wait_synced()
-            await self._orchestrator.admit(member, replica.client, replica.ready_response, replica.told)
+            await self._orchestrator.admit(member, replica.client, replica.ready_response, replica.synced)
             if is_everything:
-                replica.say_told()
+                replica.report_synced()
             if replica.lost.done():
                 raise ReplicaError("it was lost as soon as it was attached")
             self._serve(replica)
@@ -146,7 +146,7 @@ class RemoteReplicaKeeper:
             member, replica.client, self.info.input_addr, self.info.output_addr, replica.ready_response
         )
         if self._pool.follows_caches:
-            replica.follow_cache(partial(self._pool.cache_changed, member))
+            replica.subscribe_cache(partial(self._pool.cache_changed, member))
         self._await_drain()
         self._last_failure = ""
         self._orchestrator.events.record(EventKind.ATTACH, f"attached to {self.info.control_addr}", member)

@@ -16,8 +16,8 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.client.remote_link import DataCredential, RemoteLink
 from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.client.unreachable import why_unreachable
-from vllm_omni_plugin.replicas.control.cache_following import CacheFollower
-from vllm_omni_plugin.replicas.control.control_link import ControlLink, open_control_link
+from vllm_omni_plugin.replicas.control.cache_polling import CachePollClient
+from vllm_omni_plugin.replicas.control.control_link import ControlClient, open_control_link
 from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -25,12 +25,12 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     AttachRefused,
     CacheChanges,
     Detach,
+    DrainReplica,
     Expired,
     FromServer,
-    LeaseBeat,
-    Leave,
+    RenewLease,
+    StateSynced,
     Status,
-    Told,
 )
 from vllm_omni_plugin.replicas.kv_events.cache_listener import OnCacheChange
 from vllm_omni_plugin.replicas.kv_events.engine_events import publishes_cache_events
@@ -136,14 +136,14 @@ class RemoteReplica:
         client: speaks to the engine.
         ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
         incarnation: the one that this is a lease of.
-        told: whether another head has told the engine what operators have told the fleet.
+        synced: whether another head has told the engine what operators have told the fleet.
         lost: done with the reason when the lease has ended, or the engine.
         on_lost: called with the reason in the same step; does nothing unless replaced.
     """
 
     client: StageClient
     ready_response: bytes
-    told: bool
+    synced: bool
 
     def __init__(
         self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, on_outputs: OnOutputs, on_status: OnStatus
@@ -159,12 +159,12 @@ class RemoteReplica:
         self.lost: asyncio.Future[str] = loop.create_future()
         self.on_lost: Callable[[str], None] = _nothing
         self._answer: asyncio.Future[Attached | AttachRefused] = loop.create_future()
-        self._control: ControlLink | None = None
+        self._control: ControlClient | None = None
         self._lease: int | None = None
         self._link: RemoteLink | None = None
         self._beats_unanswered = 0
         self._next_beat: asyncio.TimerHandle | None = None
-        self._follower: CacheFollower | None = None
+        self._follower: CachePollClient | None = None
 
     async def attach(self) -> None:
         """Get a lease, open the data connections, see the engine answer. Not limited in time.
@@ -201,7 +201,7 @@ class RemoteReplica:
         self._link = RemoteLink(
             settings.context, lease, credential, settings.max_message_bytes, self._data_connection_lost
         )
-        self.ready_response, self.told = lease.ready_response, lease.told
+        self.ready_response, self.synced = lease.ready_response, lease.synced
         self.client = StageClient(
             self._link,
             settings.codecs[self._info.stage_id],
@@ -219,12 +219,12 @@ class RemoteReplica:
         # Connections that are open prove nothing of the engine behind them.
         await self.client.call("is_sleeping")
 
-    def follow_cache(self, on_change: OnCacheChange) -> None:
+    def subscribe_cache(self, on_change: OnCacheChange) -> None:
         """Tell what the engine has cached, all of it and then what changes, if it reports that. Once, when attached."""
         if not publishes_cache_events(self.ready_response):
             logger.info("Replica %s does not report what its prefix cache holds.", self._name)
         elif self._control is not None and self._lease is not None:
-            self._follower = CacheFollower(self._lease, self._control.send, on_change)
+            self._follower = CachePollClient(self._lease, self._control.send, on_change)
 
     async def why_late(self) -> str:
         """What attaching was waiting for, for the log of a head that gave up."""
@@ -236,13 +236,13 @@ class RemoteReplica:
             return f"its server at {address} did not answer {seconds}"
         return f"its engine did not answer {seconds}"
 
-    def say_told(self) -> None:
+    def report_synced(self) -> None:
         """Other heads need not tell the engine what operators have told the fleet."""
-        self._say(Told)
+        self._say(StateSynced)
 
     def leave(self) -> None:
         """Tell the server to end the engine, for good, once its heads are done with it."""
-        self._say(Leave)
+        self._say(DrainReplica)
 
     def close(self) -> None:
         """Give the lease back and free everything. What still runs is aborted by the server. Idempotent."""
@@ -257,7 +257,7 @@ class RemoteReplica:
         if self._control is not None:
             self._control.close()
 
-    def _say(self, kind: type[Told] | type[Leave] | type[Detach]) -> None:
+    def _say(self, kind: type[StateSynced] | type[DrainReplica] | type[Detach]) -> None:
         if self._control is not None and self._lease is not None:
             self._control.send(kind(self._lease))
 
@@ -270,7 +270,7 @@ class RemoteReplica:
             case Status(lease=lease) if lease == self._lease:
                 self._beats_unanswered = 0
                 if self._link is not None:
-                    self.client.heard_at = self._settings.clock()
+                    self.client.answered_at = self._settings.clock()
                 if message.status in (ReplicaStatus.UP, ReplicaStatus.DRAINING):
                     self._on_status(message.status)
                 else:
@@ -296,7 +296,7 @@ class RemoteReplica:
             self._lose(f"its server has not answered for {settings.heartbeat_timeout:g} s")
             return
         self._beats_unanswered += 1
-        self._control.send(LeaseBeat(self._lease))
+        self._control.send(RenewLease(self._lease))
         if self._follower is not None:
             self._follower.ask()
         self._next_beat = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._beat)
@@ -305,7 +305,7 @@ class RemoteReplica:
         # What the engine has still said is good, and need not be computed again elsewhere.
         self.client.drain()
         most = self._settings.max_message_bytes // 2**20
-        self.client.mark_dead_soon(
+        self.client.mark_dead_after_grace(
             "the data connection to its server broke, "
             f"perhaps over an output of more than {most} MiB (--omni-max-message-size of this head)"
         )

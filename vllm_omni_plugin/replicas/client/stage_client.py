@@ -58,13 +58,13 @@ class StageClient:
         on_dead: called at most once, with the reason, when the replica is dead, or has said what cannot be used.
         client_index: which of the engine's outputs is the link's, for an engine that several clients share.
         patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death
-            or `mark_dead_soon` was called.
+            or `mark_dead_after_grace` was called.
 
     Attributes:
         engine_failed: whether it is dead because the engine crashed by itself or said what cannot be used.
-        is_read: whether what the engine says is read, and not left in the socket by `pause_reading`.
-        heard_at: monotonic seconds at which the engine, or its server, last answered a question whether it is there; 0
-            before the first. Set by who asks.
+        is_reading: whether what the engine says is read, and not left in the socket by `pause_reading`.
+        answered_at: monotonic seconds of the last answer to a probe, of the engine or its server; 0 before the first.
+            Set by the caller that probes.
         is_interrupted: whether what the engine says of requests is dropped, from `interrupt` to `reset`.
     """
 
@@ -92,8 +92,8 @@ class StageClient:
         self._long_calls = 0
         # Apart from calls, since these fail when the engine hangs, and the end of that has to be heard of.
         self._probes: dict[int, asyncio.Future[Any]] = {}
-        self.is_read = True
-        self.heard_at = 0.0
+        self.is_reading = True
+        self.answered_at = 0.0
         self.is_interrupted = False
         self._dead_reason: str | None = None
         self.engine_failed = False
@@ -136,7 +136,7 @@ class StageClient:
         finally:
             self._long_calls -= is_long
 
-    async def answers(self) -> None:
+    async def probe(self) -> None:
         """Returns when the engine's own loop has answered, which it does between two steps; see `Probe`.
 
         Raises:
@@ -168,12 +168,12 @@ class StageClient:
 
     def pause_reading(self) -> None:
         """Leave the replica's outputs in the socket until `resume_reading`."""
-        self.is_read = False
+        self.is_reading = False
         self._link.pause_reading()
 
     def resume_reading(self) -> None:
         """Go on reading after `pause_reading`."""
-        self.is_read = True
+        self.is_reading = True
         self._link.resume_reading()
 
     def drain(self) -> None:
@@ -191,7 +191,7 @@ class StageClient:
         self._fail(self._probes, self._dead_error())
         self._on_dead(reason)
 
-    def mark_dead_soon(self, reason: str, engine_failed: bool = False) -> None:
+    def mark_dead_after_grace(self, reason: str, engine_failed: bool = False) -> None:
         """`mark_dead`, unless somebody who knows more does so within `patience`; of several calls the first counts."""
         if not self._patience:
             self.mark_dead(reason, engine_failed)
@@ -240,7 +240,7 @@ class StageClient:
             # Its requests are elsewhere by now, and its statistics would count as those of a replica that serves.
             return
         if self._codec.is_engine_dead(frames):
-            self.mark_dead_soon(_REPORTED, engine_failed=True)
+            self.mark_dead_after_grace(_REPORTED, engine_failed=True)
             return
         try:
             outputs = self._codec.decode_outputs(frames)

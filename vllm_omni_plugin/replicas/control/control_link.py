@@ -37,7 +37,7 @@ _LINK_CHECK_MS = 5000
 _LINK_TIMEOUT_MS = 15000
 
 
-class ControlLink:
+class ControlClient:
     """Sends and receives the messages of `control`. Lives on the running event loop.
 
     Args:
@@ -117,7 +117,7 @@ async def open_control_link(
     secrets: Secrets | None,
     on_message: Callable[[FromServer], None],
     on_lost: Callable[[], None],
-) -> ControlLink:
+) -> ControlClient:
     """Connect with the first of our secrets that the server takes, waiting as long as nobody answers.
 
     Raises:
@@ -126,7 +126,7 @@ async def open_control_link(
     refusal: HandshakeRefusedError | None = None
     for attempt in range(secrets.count if secrets else 1):
         # A socket whose handshake was refused may never connect again, so each secret gets a fresh one.
-        link = ControlLink(context, address, secrets, attempt, on_message, on_lost)
+        link = ControlClient(context, address, secrets, attempt, on_message, on_lost)
         try:
             await link.connection.established
             return link
@@ -140,7 +140,7 @@ async def open_control_link(
     raise ReplicaError(f"{address}: {why_refused(refusal.event, refusal.value, secrets)}") from refusal
 
 
-class ControlSocket:
+class ControlServer:
     """A ROUTER that is read on the running loop.
 
     Args:

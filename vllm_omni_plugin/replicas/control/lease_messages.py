@@ -6,7 +6,7 @@ UTF-8 JSON, one message per frame, as on the coordinator's wire. The head's sock
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.control_messages import decode_strictly
@@ -46,7 +46,7 @@ class Attach(Struct, frozen=True, tag="attach"):
     fingerprint: Fingerprint
 
 
-class LeaseBeat(Struct, frozen=True, tag="beat"):
+class RenewLease(Struct, frozen=True, tag="beat"):
     """Head to server, every heartbeat interval: I am here and hold this lease."""
 
     lease: int
@@ -58,19 +58,19 @@ class Detach(Struct, frozen=True, tag="detach"):
     lease: int
 
 
-class Leave(Struct, frozen=True, tag="leave"):
+class DrainReplica(Struct, frozen=True, tag="leave"):
     """Head to server, on behalf of its administrator: drain, end the engine, do not come back."""
 
     lease: int
 
 
-class Told(Struct, frozen=True, tag="told"):
+class StateSynced(Struct, frozen=True, tag="told"):
     """Head to server: the engine has been told everything that the fleet's operators have told the others."""
 
     lease: int
 
 
-class Follow(Struct, frozen=True, tag="follow"):
+class PollCache(Struct, frozen=True, tag="follow"):
     """Head to server: tell me what the engine has cached, from here on, as soon as there is something to tell.
 
     Answered by one `CacheChanges`. A head sends the next one then, or the same again if the answer may be lost.
@@ -97,7 +97,7 @@ class Attached(Struct, frozen=True, tag="attached"):
         max_message_bytes: what one message to the engine may have at most, all of its frames together.
         data_key: public CURVE key (Z85) of the data sockets, or "" where links are not encrypted.
         fingerprint: the server's configuration.
-        told: whether a head has said `Told` of this engine, and it has had heads ever since.
+        synced: whether a head has said `StateSynced` of this engine, and it has had heads ever since.
     """
 
     lease: int
@@ -109,7 +109,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     max_message_bytes: Annotated[int, Meta(ge=0)]
     data_key: Text
     fingerprint: Fingerprint
-    told: bool
+    synced: bool = field(name="told")
 
 
 class AttachRefused(Struct, frozen=True, tag="refused"):
@@ -125,7 +125,7 @@ class AttachRefused(Struct, frozen=True, tag="refused"):
 
 
 class Status(Struct, frozen=True, tag="status"):
-    """Server to head: answers each `LeaseBeat`, and comes unasked on every change.
+    """Server to head: answers each `RenewLease`, and comes unasked on every change.
 
     Attributes:
         lease: the head's.
@@ -169,7 +169,7 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
     complete: bool
 
 
-ToServer = Attach | LeaseBeat | Detach | Leave | Told | Follow
+ToServer = Attach | RenewLease | Detach | DrainReplica | StateSynced | PollCache
 FromServer = Attached | AttachRefused | Status | Expired | CacheChanges
 
 _encoder = msgspec.json.Encoder()

@@ -24,7 +24,7 @@ class Probe:
     """Asks an engine at intervals, once at a time, and says when it hangs and when it is back.
 
     Args:
-        engine: is asked by `StageClient.answers`.
+        engine: is asked by `StageClient.probe`.
         interval: seconds between an answer and the next question.
         timeout: seconds an answer may take, unless answers that took long were seen; see `limit`.
         on_hang: called with the reason when an answer is overdue.
@@ -70,20 +70,20 @@ class Probe:
                 try:
                     await self._ask()
                 except ReplicaError as error:
-                    self._engine.give_up(f"its engine cannot be probed: {error}")
+                    self._engine.mark_lost(f"its engine cannot be probed: {error}")
         return lost.result()
 
     async def _ask(self) -> None:
         asked_at, limit, is_busy = self._clock(), self.limit, self._client.is_busy
         patience = max(limit, _LONG_CALL_S) if is_busy else limit
         self._is_fair = not is_busy
-        answer = asyncio.ensure_future(self._client.answers())
+        answer = asyncio.ensure_future(self._client.probe())
         try:
             is_overdue = not await self._comes(answer, patience)
             if is_overdue:
                 self._on_hang(f"its engine has not answered for {patience:.1f} s")
             await answer
-            self._client.heard_at = self._clock()
+            self._client.answered_at = self._clock()
         finally:
             answer.cancel()
         self._longest *= _FADE
@@ -100,7 +100,7 @@ class Probe:
             if answered:
                 return True
             late_by = self._clock() - waits_from - patience
-            if self._client.is_read and late_by <= self._interval:
+            if self._client.is_reading and late_by <= self._interval:
                 return False
             self._is_fair = False
 
@@ -214,7 +214,7 @@ class EngineKeeper(Generic[E]):
         try:
             await self._serve(engine)
         except Exception as error:
-            engine.give_up(f"it hung, and could not be taken back: {error}")
+            engine.mark_lost(f"it hung, and could not be taken back: {error}")
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         if self._restarting:

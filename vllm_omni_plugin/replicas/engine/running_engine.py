@@ -70,11 +70,11 @@ class Engine:
         """Process id of the engine core."""
         return self._process.pid
 
-    def give_up(self, reason: str, engine_failed: bool = False) -> None:
+    def mark_lost(self, reason: str, engine_failed: bool = False) -> None:
         """The engine cannot be used any more; the first reason stands."""
         self.client.mark_dead(reason, engine_failed)
 
-    def follow_cache(self, on_change: OnCacheChange) -> None:
+    def subscribe_cache(self, on_change: OnCacheChange) -> None:
         """Tell what the engine has cached, from its start on, if it reports that; nobody who was told before."""
         if self._listener is not None:
             self._listener.close()
@@ -102,7 +102,7 @@ class Engine:
     def _exited(self) -> None:
         self._stop_watching()
         self.client.drain()
-        self.give_up(f"its engine process {self.pid} exited")
+        self.mark_lost(f"its engine process {self.pid} exited")
 
     def _end(self, reason: str) -> None:
         self._stop_watching()

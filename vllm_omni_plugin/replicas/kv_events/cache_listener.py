@@ -9,7 +9,7 @@ import zmq
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
+from vllm_omni_plugin.replicas.kv_events.cached_blocks import CachedBlocks
 from vllm_omni_plugin.replicas.kv_events.engine_events import CacheSource, decode_events, find_cache_source
 from vllm_omni_plugin.replicas.links.link import SocketReader
 
@@ -44,7 +44,7 @@ class CacheListener:
         self._source = source
         self._on_change = on_change
         self._name = name
-        self._names = BlockNames()
+        self._names = CachedBlocks()
         self._expected = 0
         self._asked = False
         self._begun = False

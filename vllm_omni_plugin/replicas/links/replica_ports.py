@@ -45,7 +45,7 @@ class PortRange:
 
 
 class Listener:
-    """A tcp port that is ours from `listen_on_many` to `close`, whichever ZMQ socket answers on it in between.
+    """A tcp port that is ours from `listen_on_ports` to `close`, whichever ZMQ socket answers on it in between.
 
     The port listens all the time, so that no other process can take it while one lease ends and the next begins, and so
     that it can be bound again at once. Connections that come while no ZMQ socket is there wait in the backlog.
@@ -87,7 +87,7 @@ def _first_free(host: str, ports: PortRange | None) -> Listener | None:
     return None
 
 
-def listen_on_many(host: str, ports: PortRange | None, count: int) -> list[Listener]:
+def listen_on_ports(host: str, ports: PortRange | None, count: int) -> list[Listener]:
     """Take the first `count` free ports of a range, or any free ones if None; all or none.
 
     Raises:

@@ -10,7 +10,7 @@ import zmq
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.control.cache_following import CacheFollowers
+from vllm_omni_plugin.replicas.control.cache_polling import CachePollServer
 from vllm_omni_plugin.replicas.control.lease_messages import (
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
@@ -18,18 +18,18 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Attached,
     AttachRefused,
     Detach,
+    DrainReplica,
     Expired,
-    Follow,
     FromServer,
-    LeaseBeat,
-    Leave,
+    PollCache,
+    RenewLease,
+    StateSynced,
     Status,
-    Told,
     ToServer,
 )
 from vllm_omni_plugin.replicas.control.leases import Lease, Leases
-from vllm_omni_plugin.replicas.links.replica_ports import Listener, close_all, listen_on_many
-from vllm_omni_plugin.replicas.server.relay import Relay
+from vllm_omni_plugin.replicas.links.replica_ports import Listener, close_all, listen_on_ports
+from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS, ServedEngine
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
@@ -51,7 +51,7 @@ def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str
     ]
 
 
-class Heads:
+class AttachedHeads:
     """Answers the control link on behalf of whichever engine the replica has. Lives on one event loop.
 
     Args:
@@ -86,9 +86,9 @@ class Heads:
         self._status = ReplicaStatus.DOWN
         self._reason = "its engine is not ready"
         self._leases = Leases(HEAD_SLOTS, settings.heartbeat_timeout)
-        self._followers = CacheFollowers(send)
+        self._followers = CachePollServer(send)
         self._cleaning: set[asyncio.Task[None]] = set()
-        self._resetting = self._told = False
+        self._resetting = self._synced = False
         self._last_lost: tuple[bytes, int] | None = None
         self._logged_refusals: set[tuple[str, str]] = set()
 
@@ -99,7 +99,7 @@ class Heads:
     def admit(self, engine: ServedEngine) -> None:
         """Let heads attach to an engine: a new one, or the one they were turned away from."""
         if engine is not self._engine:
-            self._engine, self._told = engine, False
+            self._engine, self._synced = engine, False
             self._leases.all_clean()
             self._followers.read(engine.cache_log)
         self._status, self._reason = ReplicaStatus.UP, ""
@@ -155,23 +155,23 @@ class Heads:
             return
         lease = self._leases.find(message.lease, peer)
         if lease is None:
-            if isinstance(message, Leave) and (peer, message.lease) == self._last_lost:
+            if isinstance(message, DrainReplica) and (peer, message.lease) == self._last_lost:
                 # It says so before it lets go, but over another connection than the one that is gone.
                 self._on_leave()
             elif not isinstance(message, Detach):
                 self._send(peer, Expired(message.lease))
             return
         match message:
-            case LeaseBeat():
+            case RenewLease():
                 self._leases.beat(lease, self._clock())
                 self._send(peer, Status(lease.lease_id, self._status, self._reason))
-            case Follow():
+            case PollCache():
                 self._followers.follow(lease, message.cursor)
-            case Told():
-                self._told = True
+            case StateSynced():
+                self._synced = True
             case Detach():
                 self._end(lease, "it detached")
-            case Leave():
+            case DrainReplica():
                 logger.info("Head %s asks this replica to leave.", lease.head_id)
                 self._on_leave()
 
@@ -209,10 +209,12 @@ class Heads:
 
     def _attached(self, engine: ServedEngine, lease: Lease, credential: str) -> Attached:
         if lease.slot not in self._ports:
-            self._ports[lease.slot] = listen_on_many(self._settings.host, self._settings.ports, 2)
+            self._ports[lease.slot] = listen_on_ports(self._settings.host, self._settings.ports, 2)
         inputs, outputs = self._ports[lease.slot]
-        new_relay = partial(Relay, inputs, outputs, credential, self._settings, partial(self._connection_lost, lease))
-        relay = engine.slots[lease.slot].lease(new_relay)
+        new_proxy = partial(
+            DataProxy, inputs, outputs, credential, self._settings, partial(self._connection_lost, lease)
+        )
+        proxy = engine.slots[lease.slot].lease(new_proxy)
         logger.info("Head %s is attached, on slot %d.", lease.head_id, lease.slot)
         return Attached(
             lease=lease.lease_id,
@@ -222,9 +224,9 @@ class Heads:
             identity=engine.identity,
             ready_response=engine.ready_response,
             max_message_bytes=self._settings.max_message_bytes,
-            data_key=relay.data_key,
+            data_key=proxy.data_key,
             fingerprint=dict(self._settings.fingerprint),
-            told=self._told,
+            synced=self._synced,
         )
 
     def _connection_lost(self, lease: Lease) -> None:
@@ -249,11 +251,11 @@ class Heads:
             self._close_ports(lease.slot)
         except Exception as error:
             # All other leases end with the engine; one that is started anew has all its outputs free.
-            engine.give_up(f"an output could not be taken back from head {lease.head_id}: {error}")
+            engine.mark_lost(f"an output could not be taken back from head {lease.head_id}: {error}")
             return
         cleaning = self._start(self._clean(engine, lease.slot))
         if not self._leases:
-            self._resetting, self._told = True, False
+            self._resetting, self._synced = True, False
             self._start(self._reset(engine, [*self._cleaning, cleaning]))
             self._on_alone()
 
@@ -265,7 +267,7 @@ class Heads:
         try:
             await engine.slots[slot].clean()
         except ReplicaError as error:
-            engine.give_up(f"an output could not be put in order: {error}")
+            engine.mark_lost(f"an output could not be put in order: {error}")
         else:
             self._leases.cleaned(slot)
 
@@ -274,7 +276,7 @@ class Heads:
         try:
             await engine.client.reset()
         except ReplicaError as error:
-            engine.give_up(f"what its heads left could not be put in order: {error}")
+            engine.mark_lost(f"what its heads left could not be put in order: {error}")
         else:
             self._resetting = False
 

@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @asynccontextmanager
-async def running_together(on_signal: Callable[[int], None]) -> AsyncIterator[asyncio.TaskGroup]:
+async def task_group_with_signals(on_signal: Callable[[int], None]) -> AsyncIterator[asyncio.TaskGroup]:
     """Tasks that run until all have ended, or until one fails: then the others are cancelled, and its error is raised.
 
     Args:
@@ -52,12 +52,12 @@ async def run_node(servers: Sequence[ReplicaServer], join_timeout: float, head: 
         nonlocal told_to_leave
         for server in servers:
             if told_to_leave:
-                server.leave_now(f"its node was told twice to leave ({signal.Signals(signum).name})")
+                server.stop_now(f"its node was told twice to leave ({signal.Signals(signum).name})")
             else:
                 server.drain()
         told_to_leave = True
 
-    async with running_together(on_signal) as tasks:
+    async with task_group_with_signals(on_signal) as tasks:
         for server in servers:
             tasks.create_task(_run(server, join_timeout, head))
 

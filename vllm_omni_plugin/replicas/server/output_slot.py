@@ -1,4 +1,4 @@
-"""One output of an engine: read by a relay while a head holds its lease, and by the server itself otherwise."""
+"""One output of an engine: read by a proxy while a head holds its lease, and by the server itself otherwise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import zmq
 from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket
 from vllm_omni_plugin.replicas.links.link import Link
-from vllm_omni_plugin.replicas.server.relay import Relay
+from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
 from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 
@@ -67,26 +67,26 @@ class OutputSlot:
             index,
         )
         self._link = link
-        self._relay: Relay | None = None
+        self._proxy: DataProxy | None = None
         self.client.start()
 
-    def lease(self, new_relay: Callable[[str, Socket], Relay]) -> Relay:
-        """Give the slot to a head, by a relay that is made of the engine's input and the slot's socket; see `Relay`."""
+    def lease(self, new_proxy: Callable[[str, Socket], DataProxy]) -> DataProxy:
+        """Give the slot to a head; `new_proxy` gets the engine's input address and the slot's socket."""
         self.client.pause_reading()
         # What has come is another head's.
         self.client.drain()
         try:
-            self._relay = new_relay(self._link.input_addr, self._link.output_socket)
+            self._proxy = new_proxy(self._link.input_addr, self._link.output_socket)
         except BaseException:
             self.client.resume_reading()
             raise
-        return self._relay
+        return self._proxy
 
     def release(self) -> None:
         """Take the slot back at once; its head gets nothing more and can send nothing more. Idempotent."""
-        relay, self._relay = self._relay, None
-        if relay is not None:
-            relay.close()
+        proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.close()
             self.client.resume_reading()
 
     async def clean(self) -> None:

@@ -10,12 +10,12 @@ from functools import partial
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.client.stage_client import Codec
-from vllm_omni_plugin.replicas.control.control_link import ControlSocket
+from vllm_omni_plugin.replicas.control.control_link import ControlServer
 from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing, finish
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
-from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, close_all, listen_on_many
+from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, close_all, listen_on_ports
 from vllm_omni_plugin.replicas.server.announcer import Announcer
-from vllm_omni_plugin.replicas.server.attached_heads import Heads
+from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
 from vllm_omni_plugin.replicas.server.served_engine import ServedEngine, start_served_engine
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
@@ -65,7 +65,7 @@ class ReplicaServer:
         self._timer: asyncio.TimerHandle | None = None
         self._addresses: list[str] = []
         self._announcer: Announcer | None = None
-        self._heads: Heads | None = None
+        self._heads: AttachedHeads | None = None
         self._keeper: EngineKeeper[ServedEngine] | None = None
         self._serving = False
 
@@ -82,7 +82,7 @@ class ReplicaServer:
             ReplicaError: the engine did not start the first time. Later it is started again and again.
         """
         async with AsyncExitStack() as stack:
-            listeners = listen_on_many(self._settings.host, self._settings.ports, REPLICA_PORTS)
+            listeners = listen_on_ports(self._settings.host, self._settings.ports, REPLICA_PORTS)
             stack.callback(close_all, listeners)
             self._addresses = [listener.address for listener in listeners]
             stack.push_async_callback(self._close_announcer)
@@ -109,7 +109,7 @@ class ReplicaServer:
             return
         logger.info("Replica %d leaves when its %d heads have finished.", self._index, len(self._heads))
         timeout = self._settings.drain_timeout
-        self._set_timer(timeout, partial(self.leave_now, f"its drain timeout of {timeout:g} s passed"))
+        self._set_timer(timeout, partial(self.stop_now, f"its drain timeout of {timeout:g} s passed"))
 
     def disable_restarts(self) -> None:
         """Leave as soon as the engine that serves is lost, and at once if none serves."""
@@ -118,7 +118,7 @@ class ReplicaServer:
         if not self._serving:
             self._gone.set()
 
-    def leave_now(self, reason: str) -> None:
+    def stop_now(self, reason: str) -> None:
         """Leave without waiting for requests; heads get a moment to move them. Idempotent."""
         if self._hurrying or self._gone.is_set():
             return
@@ -130,11 +130,11 @@ class ReplicaServer:
             return
         self._set_timer(_DETACH_GRACE_S, self._gone.set)
 
-    def _open(self, stack: AsyncExitStack, listeners: list[Listener]) -> Heads:
+    def _open(self, stack: AsyncExitStack, listeners: list[Listener]) -> AttachedHeads:
         control_listener, *first_ports = listeners
-        control = ControlSocket(control_listener, self._settings.secrets, lambda peer, said: heads.handle(peer, said))
+        control = ControlServer(control_listener, self._settings.secrets, lambda peer, said: heads.handle(peer, said))
         stack.callback(control.close, _LAST_WORDS_S)
-        heads = Heads(
+        heads = AttachedHeads(
             self._settings,
             first_ports,
             control.send,
@@ -146,7 +146,7 @@ class ReplicaServer:
         self._heads = heads
         return heads
 
-    def _keep_engine(self, heads: Heads) -> EngineKeeper[ServedEngine]:
+    def _keep_engine(self, heads: AttachedHeads) -> EngineKeeper[ServedEngine]:
         settings = self._settings
         keeper = EngineKeeper(
             f"{settings.stage_id}.{self._index}",
@@ -160,7 +160,7 @@ class ReplicaServer:
         keeper.begin()
         return keeper
 
-    async def _end_engine(self, keeper: EngineKeeper[ServedEngine], heads: Heads) -> None:
+    async def _end_engine(self, keeper: EngineKeeper[ServedEngine], heads: AttachedHeads) -> None:
         self._serving = False
         if heads:
             heads.turn_away(ReplicaStatus.DOWN, "it has left")
@@ -168,7 +168,7 @@ class ReplicaServer:
         keeper.stop(None)
         await finish(asyncio.gather(keeper.running, return_exceptions=True))
 
-    async def _up(self, heads: Heads, engine: ServedEngine) -> None:
+    async def _up(self, heads: AttachedHeads, engine: ServedEngine) -> None:
         """A new engine is ready, or one that hung answers again: heads attach anew in either case."""
         if self._leaving:
             return
@@ -181,7 +181,7 @@ class ReplicaServer:
         self.ready.set()
         logger.info("Replica %d (process %d) serves at %s.", self._index, engine.pid, self.control_addr)
 
-    def _suspend(self, heads: Heads, engine: ServedEngine, reason: str, hangs: bool) -> None:
+    def _suspend(self, heads: AttachedHeads, engine: ServedEngine, reason: str, hangs: bool) -> None:
         """The engine is lost or not to be trusted: every head must move its requests now."""
         self._serving = False
         logger.warning("Replica %d serves no more for now: %s", self._index, reason)

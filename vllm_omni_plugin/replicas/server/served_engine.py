@@ -21,7 +21,7 @@ HEAD_SLOTS = 32
 the number of its outputs when it starts. One that nobody holds costs this process three descriptors and 50 KB."""
 
 
-class InputHub:
+class InputForwarder:
     """Passes messages from any number of PUSH sockets on this node to the engine's DEALER.
 
     A ROUTER socket may be used by one thread only, so whoever writes to the engine does it through the hub.
@@ -94,9 +94,9 @@ class ServedEngine(Engine):
         super().__init__(process, ready_response, own_link, codec, name, _ignore, len(head_links))
         self.identity = identity
         self.cache_log = CacheLog()
-        self.follow_cache(self.cache_log.append)
+        self.subscribe_cache(self.cache_log.append)
         self._resources.push(sockets)
-        self.slots = [OutputSlot(link, codec, name, index, self.give_up) for index, link in enumerate(head_links)]
+        self.slots = [OutputSlot(link, codec, name, index, self.mark_lost) for index, link in enumerate(head_links)]
         for slot in self.slots:
             self._resources.callback(slot.close)
 
@@ -121,7 +121,7 @@ async def start_served_engine(launcher: Launcher, codec: Codec, executor: Execut
     """
     identity = launcher.identity(replica_id)
     with ExitStack() as sockets:
-        hub = InputHub(new_ipc_address(), new_ipc_address())
+        hub = InputForwarder(new_ipc_address(), new_ipc_address())
         sockets.callback(hub.close)
         to_hub: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         # Unbounded, because these sends may not wait; what is sent is small, and the hub always takes it.

@@ -22,7 +22,7 @@ from vllm.v1.engine.utils import (
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, fleet_executor, mark_as_fleet_engine
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import remove_event_sockets, turn_on_cache_events
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit, remove_ipc_files
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, exit_reason, remove_ipc_files
 
 
 def replica_config(vllm_config: Any, rank: int) -> Any:
@@ -128,7 +128,7 @@ class EngineProcess:
 
     def exit_reason(self) -> str:
         words, code = self._exit_note.read(), self.core.exitcode
-        return words or ("" if code is None else f"it {describe_exit(code)}")
+        return words or ("" if code is None else f"it {exit_reason(code)}")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask the engine to end, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""

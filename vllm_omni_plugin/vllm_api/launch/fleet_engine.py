@@ -16,7 +16,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
+from vllm_omni_plugin.vllm_api.launch.spawning import exit_reason
 
 logger = init_logger(__name__)
 
@@ -78,7 +78,7 @@ class FleetExecutor(MultiprocExecutor):  # type: ignore[misc]
             if process.sentinel in ended:
                 # The sentinel may be a moment ahead of the exit code.
                 process.join(_REAP_S)
-                ends.append(f"its worker {process.name} {describe_exit(process.exitcode)}")
+                ends.append(f"its worker {process.name} {exit_reason(process.exitcode)}")
         words = ", ".join(ends)
         logger.error("This engine ends, because %s.", words)
         Path(os.environ[FLEET_ENGINE]).write_text(words)

@@ -10,7 +10,7 @@ it back: environment variables, torch's number of threads, with `--numa-bind` th
 Whoever spawned beside it would pass that on, or put the wrong things back."""
 
 
-def describe_exit(code: int | None) -> str:
+def exit_reason(code: int | None) -> str:
     """How a process ended, in words that follow its name.
 
     Args:

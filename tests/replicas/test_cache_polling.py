@@ -8,11 +8,11 @@ from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.replicas.control import cache_following
-from vllm_omni_plugin.replicas.control.cache_following import CacheFollower, CacheFollowers, pack_keys, unpack_keys
+from vllm_omni_plugin.replicas.control import cache_polling
+from vllm_omni_plugin.replicas.control.cache_polling import CachePollClient, CachePollServer, pack_keys, unpack_keys
 from vllm_omni_plugin.replicas.control.lease_messages import (
     CacheChanges,
-    Follow,
+    PollCache,
     ToServer,
     decode_from_server,
     encode,
@@ -30,19 +30,19 @@ def changes(since: Cursor, cursor: Cursor, *keys: int, restart: bool = False) ->
 def test_the_second_answer_to_a_question_asked_twice_is_ignored() -> None:
     sent: list[ToServer] = []
     mirror = Mirror()
-    follower = CacheFollower(LEASE, sent.append, mirror.take)
+    follower = CachePollClient(LEASE, sent.append, mirror.take)
     follower.ask()
-    assert sent == [Follow(LEASE, BEGINNING)] * 2
+    assert sent == [PollCache(LEASE, BEGINNING)] * 2
     answer = changes(BEGINNING, Cursor(3, 3), 1, restart=True)
     follower.take(answer)
     follower.take(answer)
     assert mirror.restarts == 1
-    assert sent[2:] == [Follow(LEASE, Cursor(3, 3))]
+    assert sent[2:] == [PollCache(LEASE, Cursor(3, 3))]
 
 
 def test_keys_that_are_cut_off_are_no_change(caplog: pytest.LogCaptureFixture) -> None:
     mirror = Mirror()
-    follower = CacheFollower(LEASE, lambda _: None, mirror.take)
+    follower = CachePollClient(LEASE, lambda _: None, mirror.take)
     follower.take(CacheChanges(LEASE, BEGINNING, Cursor(3, 3), b"1234567", b"", True, complete=True))
     assert mirror.restarts == 0
     assert "about cached blocks was dropped" in caplog.text
@@ -54,9 +54,9 @@ def test_a_message_with_more_keys_than_a_part_has_is_refused() -> None:
 
 
 async def test_what_changes_in_the_pause_after_an_answer_is_told_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_following, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(cache_polling, "_PAUSE_S", 0.0)
     sent: list[Any] = []
-    followers, log = CacheFollowers(lambda peer, message: sent.append(message)), CacheLog()
+    followers, log = CachePollServer(lambda peer, message: sent.append(message)), CacheLog()
     lease = Lease(LEASE, slot=0, peer=b"head", head_id="head", ends_at=0.0)
     followers.read(log)
     followers.follow(lease, BEGINNING)

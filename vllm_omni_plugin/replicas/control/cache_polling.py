@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.control.lease_messages import CacheChanges, Follow, FromServer, ToServer
+from vllm_omni_plugin.replicas.control.lease_messages import CacheChanges, FromServer, PollCache, ToServer
 from vllm_omni_plugin.replicas.control.leases import Lease
 from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, CacheLog, Cursor
 
@@ -17,9 +17,10 @@ _PAUSE_S = 0.04
 """Between answers: an engine reports with each step, and a head that took each report would do little else."""
 
 
-class CacheFollowers:
-    """The server's end: answers each `Follow` when there is something to tell, at once after a quiet time and then in
-    intervals. One may be open for each lease. Lives on the running event loop.
+class CachePollServer:
+    """The server's end: answers each `PollCache` once there are changes, with a pause after each round of answers.
+
+    A lease has at most one open poll. Lives on the running event loop.
 
     Args:
         send: sends a message to a routing id of the control link.
@@ -70,7 +71,7 @@ class CacheFollowers:
         return True
 
 
-class CacheFollower:
+class CachePollClient:
     """The head's end, for one lease.
 
     Args:
@@ -103,7 +104,7 @@ class CacheFollower:
 
     def ask(self) -> None:
         """Ask for what comes next; again, now and then, because the question or its answer may have been lost."""
-        self._send(Follow(self._lease, self._cursor))
+        self._send(PollCache(self._lease, self._cursor))
 
 
 def pack_keys(keys: Sequence[int]) -> bytes:

@@ -19,7 +19,7 @@ _GROUPS = (None, 0)
 _FULL_ATTENTION = (None, "full_attention", "mla_attention", "sink_full_attention")
 
 
-class BlockNames:
+class CachedBlocks:
     """The blocks that an engine has said are cached.
 
     An engine may hold several copies of a block, for it computes some of a prompt again that is cached; it reports each

@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from vllm_omni_plugin.curve import PLAIN_USERNAME
-from vllm_omni_plugin.replicas.links.replica_ports import close_all, listen_on_many
-from vllm_omni_plugin.replicas.server.relay import Relay
-from vllm_omni_plugin.replicas.server.served_engine import InputHub
+from vllm_omni_plugin.replicas.links.replica_ports import close_all, listen_on_ports
+from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
+from vllm_omni_plugin.replicas.server.served_engine import InputForwarder
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
 SETTINGS = ServerSettings("127.0.0.1", None, "", 0, 1.0, 1000.0, 60.0, None, {})
@@ -39,19 +39,19 @@ def open_socket() -> Iterator[Callable[[int], "zmq.Socket[bytes]"]]:
         yield open_one
 
 
-async def test_a_relay_that_cannot_be_opened_leaves_nothing_on_the_loop(
+async def test_a_proxy_that_cannot_be_opened_leaves_nothing_on_the_loop(
     tmp_path: Path, slot: "zmq.Socket[bytes]"
 ) -> None:
-    inputs, outputs = listen_on_many("127.0.0.1", None, 2)
+    inputs, outputs = listen_on_ports("127.0.0.1", None, 2)
     outputs.close()
     before = set(os.listdir("/proc/self/fd"))
     with contextlib.closing(inputs), pytest.raises(OSError, match="Bad file descriptor"):
-        Relay(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/hub", slot)
+        DataProxy(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/hub", slot)
     # The slot's own thread may not have noticed yet that its connection is gone.
     slot.context.destroy(linger=0)
     # What earlier tests had may end meanwhile.
     assert set(os.listdir("/proc/self/fd")) <= before
-    # Descriptors are numbered anew; one that the loop still took for a socket of the relay would never be heard of.
+    # Descriptors are numbered anew; one that the loop still took for a socket of the proxy would never be heard of.
     loop = asyncio.get_running_loop()
     heard = [asyncio.Event() for _ in range(32)]
     descriptors = [os.eventfd(1) for _ in heard]
@@ -77,8 +77,8 @@ def fill(writer: "zmq.Socket[bytes]", message: list[bytes], times: int) -> None:
 async def test_a_relay_to_a_head_that_reads_nothing_is_closed_at_once(
     tmp_path: Path, slot: "zmq.Socket[bytes]", open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
-    inputs, outputs = listen_on_many("127.0.0.1", None, 2)
-    relay = Relay(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/hub", slot)
+    inputs, outputs = listen_on_ports("127.0.0.1", None, 2)
+    proxy = DataProxy(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/hub", slot)
     head, engine = open_socket(zmq.PULL), open_socket(zmq.PUSH)
     head.rcvhwm = 1
     head.plain_username, head.plain_password = PLAIN_USERNAME.encode(), b"c" * 40
@@ -87,14 +87,14 @@ async def test_a_relay_to_a_head_that_reads_nothing_is_closed_at_once(
     engine.send(b"first")
     assert await asyncio.to_thread(head.poll, 20_000)
     await asyncio.to_thread(fill, engine, [bytes(20_000)], 100_000)
-    relay.close()
+    proxy.close()
     close_all([inputs, outputs])
 
 
 def test_the_hub_of_an_engine_that_reads_nothing_is_closed_at_once(
     tmp_path: Path, open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
-    hub = InputHub(f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/local")
+    hub = InputForwarder(f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/local")
     engine, writer = open_socket(zmq.DEALER), open_socket(zmq.PUSH)
     engine.rcvhwm = 1
     engine.identity = b"engine"

@@ -8,7 +8,7 @@ import pytest
 from vllm_omni_plugin.balancing import CacheChange, Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.replicas.kv_events.block_names import BlockNames
+from vllm_omni_plugin.replicas.kv_events.cached_blocks import CachedBlocks
 from vllm_omni_plugin.replicas.kv_events.engine_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_events
 
 SIZE = 4
@@ -42,14 +42,14 @@ def as_sent(event: BlockStored | BlockRemoved) -> dict[str, Any]:
 
 
 def test_blocks_stored_at_once_or_one_after_another_have_the_keys_of_their_prompt() -> None:
-    assert BlockNames().apply([stored(1, 2, 3)]).stored == KEYS
-    names = BlockNames()
+    assert CachedBlocks().apply([stored(1, 2, 3)]).stored == KEYS
+    names = CachedBlocks()
     assert names.apply([stored(1)]).stored == KEYS[:1]
     assert names.apply([stored(2, 3, parent=1, first=1)]).stored == KEYS[1:]
 
 
 def test_a_block_with_names_by_what_follows_it_is_reusable_until_the_last_of_them_is_removed() -> None:
-    names = BlockNames()
+    names = CachedBlocks()
     names.apply([stored(1, lookahead_token_ids=[[7]]), stored(2, lookahead_token_ids=[[8]])])
     assert names.apply([removed(1)]) == CacheChange()
     assert names.apply([stored(1, lookahead_token_ids=[[7]]), removed(2)]).removed == ()
@@ -57,7 +57,7 @@ def test_a_block_with_names_by_what_follows_it_is_reusable_until_the_last_of_the
 
 
 def test_a_block_is_reusable_until_the_last_of_its_copies_is_removed() -> None:
-    names = BlockNames()
+    names = CachedBlocks()
     names.apply([stored(1, 2)])
     names.apply([stored(1, 2), stored(1)])
     assert names.copies == 5
@@ -68,13 +68,13 @@ def test_a_block_is_reusable_until_the_last_of_its_copies_is_removed() -> None:
 
 
 def test_of_what_happens_to_a_block_in_one_batch_the_last_counts() -> None:
-    names = BlockNames()
+    names = CachedBlocks()
     assert names.apply([stored(1), removed(1), stored(1)]) == CacheChange(stored=KEYS[:1])
     assert names.apply([removed(1), stored(1), removed(1)]) == CacheChange(removed=KEYS[:1])
 
 
 def test_what_comes_after_a_clearing_is_all_there_is() -> None:
-    names = BlockNames()
+    names = CachedBlocks()
     names.apply([stored(1, 2, 3)])
     assert names.apply([removed(3), AllBlocksCleared(), stored(1)]) == CacheChange(stored=KEYS[:1], restart=True)
     assert names.copies == 1
@@ -94,13 +94,13 @@ def test_what_comes_after_a_clearing_is_all_there_is() -> None:
     ],
 )
 def test_what_cannot_be_reused_by_a_prompt_or_not_be_named_changes_nothing(event: BlockStored | BlockRemoved) -> None:
-    names = BlockNames()
+    names = CachedBlocks()
     assert names.apply([event]) == CacheChange()
     assert names.copies == 0
 
 
 def test_a_removal_from_other_memory_leaves_the_block() -> None:
-    names = BlockNames()
+    names = CachedBlocks()
     names.apply([stored(1)])
     assert names.apply([removed(1, medium="CPU"), removed(1, group_idx=1)]) == CacheChange()
 
@@ -123,7 +123,7 @@ def test_a_malformed_batch_is_refused(batch: bytes) -> None:
 def test_a_batch_with_more_than_we_read_is_read() -> None:
     event = msgspec.structs.asdict(stored(1)) | {"type": "BlockStored", "lora_id": None, "session_id": "s", "new": [1]}
     (decoded,) = decode_events(msgspec.msgpack.encode([1.0, [event], 3]))
-    assert BlockNames().apply([decoded]).stored == KEYS[:1]
+    assert CachedBlocks().apply([decoded]).stored == KEYS[:1]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,6 @@ def test_an_event_that_cannot_be_read_leaves_the_others_of_its_batch(event: dict
     skipped: list[str] = []
     batch = [as_sent(stored(1)), event, as_sent(stored(2, parent=1, first=1)), as_sent(removed(1))]
     events = decode_events(msgspec.msgpack.encode([1.0, batch]), skipped.append)
-    assert BlockNames().apply(events) == CacheChange(stored=KEYS[1:2], removed=KEYS[:1])
+    assert CachedBlocks().apply(events) == CacheChange(stored=KEYS[1:2], removed=KEYS[:1])
     assert len(skipped) == 1
     assert skipped[0].startswith(reason)

@@ -15,8 +15,8 @@ from tests.replicas.server.heads import Head
 from vllm_omni_plugin.balancing import Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control.cache_following import unpack_keys
-from vllm_omni_plugin.replicas.control.lease_messages import CacheChanges, Expired, Follow
+from vllm_omni_plugin.replicas.control.cache_polling import unpack_keys
+from vllm_omni_plugin.replicas.control.lease_messages import CacheChanges, Expired, PollCache
 from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, Cursor
 
 SECRET = Secrets(["a secret that both ends know"])
@@ -39,7 +39,7 @@ async def changes(head: Head) -> CacheChanges:
 
 
 async def follow(head: Head, cursor: Cursor) -> None:
-    await head.say(Follow(head.attached.lease, cursor))
+    await head.say(PollCache(head.attached.lease, cursor))
 
 
 @pytest.mark.parametrize("secrets", [None, SECRET], ids=["open", "encrypted"])
@@ -50,7 +50,7 @@ async def test_a_head_knows_all_that_is_cached_and_what_changes(
     publisher.publish(stored(TOKENS, 1, 2))
     mirror = Mirror()
     async with make_head(secrets).attached(await node.up()) as replica:
-        replica.follow_cache(mirror.take)
+        replica.subscribe_cache(mirror.take)
         await eventually(lambda: mirror.keys == set(KEYS))
         assert (mirror.complete, mirror.restarts) == (True, 1)
         publisher.publish(removed(2))
@@ -64,11 +64,11 @@ async def test_two_heads_follow_each_at_its_own_pace(publisher: FakePublisher, n
     info = await node.up()
     first, second = Mirror(), Mirror()
     async with make_head().attached(info) as one:
-        one.follow_cache(first.take)
+        one.subscribe_cache(first.take)
         publisher.publish(stored(TOKENS, 1, 2))
         await eventually(lambda: first.keys == set(KEYS))
         async with make_head().attached(info) as other:
-            other.follow_cache(second.take)
+            other.subscribe_cache(second.take)
             await eventually(lambda: second.keys == set(KEYS))
             publisher.publish(removed(1, 2))
             await eventually(lambda: not first.keys and not second.keys)
@@ -84,7 +84,7 @@ async def test_a_large_cache_comes_in_parts(
     said: list[int] = []
     async with make_head().attached(await node.up()) as replica:
         await eventually(lambda: publisher.asked)
-        replica.follow_cache(lambda change: said.append(len(change.stored)))
+        replica.subscribe_cache(lambda change: said.append(len(change.stored)))
         await eventually(lambda: sum(said) == blocks)
     assert [count for count in said if count] == [MAX_PART, MAX_PART, 10]
 
@@ -96,7 +96,7 @@ async def test_a_head_that_comes_back_learns_everything_again(
     publisher.publish(stored(TOKENS, 1, 2))
     for attachments in (1, 2):
         async with head.attached(await node.up()) as replica:
-            replica.follow_cache(mirror.take)
+            replica.subscribe_cache(mirror.take)
             await eventually(lambda: mirror.keys == set(KEYS) and mirror.complete)
             assert mirror.restarts == attachments
         mirror.keys.clear()
@@ -109,14 +109,14 @@ async def test_of_an_engine_that_was_restarted_nothing_is_known(
     info = await node.up()
     publisher.publish(stored(TOKENS, 1, 2))
     async with head.attached(info) as replica:
-        replica.follow_cache(mirror.take)
+        replica.subscribe_cache(mirror.take)
         await eventually(lambda: mirror.keys)
         successor = keep(FakePublisher(tmp_path, "successor"))
         launcher.ready = successor.ready_response()
         node.engine.process.kill()
         await eventually(lambda: head.deaths)
     async with head.attached(await node.up(after=info.incarnation)) as replica:
-        replica.follow_cache(mirror.take)
+        replica.subscribe_cache(mirror.take)
         await eventually(lambda: mirror.restarts == 2)
         assert (mirror.keys, mirror.complete) == (set(), True)
 
@@ -128,7 +128,7 @@ async def test_an_engine_that_reports_nothing_is_said_and_attached_to_all_the_sa
     node = await start_node()
     mirror = Mirror()
     async with make_head().attached(await node.up()) as replica:
-        replica.follow_cache(mirror.take)
+        replica.subscribe_cache(mirror.take)
         assert await replica.client.call("is_sleeping") is False
     assert mirror.restarts == 0
     assert "Replica 0.0 does not report what its prefix cache holds." in caplog.text

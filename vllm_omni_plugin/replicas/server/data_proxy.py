@@ -29,7 +29,7 @@ logger = init_logger(__name__)
 DATA_ROLE = "data"
 
 
-class Relay:
+class DataProxy:
     """Passes requests of one head to the engine's hub and outputs of one slot to that head.
 
     Outputs pass in C. Of what the head sends the kind is read, and calls are; what may not reach the engine is refused.
@@ -45,7 +45,7 @@ class Relay:
         settings: the node's. A head that takes nothing of what there is for it is cut off after the heartbeat timeout.
         on_lost: called on the running loop when the head's output connection has gone.
         hub_addr: where the engine's input takes messages.
-        slot_socket: where the engine's outputs for this slot come from. Belongs to the relay until `close`.
+        slot_socket: where the engine's outputs for this slot come from. Belongs to the proxy until `close`.
 
     Attributes:
         data_key: public CURVE key (Z85) of both ports, or "" where links are not encrypted.
