@@ -29,7 +29,7 @@ class _Stage:
 
     @property
     def first_output_s(self) -> float:
-        return self.flow.most_in_engine_s
+        return self.flow.first_output_s
 
     @property
     def other_heads_backlog(self) -> Mapping[str, Backlog]:
@@ -100,7 +100,7 @@ class AdmittingHead(Head):
         for job in outcome.began:
             self._stage.unstarted -= 1
             in_engine_s = now - self._sent_at.pop(job.request)
-            self._stage.flow.began(now, job.prompt_tokens, job.cached_tokens, in_engine_s)
+            self._stage.flow.first_output(now, job.prompt_tokens, job.cached_tokens, in_engine_s)
         answered = super().receive(replica, outcome, report, change)
         for request in answered:
             ticket = self._tickets.pop(request)
@@ -108,7 +108,7 @@ class AdmittingHead(Head):
             self._admission.ended(ticket, request.output_tokens, now)
         return answered
 
-    def _leaves_room(self, request: Request) -> bool:
+    def _leaves_headroom(self, request: Request) -> bool:
         return self._admission.leaves_headroom(self._tickets[request], self._clock.now)
 
     def _key(self, request: Request) -> Any:

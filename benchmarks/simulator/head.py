@@ -8,12 +8,12 @@ from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
-from vllm_omni_plugin.orchestrator.dispatch.clear_replicas import ClearReplicas
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import ROOM
-from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
+from vllm_omni_plugin.orchestrator.dispatch.prefill_free_replicas import PrefillFreeReplicas
+from vllm_omni_plugin.orchestrator.dispatch.unsent_queue import RECALLS, UnsentQueue, UnsentRun
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
-from vllm_omni_plugin.orchestrator.requests.charges import Account
+from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
 
@@ -59,10 +59,12 @@ class Head:
     def __init__(
         self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
     ) -> None:
-        self.line = WaitingLine(self._yields)
+        self.unsent = UnsentQueue(self._run_leaves_headroom)
         self.bubbles = self.recalls = 0
-        self._reserve = Reserve(limits, waits=True, recalls=True) if getattr(policy, "binds_late", False) else AT_ONCE
-        self._clear = ClearReplicas(self._reserve, lambda: clock.now)
+        self._send_window = (
+            SendWindow(limits, limited=True, recalls=True) if getattr(policy, "binds_late", False) else SEND_AT_ONCE
+        )
+        self._clear = PrefillFreeReplicas(self._send_window, lambda: clock.now)
         self._send = send
         self._jobs: dict[StageRun, Job] = {}
         self._runs: dict[Request, StageRun] = {}
@@ -93,7 +95,7 @@ class Head:
                 [member for member in self.serving if member is not replica], self.unreported
             )
             if self.serving:
-                for run in self.line.of(_member(replica)):
+                for run in self.unsent.of(_member(replica)):
                     self._recall(run)
 
     def lose(self, replica: SimReplica) -> list[Job]:
@@ -101,7 +103,7 @@ class Head:
         self.hold_back(replica)
         self._tell("replica_lost", replica)
         for run in replica.in_flight.values():
-            self.line.take(run)
+            self.unsent.take(run)
             if (job := self._jobs.pop(run, None)) is not None:
                 del self._runs[job.request]
         return list(replica.in_flight)
@@ -122,17 +124,17 @@ class Head:
 
     def _soonest(self, request: Request, decision: Decision) -> Decision:
         """See `HeadQueue.soonest`."""
-        few = self._reserve.few_tokens
-        if not self.line.some_yield or decision.matched_tokens > few or self._leaves_room(request):
+        few = self._send_window.short_prefill_tokens
+        if not self.unsent.any_leaves_headroom or decision.matched_tokens > few or self._leaves_headroom(request):
             return decision
         chosen = self.serving[decision.position]
         looked = [chosen, *self._clear.next_group(self.serving)]
-        free = [each for each in looked if self._may_take(each.account, request.prompt_tokens)]
-        best = min(free, key=lambda replica: replica.account.tokens_ahead, default=chosen)
+        free = [each for each in looked if self._may_take(each.ledger, request.prompt_tokens)]
+        best = min(free, key=lambda replica: replica.ledger.prefill_tokens_ahead, default=chosen)
         return decision if best is chosen else Decision(self.serving.index(best), ROOM)
 
-    def _may_take(self, account: Account, tokens: int) -> bool:
-        return self._reserve.has_slot(account) and self._reserve.has_room(account, tokens)
+    def _may_take(self, ledger: LoadLedger, tokens: int) -> bool:
+        return self._send_window.has_free_slot(ledger) and self._send_window.has_room(ledger, tokens)
 
     def _place(self, request: Request, task: Task, decision: Decision) -> None:
         replica = self.serving[decision.position]
@@ -144,50 +146,50 @@ class Head:
         self.serving.changed(replica)
         self._tell("dispatched", task, replica, decision)
         member = _member(replica)
-        if self._has_room(run, replica, run.prefill_tokens) and not self.line.is_behind(
+        if self._has_room(run, replica, run.prefill_tokens) and not self.unsent.is_behind(
             run, member, self._key(request)
         ):
-            replica.account.send(run)
+            replica.ledger.mark_sent(run)
             self._send(replica, job)
         else:
             self._jobs[run] = job
             self._runs[request] = run
-            self.line.add(run, Waiting(member, job, self._key(request)))
+            self.unsent.add(run, UnsentRun(member, job, self._key(request)))
 
     def fill(self, replica: SimReplica) -> None:
         """See `Dispatcher`: submit what waits for a replica, or what waits for others."""
-        if not len(self.line):
+        if not len(self.unsent):
             return
         member = _member(replica)
-        first = self.line.first_of(member)
-        has_own = first is not None and not self._yields(first)
-        idle = not replica.account.unbegun
-        for run, waiting in self.line.ready(member, lambda run: self._has_room(run, replica, run.prefill_tokens)):
-            self.bubbles += idle and not self._yields(run)
+        first = self.unsent.first_of(member)
+        has_own = first is not None and not self._run_leaves_headroom(first)
+        idle = not replica.ledger.pending
+        for run, waiting in self.unsent.ready(member, lambda run: self._has_room(run, replica, run.prefill_tokens)):
+            self.bubbles += idle and not self._run_leaves_headroom(run)
             idle = False
             del self._runs[self._jobs.pop(run).request]
-            replica.account.send(run)
+            replica.ledger.mark_sent(run)
             self._send(replica, waiting.request)
         if has_own or replica not in self.serving:
             return
-        for run in self.line.to_recall(self._clock.now, RECALLS, yielding=self.line.first_of(member) is None):
+        for run in self.unsent.to_recall(self._clock.now, RECALLS, yielding=self.unsent.first_of(member) is None):
             if not self._has_room(run, replica, run.prefill_tokens):
                 return
             self._ask_again(run, replica)
 
     def _ask_again(self, run: StageRun, replica: SimReplica) -> None:
         charged_to = next(member for member in self.serving if member.replica_id == run.replica_id)
-        charged_to.account.release(run, self._clock.now)
+        charged_to.ledger.release(run, self._clock.now)
         self.serving.changed(charged_to)
         decision = self._choose(run.task)
-        charged_to.account.charge(run, self._clock.now)
+        charged_to.ledger.charge(run, self._clock.now)
         self.serving.changed(charged_to)
-        overtakes = self.line.some_yield and not self._yields(run)
+        overtakes = self.unsent.any_leaves_headroom and not self._run_leaves_headroom(run)
         computes_more = run.prompt_tokens - decision.matched_tokens > run.prefill_tokens
-        if computes_more and self.serving[decision.position].account.prefill_tokens and not overtakes:
+        if computes_more and self.serving[decision.position].ledger.prefill_tokens and not overtakes:
             return
         may_begin = self._may_begin(run, decision)
-        if not may_begin and overtakes and decision.matched_tokens <= self._reserve.few_tokens:
+        if not may_begin and overtakes and decision.matched_tokens <= self._send_window.short_prefill_tokens:
             decision = Decision(self.serving.index(replica), ROOM)
             may_begin = self._may_begin(run, decision)
         if may_begin and self.serving[decision.position] is not charged_to:
@@ -197,20 +199,20 @@ class Head:
     def _may_begin(self, run: StageRun, decision: Decision) -> bool:
         replica, tokens = self.serving[decision.position], run.prompt_tokens - decision.matched_tokens
         key = self._key(self._jobs[run].request)
-        return self._has_room(run, replica, tokens) and not self.line.is_behind(run, _member(replica), key)
+        return self._has_room(run, replica, tokens) and not self.unsent.is_behind(run, _member(replica), key)
 
     def _has_room(self, run: StageRun, replica: SimReplica, prefill_tokens: int) -> bool:
-        account, yields = replica.account, self._yields(run)
-        newest = account.newest if yields else None
-        behind_others = newest is not None and not self._yields(newest)
-        if not self._reserve.has_room(account, prefill_tokens, yields, behind_others):
+        ledger, leaves_headroom = replica.ledger, self._run_leaves_headroom(run)
+        newest = ledger.newest_pending if leaves_headroom else None
+        behind_in_share = newest is not None and not self._run_leaves_headroom(newest)
+        if not self._send_window.has_room(ledger, prefill_tokens, leaves_headroom, behind_in_share):
             return False
-        return not (yields and self._clear.must_stay(replica, self.serving))
+        return not (leaves_headroom and self._clear.must_stay_free(replica, self.serving))
 
-    def _yields(self, run: StageRun) -> bool:
-        return self._leaves_room(run.request.engine_inputs)
+    def _run_leaves_headroom(self, run: StageRun) -> bool:
+        return self._leaves_headroom(run.request.engine_inputs)
 
-    def _leaves_room(self, request: Request) -> bool:
+    def _leaves_headroom(self, request: Request) -> bool:
         """Whether it does so for others."""
         return False
 
@@ -227,7 +229,7 @@ class Head:
         """It waits no longer, and is not charged to the replica any more that it waited for."""
         run = self._runs.pop(job.request)
         del self._jobs[run]
-        waiting = self.line.take(run)
+        waiting = self.unsent.take(run)
         assert waiting is not None
         replica = cast(SimReplica, waiting.member)
         replica.release(job)
@@ -256,7 +258,7 @@ class Head:
             run = replica.release(job)
             job.request.finished = now
             run.task["answer_ids"] = job.answer
-            self._tell("ended", run.task, replica, now - run.attempt_at, job.output_tokens)
+            self._tell("ended", run.task, replica, now - run.charged_at, job.output_tokens)
         replica.settle(report)
         if (outcome.began or outcome.ended) and replica in self.serving:
             self.serving.changed(replica)

@@ -6,7 +6,7 @@ from math import inf
 from simulator.engine import LeapEngine
 from simulator.requests import Job
 from vllm_omni_plugin.balancing import ReplicaLoad
-from vllm_omni_plugin.orchestrator.requests.charges import Account
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
@@ -27,7 +27,7 @@ class Clock:
 
 
 class SimReplica:
-    """A `balancing.ReplicaView` with the head's own bookkeeping (`orchestrator.requests.charges`) and an engine.
+    """A `balancing.ReplicaView` with the head's own bookkeeping (`orchestrator.requests.load_ledger`) and an engine.
 
     Args:
         replica_id: its place in the fleet.
@@ -40,7 +40,7 @@ class SimReplica:
         slowdown: factor on the times of its engines.
         expected: when the event loop will step the engine.
         in_flight: what it was charged with.
-        account: what that weighs.
+        ledger: what that weighs.
         present_s: seconds in which it took requests.
     """
 
@@ -66,7 +66,7 @@ class SimReplica:
         self.alive = True
         self.expected = inf
         self.in_flight: dict[Job, StageRun] = {}
-        self.account = Account(CacheSize(self._settings.kv_blocks, self._settings.block_size))
+        self.ledger = LoadLedger(CacheSize(self._settings.kv_blocks, self._settings.block_size))
 
     def serves(self, serving: bool) -> None:
         """It takes requests from now on, or no longer."""
@@ -82,12 +82,12 @@ class SimReplica:
     @property
     def queue_length(self) -> int:
         """Unfinished requests, as the head counts them."""
-        return self.account.requests
+        return self.ledger.requests
 
     @property
     def load(self) -> ReplicaLoad:
         """What the head knows at this moment. Tokens arrive one by one, even if the engine leaps."""
-        load = self.account.load
+        load = self.ledger.load
         if not self.engine.running:
             return load
         tokens = self.engine.decode_tokens(self._clock.now)
@@ -116,24 +116,24 @@ class SimReplica:
     def charge(self, job: Job, run: StageRun) -> None:
         """A job is about to be sent."""
         self.in_flight[job] = run
-        self.account.charge(run, self._clock.now)
+        self.ledger.charge(run, self._clock.now)
 
     def begin(self, job: Job) -> StageRun:
         """Its first output has come."""
         run = self.in_flight[job]
-        self.account.begin(run, self._clock.now)
+        self.ledger.add_first_output(run, self._clock.now)
         return run
 
     def release(self, job: Job) -> StageRun:
         """It has ended."""
         run = self.in_flight.pop(job)
-        self.account.release(run, self._clock.now)
+        self.ledger.release(run, self._clock.now)
         return run
 
     def settle(self, report: LoadReport | None) -> None:
         """A message has been dealt with, the report in it last, if it has one."""
         if report is not None:
-            self.account.report(report)
+            self.ledger.report(report)
 
     def report(self) -> LoadReport:
         """What the engine says of itself with an iteration."""

@@ -12,7 +12,7 @@ from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, ReplicaLoad, ServingReplicas
 from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, Welcome
-from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, OthersWork, WorkExchange
+from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, PeerWorkChanges, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
@@ -43,7 +43,7 @@ class SharedReplica(SimReplica):
         self.restart()
         self.engine = replica.engine
         if self.exchange is not None:
-            self.account.join(self.exchange.serves(cast(Any, self)))
+            self.ledger.set_peer_work(self.exchange.serves(cast(Any, self)))
 
     @property
     def load(self) -> ReplicaLoad:
@@ -51,9 +51,9 @@ class SharedReplica(SimReplica):
         tokens = sum(
             job.prompt_tokens + self.engine.produced(job, self._clock.now)
             for job, run in self.in_flight.items()
-            if run.began
+            if run.has_output
         )
-        return self.account.load._replace(decode_tokens=tokens)
+        return self.ledger.load._replace(decode_tokens=tokens)
 
     def charge(self, job: Job, run: StageRun) -> None:
         """See `SimReplica`."""
@@ -82,12 +82,12 @@ class SharingHead(Head):
         super().__init__(policy, clock, send, limits)
         self.engines_report = _follows_caches(policy)
 
-    def hear(self, heads: int, others_work: OthersWork) -> None:
+    def hear(self, heads: int, others_work: PeerWorkChanges) -> None:
         """So many heads are known, this one among them, and the others have said this."""
         if self.aware:
             self.unreported.set_heads(heads)
         for member, work in others_work:
-            member.account.join(work)
+            member.ledger.set_peer_work(work)
             self.serving.changed(cast(Any, member))
             self.fill(cast(Any, member))
 
@@ -256,7 +256,7 @@ class SeveralHeads(Head):
             exchanges.append(exchange)
             for replica in views:
                 replica.exchange = exchange
-                replica.account.join(exchange.serves(cast(Any, replica)))
+                replica.ledger.set_peer_work(exchange.serves(cast(Any, replica)))
             exchange.take(Welcome([], False))
 
 

@@ -14,7 +14,7 @@ from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, DRAIN_HOLD, SUSPECT_HOLD
-from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
@@ -53,8 +53,10 @@ class Head:
         self._tasks: set[asyncio.Task[None]] = set()
         self._befallen: set[PoolMember] = set()
         self.happened: Counter[str] = Counter()
-        reserve = AT_ONCE if plan is None else Reserve(BatchLimits(_STEP_TOKENS, PLACES), waits=True, recalls=True)
-        self.pool = StagePool(0, policy, name, self._loop.time, reserve=reserve)
+        send_window = (
+            SEND_AT_ONCE if plan is None else SendWindow(BatchLimits(_STEP_TOKENS, PLACES), limited=True, recalls=True)
+        )
+        self.pool = StagePool(0, policy, name, self._loop.time, send_window=send_window)
         # Those of its methods that only pipelines need are missing.
         apis: list[Any] = [PlayedApi()]
         self.orchestrator = Orchestrator([self.pool], apis, MOVES, self._loop.time, WAIT_S, admission_config=plan)
@@ -97,14 +99,14 @@ class Head:
         orchestrator, metrics, pool = self.orchestrator, self.orchestrator.metrics, self.pool
         admission = orchestrator.admission
         for member in pool.members:
-            load, account = member.account.uncached_load(), member.account
+            load, ledger = member.ledger.uncached_load(), member.ledger
             yield "in flight", len(member.in_flight)
             yield "charged requests", load.requests
             yield "charged to others", load.others
             yield "prefill tokens", load.prefill_tokens
             yield "decode tokens", load.decode_tokens
-            yield "waiting at replicas", account.waiting
-            yield "unsent", account.unsent + account.unbegun + account.unbegun_tokens
+            yield "waiting at replicas", ledger.waiting
+            yield "unsent", ledger.unsent + ledger.pending + ledger.pending_tokens
         for totals in all_totals(orchestrator):
             yield "waiting", totals.waiting
             yield "running", totals.running

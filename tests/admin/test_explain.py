@@ -16,7 +16,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, explain
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
-from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
 
@@ -200,7 +200,7 @@ async def test_the_answer_says_where_the_request_would_stand_in_the_queue() -> N
     plan = AdmissionConfig(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
     balancer = Scripted()
     balancer.decision = Decision(0, "match")
-    fleet = FakeFleet(1, balancer, reserve=Reserve(waits=True), plan=plan)
+    fleet = FakeFleet(1, balancer, send_window=SendWindow(limited=True), plan=plan)
     async with fleet, client_of(explaining(fleet)) as client:
         for name in "abcd":
             await fleet.submit(name, prompt=[1])
@@ -218,8 +218,8 @@ async def test_the_answer_says_where_the_request_would_stand_in_the_queue() -> N
 async def test_the_answer_knows_of_the_room_that_a_tenant_over_its_share_leaves() -> None:
     balancer = Scripted()
     balancer.decision = Decision(0, "match")
-    reserve = Reserve(BatchLimits(tokens=1000, sequences=9), waits=True)
-    async with FakeFleet(1, balancer, reserve=reserve) as fleet, client_of(explaining(fleet)) as client:
+    send_window = SendWindow(BatchLimits(tokens=1000, sequences=9), limited=True)
+    async with FakeFleet(1, balancer, send_window=send_window) as fleet, client_of(explaining(fleet)) as client:
         await fleet.submit("calm", prompt=[1], terms=RequestTerms("calm"))
         for number in range(6):
             await fleet.submit(f"{number}", prompt=[1], terms=RequestTerms("flood"))

@@ -14,7 +14,7 @@ from tests.fakes.played_fleet import PlayedFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
@@ -57,7 +57,9 @@ class Fleet(PlayedFleet):
 
     def __init__(self, config: Any) -> None:
         apis = [VllmStageApi(config, config, stage) for stage in PIPELINE.stages]
-        pools = [StagePool(stage.id, RandomBalancer(), reserve=Reserve(waits=True)) for stage in PIPELINE.stages]
+        pools = [
+            StagePool(stage.id, RandomBalancer(), send_window=SendWindow(limited=True)) for stage in PIPELINE.stages
+        ]
         input_builder = StageInputBuilder(PIPELINE, apis, str)
         self.orchestrator = Orchestrator(pools, apis, 0, time.monotonic, input_builder=input_builder)
         self.links = [SilentLink(stage.name) for stage in PIPELINE.stages]

@@ -8,7 +8,7 @@ from tests.fakes.played_fleet import PlayedFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -40,12 +40,16 @@ class FakeFleet(PlayedFleet):
         migration_limit: int = 3,
         replica_wait: float = 0.0,
         exchange: WorkExchange | None = None,
-        reserve: Reserve = AT_ONCE,
+        send_window: SendWindow = SEND_AT_ONCE,
         plan: AdmissionConfig | None = None,
     ) -> None:
         self.now = 0.0
         self.pool = StagePool(
-            0, balancer or LeastQueueLengthBalancer(), clock=lambda: self.now, exchange=exchange, reserve=reserve
+            0,
+            balancer or LeastQueueLengthBalancer(),
+            clock=lambda: self.now,
+            exchange=exchange,
+            send_window=send_window,
         )
         apis = [FakeEngineApi()]
         self.exchange = exchange

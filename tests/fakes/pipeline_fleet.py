@@ -13,7 +13,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState, PipelineRequestState
-from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
@@ -49,7 +49,7 @@ class FakePipelineFleet(PlayedFleet):
         replicas: of each stage, or of all.
         migration_limit: see `Orchestrator`.
         replica_wait: see `Orchestrator`.
-        reserve: when replicas get what is charged to them.
+        send_window: when replicas get what is charged to them.
         plan: who may come in.
 
     Attributes:
@@ -69,14 +69,14 @@ class FakePipelineFleet(PlayedFleet):
         replicas: int | Sequence[int] = 1,
         migration_limit: int = 3,
         replica_wait: float = 0.0,
-        reserve: Reserve = AT_ONCE,
+        send_window: SendWindow = SEND_AT_ONCE,
         plan: AdmissionConfig | None = None,
     ) -> None:
         self.now = 0.0
         self.pipeline = Pipeline(tuple(stages))
         self.apis = [FakeStageApi(stage) for stage in self.pipeline.stages]
         self.pools = [
-            StagePool(stage.id, LeastQueueLengthBalancer(random.Random(0)), clock=self.clock, reserve=reserve)
+            StagePool(stage.id, LeastQueueLengthBalancer(random.Random(0)), clock=self.clock, send_window=send_window)
             for stage in self.pipeline.stages
         ]
         self.orchestrator = Orchestrator(

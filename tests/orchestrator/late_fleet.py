@@ -7,16 +7,16 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import DecidingBalancer, Decision, LeastTokensBalancer, ReplicaView, Task
-from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
-TWO_AT_MOST = Reserve(waits=True, recalls=True)
+TWO_AT_MOST = SendWindow(limited=True, recalls=True)
 """An engine gets one request to begin and one behind it."""
 FLOOD, CALM = RequestTerms("flood"), RequestTerms("calm")
 SLOTS = 9
 SPARE = 2
 """Half of the root of the slots, rounded up."""
-ROOMY = Reserve(BatchLimits(tokens=1000, sequences=SLOTS), waits=True, recalls=True)
+ROOMY = SendWindow(BatchLimits(tokens=1000, sequences=SLOTS), limited=True, recalls=True)
 EQUALS = AdmissionConfig()
 
 
@@ -30,8 +30,8 @@ class Preferring(DecidingBalancer):
         return Decision(min(self.position, len(replicas) - 1), "preferred", matched_tokens=self.cached)
 
 
-def late(replicas: int = 1, reserve: Reserve = TWO_AT_MOST, **options: Any) -> FakeFleet:
-    return FakeFleet(replicas, LeastTokensBalancer(), reserve=reserve, **options)
+def late(replicas: int = 1, send_window: SendWindow = TWO_AT_MOST, **options: Any) -> FakeFleet:
+    return FakeFleet(replicas, LeastTokensBalancer(), send_window=send_window, **options)
 
 
 async def submit_all(fleet: FakeFleet, names: str, **fields: Any) -> None:

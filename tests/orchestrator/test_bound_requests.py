@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import RequestLostError
-from vllm_omni_plugin.orchestrator.pool import bindings
+from vllm_omni_plugin.orchestrator.pool import affinity_bindings
 
 KEY = 4
 
@@ -104,7 +104,7 @@ async def test_it_follows_to_where_the_first_one_has_moved(fleet: FakeFleet) -> 
 
 
 async def test_the_latest_keys_are_remembered(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bindings, "MAX_BINDINGS", 2)
+    monkeypatch.setattr(affinity_bindings, "MAX_BINDINGS", 2)
     await send_first(fleet, KEY + 1)
     await end_first(fleet, KEY + 1)
     replica_id = await send_first(fleet)

@@ -38,7 +38,7 @@ async def test_only_an_engine_that_crashed_by_itself_makes_what_it_had_suspect(
             engine.process.die()
         runs = [state.runs[0] for state in node.orchestrator.request_states.values()]
         await eventually(lambda: all(run.losses for run in runs), "the loss")
-        assert sum(len(run.suspicions) for run in runs) == suspects
+        assert sum(len(run.crash_losses) for run in runs) == suspects
 
 
 async def test_no_request_is_lost_when_a_replica_is_killed_every_five_seconds() -> None:

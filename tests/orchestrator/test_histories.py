@@ -17,7 +17,7 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
-from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE
+from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE
 
 from .late_fleet import TWO_AT_MOST
 
@@ -48,8 +48,11 @@ class Histories(RuleBasedStateMachine):
     )
     def begin(self, limit: int, seed: int, wait: float, late: bool, most: int | None) -> None:
         balancer = LeastQueueLengthBalancer(random.Random(seed))
-        reserve, plan = TWO_AT_MOST if late else AT_ONCE, AdmissionConfig(classes=CLASSES, max_waiting_requests=most)
-        self.fleet = FakeFleet(REPLICAS, balancer, limit, wait, reserve=reserve, plan=plan)
+        send_window, plan = (
+            TWO_AT_MOST if late else SEND_AT_ONCE,
+            AdmissionConfig(classes=CLASSES, max_waiting_requests=most),
+        )
+        self.fleet = FakeFleet(REPLICAS, balancer, limit, wait, send_window=send_window, plan=plan)
         self.run(self.fleet.__aenter__())
 
     def run(self, step: Coroutine[Any, Any, Any]) -> None:
@@ -191,8 +194,8 @@ class Histories(RuleBasedStateMachine):
         if hasattr(self, "fleet"):
             self.loop.run_until_complete(asyncio.sleep(0))
             for member in self.fleet.pool.members:
-                tries = any(run.suspicions for run in member.in_flight.values())
-                assert member.account.unbegun or not member.account.unsent or tries
+                tries = any(run.crash_losses for run in member.in_flight.values())
+                assert member.ledger.pending or not member.ledger.unsent or tries
 
     @invariant()
     def replicas_that_do_not_serve_are_charged_with_nothing(self) -> None:

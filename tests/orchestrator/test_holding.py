@@ -6,7 +6,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.observations import observed
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.dispatch.held_requests import MAX_HELD_REQUESTS
+from vllm_omni_plugin.orchestrator.dispatch.hold_queue import MAX_HELD_REQUESTS
 
 LONG = 600.0
 SHORT = 0.02

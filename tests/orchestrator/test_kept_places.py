@@ -11,10 +11,10 @@ from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import DISAGGREGATED
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.errors import MessageTooLargeError, RequestLostError
-from vllm_omni_plugin.orchestrator.dispatch import held_requests
+from vllm_omni_plugin.orchestrator.dispatch import hold_queue
 from vllm_omni_plugin.orchestrator.dispatch.suspects import TRIAL_OUTPUTS
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
-from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 
 from .late_fleet import TWO_AT_MOST, got, late, submit_all
 
@@ -79,7 +79,7 @@ async def test_what_is_pushed_out_while_no_replica_serves_is_not_sent_when_one_d
 
 
 async def test_what_a_lost_replica_had_not_got_goes_on_without_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_requests, "MOVES_AT_ONCE", 0)
+    monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 0)
     async with late(replica_wait=LONG) as fleet:
         await submit_all(fleet, "ab")
         # No session of a client could move.
@@ -121,7 +121,7 @@ async def test_what_only_the_first_replica_may_get_is_sent_after_one_that_was_de
 
 
 async def test_what_only_the_first_replica_may_get_goes_to_one_that_has_room_earlier() -> None:
-    async with FakePipelineFleet(DISAGGREGATED, reserve=TWO_AT_MOST) as fleet:
+    async with FakePipelineFleet(DISAGGREGATED, send_window=TWO_AT_MOST) as fleet:
         for name in "abc":
             await fleet.submit(name)
             fleet.tell(name, 0, 9, finish_reason="length", kv_transfer_params={"of": name}, cached=2)
@@ -159,7 +159,7 @@ async def test_a_drain_refuses_and_pushes_out_nobody() -> None:
 
 
 async def test_what_waits_for_a_drained_replica_stays_once_the_others_have_turned_out_to_be_dead() -> None:
-    async with late(replica_wait=LONG, reserve=Reserve(waits=True)) as fleet:
+    async with late(replica_wait=LONG, send_window=SendWindow(limited=True)) as fleet:
         await submit_all(fleet, "abcde")
         fleet.join(fleet.pool.add()).broken = True
         drain(fleet)
@@ -210,7 +210,7 @@ async def test_of_a_session_whose_first_message_fails_nothing_is_sent(monkeypatc
 
 
 async def test_what_waits_for_a_replica_with_a_suspect_on_trial_goes_elsewhere() -> None:
-    async with late(replicas=3, reserve=Reserve(waits=True)) as fleet:
+    async with late(replicas=3, send_window=SendWindow(limited=True)) as fleet:
         await fleet.submit("p", affinity=0)
         for replica_id in (0, 2):
             fleet.pool.hold_back(fleet.pool.member(replica_id), ADMIN_HOLD)
@@ -239,7 +239,7 @@ async def on_trial(fleet: FakeFleet) -> None:
 
 
 async def test_what_waits_for_a_replica_with_a_suspect_on_trial_is_sent_there_after_it() -> None:
-    async with late(replicas=2, reserve=Reserve(waits=True)) as fleet:
+    async with late(replicas=2, send_window=SendWindow(limited=True)) as fleet:
         await on_trial(fleet)
         for token in range(TRIAL_OUTPUTS - 1):
             fleet.say("p", token)
@@ -247,7 +247,7 @@ async def test_what_waits_for_a_replica_with_a_suspect_on_trial_is_sent_there_af
 
 
 async def test_what_waits_for_a_replica_is_sent_there_when_its_suspect_is_aborted() -> None:
-    async with late(replicas=2, reserve=Reserve(waits=True)) as fleet:
+    async with late(replicas=2, send_window=SendWindow(limited=True)) as fleet:
         await on_trial(fleet)
         await fleet.abort("p")
         await eventually(lambda: got(fleet.links[1]) == "abpcde", "the sending of what waited")

@@ -13,7 +13,7 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTer
 from vllm_omni_plugin.balancing import PrefixBalancer, Prompt
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
-from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, SubmitRequest
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
@@ -39,13 +39,13 @@ async def test_the_next_one_is_sent_when_one_has_begun_and_not_before() -> None:
 
 
 async def test_an_engine_gets_prompts_for_two_steps_behind_the_one_that_it_computes() -> None:
-    async with late(reserve=Reserve(BatchLimits(tokens=4, sequences=100), waits=True)) as fleet:
+    async with late(send_window=SendWindow(BatchLimits(tokens=4, sequences=100), limited=True)) as fleet:
         await submit_all(fleet, "abcdefgh")
         assert got(fleet.links[0]) == "abcde"
 
 
 async def test_an_engine_whose_sequence_slots_are_full_gets_a_few_requests_ahead() -> None:
-    async with late(reserve=Reserve(BatchLimits(tokens=1000, sequences=2), waits=True)) as fleet:
+    async with late(send_window=SendWindow(BatchLimits(tokens=1000, sequences=2), limited=True)) as fleet:
         fleet.links[0].report(running=2)
         await submit_all(fleet, NAMES)
         fleet.links[0].report(running=2)
@@ -53,7 +53,9 @@ async def test_an_engine_whose_sequence_slots_are_full_gets_a_few_requests_ahead
 
 
 async def test_an_engine_without_free_kv_memory_gets_one_request_behind_another() -> None:
-    async with late(replicas=0, reserve=Reserve(BatchLimits(tokens=1000, sequences=1000), waits=True)) as fleet:
+    async with late(
+        replicas=0, send_window=SendWindow(BatchLimits(tokens=1000, sequences=1000), limited=True)
+    ) as fleet:
         fleet.ready_response = b"[100, 1]"
         fleet.join(fleet.pool.add(0))
         await fleet.submit("x")
@@ -106,7 +108,7 @@ async def test_what_waits_for_a_lost_replica_goes_on_without_a_move_that_counts_
         failed = {name for name, error in await fleet.read() if isinstance(error, Exception)}
         assert failed == {"a", "b"}
         assert set(got(fleet.links[1])) == {"c", "d"}
-        assert not any(run.suspicions for run in fleet.pool.member(1).in_flight.values())
+        assert not any(run.crash_losses for run in fleet.pool.member(1).in_flight.values())
 
 
 async def test_what_waits_for_a_drained_replica_goes_to_another_one() -> None:
@@ -145,7 +147,7 @@ async def test_a_replica_with_room_gets_what_waits_for_another_one() -> None:
 
 async def test_a_request_is_computed_again_elsewhere_only_where_no_prompt_waits_for_that() -> None:
     cached = list(range(2000))
-    async with FakeFleet(2, PrefixBalancer(), reserve=TWO_AT_MOST) as fleet:
+    async with FakeFleet(2, PrefixBalancer(), send_window=TWO_AT_MOST) as fleet:
 
         async def submit_to(replica: int, name: str, prompt: list[int]) -> None:
             other = fleet.pool.member(1 - replica)
@@ -252,7 +254,7 @@ async def test_a_request_that_has_waited_as_long_as_its_client_does_is_refused()
 @pytest.mark.parametrize("end", ["refused", "aborted", "sent and aborted"])
 async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) -> None:
     prompt, plan = list(range(160)), AdmissionConfig(max_waiting_requests=1)
-    async with FakeFleet(1, PrefixBalancer(), reserve=TWO_AT_MOST, plan=plan) as fleet:
+    async with FakeFleet(1, PrefixBalancer(), send_window=TWO_AT_MOST, plan=plan) as fleet:
         if end == "refused":
             await submit_all(fleet, "abc")
         elif end == "aborted":

@@ -4,8 +4,8 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.orchestrator.dispatch import held_requests
-from vllm_omni_plugin.orchestrator.dispatch.held_requests import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch import hold_queue
+from vllm_omni_plugin.orchestrator.dispatch.hold_queue import MoveBudget
 
 
 class Clock:
@@ -17,8 +17,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(held_requests, "MOVES_AT_ONCE", 3)
-    monkeypatch.setattr(held_requests, "MOVES_PER_S", 10.0)
+    monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 3)
+    monkeypatch.setattr(hold_queue, "MOVES_PER_S", 10.0)
     return Clock()
 
 
@@ -40,7 +40,7 @@ def test_a_quiet_time_allows_so_many_at_once_and_no_more(clock: Clock) -> None:
 async def test_requests_of_lost_replicas_wait_for_the_budget_in_order_and_may_be_aborted_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_requests, "MOVES_AT_ONCE", 2)
+    monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 2)
     async with FakeFleet(replicas=1) as fleet:
         for name in "abcd":
             await fleet.submit(name)
@@ -57,7 +57,7 @@ async def test_requests_of_lost_replicas_wait_for_the_budget_in_order_and_may_be
 
 
 async def test_a_head_that_has_ended_moves_nobody_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_requests, "MOVES_AT_ONCE", 1)
+    monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 1)
     async with FakeFleet(replicas=1) as fleet:
         for name in "abc":
             await fleet.submit(name)

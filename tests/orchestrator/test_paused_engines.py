@@ -11,8 +11,8 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.orchestrator.dispatch import refused_runs
-from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
+from vllm_omni_plugin.orchestrator.dispatch import paused_runs
+from vllm_omni_plugin.orchestrator.dispatch.paused_runs import RETRY_S
 
 
 def refuse(fleet: FakeFleet, request_id: str) -> int:
@@ -113,8 +113,8 @@ async def test_of_those_that_wait_one_is_sent_at_a_time_until_it_is_not_refused(
 @pytest.fixture
 def retry_s(monkeypatch: pytest.MonkeyPatch) -> float:
     """A short `RETRY_S`, which sums up exactly."""
-    monkeypatch.setattr(refused_runs, "RETRY_S", 2.0**-6)
-    return refused_runs.RETRY_S
+    monkeypatch.setattr(paused_runs, "RETRY_S", 2.0**-6)
+    return paused_runs.RETRY_S
 
 
 async def at_the_only_replica(fleet: FakeFleet, names: str) -> FakeLink:

@@ -20,7 +20,7 @@ from vllm_omni_plugin.balancing import (
 from vllm_omni_plugin.errors import NoExplanationError, NoReplicaError, OmniError
 from vllm_omni_plugin.orchestrator.pool.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
-from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, Explain, Explanation
@@ -88,7 +88,7 @@ async def test_an_attempt_that_is_aborted_before_its_first_output_ends_without_b
 
 async def test_an_attempt_that_ends_before_its_engine_got_it_is_withdrawn_and_a_recalled_one_is_not() -> None:
     policy = NotingPolicy()
-    async with FakeFleet(balancer=policy, reserve=Reserve(waits=True)) as fleet:
+    async with FakeFleet(balancer=policy, send_window=SendWindow(limited=True)) as fleet:
         for name in "abcd":
             await fleet.submit(name)
         await fleet.abort("c")
@@ -103,7 +103,7 @@ async def test_an_attempt_that_ends_before_its_engine_got_it_is_withdrawn_and_a_
 
 async def test_a_policy_takes_nothing_back_of_what_it_did_not_decide() -> None:
     policy = NotingPolicy()
-    async with FakeFleet(balancer=policy, reserve=Reserve(waits=True)) as fleet:
+    async with FakeFleet(balancer=policy, send_window=SendWindow(limited=True)) as fleet:
         for name in "abc":
             await fleet.submit(name, affinity=0)
         await fleet.abort("c")

@@ -48,9 +48,9 @@ def lose(run: StageRun, replica_id: int = 2) -> list[FakeRequest]:
 def hear(run: StageRun, tokens: Sequence[int], finished: bool) -> list[int]:
     """An output comes, as a dispatcher takes it. Returns what of it is new."""
     new = list(tokens)
-    if run.joining:
-        new = new[run.join(tokens, finished) :]
-        if run.finished or run.joining:
+    if run.skipping_delivered:
+        new = new[run.skip_delivered(tokens, finished) :]
+        if run.finished or run.skipping_delivered:
             return []
     run.deliver(new, finished)
     return new

@@ -9,8 +9,8 @@ from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import RequestTerms, Ticket
 from vllm_omni_plugin.errors import RequestRefusedError
-from vllm_omni_plugin.orchestrator.dispatch import held_requests
-from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RETRY_S
+from vllm_omni_plugin.orchestrator.dispatch import hold_queue
+from vllm_omni_plugin.orchestrator.dispatch.paused_runs import RETRY_S
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 
 from .late_fleet import got, late
@@ -72,8 +72,8 @@ async def test_where_it_waits_since_its_first_replica_is_drained() -> None:
 
 
 async def test_while_the_moves_of_others_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_requests, "MOVES_AT_ONCE", 1)
-    monkeypatch.setattr(held_requests, "MOVES_PER_S", 1.0)
+    monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 1)
+    monkeypatch.setattr(hold_queue, "MOVES_PER_S", 1.0)
     async with FakeFleet(replicas=1) as fleet:
         await submit(fleet, "a", "b")
         fleet.join(fleet.pool.add())
@@ -179,7 +179,7 @@ async def test_clients_that_hang_up_before_the_first_token_show_what_engines_tak
         await fleet.submit("a", prompt=[1])
         fleet.now += 5.0
         await fleet.abort("a")
-        assert fleet.pool.flow.most_in_engine_s == 5.0
+        assert fleet.pool.flow.first_output_s == 5.0
 
 
 async def test_what_waited_or_was_moved_says_nothing_of_what_engines_take() -> None:
@@ -192,10 +192,10 @@ async def test_what_waited_or_was_moved_says_nothing_of_what_engines_take() -> N
         # Its replica has it since now.
         fleet.now += 1.0
         fleet.say("c", 1)
-        assert fleet.pool.flow.most_in_engine_s == 1.0
+        assert fleet.pool.flow.first_output_s == 1.0
         await fleet.submit("d", prompt=[1])
         fleet.now += 60.0
         fleet.kill(0)
         fleet.join(fleet.pool.member(0))
         fleet.say("d", 1)
-        assert fleet.pool.flow.most_in_engine_s == 1.0
+        assert fleet.pool.flow.first_output_s == 1.0

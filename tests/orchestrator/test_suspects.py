@@ -177,7 +177,7 @@ async def test_what_came_to_a_replica_after_the_first_crash_is_not_to_blame_for_
         die(fleet, tried)
         [(request_id, error)] = await fleet.read()
         assert (request_id, isinstance(error, RequestLostError)) == ("p", True)
-        assert fleet.orchestrator.request_states["later"].runs[0].suspected == []
+        assert fleet.orchestrator.request_states["later"].runs[0].unexplained_crashes == []
 
 
 async def test_a_request_that_kills_at_once_is_convicted_too() -> None:
@@ -241,7 +241,7 @@ async def test_a_request_that_could_not_be_sent_is_not_suspected(
     await fleet.submit("sent", affinity=0)
     monkeypatch.setattr(fleet.links[0], "send", send)
     await fleet.submit("not sent", affinity=0)
-    suspected = {name: len(state.runs[0].suspicions) for name, state in fleet.orchestrator.request_states.items()}
+    suspected = {name: len(state.runs[0].crash_losses) for name, state in fleet.orchestrator.request_states.items()}
     assert suspected == {"sent": 1, "not sent": 0}
 
 

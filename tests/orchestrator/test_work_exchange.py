@@ -8,7 +8,7 @@ from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, Welcome, engine_key
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
-from vllm_omni_plugin.orchestrator.requests.charges import Work
+from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
 from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 
@@ -160,12 +160,12 @@ async def test_it_reports_by_the_running_loop_s_timers() -> None:
 def test_what_waits_of_a_class_at_other_heads_is_known_and_forgotten_with_them() -> None:
     bus, a, b = two_heads()
     waiting = [Work(2, 50)]
-    a.exchange.tell_waiting("batch", lambda: waiting[-1])
+    a.exchange.set_waiting("batch", lambda: waiting[-1])
     bus.settle()
     assert b.exchange.others_waiting("batch") == Work(2, 50)
     assert (b.exchange.others_waiting("other"), a.exchange.others_waiting("batch")) == (Work(), Work())
     waiting.append(Work(1, 20))
-    a.exchange.tell_waiting("batch", lambda: waiting[-1])
+    a.exchange.set_waiting("batch", lambda: waiting[-1])
     bus.settle()
     assert b.exchange.others_waiting("batch") == Work(1, 20)
     bus.leave("a")

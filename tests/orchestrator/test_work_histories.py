@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.orchestrator.work_bus import WorkBus, WorkingHead
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
+from vllm_omni_plugin.orchestrator.requests.load_ledger import NO_WORK, Work
 
 REPLICAS = 3
 HEADS = ("a", "b", "c")
@@ -50,7 +50,7 @@ def step(bus: WorkBus, incarnations: list[int], action: str, head_id: str, numbe
             head.lose(member)
         case "charge" if member is not None:
             head.charge(member)
-        case "begin" if run is not None and not run.began:
+        case "begin" if run is not None and not run.has_output:
             head.begin(run)
         case "release" if run is not None:
             head.release(run)
@@ -63,7 +63,7 @@ def step(bus: WorkBus, incarnations: list[int], action: str, head_id: str, numbe
 def own(head: WorkingHead, like: PoolMember) -> Work:
     for member in head.pool.serving:
         if (member.replica_id, member.incarnation) == (like.replica_id, like.incarnation):
-            return member.account.own
+            return member.ledger.own
     return NO_WORK
 
 
@@ -77,7 +77,7 @@ def test_when_all_is_said_each_head_s_view_is_the_truth(steps: list[tuple[str, s
         others = [other for other in bus.heads.values() if other is not head]
         for member in head.pool.serving:
             theirs = [own(other, member) for other in others]
-            load, mine = member.load, member.account.own
+            load, mine = member.load, member.ledger.own
             assert load.heads_report is bool(others)
             assert load.others == sum(work.requests for work in theirs)
             assert load.requests == mine.requests + load.others

@@ -75,7 +75,7 @@ class WorkingHead:
         task: Task = {"prompt": Prompt(range(PROMPT_TOKENS))}
         run.dispatch(member.replica_id, f"r-{next(self._number)}", task, Decision(0, "test"), 0.0)
         self.pool.charge(member, run)
-        member.account.send(run)
+        member.ledger.mark_sent(run)
         self.runs.append(run)
         return run
 

@@ -32,25 +32,25 @@ BOUNDS = AdmissionConfig(
 
 @dataclass
 class SharedStage:
-    """The stage as one of two heads sees it, which hears at once what waits at the other one."""
+    """The stage as one of two heads sees it, which knows at once what waits at the other head."""
 
     flow: StageFlow
     rules: list[Admission]
     other: int
-    unbegun: int = 0
+    unstarted: int = 0
     heads: int = 2
 
     @property
-    def rate(self) -> float:
+    def dispatch_rate(self) -> float:
         return self.flow.leaving_rate or 0.0
 
     @property
-    def in_engine_s(self) -> float:
-        return self.flow.most_in_engine_s
+    def first_output_s(self) -> float:
+        return self.flow.first_output_s
 
     @property
-    def others_waiting(self) -> Mapping[str, Backlog]:
-        return self.rules[self.other].by_class()
+    def other_heads_backlog(self) -> Mapping[str, Backlog]:
+        return self.rules[self.other].backlog_by_class()
 
 
 class AdmittingSharingHead(AdmittingHead, SharingHead):

@@ -16,7 +16,7 @@ from week.virtual_time import VirtualTimeLoop
 
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, TenantSettings
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, ReplicaView, Task
-from vllm_omni_plugin.orchestrator.requests.charges import Account
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 
 HOURS = Settings(days=0.1, requests=30, replicas=6, fault=0.9, seed=4)
 """57 bursts, most of them with a fault."""
@@ -66,14 +66,14 @@ def test_the_same_seed_gives_the_same_hours() -> None:
 
 
 def test_a_charge_that_is_not_taken_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = Account.release
+    release = LoadLedger.release
 
-    def forget_some(account: Account, run: Any, now: float) -> None:
+    def forget_some(ledger: LoadLedger, run: Any, now: float) -> None:
         if run.output_tokens == 7:
             run.output_tokens = 6
-        release(account, run, now)
+        release(ledger, run, now)
 
-    monkeypatch.setattr(Account, "release", forget_some)
+    monkeypatch.setattr(LoadLedger, "release", forget_some)
     assert set(run("least-queue-length").left) == {"decode tokens"}
 
 

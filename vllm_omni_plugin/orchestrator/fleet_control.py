@@ -14,7 +14,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteRepli
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import manage
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.work_exchange import OfHeads, WorkExchange
+from vllm_omni_plugin.orchestrator.pool.work_exchange import PeerUpdate, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     CoordinatorMessage,
@@ -155,7 +155,7 @@ class FleetControl:
 
     def _hear(self, message: CoordinatorMessage) -> None:
         assert self._exchange is not None
-        if isinstance(message, OfHeads):
+        if isinstance(message, PeerUpdate):
             others_work = self._exchange.take(message)
             for pool in self._pools:
                 pool.set_heads(self._exchange.heads)

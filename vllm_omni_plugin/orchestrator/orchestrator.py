@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
+from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
-from vllm_omni_plugin.orchestrator.dispatch.held_requests import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch.hold_queue import MoveBudget
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
@@ -22,8 +22,8 @@ from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
 from vllm_omni_plugin.orchestrator.pool.pool_member import HOLDS
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.requests.charges import Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     Explain,
@@ -111,7 +111,7 @@ class Orchestrator:
         stage_pools: the pools; their `members` and `serving` may be read from any thread.
         stage_calls: calls to the replicas of each stage, by stage id.
         pause_sequence: how the stages of a pipeline come to rest; None: all at once.
-        admission: who may come in, see `Entrance`.
+        admission: who may come in, see `AdmissionGate`.
         entry_pool: of the stage where requests come in, as far as they do not skip it.
         needed_pools: those that must serve for a plain request to be answered.
         async_chunk: whether a stage may start on parts of its input.
@@ -154,20 +154,20 @@ class Orchestrator:
             needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
             self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
             self.entry_pool = stage_pools[pipeline.entry.id]
-        entrance = Entrance(self.entry_pool, admission_config or AdmissionConfig(), self.metrics, clock)
-        self.admission = entrance.admission
+        gate = AdmissionGate(self.entry_pool, admission_config or AdmissionConfig(), self.metrics, clock)
+        self.admission = gate.admission
         self._dispatchers = []
         for pool, api in zip(stage_pools, apis, strict=True):
             # A prefill that cannot be done at once is left to the stage behind it.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
-            arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, entrance, pool.stage_id in fed)
+            arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, gate, pool.stage_id in fed)
             self._dispatchers.append(Dispatcher(pool, api, *arguments))
         self._requests: RequestOwner[Any]
         self.pause_sequence: PauseSequence | None = None
         if input_builder is None:
-            self._requests = SingleStageRequests(apis[0], self._dispatchers[0], entrance, self._put)
+            self._requests = SingleStageRequests(apis[0], self._dispatchers[0], gate, self._put)
         else:
-            requests = PipelineRequests(input_builder, self._dispatchers, entrance, self._put, self.metrics, clock)
+            requests = PipelineRequests(input_builder, self._dispatchers, gate, self._put, self.metrics, clock)
             self._requests, self.pause_sequence = requests, requests.pause_sequence
         self.stage_calls = tuple(StageCalls(pool, self.distrust) for pool in stage_pools)
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
@@ -361,10 +361,10 @@ class Orchestrator:
     def _runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         for run, _, error in ended:
             # Not of one that another one was to blame for, and that waited for its two replicas in vain.
-            if isinstance(error, QueryOfDeathError) and any(loss.culprit in (None, run) for loss in run.suspicions):
+            if isinstance(error, QueryOfDeathError) and any(loss.culprit in (None, run) for loss in run.crash_losses):
                 crashes = ", ".join(
                     f"replica {loss.replica.name} with {loss.requests - 1} others in flight ({loss.reason})"
-                    for loss in run.suspicions
+                    for loss in run.crash_losses
                 )
                 reason = f"{crashes} died under request {run.request_id}"
                 self.events.record(EventKind.QUERY_OF_DEATH, reason, stage=stage_id, requests=1)

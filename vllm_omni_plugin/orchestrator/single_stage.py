@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.errors import OmniError, RequestRefusedError
+from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner, refuse
@@ -24,16 +24,16 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
     Args:
         api: see `EngineApi`.
         dispatcher: of the stage.
-        entrance: where requests come in.
+        gate: where requests come in.
         put: gives an item to AsyncLLM's side.
     """
 
     def __init__(
-        self, api: "EngineApi", dispatcher: Dispatcher, entrance: Entrance, put: Callable[[Any], None]
+        self, api: "EngineApi", dispatcher: Dispatcher, gate: AdmissionGate, put: Callable[[Any], None]
     ) -> None:
-        super().__init__(put, entrance.left)
+        super().__init__(put, gate.left)
         self._api = api
-        self._entrance = entrance
+        self._gate = gate
         self._dispatcher = dispatcher
 
     def submit(self, message: SubmitRequest) -> None:
@@ -49,7 +49,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
         streaming = StreamingInputState() if request.resumable else None
         movable = self._api.make_movable(request)
         try:
-            ticket = self._entrance.enter(message)
+            ticket = self._gate.enter(message)
         except RequestRefusedError as error:
             refuse(message, error, self._put)
             return

@@ -46,7 +46,7 @@ def all_totals(orchestrator: Orchestrator) -> Iterator[StageTotals]:
 
 
 def _totals(pool: StagePool, unsent: int) -> StageTotals:
-    queued = [(member.account.waiting, len(member.in_flight)) for member in pool.members]
+    queued = [(member.ledger.waiting, len(member.in_flight)) for member in pool.members]
     waiting = unsent + sum(unbegun for unbegun, _ in queued)
     rate = pool.flow.leaving_rate
     return StageTotals(
@@ -61,7 +61,7 @@ def _totals(pool: StagePool, unsent: int) -> StageTotals:
 
 def _kv_usage(pool: StagePool) -> float | None:
     """By the size of their memory, or each replica as much as any other where that is not known of all."""
-    loads = [member.account.uncached_load() for member in pool.members if member.client is not None]
+    loads = [member.ledger.uncached_load() for member in pool.members if member.client is not None]
     if not loads:
         return None
     weights = [load.kv_blocks for load in loads]
@@ -80,9 +80,9 @@ _BY_REPLICA: tuple[tuple[str, Callable[[PoolMember], float]], ...] = (
     ("replica_restarts", lambda member: member.restarts),
     ("requests_in_flight", lambda member: len(member.in_flight)),
     # What other heads have there is in the load, and they tell it themselves.
-    ("prefill_tokens", lambda member: member.account.own.prefill_tokens),
-    ("decode_tokens", lambda member: member.account.uncached_load().decode_tokens),
-    ("kv_cache_usage_ratio", lambda member: member.account.uncached_load().kv_usage),
+    ("prefill_tokens", lambda member: member.ledger.own.prefill_tokens),
+    ("decode_tokens", lambda member: member.ledger.uncached_load().decode_tokens),
+    ("kv_cache_usage_ratio", lambda member: member.ledger.uncached_load().kv_usage),
 )
 _BY_STAGE: tuple[tuple[str, Callable[[StageTotals], float | None]], ...] = (
     ("requests_waiting", lambda totals: totals.waiting),

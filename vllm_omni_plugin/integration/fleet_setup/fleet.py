@@ -29,7 +29,7 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
@@ -236,9 +236,11 @@ def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> Stage
     # By itself late binding brings too little, see benchmarks/results/simulate.md; but only those that wait here can be
     # put in order. What a Python stage can take is not known.
     waits = plan.vllm_config is not None and admits
-    reserve = Reserve(batch_limits(plan.vllm_config), waits, recalls=binds_late) if waits else AT_ONCE
+    send_window = (
+        SendWindow(batch_limits(plan.vllm_config), limited=waits, recalls=binds_late) if waits else SEND_AT_ONCE
+    )
     pool = StagePool(
-        plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange, reserve=reserve
+        plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange, send_window=send_window
     )
     reports = plan.vllm_config is not None and pool.wants_cache_events
     if reports and (reason := why_no_cache_events(plan.vllm_config)):

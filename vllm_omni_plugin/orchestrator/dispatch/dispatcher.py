@@ -13,11 +13,11 @@ from vllm_omni_plugin.errors import (
     RequestLostError,
     RequestRefusedError,
 )
-from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
+from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import Choice, HeadQueue
-from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests, MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch.hold_queue import HoldQueue, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.outcomes import Outcomes
-from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
+from vllm_omni_plugin.orchestrator.dispatch.paused_runs import PausedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, WaitingCounts, count_reason
@@ -43,8 +43,8 @@ class Dispatcher:
         metrics: what it counts.
         moves: how many requests of lost replicas may go on.
         wake_at: asks for a call of `tick` at this time or before, in monotonic seconds.
-        entrance: see `HeadQueue`.
-        fed: see `RefusedRuns`.
+        gate: see `HeadQueue`.
+        fed: see `PausedRuns`.
 
     Attributes:
         queue: what waits for its replica.
@@ -60,7 +60,7 @@ class Dispatcher:
         metrics: OrchestratorMetrics,
         moves: MoveBudget,
         wake_at: Callable[[float], None],
-        entrance: Entrance,
+        gate: AdmissionGate,
         fed: bool = False,
     ) -> None:
         self._pool = pool
@@ -72,7 +72,7 @@ class Dispatcher:
             len(self._held), len(self._refused), len(self._moving) + len(self._suspects)
         )
         self._wake_at = wake_at
-        self._held = HeldRequests(replica_wait, wake_at)
+        self._held = HoldQueue(replica_wait, wake_at)
         self._moves = moves
         # In the order of their losses.
         self._moving: dict[StageRun, None] = {}
@@ -80,11 +80,11 @@ class Dispatcher:
         self._unsent: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock)
-        self.queue = HeadQueue(pool, entrance, metrics, clock, wake_at)
+        self.queue = HeadQueue(pool, gate, metrics, clock, wake_at)
         metrics.queued_in[pool.stage_id] = lambda: len(self.queue)
         # Replicas that may have room since something left them otherwise than by an output.
         self._freed: dict[PoolMember, None] = {}
-        self._refused = RefusedRuns(pool, self._suspects, wake_at, clock, fed)
+        self._refused = PausedRuns(pool, self._suspects, wake_at, clock, fed)
         # Two heads may share an engine, and so may one head before and after its restart: ids must not meet there.
         self._head_tag = secrets.token_hex(4)
         self._attempts = itertools.count(1)
@@ -163,12 +163,12 @@ class Dispatcher:
         self._dispatch_suspects()
         # Suspects first, so that the others can avoid the replicas where they are tried. Most engines that die of a
         # request do so at once.
-        for run in sorted(runs, key=lambda run: (not run.suspicions, run.began)):
+        for run in sorted(runs, key=lambda run: (not run.crash_losses, run.has_output)):
             try:
                 if run.sent:
                     self._move(run, lost, loss)
                 else:
-                    run.refuse()
+                    run.undo_dispatch()
                     self._unsent[run] = None
             except Exception as error:
                 self._outcomes.give_up(run, error)
@@ -181,7 +181,7 @@ class Dispatcher:
             # Where one is sent may turn out to be dead, and one may push out another.
             if self._pool.serving and not run.closed and self._suspects.can_go(run):
                 self._held.remove(run)
-                self._metrics.hold_time.observe(self._clock() - run.waits_since)
+                self._metrics.hold_time.observe(self._clock() - run.waiting_since)
                 self._dispatch(run)
         self._dispatch_suspects()
         for member in self._pool.serving if len(self.queue) else ():
@@ -224,12 +224,12 @@ class Dispatcher:
         """A request that waits for its replica goes to another one, or looks for one."""
         self.queue.leave(run)
         self._pool.release(run)
-        run.refuse()
+        run.undo_dispatch()
         self._dispatch(run, chosen=chosen)
 
     def _dispatch(self, run: StageRun, may_wait: bool = True, chosen: Choice | None = None) -> None:
         """Send a request to the replica its pool picks, or let it wait for that one, or hold it."""
-        if run.suspicions and may_wait and self._suspects.hold(run):
+        if run.crash_losses and may_wait and self._suspects.hold(run):
             return
         try:
             request = run.request if run.attempts or run.first_request is None else run.first_request
@@ -240,7 +240,7 @@ class Dispatcher:
                 self._start(member, run, request)
             else:
                 self.queue.wait(run, member, request, self._push_out)
-            if run.suspicions:
+            if run.crash_losses:
                 for waiting in self.queue.waiting_for(member):
                     # It is not to be there while the other one is on trial.
                     if self._refused.avoids(waiting, member):
@@ -287,7 +287,7 @@ class Dispatcher:
         count_reason(self._metrics.decisions, (member.stage_id, self._pool.policy, decision.reason))
         if decision.fallback:
             count_reason(self._metrics.fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
-        if run.suspicions:
+        if run.crash_losses:
             self._suspects.begin(run, member)
         return member
 
@@ -308,7 +308,7 @@ class Dispatcher:
             self._outcomes.give_up(run, OmniError(f"The request could not be encoded for the engine: {error}"))
 
     def _note_sent(self, member: PoolMember, run: StageRun) -> None:
-        member.account.send(run)
+        member.ledger.mark_sent(run)
         self.queue.started(run)
         if run.dispatched_at is None:
             run.dispatched_at = self._clock()
@@ -322,7 +322,7 @@ class Dispatcher:
             self._refuse(run, waited=0.0)
 
     def _refuse(self, run: StageRun, waited: float) -> None:
-        self._outcomes.fail(run, run.give_up(self._pool.unavailable(waited)), refused=True)
+        self._outcomes.fail(run, run.fail_without_replica(self._pool.unavailable(waited)), refused=True)
 
     def _move(self, run: StageRun, lost: PoolMember, loss: Loss) -> None:
         move = self._api.how_to_move(run.request)
@@ -369,6 +369,6 @@ class Dispatcher:
         self._unsent.pop(run, None)
         self._held.remove(run)
         self.queue.ended(run)
-        if run.suspicions:
+        if run.crash_losses:
             self._suspects.forget(run)
         self._refused.forget(run)

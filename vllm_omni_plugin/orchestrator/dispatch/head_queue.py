@@ -7,9 +7,9 @@ from vllm_omni_plugin.admission import IndexedHeap, Ticket
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import RequestRefusedError
-from vllm_omni_plugin.orchestrator.dispatch.clear_replicas import ClearReplicas
-from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance, TurnAway
-from vllm_omni_plugin.orchestrator.dispatch.waiting_line import RECALLS, Waiting, WaitingLine
+from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate, RefuseRun
+from vllm_omni_plugin.orchestrator.dispatch.prefill_free_replicas import PrefillFreeReplicas
+from vllm_omni_plugin.orchestrator.dispatch.unsent_queue import RECALLS, UnsentQueue, UnsentRun
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -28,11 +28,11 @@ class HeadQueue:
     """Requests between the choice of a replica and the send. Lives on the orchestrator's loop; does no I/O.
 
     A request is charged to the replica that the policy has chosen, and waits here until that one can begin it
-    (`Reserve`). The order is that of the tickets; who is refused while no engine has begun it, `Entrance` says.
+    (`SendWindow`). The order is that of the tickets; who is refused while no engine has begun it, `AdmissionGate` says.
 
     Args:
         pool: the stage's replicas.
-        entrance: where requests have come in.
+        gate: where requests have come in.
         metrics: what it counts.
         clock: monotonic seconds.
         wake_at: asks for a call of `overdue` at this time, in monotonic seconds.
@@ -41,18 +41,18 @@ class HeadQueue:
     def __init__(
         self,
         pool: StagePool,
-        entrance: Entrance,
+        gate: AdmissionGate,
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
         wake_at: Callable[[float], None],
     ) -> None:
         self._pool = pool
-        self._entrance = entrance
+        self._gate = gate
         self._metrics = metrics
         self._clock = clock
         self._wake_at = wake_at
-        self._line = WaitingLine(self._yields)
-        self._clear = ClearReplicas(pool.reserve, clock)
+        self._line = UnsentQueue(self._leaves_headroom)
+        self._clear = PrefillFreeReplicas(pool.send_window, clock)
         # Those that no engine has, wherever they wait.
         self._due: IndexedHeap[StageRun] = IndexedHeap()
 
@@ -84,41 +84,44 @@ class HeadQueue:
             choice: the policy's.
             avoided: ids of replicas to which it does not go.
         """
-        reserve = self._pool.reserve
-        is_free = reserve.recalls and not run.suspicions and run.affinity_key is None
-        if not (is_free and self._line.some_yield) or choice[1].matched_tokens > reserve.few_tokens:
+        send_window = self._pool.send_window
+        is_free = send_window.recalls and not run.crash_losses and run.affinity_key is None
+        if (
+            not (is_free and self._line.any_leaves_headroom)
+            or choice[1].matched_tokens > send_window.short_prefill_tokens
+        ):
             return choice
-        if self._yields(run):
+        if self._leaves_headroom(run):
             return choice
         looked = (choice[0], *self._clear.next_group(self._pool.serving))
-        free = (m for m in looked if m.replica_id not in avoided and reserve.has_slot(m.account))
+        free = (m for m in looked if m.replica_id not in avoided and send_window.has_free_slot(m.ledger))
         ready = (m for m in free if self._may_begin(run, m, ANYWHERE))
         # The first of equals, which is the policy's.
-        soonest = min(ready, key=lambda member: member.account.tokens_ahead, default=choice[0])
+        soonest = min(ready, key=lambda member: member.ledger.prefill_tokens_ahead, default=choice[0])
         return choice if soonest is choice[0] else (soonest, ANYWHERE)
 
     def must_wait(self, member: PoolMember, run: StageRun) -> bool:
         """Whether a run that is charged to a replica cannot be sent yet."""
-        reserve = self._pool.reserve
+        send_window = self._pool.send_window
         # A suspect has its replica for itself.
-        if not reserve.waits or run.suspicions:
+        if not send_window.limited or run.crash_losses:
             return False
         return self._line.is_behind(run, member, _ticket(run)) or not self._has_room(run, member, run.prefill_tokens)
 
-    def wait(self, run: StageRun, member: PoolMember, request: Any, turn_away: TurnAway) -> None:
+    def wait(self, run: StageRun, member: PoolMember, request: Any, turn_away: RefuseRun) -> None:
         """A run waits for the replica that it is charged to.
 
         Raises:
             RequestRefusedError: its request may not wait.
         """
         ticket = _ticket(run)
-        self._entrance.wait(run, ticket, turn_away)
-        self._line.add(run, Waiting(member, request, ticket), recallable=run.affinity_key is None)
+        self._gate.wait(run, ticket, turn_away)
+        self._line.add(run, UnsentRun(member, request, ticket), recallable=run.affinity_key is None)
 
     def started(self, run: StageRun) -> None:
         """An engine has got a run."""
         self._due.discard(run)
-        self._entrance.started(_ticket(run))
+        self._gate.started(_ticket(run))
 
     def leave(self, run: StageRun) -> None:
         """A run is no longer charged to the replica it waits for, if it does. It keeps its place in the order."""
@@ -128,7 +131,7 @@ class HeadQueue:
         """A run is over, in whatever way. Idempotent."""
         self._line.take(run)
         self._due.discard(run)
-        self._entrance.leave(_ticket(run))
+        self._gate.leave(_ticket(run))
 
     def overdue(self) -> Iterator[Refused]:
         """Those that an engine should have got by now; each is to be ended at once."""
@@ -138,7 +141,7 @@ class HeadQueue:
                 self._wake_at(due)
                 return
             self._due.discard(run)
-            yield run, self._entrance.overdue(_ticket(run))
+            yield run, self._gate.overdue(_ticket(run))
 
     def ready(
         self, member: PoolMember, avoids: Callable[[StageRun, PoolMember], bool]
@@ -153,17 +156,17 @@ class HeadQueue:
         def may_go(run: StageRun) -> bool:
             return self._has_room(run, member, run.prefill_tokens) and not avoids(run, member)
 
-        idle = not member.account.unbegun
+        idle = not member.ledger.pending
         for run, waiting in self._line.ready(member, may_go):
             # One that leaves room for others comes when none is there, on purpose.
-            self._metrics.bubbles += idle and not self._yields(run)
+            self._metrics.bubbles += idle and not self._leaves_headroom(run)
             idle = False
             yield run, waiting.request
 
     def has_own(self, member: PoolMember) -> bool:
         """Whether the first that waits for a replica need not leave room for others."""
         first = self._line.first_of(member)
-        return first is not None and not self._yields(first)
+        return first is not None and not self._leaves_headroom(first)
 
     def recalls(
         self, member: PoolMember, avoided: Callable[[StageRun], Collection[int]]
@@ -174,7 +177,7 @@ class HeadQueue:
             member: the replica.
             avoided: ids of replicas to which a run does not go.
         """
-        if not self._pool.reserve.recalls:
+        if not self._pool.send_window.recalls:
             return
         # Those that wait for it go before others that leave room as well.
         nobody_waits = self._line.first_of(member) is None
@@ -186,13 +189,13 @@ class HeadQueue:
             charged_to = self._pool.member(run.replica_id)
             avoids = avoided(run)
             other, decision = self._pool.decide_again(charged_to, run, avoids)
-            overtakes = self._line.some_yield and not self._yields(run)
+            overtakes = self._line.any_leaves_headroom and not self._leaves_headroom(run)
             computes_more = run.prompt_tokens - decision.matched_tokens > run.prefill_tokens
-            if computes_more and other.account.prefill_tokens and not overtakes:
+            if computes_more and other.ledger.prefill_tokens and not overtakes:
                 # It would start earlier, and all that wait for a prompt later.
                 continue
             waits = not self._may_begin(run, other, decision)
-            soon_computed = decision.matched_tokens <= self._pool.reserve.few_tokens
+            soon_computed = decision.matched_tokens <= self._pool.send_window.short_prefill_tokens
             if waits and overtakes and soon_computed and member.replica_id not in avoids:
                 # The policy goes by work that this one overtakes.
                 other, decision = member, ANYWHERE
@@ -209,15 +212,15 @@ class HeadQueue:
         return self._has_room(run, member, tokens) and not self._line.is_behind(run, member, _ticket(run))
 
     def _has_room(self, run: StageRun, member: PoolMember, prefill_tokens: int) -> bool:
-        account, yields = member.account, self._yields(run)
-        newest = account.newest if yields else None
-        behind_others = newest is not None and not self._yields(newest)
-        if not self._pool.reserve.has_room(account, prefill_tokens, yields, behind_others):
+        ledger, leaves_headroom = member.ledger, self._leaves_headroom(run)
+        newest = ledger.newest_pending if leaves_headroom else None
+        behind_in_share = newest is not None and not self._leaves_headroom(newest)
+        if not self._pool.send_window.has_room(ledger, prefill_tokens, leaves_headroom, behind_in_share):
             return False
-        return not (yields and self._clear.must_stay(member, self._pool.serving))
+        return not (leaves_headroom and self._clear.must_stay_free(member, self._pool.serving))
 
-    def _yields(self, run: StageRun) -> bool:
-        return self._entrance.admission.leaves_headroom(_ticket(run), self._clock())
+    def _leaves_headroom(self, run: StageRun) -> bool:
+        return self._gate.admission.leaves_headroom(_ticket(run), self._clock())
 
 
 def _ticket(run: StageRun) -> Ticket:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni_plugin.errors import OmniError, ReplicaError, RequestLostError, RequestRefusedError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import HeadQueue
-from vllm_omni_plugin.orchestrator.dispatch.refused_runs import RefusedRuns
+from vllm_omni_plugin.orchestrator.dispatch.paused_runs import PausedRuns
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count_reason
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RequestPhase, RunEnded, StageRun
@@ -39,7 +39,7 @@ class Outcomes:
         api: "EngineApi",
         metrics: OrchestratorMetrics,
         queue: HeadQueue,
-        refused: RefusedRuns,
+        refused: PausedRuns,
         head_tag: str,
         forget: Callable[[StageRun], None],
         freed: Callable[[PoolMember], None],
@@ -73,7 +73,7 @@ class Outcomes:
             try:
                 if run.phase is RequestPhase.STREAMING and output.finish_reason is None:
                     # Most outputs are in the middle of an answer.
-                    member.account.produce(run, len(output.new_token_ids))
+                    member.ledger.add_tokens(run, len(output.new_token_ids))
                     run.produced.extend(output.new_token_ids)
                 elif not self._take(member, run, output):
                     continue
@@ -133,11 +133,11 @@ class Outcomes:
         cut_short = finished and self._api.cut_short(output)
         if cut_short and self._goes_on_elsewhere(member, run, output):
             return False
-        if not (run.began or cut_short):
+        if not (run.has_output or cut_short):
             self._begin(member, run, output)
         # Counted whether the client gets it or not.
-        member.account.produce(run, len(tokens))
-        if run.joining and not self._fit(run, output, cut_short):
+        member.ledger.add_tokens(run, len(tokens))
+        if run.skipping_delivered and not self._fit(run, output, cut_short):
             return False
         run.deliver(output.new_token_ids, finished, cut_short)
         if finished and run.finished:
@@ -149,7 +149,7 @@ class Outcomes:
         if run.streaming is not None:
             # Chunks that were on their way begin the session anew there, and nobody would end that.
             self._abort_at(member, [run.engine_request_id])
-        may_move = not run.began and self._api.refused(output) and not self._api.transfers_cache(run.request)
+        may_move = not run.has_output and self._api.refused(output) and not self._api.transfers_cache(run.request)
         if not may_move or not self._refused.refuse(run, member):
             return False
         self._queue.must_start(run)
@@ -166,7 +166,7 @@ class Outcomes:
         """Fit output of a moved request to what was delivered before. Returns whether anything of it is new."""
         tokens, finished = output.new_token_ids, output.finish_reason is not None
         try:
-            swallow = len(tokens) if cut_short else run.join(tokens, finished)
+            swallow = len(tokens) if cut_short else run.skip_delivered(tokens, finished)
         except RequestLostError as error:
             self._metrics.diverged += 1
             self.fail(run, error)
@@ -176,7 +176,7 @@ class Outcomes:
             # The last turn of a session, of which nothing was missing.
             self.complete(run)
             return False
-        if run.joining and not cut_short:
+        if run.skipping_delivered and not cut_short:
             return False
         self._api.trim_repeated(output, swallow)
         return True

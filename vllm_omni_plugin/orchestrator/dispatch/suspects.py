@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.dispatch.held_requests import HeldRequests
+from vllm_omni_plugin.orchestrator.dispatch.hold_queue import HoldQueue
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, StageRun
@@ -44,7 +44,7 @@ class Suspects:
         self._pool = pool
         self._wake_at = wake_at
         self._clock = clock
-        self._line = HeldRequests(WAIT_S, wake_at)
+        self._line = HoldQueue(WAIT_S, wake_at)
         self._cleared: dict[StageRun, None] = {}
         self.tries: dict[int, set[StageRun]] = {}
 
@@ -70,7 +70,7 @@ class Suspects:
         others = serving.difference(member.replica_id for member in self._open_to(run))
         if run.confined_to and others == serving:
             raise NoReplicaError("None of the replicas that crashed under this request serves again.")
-        tried, suspected = set(self.tries), run.suspected
+        tried, suspected = set(self.tries), run.unexplained_crashes
         if suspected:
             crashed = {loss.replica.replica_id for loss in suspected}
             machines = {loss.replica.machine for loss in suspected}
@@ -108,7 +108,7 @@ class Suspects:
         """New outputs came from a replica where suspects are tried."""
         for run, _ in accepted:
             if run in self.tries.get(member.replica_id, ()):
-                run.trial_outputs += 1
+                run.outputs_since_crash += 1
                 if not self._on_trial(run):
                     self.forget(run)
 
@@ -119,10 +119,10 @@ class Suspects:
         tried = self.tries.get(loss.replica.replica_id, ())
         likely = [run for run in twice if run in tried] or twice
         for run in sent:
-            if loss.others and run.began and run not in tried:
-                run.losses_excused.append(loss)
-            run.suspicions.append(loss)
-            run.trial_outputs = 0
+            if loss.others and run.has_output and run not in tried:
+                run.excused_losses.append(loss)
+            run.crash_losses.append(loss)
+            run.outputs_since_crash = 0
         # Where other heads had requests, too, one that has begun before may be beside the one that it was.
         if len(likely) == 1 and not (loss.others and likely[0].produced):
             self._blame(likely[0])
@@ -161,7 +161,7 @@ class Suspects:
         return self._line.take_overdue(self._clock())
 
     def _on_trial(self, run: StageRun) -> bool:
-        suspected = run.suspected
+        suspected = run.unexplained_crashes
         # A stage with one replica would serve nobody else meanwhile, so it crashes once more before that.
         if len(suspected) <= (len(self._pool.members) == 1):
             return False
@@ -181,13 +181,13 @@ class Suspects:
 
     def _crashed_before(self, run: StageRun, loss: Loss) -> bool:
         """Whether a crash before this one counts against a request: of another replica, if there is one."""
-        suspected = run.suspected
+        suspected = run.unexplained_crashes
         return any(before.replica is not loss.replica for before in suspected) or bool(
             suspected and not self._pool.serving
         )
 
     def _blame(self, guilty: StageRun) -> None:
-        for loss in guilty.suspected:
+        for loss in guilty.unexplained_crashes:
             loss.culprit = guilty
         # Who is not suspected of anything else need not wait, nor is a replica kept for it.
         for run in [run for run in self._line if not self._on_trial(run)]:
@@ -199,4 +199,4 @@ class Suspects:
 
 
 def _has_had_outputs(run: StageRun) -> bool:
-    return run.trial_outputs >= TRIAL_OUTPUTS
+    return run.outputs_since_crash >= TRIAL_OUTPUTS

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestRefusedError, StageError, StageInputError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
 from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput, OutputChunk
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import ChunkRequests, RunRequests, StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
@@ -38,7 +38,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     Args:
         input_builder: makes the inputs of stages on threads; knows the pipeline.
         dispatchers: of the stages, by stage id.
-        entrance: where requests come in.
+        gate: where requests come in.
         put: gives an item to AsyncLLM's side.
         metrics: counts the time spent in stages.
         clock: monotonic seconds.
@@ -51,17 +51,17 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self,
         input_builder: StageInputBuilder,
         dispatchers: Sequence[Dispatcher],
-        entrance: Entrance,
+        gate: AdmissionGate,
         put: Callable[[Any], None],
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(put, entrance.left)
+        super().__init__(put, gate.left)
         pipeline = self._pipeline = input_builder.pipeline
         self.pause_sequence = PauseSequence(pipeline, self.states.values)
         self._apis = input_builder.apis
         self._dispatchers = dispatchers
-        self._entrance = entrance
+        self._gate = gate
         self._preparation = input_builder
         self._metrics = metrics
         self._clock = clock
@@ -147,7 +147,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         plan = self._default_plan if message.call is None else plan_request(self._pipeline, message.call)
         if plan.front is not None:
             self._apis[plan.front].check_answerable(message.request)
-        return PipelineRequestState.of(message, plan, self._entrance.enter(message), self._pipeline.stages)
+        return PipelineRequestState.of(message, plan, self._gate.enter(message), self._pipeline.stages)
 
     def _is_unfinished(self, state: PipelineRequestState) -> bool:
         """Safe to call from any thread."""

@@ -75,7 +75,7 @@ class PolicyGuard:
             raise NoExplanationError(f"Policy {self.name} {flaw}.")
         return decision
 
-    def tell(self, name: str, *args: object) -> None:
+    def notify(self, name: str, *args: object) -> None:
         """Tell it something, if it wants to know.
 
         Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaStatus, engine_key
-from vllm_omni_plugin.orchestrator.requests.charges import Account
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
@@ -44,7 +44,7 @@ class PoolMember:
     Attributes:
         in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
             send and removed at the request's end, it makes the count exact and a second release impossible.
-        account: what they weigh, and what the engine and other heads report.
+        ledger: what they weigh, and what the engine and other heads report.
         dispatched: requests ever sent to it.
         restarts: how often its engine was started again.
         remote: whether its engine belongs to another process, which this head attaches to.
@@ -67,7 +67,7 @@ class PoolMember:
     status: ReplicaStatus = ReplicaStatus.DOWN
     client: StageClient | None = None
     in_flight: dict[str, StageRun] = field(default_factory=dict)
-    account: Account = field(default_factory=Account)
+    ledger: LoadLedger = field(default_factory=LoadLedger)
     dispatched: int = 0
     restarts: int = 0
     remote: bool = False
@@ -86,19 +86,19 @@ class PoolMember:
     @property
     def queue_length(self) -> int:
         """Unfinished requests: this head's, exact at this moment, and those of others as they were reported."""
-        return self.account.requests
+        return self.ledger.requests
 
     @property
     def load(self) -> ReplicaLoad:
-        """What it has to do at this moment. For the loop's thread; others ask its account for `uncached_load`."""
-        return self.account.load
+        """What it has to do at this moment. For the loop's thread; others ask its ledger for `uncached_load`."""
+        return self.ledger.load
 
     @property
     def machine(self) -> str:
         """As above."""
         return self.input_addr.rpartition(":")[0] if self.remote else ""
 
-    def tell_if_idle(self) -> None:
+    def notify_if_idle(self) -> None:
         """Something has left the replica."""
         if self.idle is not None and not self.in_flight and not self.idle.done():
             self.idle.set_result(None)

@@ -12,7 +12,7 @@ the rate about ten times lower, and nothing makes it vanish.
 _IN_ENGINE_MEMORY_S = 5.0
 """The same of the times in engines, which change as quickly as the load does."""
 _DIFFERENCES = 4
-"""How many mean differences above the mean almost all lie, see `StageFlow.most_in_engine_s`."""
+"""How many mean differences above the mean almost all lie, see `StageFlow.first_output_s`."""
 
 
 class StageFlow:
@@ -44,7 +44,7 @@ class StageFlow:
             self._left = (*self._left[:3], now)
         self._queued += 1
 
-    def began(
+    def first_output(
         self, now: float, prompt_tokens: int, cached_tokens: int | None, in_engine_s: float | None = None
     ) -> None:
         """Its first output came.
@@ -77,7 +77,7 @@ class StageFlow:
         self._left = self._left_by(now)
         self._queued -= attempts
         # The first output would have taken longer than that.
-        if in_engine_s is not None and in_engine_s > self.most_in_engine_s:
+        if in_engine_s is not None and in_engine_s > self.first_output_s:
             self._note_in_engine(now, in_engine_s)
 
     @property
@@ -98,7 +98,7 @@ class StageFlow:
         return cached / asked if asked else None
 
     @property
-    def most_in_engine_s(self) -> float:
+    def first_output_s(self) -> float:
         """Seconds within which almost all requests have their first output once an engine has got them; 0: not known.
 
         The mean and four times the mean difference from it, as TCP bounds the time of an answer (Jacobson, Congestion

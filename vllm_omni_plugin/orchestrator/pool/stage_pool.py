@@ -20,13 +20,13 @@ from vllm_omni_plugin.balancing.interface import prompt_tokens
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.pool.bindings import Bindings
+from vllm_omni_plugin.orchestrator.pool.affinity_bindings import AffinityBindings
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.reserve import AT_ONCE, Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
-from vllm_omni_plugin.orchestrator.requests.charges import UNKNOWN_CACHE, Account, Work
+from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_CACHE, LoadLedger, Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explanation
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -56,7 +56,7 @@ class StagePool:
         clock: monotonic seconds.
         lockstep: whether engines die with others of their group, so that a death says nothing of what runs there.
         exchange: tells other heads what is charged here; None if there cannot be any.
-        reserve: when a request that is charged to a replica may be sent; at once by default.
+        send_window: when a request that is charged to a replica may be sent; at once by default.
 
     Attributes:
         policy: the policy's name.
@@ -66,7 +66,7 @@ class StagePool:
         serving: those that take new requests; likewise.
         exchange: as above.
         lockstep: as above.
-        reserve: as above.
+        send_window: as above.
         flow: what is measured of the stage's requests as they come and go.
     """
 
@@ -78,10 +78,10 @@ class StagePool:
         clock: Callable[[], float] = time.monotonic,
         lockstep: bool = False,
         exchange: WorkExchange | None = None,
-        reserve: Reserve = AT_ONCE,
+        send_window: SendWindow = SEND_AT_ONCE,
     ) -> None:
         self.stage_id = stage_id
-        self.reserve = reserve
+        self.send_window = send_window
         self.exchange = exchange
         self.lockstep = lockstep
         self._policy = PolicyGuard(balancer, policy)
@@ -93,7 +93,7 @@ class StagePool:
         self._clock = clock
         self._by_id: dict[int, PoolMember] = {}
         self._unreported = UnreportedRequests()
-        self._bindings = Bindings()
+        self._bindings = AffinityBindings()
         self.members: tuple[PoolMember, ...] = ()
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
 
@@ -137,29 +137,29 @@ class StagePool:
     ) -> bool:
         """The replica takes requests from now on, over this client, unless it is held back. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
-        member.account = Account(cache)
+        member.ledger = LoadLedger(cache)
         if self.exchange is not None:
-            member.account.join(self.exchange.serves(member))
+            member.ledger.set_peer_work(self.exchange.serves(member))
         return self._enter_service(member)
 
     def others_at(self, member: PoolMember) -> int:
         """How many requests other heads have at a replica, as far as they have said."""
-        return member.account.others if self.exchange is not None and self.exchange.others else 0
+        return member.ledger.others if self.exchange is not None and self.exchange.others else 0
 
     def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
         """The replica is gone or no longer trusted. Returns the requests that were in flight there."""
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
         self._unreported.in_flight -= len(orphans)
-        self.flow.dropped(self._clock(), sum(not run.began for run in orphans))
+        self.flow.dropped(self._clock(), sum(not run.has_output for run in orphans))
         served, member.client = member.client is not None, None
         self._set_status(member, status)
-        member.account = Account()
+        member.ledger = LoadLedger()
         if served:
-            self._policy.tell("replica_lost", member)
+            self._policy.notify("replica_lost", member)
             if self.exchange is not None:
                 self.exchange.lost(member)
-        member.tell_if_idle()
+        member.notify_if_idle()
         return orphans
 
     def hold_back(self, member: PoolMember, reason: str) -> None:
@@ -180,7 +180,7 @@ class StagePool:
         """Done as soon as nothing is in flight on a replica; it may get more unless it is held back."""
         if member.idle is None or member.idle.done():
             member.idle = asyncio.get_running_loop().create_future()
-        member.tell_if_idle()
+        member.notify_if_idle()
         return member.idle
 
     def decide(
@@ -235,8 +235,8 @@ class StagePool:
             raise self.unavailable()
         decision = self._policy.explain(task, self.serving)
         tokens = max(0, prompt_tokens(task) - decision.matched_tokens)
-        may_begin = self.reserve.has_room(
-            self.serving[decision.position].account, tokens, queue_position.leaves_headroom
+        may_begin = self.send_window.has_room(
+            self.serving[decision.position].ledger, tokens, queue_position.leaves_headroom
         )
         loads = tuple((member.name, member.load) for member in self.serving)
         return Explanation(self.policy, decision, loads, may_begin, queue_position)
@@ -257,13 +257,13 @@ class StagePool:
         """Count an attempt of a request as in flight on a replica, before it is sent there."""
         member.in_flight[run.engine_request_id] = run
         member.dispatched += 1
-        member.account.charge(run, run.attempt_at)
+        member.ledger.charge(run, run.charged_at)
         self._unreported.in_flight += 1
-        self.flow.sent(run.attempt_at)
+        self.flow.sent(run.charged_at)
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
-        self._policy.tell("dispatched", run.task, member, run.decision)
+        self._policy.notify("dispatched", run.task, member, run.decision)
 
     def decide_again(self, member: PoolMember, run: StageRun, avoid: Collection[int]) -> tuple[PoolMember, Decision]:
         """Where a request would go now that is charged to a replica, waits for it, and stays charged to it.
@@ -273,27 +273,27 @@ class StagePool:
         """
         # The policy is not told: its prompt counts as cached there all along, for those that were sent after it.
         now = self._clock()
-        member.account.release(run, now)
+        member.ledger.release(run, now)
         self.serving.changed(member)
         try:
             return self.decide(run.task, avoid=avoid)
         finally:
-            member.account.charge(run, now)
+            member.ledger.charge(run, now)
             self.serving.changed(member)
 
     def begin(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
         """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
         now = self._clock()
-        member.account.begin(run, now)
-        self.flow.began(now, run.prompt_tokens, cached_tokens, _in_engine_s(run, now))
+        member.ledger.add_first_output(run, now)
+        self.flow.first_output(now, run.prompt_tokens, cached_tokens, _in_engine_s(run, now))
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
-        self._policy.tell("began", run.task, member, cached_tokens)
+        self._policy.notify("began", run.task, member, cached_tokens)
 
     def report(self, member: PoolMember, report: LoadReport) -> None:
         """The engine reported its load; the outputs that it has sent with that have been dealt with."""
-        if member.account.report(report):
+        if member.ledger.report(report):
             self.serving.changed(member)
 
     def release(self, run: StageRun) -> None:
@@ -303,18 +303,18 @@ class StagePool:
             return
         self._unreported.in_flight -= 1
         now = self._clock()
-        member.account.release(run, now)
-        if not run.began:
+        member.ledger.release(run, now)
+        if not run.has_output:
             self.flow.dropped(now, in_engine_s=_in_engine_s(run, now))
         self.serving.changed(member)
         if self.exchange is not None:
             self.exchange.changed(member)
         if run.closed and not run.sent and run.decision.by_policy:
             # One that is recalled is not: its prompt goes on counting as cached there, see `decide_again`.
-            self._policy.tell("dispatch_cancelled", run.task, member, run.decision)
-        run.task["answer_ids"] = run.produced[run.answer_begins : run.answer_begins + run.output_tokens]
-        self._policy.tell("ended", run.task, member, now - run.attempt_at, run.output_tokens)
-        member.tell_if_idle()
+            self._policy.notify("dispatch_cancelled", run.task, member, run.decision)
+        run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]
+        self._policy.notify("ended", run.task, member, now - run.charged_at, run.output_tokens)
+        member.notify_if_idle()
 
     @property
     def heads(self) -> int:
@@ -327,18 +327,18 @@ class StagePool:
 
     def join(self, member: PoolMember, others: Work | None) -> None:
         """The other heads have charged so much to a replica; None: they do not say, and its engine's word counts."""
-        member.account.join(others)
+        member.ledger.set_peer_work(others)
         self.serving.changed(member)
 
     def cache_changed(self, member: PoolMember, change: CacheChange) -> None:
         """The replica's engine reported what it has cached; of no interest once the replica is lost."""
         if member.client is not None:
-            self._policy.tell("cache_changed", member, change)
+            self._policy.notify("cache_changed", member, change)
 
     def cache_cleared(self, member: PoolMember) -> None:
         """The replica's engine has dropped what it had cached, because it was told to."""
         if member.client is not None:
-            self._policy.tell("cache_cleared", member)
+            self._policy.notify("cache_cleared", member)
 
     def _enter_service(self, member: PoolMember) -> bool:
         self._set_status(member, ReplicaStatus.DRAINING if member.held_back else ReplicaStatus.UP)

@@ -5,15 +5,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, Welcome, engine_key
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
+from vllm_omni_plugin.orchestrator.requests.load_ledger import NO_WORK, Work
 
 REPORT_INTERVAL_S = 0.04
 """Seconds between two reports. With as long again at the coordinator, heads know each other's work within 0.1 s."""
 
 
-OfHeads = Welcome | PeerWork | HeadLeft | SessionLost
+PeerUpdate = Welcome | PeerWork | HeadLeft | SessionLost
 """What a head hears of other heads and their work."""
-OthersWork = list[tuple[PoolMember, Work | None]]
+PeerWorkChanges = list[tuple[PoolMember, Work | None]]
 """What the other heads have now charged to replicas; None: they do not say, and the engines' word counts."""
 
 
@@ -80,7 +80,7 @@ class WorkExchange:
         """What this head has charged to a replica may have changed."""
         self._note(self._keys.get(member))
 
-    def tell_waiting(self, class_name: str, waiting: Callable[[], Work]) -> None:
+    def set_waiting(self, class_name: str, waiting: Callable[[], Work]) -> None:
         """What this head has waiting of a class may have changed; `waiting` says what it is."""
         key = _class_key(class_name)
         self._waiting[key] = waiting
@@ -97,7 +97,7 @@ class WorkExchange:
             self._members.pop(key, None)
         self._note(key)
 
-    def take(self, message: OfHeads) -> OthersWork:
+    def take(self, message: PeerUpdate) -> PeerWorkChanges:
         """Hear of other heads. Returns what of others' work has changed by that."""
         match message:
             case PeerWork():
@@ -112,7 +112,7 @@ class WorkExchange:
             case SessionLost():
                 return self._forget(list(self._heads))
 
-    def _peer_work(self, message: PeerWork) -> OthersWork:
+    def _peer_work(self, message: PeerWork) -> PeerWorkChanges:
         is_first = not self._heads
         known = self._heads.setdefault(message.head_id, {})
         if is_first:
@@ -130,7 +130,7 @@ class WorkExchange:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _forget(self, head_ids: Collection[str]) -> OthersWork:
+    def _forget(self, head_ids: Collection[str]) -> PeerWorkChanges:
         touched: dict[int, Work] = {}
         for head_id in head_ids:
             known = self._heads.pop(head_id, {})
@@ -162,7 +162,7 @@ class WorkExchange:
         if (waiting := self._waiting.get(key)) is not None:
             return waiting()
         member = self._members.get(key)
-        return NO_WORK if member is None else member.account.own
+        return NO_WORK if member is None else member.ledger.own
 
     def _count(self, known: dict[int, Work], rows: Mapping[int, Work]) -> None:
         """Replace what is known of one head, and correct the sums."""
@@ -172,7 +172,7 @@ class WorkExchange:
             _put(self._others, key, Work(requests, others.prefill_tokens + work.prefill_tokens - before.prefill_tokens))
             _put(known, key, work)
 
-    def _work_of_others(self, keys: Iterable[int]) -> OthersWork:
+    def _work_of_others(self, keys: Iterable[int]) -> PeerWorkChanges:
         return [(member, self._others_of(key)) for key in keys if (member := self._members.get(key)) is not None]
 
     def _others_of(self, key: int) -> Work | None:

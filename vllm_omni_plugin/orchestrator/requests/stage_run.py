@@ -1,4 +1,4 @@
-"""What one stage does for one request, as a state machine whose transitions do no I/O."""
+"""The work of one stage on one request: a state machine whose transitions do no I/O."""
 
 from array import array
 from collections.abc import Sequence
@@ -15,44 +15,42 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 
 class RequestPhase(Enum):
-    """Where a request is."""
+    """The phase of a request in one stage."""
 
     QUEUED = "queued"
-    """Accepted, with no replica yet."""
+    """It has no replica yet."""
     DISPATCHED = "dispatched"
-    """Sent to a replica that has not answered."""
+    """A replica was chosen, and has not sent any output that is new to the client."""
     STREAMING = "streaming"
-    """The current replica's output goes to the client."""
+    """The replica's outputs go to the client."""
     MOVING = "moving"
-    """Its replica was lost, and it has no other one yet."""
+    """Its replica was lost, and it has no other replica yet."""
     FINISHED = "finished"
-    """Ended in any way; nothing more may be delivered."""
+    """It has ended, in whatever way."""
 
 
 _UNDECIDED = Decision(0, "")
 
 
 class LostReplica(Protocol):
-    """A `PoolMember`. One that gets the id of another later on is not the same."""
+    """A `PoolMember`. A new member with the id of an old one is another replica."""
 
     replica_id: int
     name: str
 
     @property
-    def machine(self) -> str:
-        """See there."""
+    def machine(self) -> str: ...
 
 
 @dataclass(slots=True, eq=False)
 class Loss:
-    """The loss of one replica, the same for all requests that were in flight on it.
+    """The loss of one replica. All requests that were in flight on it share this object.
 
     Attributes:
-        replica: the replica.
-        reason: why it is gone, for errors.
-        requests: how many of this head's were in flight there.
-        others: how many of other heads', as far as they have said.
-        culprit: the request that its engine died of; None: there is none, or it is not known.
+        reason: for error messages.
+        requests: how many requests of this head were in flight there.
+        others: how many requests of other heads, as far as they have reported.
+        culprit: the request that crashed the engine; None: there is none, or it is not known.
     """
 
     replica: LostReplica
@@ -69,12 +67,12 @@ class StreamingInputState:
     The engine keeps the session between its turns, and ends it after the last turn once the input is closed.
 
     Attributes:
-        replayable: whether chunks are kept, so that the session can move. Those of a client are not: they may have no
-            end.
-        open_turns: chunks submitted whose turn has not finished.
+        replayable: whether sent chunks are kept, so that the session can move. Clients' sessions are not: they may
+            have no end.
+        open_turns: chunks whose turn has not finished.
         input_closed: the last chunk has come.
-        unsent: chunks after the first that wait for a replica.
-        sent: those that a replica has got, of a replayable session.
+        unsent: chunks after the first that were not sent to the current replica.
+        sent: chunks after the first that were sent, of a replayable session.
     """
 
     replayable: bool = False
@@ -85,63 +83,64 @@ class StreamingInputState:
 
     @property
     def over(self) -> bool:
-        """Whether the engine has nothing more to say in this session."""
+        """Whether the session has ended: no turn is open, and none can follow."""
         return self.input_closed and self.open_turns == 0
 
     def take_unsent(self) -> list[Any]:
-        """What waits to be sent, which counts as sent from here on."""
+        """Return the unsent chunks, and count them as sent."""
         chunks, self.unsent = self.unsent, []
         self.note_sent(*chunks)
         return chunks
 
     def note_sent(self, *chunks: Any) -> None:
-        """These have gone to the replica."""
+        """These chunks were sent to the replica."""
         if self.replayable:
             self.sent.extend(chunks)
 
     def rewind(self) -> None:
-        """All turns are to come again."""
+        """Start again at another replica: all chunks are unsent."""
         self.unsent, self.sent = [*self.sent, *self.unsent], []
         self.open_turns = 1 + sum(chunk.resumable for chunk in self.unsent)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class StageRun:
-    """A stage's work on one request, from its input to its end, over all attempts.
+    """The work of one stage on one request, from its input to its end, over all attempts.
+
+    An attempt is one dispatch to one replica. The attributes from `task` on belong to the current attempt.
 
     Attributes:
-        request_id: the id under which the client knows the request.
-        request: vLLM's `EngineCoreRequest`, or what stands for it in a stage of another kind.
-        submitted_at: monotonic seconds at which it was submitted.
-        phase: see `RequestPhase`; changed by the methods below only.
-        replica_id: the replica of the current attempt, or None.
+        request_id: the client's id of the request.
+        request: vLLM's `EngineCoreRequest`, or what a stage of another kind takes.
+        submitted_at: monotonic seconds.
+        phase: changed by the methods below only.
+        replica_id: the replica of the current attempt.
         engine_request_id: the id of the current attempt on its engine, new for every attempt.
-        attempts: how often a replica has got the request.
-        sent: whether the replica has got the current attempt.
-        streaming: state of a streaming-input session, or None for an ordinary request.
-        produced: tokens delivered so far, over all attempts.
-        move: how the current attempt continues the ones before it.
-        joining: whether the current attempt has yet to reach the end of what was delivered.
-        waits_since: monotonic seconds at which the request began to wait for a replica that serves.
+        attempts: attempts that were sent.
+        sent: whether the current attempt was sent.
+        streaming: state of a streaming-input session; None for an ordinary request.
+        produced: token ids delivered so far, over all attempts.
+        move: how the current attempt continues the earlier ones.
+        skipping_delivered: whether outputs of the current attempt may still repeat delivered tokens.
+        waiting_since: monotonic seconds at which the request entered a `HoldQueue`.
         dispatches: see `SubmitRequest`.
-        first_request: what the first replica gets in place of `request`, if anything.
-        ticket: its place in the order of all; None in simulations without one.
-        dispatched_at: monotonic seconds at which a replica got it for the first time; None before.
-        losses: of the replicas that it has lost, and that had got it.
-        losses_excused: those of them that do not count for the limit: crashes that a request of another head is the
-            likelier cause of.
-        suspicions: those of them that were crashes of engines that had got it, see `Suspects`.
-        trial_outputs: new outputs that it has had since the last of these, as far as they are counted.
-        closed: whether it has left its dispatcher, which keeps nothing of it any more.
-        task: what the policy was told of the last attempt.
+        first_request: what the first replica gets in place of `request`.
+        ticket: the request's place in the order of all; None in simulations without admission.
+        dispatched_at: monotonic seconds at which it was sent for the first time.
+        losses: the lost replicas that had got the request.
+        excused_losses: losses that do not count for the migration limit: crashes that a request of another head has
+            more likely caused.
+        crash_losses: losses by crashes of engines that had got the request, see `Suspects`.
+        outputs_since_crash: new outputs since the last crash, counted while the request is isolated.
+        closed: whether the run has left its dispatcher.
         affinity_key: see `EngineApi.describe`.
-        decision: what it answered.
-        attempt_at: monotonic seconds at which the last attempt was charged to its replica.
-        answer_begins: how many of the tokens produced before that attempt are in the prompt that it sent.
-        prompt_tokens: tokens of that prompt.
-        prefill_tokens: those of them that count as still to be computed until the first output.
-        began: whether the attempt's first output has come.
-        output_tokens: tokens that the engine has produced in it.
+        task: what the policy was asked.
+        decision: what the policy answered.
+        charged_at: monotonic seconds at which the attempt was charged to its replica.
+        resumed_tokens: how many tokens of `produced` are part of the attempt's prompt.
+        prefill_tokens: tokens of the attempt's prompt that count as still to be computed until the first output.
+        has_output: whether the attempt's first output has come.
+        output_tokens: tokens that the engine has produced in the attempt.
     """
 
     request_id: str
@@ -155,27 +154,27 @@ class StageRun:
     streaming: StreamingInputState | None = None
     produced: "array[int]" = field(default_factory=partial(array, "q"))
     move: Move = Move.RESTART
-    joining: bool = False
-    waits_since: float = 0.0
+    skipping_delivered: bool = False
+    waiting_since: float = 0.0
     dispatches: Dispatches | None = None
     first_request: Any = None
     ticket: Ticket | None = None
     dispatched_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
-    losses_excused: list[Loss] = field(default_factory=list)
-    suspicions: list[Loss] = field(default_factory=list)
-    trial_outputs: int = 0
+    excused_losses: list[Loss] = field(default_factory=list)
+    crash_losses: list[Loss] = field(default_factory=list)
+    outputs_since_crash: int = 0
     closed: bool = field(default=False, init=False)
-    task: Task = field(default_factory=Task, init=False)
     affinity_key: int | None = field(default=None, init=False)
+    task: Task = field(default_factory=Task, init=False)
     decision: Decision = field(default=_UNDECIDED, init=False)
-    attempt_at: float = field(default=0.0, init=False)
-    answer_begins: int = field(default=0, init=False)
+    charged_at: float = field(default=0.0, init=False)
+    resumed_tokens: int = field(default=0, init=False)
     prompt_tokens: int = field(default=0, init=False)
     prefill_tokens: int = field(default=0, init=False)
-    began: bool = field(default=False, init=False)
+    has_output: bool = field(default=False, init=False)
     output_tokens: int = field(default=0, init=False)
-    _to_swallow: int = field(default=0, init=False)
+    _to_skip: int = field(default=0, init=False)
     _loss: str = field(default="", init=False)
 
     def __repr__(self) -> str:
@@ -183,75 +182,66 @@ class StageRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the request has ended."""
         return self.phase is RequestPhase.FINISHED
 
     @property
     def confined_to(self) -> set[LostReplica]:
-        """The only replicas to which it may go: two that have crashed under it, whoever was to blame; empty: all."""
-        crashed = {loss.replica for loss in self.suspicions}
+        """The only replicas to which the request may go, since two have crashed with it in flight; empty: all."""
+        crashed = {loss.replica for loss in self.crash_losses}
         return crashed if len(crashed) > 1 else set()
 
     @property
-    def suspected(self) -> list[Loss]:
-        """The losses that it may have caused: those `suspicions` of which no request is known to be the culprit."""
-        return [loss for loss in self.suspicions if loss.culprit is None] if self.suspicions else []
+    def unexplained_crashes(self) -> list[Loss]:
+        """The crashes that the request may have caused, since no culprit is known."""
+        return [loss for loss in self.crash_losses if loss.culprit is None] if self.crash_losses else []
 
     def dispatch(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
-        """Bind the next attempt to a replica, before it is charged there and sent.
-
-        Args:
-            replica_id: the replica.
-            engine_request_id: new for every attempt.
-            task: what the policy was asked.
-            decision: what it answered.
-            now: monotonic seconds.
-        """
+        """Begin the next attempt, before it is charged to its replica and sent."""
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.DISPATCHED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
-        self.sent = self.began = False
-        self.task, self.decision, self.attempt_at = task, decision, now
+        self.sent = self.has_output = False
+        self.task, self.decision, self.charged_at = task, decision, now
         prompt = task.get("prompt")
         self.prompt_tokens = len(prompt.token_ids) if prompt is not None else 0
         self.prefill_tokens = max(0, self.prompt_tokens - decision.matched_tokens)
         self.output_tokens = 0
-        self.answer_begins = len(self.produced) if self.move is Move.RESUME else 0
+        self.resumed_tokens = len(self.produced) if self.move is Move.RESUME else 0
 
-    def join(self, tokens: Sequence[int], finished: bool) -> int:
-        """Output of a moved request came: find where what was delivered ends in it.
+    def skip_delivered(self, tokens: Sequence[int], finished: bool) -> int:
+        """Compare an output of a moved request with what was delivered before.
 
         Args:
-            tokens: the output's.
-            finished: whether it is the attempt's last.
+            tokens: the output's token ids.
+            finished: whether it is the attempt's last output.
 
         Returns:
-            How many of its tokens the client has already; all of them may be.
+            How many of its tokens the client has already.
 
         Raises:
             RequestLostError: the replay differs from what was delivered. The request has ended with this error.
         """
         assert self.phase is RequestPhase.DISPATCHED, self
-        swallow = min(self._to_swallow, len(tokens))
-        begin = len(self.produced) - self._to_swallow
-        self._to_swallow -= swallow
-        repeats = self.produced[begin : begin + swallow].tolist() == list(tokens[:swallow])
-        if not repeats or (finished and self._to_swallow and self.streaming is None):
+        skip = min(self._to_skip, len(tokens))
+        begin = len(self.produced) - self._to_skip
+        self._to_skip -= skip
+        repeats = self.produced[begin : begin + skip].tolist() == list(tokens[:skip])
+        if not repeats or (finished and self._to_skip and self.streaming is None):
             self.phase = RequestPhase.FINISHED
             raise RequestLostError(
                 f"{self._loss}, and the replica that took over did not repeat the part of the answer that had been "
                 "delivered. Please send it again."
             )
-        all_known = swallow == len(tokens)
+        all_delivered = skip == len(tokens)
         if self.streaming is None:
-            self.joining = all_known and not finished
-            return swallow
-        self.joining = all_known
-        if all_known and finished:
-            # The end of a turn comes with its last token, so it has been delivered, too.
+            self.skipping_delivered = all_delivered and not finished
+            return skip
+        self.skipping_delivered = all_delivered
+        if all_delivered and finished:
+            # The end of a turn comes with its last token, so it was delivered, too.
             self._end_turn(self.streaming)
-        return swallow
+        return skip
 
     def _end_turn(self, session: StreamingInputState) -> None:
         session.open_turns -= 1
@@ -259,11 +249,11 @@ class StageRun:
             self.phase = RequestPhase.FINISHED
 
     def deliver(self, tokens: Sequence[int], finished: bool, cut_short: bool = False) -> None:
-        """Output of the current attempt goes to the client.
+        """Deliver an output of the current attempt to the client.
 
         Args:
-            tokens: the output's.
-            finished: it is the last, or the last of a streaming-input session's turn.
+            tokens: the output's token ids.
+            finished: it is the last output, or the last of a session's turn.
             cut_short: with `finished`, no turn of the session will follow.
         """
         if self.phase is not RequestPhase.STREAMING:
@@ -278,7 +268,7 @@ class StageRun:
             self.phase = RequestPhase.FINISHED
 
     def add_chunk(self, chunk: Any) -> None:
-        """A further chunk of a streaming-input session was submitted; one that is not resumable closes the input."""
+        """Add a chunk to a streaming-input session; a chunk that is not resumable closes the input."""
         assert self.streaming is not None
         if chunk.resumable:
             self.streaming.open_turns += 1
@@ -288,23 +278,23 @@ class StageRun:
             self.phase = RequestPhase.FINISHED
 
     def abort(self) -> None:
-        """The client gave up. Nothing to do if the request has ended."""
+        """End the request, whatever its phase. Idempotent."""
         self.phase = RequestPhase.FINISHED
 
     def lose_replica(
         self, loss: Loss, migration_limit: int, on_delivered: Move, vocabulary: int | None = None
     ) -> RequestLostError | None:
-        """The replica that had got the current attempt is gone: the request goes on at another one, as `move` says.
+        """The replica is lost that had got the current attempt: the request has to move, or ends.
 
         Args:
             loss: which replica, and why.
-            migration_limit: moves a request may make in its life, without those for which another one is to blame, and
-                those of `losses_excused`.
-            on_delivered: how this request can go on if part of its answer has been delivered, or `PINNED`.
+            migration_limit: moves of the request that are allowed in all. Losses with another culprit, and
+                `excused_losses`, do not count.
+            on_delivered: how this request can go on if part of its answer was delivered, or `PINNED`.
             vocabulary: see `EngineApi`.
 
         Returns:
-            What the request has ended with, if it cannot go on.
+            The error with which the request has ended, if it cannot move.
         """
         assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
@@ -320,14 +310,14 @@ class StageRun:
         self.replica_id = None
         self.engine_request_id = ""
         self.move = move
-        self.joining = move is not Move.RESTART
-        self._to_swallow = len(self.produced) if move is Move.REPLAY else 0
+        self.skipping_delivered = move is not Move.RESTART
+        self._to_skip = len(self.produced) if move is Move.REPLAY else 0
         if self.streaming is not None:
             self.streaming.rewind()
         return None
 
-    def refuse(self) -> None:
-        """The replica has not got or not taken the current attempt, and keeps nothing of it."""
+    def undo_dispatch(self) -> None:
+        """Take back the current attempt: the replica has not got it, or has refused it."""
         assert self.phase is RequestPhase.DISPATCHED, self
         self.phase = RequestPhase.MOVING
         self.replica_id = None
@@ -335,8 +325,8 @@ class StageRun:
         if self.streaming is not None:
             self.streaming.rewind()
 
-    def give_up(self, error: NoReplicaError) -> OmniError:
-        """No replica can take the request. Returns what it has ended with."""
+    def fail_without_replica(self, error: NoReplicaError) -> OmniError:
+        """End the request, since no replica can take it. Returns the error for its client."""
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.FINISHED
         if self.confined_to:
@@ -346,10 +336,9 @@ class StageRun:
         return error
 
     def query_of_death(self) -> QueryOfDeathError:
-        """The error of a request that gets no third replica because engines may have died of it."""
-        which = ", ".join(f"replica {loss.replica.replica_id} ({loss.reason})" for loss in self.suspicions)
+        which = ", ".join(f"replica {loss.replica.replica_id} ({loss.reason})" for loss in self.crash_losses)
         return QueryOfDeathError(
-            f"{len(self.suspicions)} engines died while they ran this request: {which}. They may have died of it, so "
+            f"{len(self.crash_losses)} engines died while they ran this request: {which}. They may have died of it, so "
             "it gets no third replica."
         )
 
@@ -369,12 +358,12 @@ class StageRun:
                 "Please send it again."
             )
         if move is Move.RESUME and vocabulary is not None and (token := max(self.produced)) >= vocabulary:
-            # An engine may die of such a prompt. Engines' outputs are not checked, since most never become one.
+            # Such a prompt may crash an engine. Outputs are not checked earlier, since few become part of a prompt.
             return RequestLostError(
                 f"{self._loss}, and had sent token id {token}, which the model's vocabulary of {vocabulary} does not "
                 "have, so no other replica can go on with it. Please send it again."
             )
-        if sum(loss.culprit is None and loss not in self.losses_excused for loss in self.losses) > migration_limit:
+        if sum(loss.culprit is None and loss not in self.excused_losses for loss in self.losses) > migration_limit:
             return RequestLostError(
                 f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
             )
@@ -382,12 +371,11 @@ class StageRun:
 
 
 class RunEnded(NamedTuple):
-    """A run has ended otherwise than by its engine's last output.
+    """The end of a run otherwise than by its engine's last output.
 
     Attributes:
-        run: the run.
-        outputs: `EngineCoreOutputs` in place of that, if any.
-        error: what it has ended with, if it failed.
+        outputs: `EngineCoreOutputs` in place of the last output, if any.
+        error: for the client, if the run failed.
     """
 
     run: StageRun

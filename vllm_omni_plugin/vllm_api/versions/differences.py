@@ -37,7 +37,7 @@ CLI_ARGS_MOVED = Difference(
 PAUSE_REFUSES = Difference(
     since=(0, 33),
     about="AsyncLLM pauses by `pause_generation`: in modes abort and wait an engine refuses requests until it resumes, "
-    "see `RefusedRuns`",
+    "see `PausedRuns`",
     older="the question in `EngineApi.refused`",
 )
 PROFILER_ARGUMENTS = Difference(

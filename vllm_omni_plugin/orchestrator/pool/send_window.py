@@ -3,7 +3,7 @@
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
-from vllm_omni_plugin.orchestrator.requests.charges import Account
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
 _STEPS = 2
@@ -16,31 +16,31 @@ _SPARE_SHARE = 1 / 16
 """Requests ahead of the sequence slots, as a share of these: as many end in a step or two of a full engine."""
 
 
-class Reserve(NamedTuple):
+class SendWindow(NamedTuple):
     """The rule by which a request may leave the head.
 
     Attributes:
         limits: what the engines put into a step.
-        waits: whether requests wait at the head at all; false: each is sent at once.
+        limited: whether requests wait at the head at all; false: each is sent at once.
         recalls: whether one that waits for a replica may go to another that has room earlier, if the policy says so.
     """
 
     limits: BatchLimits = BatchLimits()
-    waits: bool = False
+    limited: bool = False
     recalls: bool = False
 
     @property
-    def few_tokens(self) -> float:
+    def short_prefill_tokens(self) -> float:
         """Prompt tokens that are soon computed, so that waiting for them is no matter."""
         return _YIELDING_STEPS * self.limits.tokens
 
-    def has_slot(self, account: Account) -> bool:
+    def has_free_slot(self, ledger: LoadLedger) -> bool:
         """Whether a request would not wait at the engine for a sequence slot, as far as is known."""
-        busy = account.running + account.unbegun if account.is_heard else account.others
+        busy = ledger.running + ledger.pending if ledger.receives_reports else ledger.others
         return busy < (self.limits.sequences or inf)
 
     def has_room(
-        self, account: Account, prefill_tokens: int, yields: bool = False, behind_others: bool = False
+        self, ledger: LoadLedger, prefill_tokens: int, leaves_headroom: bool = False, behind_in_share: bool = False
     ) -> bool:
         """Whether an engine can begin a request in its next steps.
 
@@ -49,48 +49,48 @@ class Reserve(NamedTuple):
         all that waits; and only while it has, as far as it said, a sequence slot and KV memory.
 
         Args:
-            account: the replica's.
+            ledger: the replica's.
             prefill_tokens: tokens of the prompt that are to be computed.
-            yields: whether it leaves room at the engine for requests of others that are to go before it.
-            behind_others: whether one that leaves room would come behind the prompt of one that need not, whose step it
-                would lengthen.
+            leaves_headroom: whether it leaves room at the engine for requests of others that are to go before it.
+            behind_in_share: whether one that leaves room would come behind the prompt of one that need not, whose step
+                it would lengthen.
         """
-        if not self.waits:
+        if not self.limited:
             return True
-        if yields and not self._has_spare_room(account, prefill_tokens, behind_others):
+        if leaves_headroom and not self._has_spare_room(ledger, prefill_tokens, behind_in_share):
             return False
-        unbegun, share = account.unbegun, account.share
+        unbegun, share = ledger.pending, ledger.prefill_share
         if unbegun < (2 if share == 1.0 else 1):
             return True
         # Whatever this one's length: what is there then lasts for a step at least.
-        if account.tokens_behind >= _STEPS * self.limits.tokens * share:
+        if ledger.pending_tokens_behind_first >= _STEPS * self.limits.tokens * share:
             return False
         slots = self.limits.sequences
-        if account.running + unbegun >= slots + max(2.0, slots * _SPARE_SHARE):
+        if ledger.running + unbegun >= slots + max(2.0, slots * _SPARE_SHARE):
             return False
-        free = account.free_tokens
-        return free is None or account.unbegun_tokens + prefill_tokens <= free
+        free = ledger.free_tokens
+        return free is None or ledger.pending_tokens + prefill_tokens <= free
 
-    def _has_spare_room(self, account: Account, prefill_tokens: int, behind_others: bool) -> bool:
+    def _has_spare_room(self, ledger: LoadLedger, prefill_tokens: int, behind_in_share: bool) -> bool:
         """Whether enough is left behind it that a request of another tenant can be begun at once.
 
         In telephony this is trunk reservation (Kelly, "Loss networks", 1991): a few free places, for those alone whose
         share it is, and these hardly ever wait. How many it takes grows as the square root of all.
         """
-        busy, slots = account.running + account.unbegun, self.limits.sequences
-        if not account.is_heard or not slots:
+        busy, slots = ledger.running + ledger.pending, self.limits.sequences
+        if not ledger.receives_reports or not slots:
             return True
         spare = ceil(sqrt(slots) / 2)
         if busy + spare >= slots:
             return False
         # While others get their next tokens, an engine without a prompt is not idle.
-        if account.unbegun >= (1 if account.began else 2):
-            behind = account.unbegun_tokens + prefill_tokens
-            if behind_others or behind > self.few_tokens * account.share:
+        if ledger.pending >= (1 if ledger.decoding else 2):
+            behind = ledger.pending_tokens + prefill_tokens
+            if behind_in_share or behind > self.short_prefill_tokens * ledger.prefill_share:
                 return False
-        free = account.free_tokens
-        return free is None or account.unbegun_tokens + prefill_tokens + account.cache_tokens * spare / slots <= free
+        free = ledger.free_tokens
+        return free is None or ledger.pending_tokens + prefill_tokens + ledger.cache_tokens * spare / slots <= free
 
 
-AT_ONCE = Reserve()
+SEND_AT_ONCE = SendWindow()
 """Nothing waits at the head."""

@@ -13,7 +13,7 @@ RECALL_S = 0.02
 """Seconds until a request that has waited for its replica rather than go elsewhere is asked again."""
 
 
-class Waiting(NamedTuple):
+class UnsentRun(NamedTuple):
     """One that waits.
 
     Attributes:
@@ -81,7 +81,7 @@ def _group(key: Any) -> Hashable:
     return (key.tenant.name, key.class_name) if isinstance(key, Ticket) else None
 
 
-class WaitingLine:
+class UnsentQueue:
     """The requests of one stage that wait at this head, in an order that is the same for all replicas.
 
     Each is charged to a replica, as the policy chose, and sent when that one has room: so a policy sees all there is to
@@ -89,12 +89,12 @@ class WaitingLine:
     refused, is decided as late as can be.
 
     Args:
-        yields: whether a run leaves room for others at its replica; those that do not overtake those that do.
+        leaves_headroom: whether a run leaves room for others at its replica; those that do not overtake those that do.
     """
 
-    def __init__(self, yields: Callable[[StageRun], bool]) -> None:
-        self._yields = yields
-        self._waiting: dict[StageRun, Waiting] = {}
+    def __init__(self, leaves_headroom: Callable[[StageRun], bool]) -> None:
+        self._leaves_headroom = leaves_headroom
+        self._waiting: dict[StageRun, UnsentRun] = {}
         self._by_member: dict[PoolMember, _MemberLine] = {}
         # First those that were not asked yet whether they go elsewhere, then the others, by when they were asked.
         self._recalls: IndexedHeap[StageRun] = IndexedHeap()
@@ -108,11 +108,11 @@ class WaitingLine:
         return run in self._waiting
 
     @property
-    def some_yield(self) -> bool:
+    def any_leaves_headroom(self) -> bool:
         """Whether some wait that leave room for others and may go to another replica, as far as was known last."""
         return len(self._recalls) > 0
 
-    def add(self, run: StageRun, waiting: Waiting, recallable: bool = True) -> None:
+    def add(self, run: StageRun, waiting: UnsentRun, recallable: bool = True) -> None:
         """It waits from here on.
 
         Args:
@@ -123,10 +123,10 @@ class WaitingLine:
         self._waiting[run] = waiting
         self._by_member.setdefault(waiting.member, _MemberLine()).add(run, waiting.key)
         if recallable:
-            recalls = self._recalls if self._yields(run) else self._unyielding_recalls
+            recalls = self._recalls if self._leaves_headroom(run) else self._unyielding_recalls
             recalls.add(run, (0.0, waiting.key))
 
-    def take(self, run: StageRun) -> Waiting | None:
+    def take(self, run: StageRun) -> UnsentRun | None:
         """It waits no longer. Returns what it waited for, None if it did not wait."""
         waiting = self._waiting.pop(run, None)
         if waiting is not None:
@@ -144,15 +144,15 @@ class WaitingLine:
 
     def is_behind(self, run: StageRun, member: PoolMember, key: Any) -> bool:
         """Whether somebody waits for a replica that goes before this one, which would have this place in the order."""
-        yields = self._yields(run)
+        leaves_headroom = self._leaves_headroom(run)
         for place, first in self._firsts(member):
             if place > key:
                 return False
-            if yields or not self._yields(first):
+            if leaves_headroom or not self._leaves_headroom(first):
                 return True
         return False
 
-    def ready(self, member: PoolMember, may_go: Callable[[StageRun], bool]) -> Iterator[tuple[StageRun, Waiting]]:
+    def ready(self, member: PoolMember, may_go: Callable[[StageRun], bool]) -> Iterator[tuple[StageRun, UnsentRun]]:
         """Take those that wait for a replica, one by one, as long as they may go; each is to be sent at once."""
         while (run := self._first_to_go(member, may_go)) is not None:
             waiting = self.take(run)
@@ -163,7 +163,7 @@ class WaitingLine:
         for _, run in self._firsts(member):
             if may_go(run):
                 return run
-            if not self._yields(run):
+            if not self._leaves_headroom(run):
                 # Nobody overtakes it.
                 return None
         return None
@@ -195,10 +195,10 @@ class WaitingLine:
                 return
             (_, key), run = first
             # As it is now: it may have been otherwise when it was asked last.
-            yields = self._yields(run)
+            leaves_headroom = self._leaves_headroom(run)
             order.discard(run)
-            (self._recalls if yields else self._unyielding_recalls).add(run, (now, key))
-            if yielding or not yields:
+            (self._recalls if leaves_headroom else self._unyielding_recalls).add(run, (now, key))
+            if yielding or not leaves_headroom:
                 yield run
 
 

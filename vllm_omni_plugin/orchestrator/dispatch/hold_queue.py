@@ -12,7 +12,7 @@ MOVES_AT_ONCE = 1024
 """Moves that may follow each other at once after a quiet time: what several replicas have in flight."""
 
 
-class HeldRequests:
+class HoldQueue:
     """A bounded waiting line. All wait equally long at most, so the first is the first to be overdue.
 
     Args:
@@ -36,7 +36,7 @@ class HeldRequests:
         """Put a request at the end of the line. Returns False if it may not wait."""
         if self.wait <= 0 or len(self._line) >= MAX_HELD_REQUESTS:
             return False
-        run.waits_since = now
+        run.waiting_since = now
         self._line[run] = None
         if len(self._line) == 1:
             self._wake_at(now + self.wait)
@@ -58,7 +58,7 @@ class HeldRequests:
         first = next(iter(self._line), None)
         if first is None:
             return None
-        due = first.waits_since + self.wait
+        due = first.waiting_since + self.wait
         if due > now:
             self._wake_at(due)
             return None

@@ -10,13 +10,13 @@ from vllm_omni_plugin.balancing import (
     LeastTokensBalancer,
     PrefixBalancer,
 )
-from vllm_omni_plugin.orchestrator.dispatch.entrance import Entrance
-from vllm_omni_plugin.orchestrator.dispatch.waiting_line import Waiting, WaitingLine
+from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
+from vllm_omni_plugin.orchestrator.dispatch.unsent_queue import UnsentQueue, UnsentRun
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
-from vllm_omni_plugin.orchestrator.pool.reserve import Reserve
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.charges import Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
+from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
@@ -39,12 +39,12 @@ async def flooded(fleet: FakeFleet, requests: int, priority: int = 0) -> str:
 
 
 async def test_a_tenant_that_nobody_else_was_beside_gets_every_slot_of_the_engine() -> None:
-    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         assert len(await flooded(fleet, 20)) >= SLOTS
 
 
 async def test_a_tenant_over_its_share_leaves_slots_and_another_one_is_sent_past_all_that_waits() -> None:
-    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         assert len(await flooded(fleet, 20)) == SLOTS - SPARE
         for name in "12":
@@ -54,14 +54,14 @@ async def test_a_tenant_over_its_share_leaves_slots_and_another_one_is_sent_past
 
 
 async def test_a_minute_after_the_others_last_request_the_slots_are_nobodys() -> None:
-    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         fleet.now = 61.0
         assert len(await flooded(fleet, 20)) >= SLOTS
 
 
 async def test_requests_that_others_leave_room_for_go_first_and_to_a_full_engine_two_ahead() -> None:
-    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await flooded(fleet, 20)
         link = fleet.links[0]
@@ -74,7 +74,9 @@ async def test_requests_that_others_leave_room_for_go_first_and_to_a_full_engine
 
 
 async def test_who_leaves_room_is_not_sent_behind_a_prompt_of_one_that_need_not() -> None:
-    async with late(reserve=Reserve(BatchLimits(tokens=1000, sequences=100), waits=True), plan=EQUALS) as fleet:
+    async with late(
+        send_window=SendWindow(BatchLimits(tokens=1000, sequences=100), limited=True), plan=EQUALS
+    ) as fleet:
         await answer_first(fleet, "0", CALM)
         for name in "ab":
             await fleet.submit(name, prompt=[1] * 10, terms=FLOOD)
@@ -88,7 +90,7 @@ async def test_who_leaves_room_is_not_sent_behind_a_prompt_of_one_that_need_not(
 
 async def test_shares_are_by_weight() -> None:
     plan = AdmissionConfig(tenants={"flood": TenantSettings(weight=99.0), "calm": TenantSettings(weight=0.1)})
-    async with late(reserve=ROOMY, plan=plan) as fleet:
+    async with late(send_window=ROOMY, plan=plan) as fleet:
         await fleet.submit("0", prompt=[1, 2], terms=CALM)
         assert len(await flooded(fleet, 20)) >= SLOTS - 1
 
@@ -96,7 +98,7 @@ async def test_shares_are_by_weight() -> None:
 async def test_a_lower_class_leaves_room_for_a_higher_one_that_was_there_in_the_last_minute() -> None:
     plan = AdmissionConfig(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
     for later, expected in ((1.0, SLOTS - SPARE), (61.0, SLOTS)):
-        async with late(reserve=ROOMY, plan=plan) as fleet:
+        async with late(send_window=ROOMY, plan=plan) as fleet:
             await answer_first(fleet, "0", FLOOD)
             fleet.now = later
             assert len((await flooded(fleet, 20, priority=1))[:SLOTS]) == expected
@@ -105,8 +107,8 @@ async def test_a_lower_class_leaves_room_for_a_higher_one_that_was_there_in_the_
 @pytest.mark.parametrize(("prompt_tokens", "expected"), [(47, "0abc"), (48, "0ab")])
 async def test_kv_memory_is_left_in_the_same_share(prompt_tokens: int, expected: str) -> None:
     # 5 of 100 slots and 5 of 100 blocks of one token are to stay free; a running request holds one block.
-    reserve = Reserve(BatchLimits(tokens=1000, sequences=100), waits=True)
-    async with late(replicas=0, reserve=reserve, plan=EQUALS) as fleet:
+    send_window = SendWindow(BatchLimits(tokens=1000, sequences=100), limited=True)
+    async with late(replicas=0, send_window=send_window, plan=EQUALS) as fleet:
         fleet.ready_response = b"[100, 1]"
         fleet.join(fleet.pool.add(0))
         await answer_first(fleet, "0", CALM)
@@ -119,7 +121,7 @@ async def test_kv_memory_is_left_in_the_same_share(prompt_tokens: int, expected:
 
 
 async def test_small_prompts_are_packed_into_a_quarter_of_a_step_and_no_more() -> None:
-    async with late(reserve=Reserve(BatchLimits(tokens=32, sequences=100), waits=True), plan=EQUALS) as fleet:
+    async with late(send_window=SendWindow(BatchLimits(tokens=32, sequences=100), limited=True), plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcdefgh", terms=FLOOD)
         assert got(fleet.links[0]) == "0abcd"
@@ -127,7 +129,9 @@ async def test_small_prompts_are_packed_into_a_quarter_of_a_step_and_no_more() -
 
 @pytest.mark.parametrize("sequences", [0, 1, 2])
 async def test_an_engine_with_few_slots_or_an_unknown_number_never_idles_for_it(sequences: int) -> None:
-    async with late(reserve=Reserve(BatchLimits(tokens=8, sequences=sequences), waits=True), plan=EQUALS) as fleet:
+    async with late(
+        send_window=SendWindow(BatchLimits(tokens=8, sequences=sequences), limited=True), plan=EQUALS
+    ) as fleet:
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcd", terms=FLOOD)
         for name in "abcd":
@@ -135,11 +139,11 @@ async def test_an_engine_with_few_slots_or_an_unknown_number_never_idles_for_it(
             fleet.say(name, 1, finish_reason="stop", running=0)
 
 
-SMALL_STEPS = Reserve(BatchLimits(tokens=16, sequences=100), waits=True, recalls=True)
+SMALL_STEPS = SendWindow(BatchLimits(tokens=16, sequences=100), limited=True, recalls=True)
 
 
 async def test_a_request_goes_where_room_was_left_although_more_work_waits_there_than_at_its_own_replica() -> None:
-    async with late(replicas=2, reserve=SMALL_STEPS, plan=EQUALS) as fleet:
+    async with late(replicas=2, send_window=SMALL_STEPS, plan=EQUALS) as fleet:
         fleet.pool.hold_back(fleet.pool.member(0), ADMIN_HOLD)
         await answer_first(fleet, "0", CALM)
         for name in "abcdef":
@@ -168,7 +172,7 @@ async def beside_a_flood(fleet: FakeFleet, balancer: Preferring, first: int) -> 
 @pytest.mark.parametrize("first", [0, 1])
 async def test_a_request_that_others_leave_room_for_goes_where_the_fewest_tokens_are_before_it(first: int) -> None:
     balancer = Preferring()
-    async with FakeFleet(2, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
+    async with FakeFleet(2, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, first)
         await fleet.submit("1", prompt=[1, 2], terms=CALM)
         assert fleet.attempt("1")[0] is fleet.links[1 - first]
@@ -180,7 +184,7 @@ async def test_a_request_that_others_leave_room_for_goes_where_the_fewest_tokens
 
 async def test_it_stays_where_more_is_cached_than_is_soon_computed() -> None:
     balancer = Preferring()
-    async with FakeFleet(2, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
+    async with FakeFleet(2, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, 0)
         balancer.cached = 251
         await fleet.submit("1", prompt=[1] * 300, terms=CALM)
@@ -189,7 +193,7 @@ async def test_it_stays_where_more_is_cached_than_is_soon_computed() -> None:
 
 async def test_it_does_not_go_to_a_replica_without_a_free_slot_whoever_has_taken_them() -> None:
     balancer = Preferring()
-    async with FakeFleet(2, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
+    async with FakeFleet(2, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, 0)
         fleet.say("x", 1, finish_reason="stop", running=0)
         fleet.pool.join(fleet.pool.member(1), Work(SLOTS, 0))
@@ -199,7 +203,7 @@ async def test_it_does_not_go_to_a_replica_without_a_free_slot_whoever_has_taken
 
 async def test_it_does_not_go_where_a_suspect_is_tried() -> None:
     balancer = Preferring()
-    async with FakeFleet(3, balancer, reserve=ROOMY, plan=EQUALS) as fleet:
+    async with FakeFleet(3, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, 0)
         balancer.position = 2
         await fleet.submit("poison", prompt=[1], terms=FLOOD)
@@ -212,7 +216,7 @@ async def test_it_does_not_go_where_a_suspect_is_tried() -> None:
 
 
 async def test_where_nobody_leaves_room_a_request_waits_for_the_replica_that_the_policy_prefers() -> None:
-    async with FakeFleet(2, Preferring(), reserve=SMALL_STEPS, plan=EQUALS) as fleet:
+    async with FakeFleet(2, Preferring(), send_window=SMALL_STEPS, plan=EQUALS) as fleet:
         for name in "abc":
             await fleet.submit(name, prompt=[1] * 100, terms=CALM)
         fleet.links[1].report(running=0)
@@ -221,7 +225,7 @@ async def test_where_nobody_leaves_room_a_request_waits_for_the_replica_that_the
 
 async def test_a_replica_that_gets_what_waited_for_it_does_not_take_what_waits_for_others_as_well() -> None:
     balancer = Preferring()
-    async with FakeFleet(2, balancer, reserve=SMALL_STEPS, plan=EQUALS) as fleet:
+    async with FakeFleet(2, balancer, send_window=SMALL_STEPS, plan=EQUALS) as fleet:
         for balancer.position, names in ((0, "abc"), (1, "def")):
             for name in names:
                 await fleet.submit(name, prompt=[1] * (10 if name in "cf" else 40), terms=CALM)
@@ -232,7 +236,7 @@ async def test_a_replica_that_gets_what_waited_for_it_does_not_take_what_waits_f
 
 async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> None:
     cached = list(range(2000))
-    async with FakeFleet(2, PrefixBalancer(), reserve=SMALL_STEPS, plan=EQUALS) as fleet:
+    async with FakeFleet(2, PrefixBalancer(), send_window=SMALL_STEPS, plan=EQUALS) as fleet:
         fleet.pool.hold_back(fleet.pool.member(1), ADMIN_HOLD)
         await fleet.submit("0", prompt=cached, terms=CALM)
         fleet.say("0", 1)
@@ -246,7 +250,7 @@ async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> No
 
 
 async def test_a_head_that_has_nothing_left_at_a_busy_engine_sends_one_since_it_would_hear_nothing_else() -> None:
-    async with late(reserve=ROOMY, plan=EQUALS) as fleet:
+    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await fleet.submit("a", prompt=list(range(10)), terms=FLOOD)
         fleet.say("a", 1, running=SLOTS)
@@ -260,9 +264,9 @@ def test_what_waits_of_one_tenant_stays_in_order_when_it_had_to_leave_room_for_a
     rules, member, yielding = admission(), PoolMember(0, 0), {"a", "b"}
     tickets = {f"{tenant}{number}": come(rules, tenant) for number in range(2) for tenant in "ab"}
     runs = {name: StageRun(name, None, 0.0) for name in tickets}
-    line = WaitingLine(lambda run: run.request_id[0] in yielding)
+    line = UnsentQueue(lambda run: run.request_id[0] in yielding)
     for name, ticket in tickets.items():
-        line.add(runs[name], Waiting(member, None, ticket))
+        line.add(runs[name], UnsentRun(member, None, ticket))
     assert [*line.ready(member, lambda run: False)] == []
     yielding.remove("b")
     assert [run.request_id for run, _ in line.ready(member, lambda run: run.request_id[0] == "b")] == ["b0", "b1"]
@@ -274,9 +278,9 @@ def test_what_waits_of_one_tenant_stays_in_order_when_it_had_to_leave_room_for_a
 def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_from_then_on() -> None:
     rules, member, yielding = admission(), PoolMember(0, 0), {"a", "b"}
     runs = {name: StageRun(name, None, 0.0) for name in "ab"}
-    line = WaitingLine(lambda run: run.request_id in yielding)
+    line = UnsentQueue(lambda run: run.request_id in yielding)
     for name, run in runs.items():
-        line.add(run, Waiting(member, None, come(rules, name)))
+        line.add(run, UnsentRun(member, None, come(rules, name)))
     yielding.remove("b")
     assert [*line.to_recall(1.0, 2, yielding=True)] == [runs["a"], runs["b"]]
     assert [*line.to_recall(2.0, 2, yielding=False)] == [runs["b"]]
@@ -287,17 +291,17 @@ def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_fro
 def test_what_a_later_stage_does_leaves_the_place_of_what_waits_alone() -> None:
     classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
     plan = AdmissionConfig(classes=classes, max_waiting_requests=1)
-    entrance = Entrance(StagePool(0, LeastTokensBalancer()), plan, OrchestratorMetrics(), lambda: 0.0)
+    gate = AdmissionGate(StagePool(0, LeastTokensBalancer()), plan, OrchestratorMetrics(), lambda: 0.0)
     turned_away: list[StageRun] = []
 
     def comes(name: str, priority: int) -> tuple[StageRun, Ticket]:
-        ticket = entrance.enter(SubmitRequest(FakeRequest(name, priority=priority), 0.0))
+        ticket = gate.enter(SubmitRequest(FakeRequest(name, priority=priority), 0.0))
         run = StageRun(name, None, 0.0, ticket=ticket)
-        entrance.wait(run, ticket, lambda run, error: turned_away.append(run))
+        gate.wait(run, ticket, lambda run, error: turned_away.append(run))
         return run, ticket
 
     run, ticket = comes("a", 1)
-    entrance.started(ticket.for_later_stage())
-    entrance.leave(ticket.for_later_stage())
+    gate.started(ticket.for_later_stage())
+    gate.leave(ticket.for_later_stage())
     comes("b", 0)
     assert turned_away == [run]

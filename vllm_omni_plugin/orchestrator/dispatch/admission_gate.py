@@ -7,18 +7,18 @@ from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Refu
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.charges import NO_WORK, Work
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count_reason
+from vllm_omni_plugin.orchestrator.requests.load_ledger import NO_WORK, Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
-TurnAway = Callable[[StageRun, RequestRefusedError], None]
+RefuseRun = Callable[[StageRun, RequestRefusedError], None]
 """Ends a run of its stage, whose request is refused."""
 
 _NO_TERMS = RequestTerms()
 
 
-class Entrance:
+class AdmissionGate:
     """Gives each request its ticket, and sees that it is judged once, whatever stages it runs through.
 
     Most come in at one stage. Where that is a prefill, those that skip it come in at the stage behind; what waits at
@@ -44,7 +44,7 @@ class Entrance:
         # Of what waits here alone: while nothing does, requests leave at the rate at which they come.
         self._flow = StageFlow(clock)
         # By the number of its ticket, what waits, and how it is turned away if it must make room.
-        self._waiting: dict[int, tuple[StageRun, TurnAway]] = {}
+        self._waiting: dict[int, tuple[StageRun, RefuseRun]] = {}
         self.admission = Admission(plan, self)
 
     @property
@@ -60,7 +60,7 @@ class Entrance:
     @property
     def first_output_s(self) -> float:
         """See `StageView`."""
-        return self._pool.flow.most_in_engine_s
+        return self._pool.flow.first_output_s
 
     @property
     def heads(self) -> int:
@@ -88,7 +88,7 @@ class Entrance:
             raise RequestRefusedError(*ticket)
         return ticket
 
-    def wait(self, run: StageRun, ticket: Ticket, turn_away: TurnAway) -> None:
+    def wait(self, run: StageRun, ticket: Ticket, turn_away: RefuseRun) -> None:
         """A request begins to wait, unless it has waited or started before; others may be turned away for it.
 
         Args:
@@ -116,7 +116,7 @@ class Entrance:
         """An engine has got a request, or its work in one of the stages."""
         if ticket.phase is TicketPhase.WAITING:
             del self._waiting[ticket.number]
-            self._flow.began(self._clock(), 0, None)
+            self._flow.first_output(self._clock(), 0, None)
             self._tell_others(ticket.class_name)
         self.admission.started(ticket)
 
@@ -144,7 +144,7 @@ class Entrance:
 
     def _tell_others(self, class_name: str) -> None:
         if self._pool.exchange is not None:
-            self._pool.exchange.tell_waiting(class_name, partial(self._waiting_of, class_name))
+            self._pool.exchange.set_waiting(class_name, partial(self._waiting_of, class_name))
 
     def _waiting_of(self, class_name: str) -> Work:
         return Work(*self.admission.backlog_by_class().get(class_name, NO_WORK))

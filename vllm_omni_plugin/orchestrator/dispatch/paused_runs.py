@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 
-from vllm_omni_plugin.orchestrator.dispatch.held_requests import MAX_HELD_REQUESTS
+from vllm_omni_plugin.orchestrator.dispatch.hold_queue import MAX_HELD_REQUESTS
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -13,7 +13,7 @@ RETRY_S = 0.5
 ends, which another head may do. So long a replica that has refused one request counts as refusing all."""
 
 
-class RefusedRuns:
+class PausedRuns:
     """The refused requests of one stage. Lives on the orchestrator's loop.
 
     An engine that an operator has paused refuses requests until it resumes. Calls reach replicas at different times, so
@@ -77,7 +77,7 @@ class RefusedRuns:
             return False
         self._suspects.forget(run)
         self._pool.release(run)
-        run.refuse()
+        run.undo_dispatch()
         return True
 
     def avoided(self, run: StageRun) -> Collection[int]:
@@ -87,7 +87,7 @@ class RefusedRuns:
             NoReplicaError: see `Suspects.avoided`.
         """
         # What is bound to a replica finds what it needs nowhere else.
-        apart = run.suspicions or (run.affinity_key is None and self._suspects.tries)
+        apart = run.crash_losses or (run.affinity_key is None and self._suspects.tries)
         refused = self._refused_by.get(run, ())
         return self._suspects.avoided(run, refused) if apart else refused
 

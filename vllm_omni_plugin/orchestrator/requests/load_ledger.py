@@ -1,0 +1,260 @@
+"""The load of one replica: charged before a request is sent, released once, joined with what others report."""
+
+from math import ceil, exp
+from typing import NamedTuple
+
+from vllm_omni_plugin.balancing import ReplicaLoad
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
+
+_RATE_MEMORY_S = 30.0
+"""Seconds of prefill after which an observation weighs 1/e in the prefill rate."""
+
+UNKNOWN_CACHE = CacheSize()
+_NO_REPORT = LoadReport(0, 0, 0.0)
+
+
+class Work(NamedTuple):
+    """Unfinished requests of one or several heads, and their prompt tokens that are still to be computed."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+
+
+NO_WORK = Work()
+
+
+class LoadLedger:
+    """Sums over the requests on one replica, and what its engine and other heads report.
+
+    An attempt is charged, sent to the engine, gets its first output and is released, in this order. It is *unsent*
+    until it is sent, *pending* until its first output, and *decoding* from then on.
+
+    Attributes:
+        requests: see `ReplicaLoad`; so are `others` and `prefill_tokens`.
+        unsent: requests of this head that are charged and not sent.
+        pending_tokens: prompt tokens of this head's pending requests that are still to be computed.
+        prefill_free_since: monotonic seconds since which `PrefillFreeReplicas` keeps prompts away; None: it does not.
+    """
+
+    def __init__(self, cache: CacheSize = UNKNOWN_CACHE) -> None:
+        self.requests = 0
+        self.others = 0
+        self.prefill_tokens = 0
+        self.unsent = 0
+        self.pending_tokens = 0
+        self.prefill_free_since: float | None = None
+        # In the order in which they were sent.
+        self._pending: dict[StageRun, None] = {}
+        # Decoding sessions with streaming input.
+        self._sessions = 0
+        self._cache = cache
+        self._decode_tokens = 0
+        self._peers: Work | None = None
+        self._peers_prefill_tokens = 0
+        self._report = _NO_REPORT
+        self._reported_others = 0
+        # For the prefill rate: over the time in which there were prompts to compute, recent time weighing more.
+        self._computed_tokens = 0.0
+        self._computing_s = 0.0
+        self._counted_until = 0.0
+        # The answer of `load`; None after a change.
+        self._load: ReplicaLoad | None = None
+
+    @property
+    def own(self) -> Work:
+        """What this head has charged."""
+        return Work(self.requests - self.others, self.prefill_tokens - self._peers_prefill_tokens)
+
+    @property
+    def pending(self) -> int:
+        """Requests of this head that were sent and have no output yet."""
+        return len(self._pending)
+
+    @property
+    def newest_pending(self) -> StageRun | None:
+        """The pending request that was sent last."""
+        return next(reversed(self._pending), None)
+
+    @property
+    def prefill_tokens_ahead(self) -> int:
+        """Prompt tokens that the engine would compute before those of a new request: this head's pending ones, and all
+        that other heads have charged."""
+        return self.pending_tokens + self._peers_prefill_tokens
+
+    @property
+    def receives_reports(self) -> bool:
+        """Whether the engine's load reports reach this head: they come with outputs of this head's requests."""
+        return bool(self._pending or self.decoding)
+
+    @property
+    def decoding(self) -> int:
+        """Requests of this head with a first output and without a last one."""
+        return self.requests - self.others - self.unsent - len(self._pending)
+
+    @property
+    def outputs_every_step(self) -> bool:
+        """Whether each engine step brings this head an output. Sessions may wait for input and do not count."""
+        return self.decoding > self._sessions
+
+    @property
+    def pending_tokens_behind_first(self) -> int:
+        """`pending_tokens` without those of the first prompt, which the engine computes now."""
+        first = next(iter(self._pending), None)
+        return 0 if first is None else self.pending_tokens - first.prefill_tokens
+
+    @property
+    def prefill_share(self) -> float:
+        """This head's part of the prompt tokens that all heads have charged and the engine has to compute, 0 to 1."""
+        peers = self._peers_prefill_tokens
+        return 1.0 if not peers else 1.0 - peers / self.prefill_tokens
+
+    @property
+    def running(self) -> int:
+        """Requests of all heads that the engine has started, as it reported."""
+        return self._report.running
+
+    @property
+    def free_tokens(self) -> float | None:
+        """Tokens for which the engine has free KV blocks, as it reported; None: not known."""
+        return (1.0 - self._report.kv_usage) * self.cache_tokens if self._cache.blocks else None
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens for which the engine has KV blocks; 0: not known."""
+        return self._cache.blocks * self._cache.block_size
+
+    @property
+    def waiting(self) -> int:
+        """Requests of this head that the engine has not started, as far as it has reported. Any thread may read it.
+
+        Requests that no report has counted yet wait, too. Of the requests of all heads that wait there, this head
+        counts its share of all requests, rounded up, and at most those of its own without an output.
+        """
+        requests, others = self.requests, self.others
+        excess = max(0, requests - self._report.running)
+        if not excess:
+            return 0
+        return min(self.unsent + len(self._pending), ceil(excess * max(0, requests - others) / requests))
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """The load now; the same object until something changes. For the orchestrator's thread only."""
+        load = self._load
+        if load is None:
+            load = self._load = self.uncached_load()
+        return load
+
+    def uncached_load(self) -> ReplicaLoad:
+        """The load now, for any thread: not cached, since it may change while it is made."""
+        return ReplicaLoad(
+            self.requests,
+            self.others,
+            self.prefill_tokens,
+            self._decode_tokens,
+            *self._report,
+            self._computed_tokens / self._computing_s if self._computing_s else 0.0,
+            *self._cache,
+            self._peers is not None,
+        )
+
+    def set_peer_work(self, peers: Work | None) -> None:
+        """Other heads have charged this work; None: they do not report it, and the engine's reports count."""
+        self._load = None
+        self._peers = peers
+        self._count_others()
+
+    def charge(self, run: StageRun, now: float) -> None:
+        """Count an attempt, which is unsent."""
+        self._load = None
+        self.requests += 1
+        self.unsent += 1
+        if run.prefill_tokens:
+            if self.prefill_tokens > self._peers_prefill_tokens:
+                self._count_prefill_time(now)
+            self._counted_until = now
+            self.prefill_tokens += run.prefill_tokens
+
+    def mark_sent(self, run: StageRun) -> None:
+        """The attempt was sent to the engine."""
+        run.sent = True
+        run.attempts += 1
+        self.unsent -= 1
+        self.prefill_free_since = None
+        self._pending[run] = None
+        self.pending_tokens += run.prefill_tokens
+
+    def add_first_output(self, run: StageRun, now: float) -> None:
+        """The attempt's first output came: its prompt is computed, and it holds KV blocks until its end."""
+        self._load = None
+        if not run.sent:
+            self.mark_sent(run)
+        self._remove_pending(run)
+        run.has_output = True
+        self._sessions += run.streaming is not None
+        self._end_prefill(run, now, computed=run.prefill_tokens)
+        self._decode_tokens += run.prompt_tokens + run.output_tokens
+
+    def add_tokens(self, run: StageRun, tokens: int) -> None:
+        """The engine has produced so many more tokens of an attempt."""
+        run.output_tokens += tokens
+        if run.has_output:
+            self._decode_tokens += tokens
+            self._load = None
+
+    def release(self, run: StageRun, now: float) -> None:
+        """The attempt is over, for whatever reason. To be called once."""
+        self._load = None
+        self.requests -= 1
+        if run.has_output:
+            self._decode_tokens -= run.prompt_tokens + run.output_tokens
+            self._sessions -= run.streaming is not None
+        else:
+            if run.sent:
+                self._remove_pending(run)
+            else:
+                self.unsent -= 1
+            self._end_prefill(run, now, computed=0)
+        if self.requests == self.others:
+            # An engine sends each report to one of its clients, preferably one that gets outputs. A head without
+            # requests there may never get another report, and the last one would keep it away for ever.
+            self._reported_others, self._report = 0, _NO_REPORT
+            self._count_others()
+
+    def report(self, report: LoadReport) -> bool:
+        """Take a report of the engine; attempts that it finished before have been released. Ignored without requests.
+
+        Requests charged after the report was taken are not in it. So it can hide other heads' requests, but no own one.
+
+        Returns:
+            Whether `requests` has changed.
+        """
+        own, before = self.requests - self.others, self.requests
+        if own:
+            self._load = None
+            self._report = report
+            self._reported_others = max(0, report.waiting + report.running - (own - self.unsent))
+            self._count_others()
+        return self.requests != before
+
+    def _count_others(self) -> None:
+        requests, prefill_tokens = (self._reported_others, 0) if self._peers is None else self._peers
+        self.requests += requests - self.others
+        self.prefill_tokens += prefill_tokens - self._peers_prefill_tokens
+        self.others, self._peers_prefill_tokens = requests, prefill_tokens
+
+    def _remove_pending(self, run: StageRun) -> None:
+        del self._pending[run]
+        self.pending_tokens -= run.prefill_tokens
+
+    def _end_prefill(self, run: StageRun, now: float, computed: int) -> None:
+        if run.prefill_tokens:
+            self._count_prefill_time(now, computed)
+            self.prefill_tokens -= run.prefill_tokens
+
+    def _count_prefill_time(self, now: float, computed: int = 0) -> None:
+        elapsed = max(0.0, now - self._counted_until)
+        self._counted_until = now
+        weight = exp(-elapsed / _RATE_MEMORY_S)
+        self._computed_tokens = self._computed_tokens * weight + computed
+        self._computing_s = self._computing_s * weight + elapsed
