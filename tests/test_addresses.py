@@ -10,8 +10,8 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
-    say_how_to_join,
-    warn_of_exposure,
+    log_join_command,
+    warn_if_insecure,
 )
 
 V4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
@@ -78,12 +78,12 @@ def test_node_is_reached_at_the_address_of_its_name(names: dict[str, list[Any]])
 )
 def test_the_log_says_how_to_join(caplog: pytest.LogCaptureFixture, given: str, bound: str, told: str) -> None:
     caplog.set_level("INFO")
-    say_how_to_join(options(given), bound)
+    log_join_command(options(given), bound)
     where = f"--omni-master-address {told} --omni-master-port 7000"
     assert caplog.messages == [f"Replicas join with: --headless {where}; another head with: --omni-join {where}"]
 
 
 @pytest.mark.parametrize("insecure", [True, False])
 def test_the_log_warns_of_what_was_accepted(caplog: pytest.LogCaptureFixture, insecure: bool) -> None:
-    warn_of_exposure(options("10.0.0.1", insecure=insecure), "10.0.0.1")
+    warn_if_insecure(options("10.0.0.1", insecure=insecure), "10.0.0.1")
     assert ["everybody who reaches 10.0.0.1" in message for message in caplog.messages] == [True] * insecure

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServers
+from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServerSupervisor
 
 KILLED = -9
 GRACE_S = 30.0
@@ -59,7 +59,7 @@ class Supervised:
         self.may_spawn.set()
         self.go_on = asyncio.Event()
         self.go_on.set()
-        self.servers = ApiServers(
+        self.servers = ApiServerSupervisor(
             self.connections,
             self._start,
             lambda index, pid: self.buried.append((index, pid)),

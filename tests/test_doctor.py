@@ -18,15 +18,15 @@ from tests.engine.namespaces import HEAD_ADDRESS, NODE_ADDRESS, Cable
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.cli import main
 from vllm_omni_plugin.integration import doctor
-from vllm_omni_plugin.integration.checks.finding import Finding, Level
+from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
 
 
 @pytest.mark.parametrize(("level", "status"), [(Level.OK, 0), (Level.UNKNOWN, 0), (Level.WARNING, 0), (Level.ERROR, 1)])
 def test_each_finding_is_a_line_and_only_an_error_ends_with_1(
     level: Level, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "version_finding", lambda _: Finding(Level.OK, "vLLM: 0.32.0"))
-    monkeypatch.setattr(doctor, "machine_findings", lambda: [Finding(level, "disk: full\n  of  logs")])
+    monkeypatch.setattr(doctor, "check_version", lambda _: CheckResult(Level.OK, "vLLM: 0.32.0"))
+    monkeypatch.setattr(doctor, "check_machine", lambda: [CheckResult(level, "disk: full\n  of  logs")])
     assert main(["doctor"]) == status
     version, disk, *more = capsys.readouterr().out.splitlines()
     assert version == "ok         vLLM: 0.32.0"
@@ -42,7 +42,7 @@ def test_each_finding_is_a_line_and_only_an_error_ends_with_1(
 def test_nothing_of_a_vllm_that_is_not_supported_is_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "version_finding", lambda _: Finding(Level.ERROR, "vLLM: too old"))
+    monkeypatch.setattr(doctor, "check_version", lambda _: CheckResult(Level.ERROR, "vLLM: too old"))
     assert main(["doctor", "MODEL", "--no-such-flag"]) == 1
     assert "error      vLLM: too old" in capsys.readouterr().out
 

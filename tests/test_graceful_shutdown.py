@@ -56,7 +56,7 @@ def submit(last: GracefulShutdown, processor: FakeProcessor, *, pooling: bool = 
     said: list[Exception] = []
     queue = SimpleNamespace(put=said.append, said=said)
     processor.request_states["a"] = SimpleNamespace(detokenizer=None if pooling else "one", queue=queue)
-    last.answered()
+    last.outputs_processed()
     if last.ending:
         last.refuse("a", call)
     return not last.ending
@@ -103,7 +103,7 @@ async def test_an_answer_without_a_finish_reason_ends_with_an_error(
 ) -> None:
     assert submit(last, processor, pooling=True)
     queue = processor.request_states["a"].queue
-    await asyncio.to_thread(last.end)
+    await asyncio.to_thread(last.abort_all)
     await asyncio.sleep(0)
     (error,) = queue.said
     assert isinstance(error, GracefulHTTPError)
@@ -111,7 +111,7 @@ async def test_an_answer_without_a_finish_reason_ends_with_an_error(
 
 
 async def test_who_waits_for_the_end_is_told(last: GracefulShutdown) -> None:
-    waiting = asyncio.create_task(last.until_ending())
+    waiting = asyncio.create_task(last.wait_until_ending())
     await asyncio.sleep(0)
     assert not last.ending
     await asyncio.to_thread(last.wait_for_requests, Finished(left=0.0), 0.0)
@@ -121,15 +121,15 @@ async def test_who_waits_for_the_end_is_told(last: GracefulShutdown) -> None:
 
 def test_a_server_that_never_had_a_request_has_none_to_end(last: GracefulShutdown) -> None:
     assert last.wait_for_requests(Finished(left=50.0), 60.0) == 60
-    last.end()
+    last.abort_all()
 
 
 async def test_the_end_of_a_server_that_failed_before_it_could_take_requests_is_no_fault() -> None:
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, fault: faults.append(fault))
     last = GracefulShutdown()
-    last.answered()
-    last.end()
+    last.outputs_processed()
+    last.abort_all()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert faults == []

@@ -15,14 +15,14 @@ from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult, OmniCoordina
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import RefusedByHeadError
 from vllm_omni_plugin.integration.checks import head_checks
-from vllm_omni_plugin.integration.checks.finding import Finding, Level
+from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
 from vllm_omni_plugin.integration.checks.head_checks import (
-    ask,
-    ask_or_refuse,
-    head_findings,
-    model_findings,
-    reach_findings,
-    refuse_other_model,
+    check_head,
+    check_model,
+    check_reachability,
+    query_head_for_node,
+    require_fitting_head,
+    require_same_model,
 )
 
 FINGERPRINT = {"model": "a", "dtype": "float32"}
@@ -39,10 +39,10 @@ def levels(findings: Any) -> list[Level]:
     return [finding.level for finding in findings]
 
 
-def all_findings(answer: HeadQueryResult, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[Finding]:
-    yield from head_findings(answer, stage_id)
+def all_findings(answer: HeadQueryResult, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[CheckResult]:
+    yield from check_head(answer, stage_id)
     if fingerprint is not None:
-        yield from model_findings(answer, stage_id, fingerprint)
+        yield from check_model(answer, stage_id, fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_findings_about_the_head_name_what_differs_and_what_to_do() -> None:
 
 @pytest.mark.parametrize(("stages", "accepted"), [([0], "this secret"), ([], "this node")])
 def test_a_head_without_a_secret_accepts_none(stages: list[int], accepted: str) -> None:
-    head, _ = head_findings(HeadQueryResult(HeadInfo(0.0, stages, {})), 0)
+    head, _ = check_head(HeadQueryResult(HeadInfo(0.0, stages, {})), 0)
     assert head.text.endswith(accepted)
 
 
 def test_a_refused_secret_is_told_with_what_to_do() -> None:
-    (secret,) = head_findings(HeadQueryResult(problem="refused secret", refused=True), 0)
+    (secret,) = check_head(HeadQueryResult(problem="refused secret", refused=True), 0)
     assert "give both ends the same --omni-secret-file (sha256sum compares files), or none" in secret.text
     assert "see that the port is the head's master port" in secret.text
 
@@ -119,7 +119,7 @@ LISTENING = ("tcp://10.0.0.2:41000", "tcp://10.0.0.2:41001", "tcp://10.0.0.2:410
 def test_ports_that_the_head_does_not_reach_are_told_with_what_to_do(
     answer: HeadQueryResult, level: Level | None, said: str
 ) -> None:
-    findings = list(reach_findings(answer))
+    findings = list(check_reachability(answer))
     assert levels(findings) == ([] if level is None else [level])
     assert said in "".join(finding.text for finding in findings)
 
@@ -143,14 +143,14 @@ def test_the_ports_that_replicas_would_take_are_those_that_are_asked_about_and_a
     first = free_port()
     options = node(secret_file=secret_file, replica_ports=f"{first}-{min(first + 30, 65535)}")
     # Connections that are winding down keep nobody from listening there again.
-    answers = [ask(head.router_zmq_addr, options, "127.0.0.1", 2) for _ in range(2)]
+    answers = [query_head_for_node(head.router_zmq_addr, options, "127.0.0.1", 2) for _ in range(2)]
     assert [len(answer.listening) for answer in answers] == [6, 6]
     assert all(f"tcp://127.0.0.1:{first}" in answer.listening for answer in answers)
     assert [answer.unreached for answer in answers] == [{}, {}]
 
 
 def test_a_node_of_many_replicas_asks_about_the_first_of_their_ports(head: OmniCoordinator, secret_file: str) -> None:
-    answer = ask(head.router_zmq_addr, node(secret_file=secret_file), "127.0.0.1", 100)
+    answer = query_head_for_node(head.router_zmq_addr, node(secret_file=secret_file), "127.0.0.1", 100)
     assert len(answer.listening) == 32
     assert answer.unreached == {}
 
@@ -160,7 +160,7 @@ def test_where_it_cannot_listen_a_node_asks_all_the_same(address: str, head: Omn
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         options = node(secret_file=secret_file, replica_ports=f"{port}-{port}")
-        answer = ask(head.router_zmq_addr, options, address, 1)
+        answer = query_head_for_node(head.router_zmq_addr, options, address, 1)
     assert answer.info is not None
     assert not answer.listening
 
@@ -180,20 +180,20 @@ def test_a_stage_that_the_head_does_not_have_is_an_error_with_or_without_a_model
     fingerprint: dict[str, str] | None,
 ) -> None:
     *_, stage = all_findings(HeadQueryResult(FACTS), 1, fingerprint)
-    assert stage == Finding(
+    assert stage == CheckResult(
         Level.ERROR, "stage: the head has 0, 2, replica 1: give one of the head's with --omni-stage-id"
     )
 
 
 def test_the_clocks_difference_is_told_with_what_to_do() -> None:
-    *_, clock = head_findings(HeadQueryResult(FACTS, clock_ahead=61.4), 0)
+    *_, clock = check_head(HeadQueryResult(FACTS, clock_ahead=61.4), 0)
     assert "61 s ahead of the head's" in clock.text
     assert "NTP" in clock.text
 
 
 def compare_and_start() -> None:
     """What a node does about its head before it starts an engine."""
-    refuse_other_model(ask_or_refuse("tcp://h:1", node(), "127.0.0.1", 1), 0, FINGERPRINT)
+    require_same_model(require_fitting_head("tcp://h:1", node(), "127.0.0.1", 1), 0, FINGERPRINT)
 
 
 @pytest.mark.parametrize(

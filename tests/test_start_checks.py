@@ -16,15 +16,15 @@ import zmq
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.checks import machine_checks
-from vllm_omni_plugin.integration.checks.finding import Finding, Level
+from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
 from vllm_omni_plugin.integration.checks.machine_checks import (
-    clash_findings,
-    machine_findings,
-    plugin_finding,
-    processor_finding,
-    version_finding,
+    check_conflicts,
+    check_machine,
+    check_plugin,
+    check_processor,
+    check_version,
 )
-from vllm_omni_plugin.integration.checks.start_checks import check_or_exit, head_files_finding, start_findings
+from vllm_omni_plugin.integration.checks.start_checks import check_head_files, check_or_exit, check_start
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 
 MIB = 2**20
@@ -35,9 +35,9 @@ def node(**other: Any) -> OmniConfig:
     return OmniConfig(master_address="127.0.0.1", master_port=7500, **other)
 
 
-def about(topic: str, *command: Any, headless: bool = False) -> list[Finding]:
-    """What is found about one topic; the command is as of `start_findings`."""
-    return [each for each in start_findings(*command, headless) if each.text.startswith(topic)]
+def about(topic: str, *command: Any, headless: bool = False) -> list[CheckResult]:
+    """What is found about one topic; the command is as of `check_start`."""
+    return [each for each in check_start(*command, headless) if each.text.startswith(topic)]
 
 
 def levels(findings: Any) -> list[Level]:
@@ -109,7 +109,7 @@ def test_a_range_without_enough_free_ports_ends_the_command_and_leaves_them_free
     first = free_port()
     last = min(first + 20, 65535)
     for _ in range(2):
-        assert Level.ERROR not in levels(start_findings(node(replica_ports=f"{first}-{last}"), 1, 0, headless=True))
+        assert Level.ERROR not in levels(check_start(node(replica_ports=f"{first}-{last}"), 1, 0, headless=True))
 
 
 def test_an_address_that_cannot_be_bound_is_not_told_to_be_for_want_of_ports() -> None:
@@ -145,7 +145,7 @@ def test_a_head_alone_needs_open_files_for_its_clients_too(
     limits: tuple[int, int], replicas: int, level: Level, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
-    finding = head_files_finding(replicas)
+    finding = check_head_files(replicas)
     assert finding.level is level
     assert said in finding.text
 
@@ -240,7 +240,7 @@ def test_no_temporary_folder_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_plugin_that_vllm_does_not_load_is_an_error(
     installed: dict[str, str], allowed: str | None, level: Level, said: str
 ) -> None:
-    finding = plugin_finding(installed, allowed)
+    finding = check_plugin(installed, allowed)
     assert finding.level is level
     assert said in finding.text
 
@@ -249,12 +249,12 @@ def test_a_plugin_that_vllm_does_not_load_is_an_error(
 def test_a_package_that_clashes_is_named_with_what_to_do(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert list(clash_findings()) == []
+    assert list(check_conflicts()) == []
     folder = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    (finding,) = clash_findings()
+    (finding,) = check_conflicts()
     assert finding.level is Level.WARNING
     assert "vllm-omni is installed" in finding.text
     assert "leave --omni out" in finding.text
@@ -273,16 +273,16 @@ def test_a_package_that_clashes_is_named_with_what_to_do(
 def test_a_processor_that_the_build_for_cpus_cannot_use_is_told(
     machine: str, features: set[str], version: str, trouble: str, level: Level
 ) -> None:
-    assert processor_finding(machine, features, version, trouble).level is level
+    assert check_processor(machine, features, version, trouble).level is level
 
 
 @pytest.mark.parametrize(("version", "level"), [("0.32.1", Level.OK), ("0.31.0", Level.ERROR), ("", Level.ERROR)])
 def test_a_vllm_that_is_not_supported_is_an_error(version: str, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks, "installed_version", lambda: version)
-    assert version_finding(False).level is level
-    assert version_finding(True).level is (Level.OK if level is Level.OK else Level.WARNING)
+    assert check_version(False).level is level
+    assert check_version(True).level is (Level.OK if level is Level.OK else Level.WARNING)
 
 
 def test_nothing_is_wrong_with_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    assert Level.ERROR not in levels(machine_findings())
+    assert Level.ERROR not in levels(check_machine())

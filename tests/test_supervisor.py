@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.integration.processes.api_servers import supervise
+from vllm_omni_plugin.integration.processes.api_servers import run_until_signal
 
 TIMEOUT_S = 7.0
 TOLD = ["replica is the last", "replica is the last", "heads told"]
@@ -67,7 +67,7 @@ class Process:
         self.events: list[str] = []
         self.heads = FakeHeads(self.events)
         self.replicas = [FakeReplica(self.events) for _ in range(2)]
-        self.running = asyncio.create_task(supervise(self.heads, self.replicas, TIMEOUT_S))
+        self.running = asyncio.create_task(run_until_signal(self.heads, self.replicas, TIMEOUT_S))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets, user_secret
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.flag_rules import check
-from vllm_omni_plugin.integration.options.listening import secured
+from vllm_omni_plugin.integration.options.listening import with_secret
 
 FOLDER = f"vllm-omni-plugin-{os.geteuid()}"
 
@@ -138,13 +138,13 @@ NETWORK = OmniConfig(join=True, master_address="10.0.0.1")
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1"])
 def test_links_on_loopback_have_it(temporary: Path, address: str) -> None:
-    assert secured(LOOPBACK, address).secret_file == user_secret()
+    assert with_secret(LOOPBACK, address).secret_file == user_secret()
 
 
 @pytest.mark.parametrize("said", [{"insecure": True}, {"secret_file": "given"}])
 def test_links_for_which_the_user_said_something_else_do_not(temporary: Path, said: dict[str, object]) -> None:
     options = OmniConfig(master_address="127.0.0.1", master_port=1, **said)  # type: ignore[arg-type]
-    assert secured(options, "127.0.0.1") is options
+    assert with_secret(options, "127.0.0.1") is options
     assert not os.listdir(temporary)
 
 
@@ -158,6 +158,6 @@ def test_flags_of_links_go_with_several_api_servers_of_a_fleet_that_nobody_joins
 
 def test_links_that_leave_this_machine_do_not(temporary: Path) -> None:
     with pytest.raises(ConfigError, match="can be reached from other machines"):
-        secured(LOOPBACK, "10.0.0.1")
+        with_secret(LOOPBACK, "10.0.0.1")
     # Whether it demands one is for the head to say that is joined.
-    assert secured(NETWORK, "10.0.0.1") is NETWORK
+    assert with_secret(NETWORK, "10.0.0.1") is NETWORK

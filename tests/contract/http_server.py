@@ -27,7 +27,7 @@ from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.http.app import patch_app
-from vllm_omni_plugin.integration.options.carried_options import carry_options
+from vllm_omni_plugin.integration.options.additional_config import store_options
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -141,7 +141,7 @@ async def http_server(
         args.model = args.model_tag
         args.omni_admin_key_file = None
         engine_args = AsyncEngineArgs.from_cli_args(args)
-        carry_options(engine_args, OmniConfig(tenant_header="X-Tenant-ID"))
+        store_options(engine_args, OmniConfig(tenant_header="X-Tenant-ID"))
         config = engine_args.create_engine_config()
         orchestrator = orchestrator_of(config)
         client = _Client(IdleFleet(orchestrator), config, [])

@@ -11,7 +11,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.integration import async_llm
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.options.carried_options import carry_options
+from vllm_omni_plugin.integration.options.additional_config import store_options
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def config(options: OmniConfig | None) -> Any:
     """What of a configuration is looked at."""
     carried = SimpleNamespace(additional_config={})
     if options is not None:
-        carry_options(carried, options)
+        store_options(carried, options)
     return carried
 
 

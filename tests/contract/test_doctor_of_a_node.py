@@ -11,7 +11,7 @@ from vllm_omni_plugin.config import FLAGS, OmniConfig
 from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult
 from vllm_omni_plugin.integration import doctor
 from vllm_omni_plugin.integration.checks import machine_checks
-from vllm_omni_plugin.integration.flags import parse_ours
+from vllm_omni_plugin.integration.flags import parse_fleet_flags
 from vllm_omni_plugin.integration.processes import headless
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
@@ -114,7 +114,7 @@ def test_our_flags_are_read_as_vllm_reads_them(spell: str) -> None:
             name = f"--{name[2:].replace('-', '_')}"
         value = [VALUES.get(flag.metavar, "x_y")] if flag.takes_value else []
         words += [f"{name}={value[0]}"] if value and spell == "with an equals sign" else [name, *value]
-    ours, others = parse_ours([*words, "--seed", "1"], "doctor")
+    ours, others = parse_fleet_flags([*words, "--seed", "1"], "doctor")
     args = parse_headless_args([*words, "--seed", "1"], "doctor", "", "", lambda parser: None)
     assert ours == {flag.field: getattr(args, flag.destination) for flag in FLAGS}
     assert None not in ours.values()
@@ -122,5 +122,5 @@ def test_our_flags_are_read_as_vllm_reads_them(spell: str) -> None:
 
 
 def test_a_flag_that_is_cut_short_is_read_as_vllm_reads_it() -> None:
-    assert parse_ours(["--omni-sec", "x"], "doctor") == ({"secret_file": "x"}, [])
+    assert parse_fleet_flags(["--omni-sec", "x"], "doctor") == ({"secret_file": "x"}, [])
     assert parse_headless_args(["--omni-sec", "x"], "doctor", "", "", lambda parser: None).omni_secret_file == "x"

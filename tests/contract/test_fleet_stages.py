@@ -27,7 +27,7 @@ def plan(stage_id: int, stage: Stage | None, tokenizer: str = "t", config: Any =
         replicas=1,
         policy="prefix",
         policy_config=None,
-        launcher_for=lambda on_spawn, report_cache: None,  # type: ignore[arg-type, return-value]
+        make_launcher=lambda on_spawn, report_cache: None,  # type: ignore[arg-type, return-value]
         api=SimpleNamespace(tokenizer=tokenizer),  # type: ignore[arg-type]
         fingerprint={"tokenizer": tokenizer, "tokenizer mode": "auto"} if stage is None or stage.is_vllm else {},
         vllm_config=config,
@@ -42,25 +42,25 @@ def plans(*stages: Stage, tokenizers: str = "") -> tuple[StagePlan, ...]:
 
 def test_a_fleet_without_pipeline_has_one_stage() -> None:
     stages = FleetStages.of([plan(0, None, config="config")])
-    assert (stages.pipeline, stages.prompt_stage, stages.of_the_model) == (None, 0, (0,))
-    assert (stages.configs, stages.front_tokenizer, stages.of_the_prompt) == (["config"], None, (0,))
+    assert (stages.pipeline, stages.prompt_stage, stages.model_stages) == (None, 0, (0,))
+    assert (stages.configs, stages.front_tokenizer, stages.adapter_stages) == (["config"], None, (0,))
 
 
 def test_a_model_that_two_stages_run_is_asked_in_both() -> None:
     prefill = stage(0, "m", output=Modality.KV_CACHE)
     stages = FleetStages.of(plans(prefill, stage(1, "m", "stage0", final=True)))
-    assert (stages.prompt_stage, stages.of_the_model, stages.of_the_prompt) == (1, (0, 1), (0, 1))
+    assert (stages.prompt_stage, stages.model_stages, stages.adapter_stages) == (1, (0, 1), (0, 1))
 
 
 def test_an_adapter_is_for_the_stages_that_are_given_the_prompt() -> None:
     stages = FleetStages.of(plans(stage(0, "m"), stage(1, "m", "stage0", final=True), stage(2, "m", final=True)))
-    assert (stages.of_the_model, stages.of_the_prompt) == ((0, 1, 2), (0, 2))
+    assert (stages.model_stages, stages.adapter_stages) == ((0, 1, 2), (0, 2))
 
 
 def test_the_model_is_that_of_the_stage_which_reads_prompts() -> None:
     first = stage(0, None, output=Modality.LATENT)
     stages = FleetStages.of(plans(first, stage(1, "m"), stage(2, "n", "stage0", "stage1", final=True)))
-    assert (stages.prompt_stage, stages.of_the_model) == (1, (1,))
+    assert (stages.prompt_stage, stages.model_stages) == (1, (1,))
 
 
 @pytest.mark.parametrize(

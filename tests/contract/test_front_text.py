@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from vllm_omni_plugin.integration.engine_client.fleet_events import read_answers_with
+from vllm_omni_plugin.integration.engine_client.fleet_events import decode_with
 
 from .stage_models import source
 
@@ -49,7 +49,7 @@ def add(processor: OutputProcessor, added: EngineCoreRequest) -> None:
 @pytest.fixture
 def processor(tokenizer: PreTrainedTokenizerFast) -> OutputProcessor:
     processor = OutputProcessor(None, log_stats=False)
-    read_answers_with(processor, tokenizer)
+    decode_with(processor, tokenizer)
     return processor
 
 

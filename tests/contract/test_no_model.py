@@ -7,7 +7,7 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_plugin.config import NO_MODEL
-from vllm_omni_plugin.integration.flags import allow_no_model
+from vllm_omni_plugin.integration.flags import patch_parser
 
 
 class Parser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -17,7 +17,7 @@ class Parser(FlexibleArgumentParser):  # type: ignore[misc]
 @pytest.fixture
 def parser() -> Any:
     """The part of `vllm serve` that has to do with models."""
-    allow_no_model(Parser)
+    patch_parser(Parser)
     parser = Parser(prog="vllm")
     serve = parser.add_subparsers(dest="subparser").add_parser("serve")
     serve.add_argument("model_tag", nargs="?")

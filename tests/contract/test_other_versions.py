@@ -19,7 +19,7 @@ REFUSAL = (
 def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Reads words as the command line of `vllm serve` with vLLM 0.31."""
     monkeypatch.setattr(supported, "installed_version", lambda: "0.31.0")
-    monkeypatch.setattr(serve_command, "take_over_command", lambda: None)
+    monkeypatch.setattr(serve_command, "patch_serve_command", lambda: None)
     parser = FlexibleArgumentParser(prog="vllm")
     serve = parser.add_subparsers(dest="subparser").add_parser("serve")
     for argument in ("model_tag", "--port", "--config"):

@@ -21,11 +21,11 @@ from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, en
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, ReplicaError, StageError, StageInputError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import ActivePipelineCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
-from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, carry_options
+from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, store_options
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
@@ -196,7 +196,7 @@ async def both(one: Awaitable[Any], other: Awaitable[Any]) -> list[Any]:
 
 
 async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> None:
-    running = RunningCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
+    running = ActivePipelineCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
 
     async def hand_over() -> AsyncGenerator[str, None]:
         await head.client.add_request_async(FakeRequest("a"))
@@ -213,7 +213,7 @@ async def test_the_call_of_a_request_that_is_cancelled_before_it_is_handed_over_
     head.client.bind(OutputProcessor(None, log_stats=False), None)
     head.orchestrator.request_async_queue = ThreadQueue(1)
     head.client.abort_call(["the queue is full"])
-    running = RunningCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
+    running = ActivePipelineCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
 
     async def hand_over() -> AsyncGenerator[str, None]:
         waiting = asyncio.create_task(head.client.add_request_async(FakeRequest("a")))
@@ -230,7 +230,7 @@ async def test_the_call_of_a_request_that_is_cancelled_before_it_is_handed_over_
 
 async def start_app(head: Head, options: OmniConfig, args: Any = None) -> FastAPI:
     """What we add to vLLM's application, at the start of a server with these options."""
-    carry_options(engine_config := SimpleNamespace(additional_config=None), options)
+    store_options(engine_config := SimpleNamespace(additional_config=None), options)
     endpoints, app = FleetEndpoints(), FastAPI()
     app.state.args = SimpleNamespace(api_key=None, uds=None, omni_admin_key_file=options.admin_key_file)
     app.state.openai_serving_chat = app.state.openai_serving_completion = None
@@ -258,7 +258,7 @@ async def test_the_start_warns_of_who_may_change_the_fleet(
 
 @pytest.mark.parametrize("servers", [1, 2])
 async def test_one_server_alone_heeds_a_second_signal_since_several_get_each_twice(head: Head, servers: int) -> None:
-    args = SimpleNamespace() if servers == 1 else SimpleNamespace(**{DRAIN_FLAG: bytearray(1)})
+    args = SimpleNamespace() if servers == 1 else SimpleNamespace(**{SHARED_DRAIN_FLAG: bytearray(1)})
     app = await start_app(head, OmniConfig(), args)
     heeds: asyncio.Task[None] | None = getattr(app.state, "omni_second_signal", None)
     assert (heeds is not None) == (servers == 1)

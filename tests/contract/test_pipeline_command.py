@@ -9,7 +9,7 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.command_line import parse_options
 from vllm_omni_plugin.integration.fleet_setup import pipeline_command
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import (
-    command_of,
+    loaded_pipeline,
     local_engines,
     local_processes,
     pipeline_of,
@@ -39,7 +39,7 @@ def test_behind_a_prefill_it_is_the_stage_that_answers_which_is_laid_over_the_co
     file = write_disaggregated(tmp_path, "engine_args: {max-model-len: 128}", "engine_args: {max-model-len: 256}")
     args, options = read(f"--omni-pipeline {file}")
     assert (args.model, args.max_model_len) == (f"{tmp_path}/thinker", 256)
-    command = command_of(options)
+    command = loaded_pipeline(options)
     assert command is not None
     assert [engine_args.max_model_len for engine_args in command.engine_args.values()] == [128, 256]
 
@@ -48,7 +48,7 @@ def test_other_stages_have_the_command_line_and_their_own_arguments_but_not_thos
     second = "engine_args:\n  max-num-seqs: 5\n  limit-mm-per-prompt: {image: 1}"
     file = write_pipeline(tmp_path, first="engine_args: {seed: 7}", second=second)
     _, options = read(f"--omni-pipeline {file} --max-model-len 64 --max-num-seqs 3")
-    command = command_of(options)
+    command = loaded_pipeline(options)
     assert command is not None
     refiner = command.engine_args[1]
     assert refiner.model == f"{tmp_path}/refiner"
@@ -75,7 +75,7 @@ def test_an_api_server_process_reads_the_arguments_it_is_given_as_its_supervisor
 ) -> None:
     second = "engine_args: {max-num-seqs: 5}"
     args, options = read(f"--omni-pipeline {write_pipeline(tmp_path, 'engine_args: {seed: 7}', second)} --port 9000")
-    command = command_of(options)
+    command = loaded_pipeline(options)
     assert command is not None
     handed_on = pickle.loads(pickle.dumps(args))
     monkeypatch.setattr(pipeline_command, "_commands", {})
@@ -84,7 +84,7 @@ def test_an_api_server_process_reads_the_arguments_it_is_given_as_its_supervisor
     joined = parse_options(handed_on)
     assert joined is not None
     assert (joined.join, joined.master_port, local_engines(joined, headless=False)) == (True, 7500, 0)
-    own = command_of(joined)
+    own = loaded_pipeline(joined)
     assert own is not None
     assert own.pipeline == command.pipeline
     assert own.engine_args == command.engine_args
@@ -226,6 +226,6 @@ def test_processes_of_a_model_are_those_of_each_rank(tmp_path: Path) -> None:
 def test_a_headless_node_of_a_python_stage_has_no_model(tmp_path: Path) -> None:
     file = write_pipeline(tmp_path, third=f"{VOCODER}\ntransform: text")
     args, options = read(f"--headless {JOIN} --omni-pipeline {file} --omni-stage-id 2")
-    command = command_of(options)
+    command = loaded_pipeline(options)
     assert command is not None
     assert (args.model_tag, dict(command.engine_args)) == (None, {})

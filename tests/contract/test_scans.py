@@ -65,7 +65,7 @@ def test_a_module_that_needs_what_is_not_installed_is_no_missing_attribute(
         ("def f():\n    from vllm import envs\n    envs.X", {"vllm.envs", "vllm.envs.X"}),
         ("from vllm_other import B\nB.c", set()),
         ("from .vllm import B", set()),
-        ("from vllm.a import B\nextend(B, 'c', f)", {"vllm.a.B", "vllm.a.B.c"}),
+        ("from vllm.a import B\npatch_function(B, 'c', f)", {"vllm.a.B", "vllm.a.B.c"}),
     ],
 )
 def test_what_is_taken_from_vllm_is_seen(source: str, expected: set[str]) -> None:

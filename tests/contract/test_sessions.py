@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
-from vllm_omni_plugin.integration.http.app import take_user_for_session
+from vllm_omni_plugin.integration.http.app import patch_session_id
 
 
 def http_request(headers: dict[str, str]) -> Request:
@@ -27,7 +27,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         GenerateBaseServing, "_get_session_id", inspect.getattr_static(GenerateBaseServing, "_get_session_id")
     )
-    take_user_for_session()
+    patch_session_id()
 
 
 @pytest.mark.parametrize(

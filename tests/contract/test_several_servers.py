@@ -19,7 +19,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.processes import several_servers
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
-from vllm_omni_plugin.integration.processes.several_servers import ApiServerProcesses, serve_api_servers
+from vllm_omni_plugin.integration.processes.several_servers import ApiServerLauncher, serve_api_servers
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 
 from .pipeline_files import read, write_pipeline, write_text_model
@@ -48,7 +48,7 @@ class Supervised:
         # Without replicas.
         return ()
 
-    async def supervise(self, *_arguments: Any) -> None:
+    async def run_until_signal(self, *_arguments: Any) -> None:
         self.sockets = zmq.Context.instance().get(zmq.MAX_SOCKETS)
         raise StartedError
 
@@ -68,7 +68,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervised]:
     monkeypatch.setattr(several_servers, "setup_multiprocess_prometheus", lambda: None)
     monkeypatch.setattr(several_servers, "_open_fleet", supervised.open_fleet)
     monkeypatch.setattr(several_servers, "stage_plans", supervised.plan)
-    monkeypatch.setattr(several_servers, "supervise", supervised.supervise)
+    monkeypatch.setattr(several_servers, "run_until_signal", supervised.run_until_signal)
     handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
     with socket.socket() as listening:
         monkeypatch.setattr(several_servers, "setup_server", lambda _args, reuse_port: ("http://here", listening))
@@ -124,7 +124,7 @@ def test_what_a_server_that_died_said_last_counts_no_more(tmp_path: Path, monkey
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     live: Any = values.MultiProcessValue(process_identifier=lambda: 17)
     live("gauge", "g", "g", (), (), "Help.", multiprocess_mode="livesum").set(3.0)
-    processes = ApiServerProcesses(2, "http://here", None, Arguments(), lambda pid: None)  # type: ignore[arg-type]
+    processes = ApiServerLauncher(2, "http://here", None, Arguments(), lambda pid: None)  # type: ignore[arg-type]
     stats = [SharedAdmissionStats({"mp_admission_counters": processes.admitted}, 2, index) for index in range(2)]
     stats[0].set_num_requests(5)
     stats[1].set_num_requests(7)

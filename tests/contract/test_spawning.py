@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.engine.coordinator import DPCoordinator
 
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.integration.processes.several_servers import ApiServerProcesses
+from vllm_omni_plugin.integration.processes.several_servers import ApiServerLauncher
 from vllm_omni_plugin.stages.stage_process import Assignment, StageProcess
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
@@ -64,7 +64,7 @@ def start_engine() -> None:
 
 
 def start_api_server() -> None:
-    ApiServerProcesses(1, "http://here", None, SimpleNamespace(), lambda _pid: None).start(0)  # type: ignore[arg-type]
+    ApiServerLauncher(1, "http://here", None, SimpleNamespace(), lambda _pid: None).start(0)  # type: ignore[arg-type]
 
 
 def start_stage() -> None:

@@ -10,10 +10,10 @@ from vllm.v1.executor import Executor
 from tests.engine.experts import MIXTRAL
 from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.checks.head_checks import model_findings
+from vllm_omni_plugin.integration.checks.head_checks import check_model
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
-from vllm_omni_plugin.integration.options.carried_options import carry_options, options_of, without_options
+from vllm_omni_plugin.integration.options.additional_config import options_of, store_options, without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.integration.processes.headless import plan_node
 from vllm_omni_plugin.replicas.engine.engine_start import SharingProcess
@@ -38,7 +38,7 @@ def configured(line: str) -> tuple[Any, Any]:
     """Our options in a command line, and vLLM's configuration of its model."""
     args, options = read(line)
     engine_args = AsyncEngineArgs.from_cli_args(without_ours(args))
-    carry_options(engine_args, options)
+    store_options(engine_args, options)
     prepare_engine_args(engine_args, local_engines(options, headless=args.headless))
     return options, engine_args.create_engine_config()
 
@@ -56,7 +56,7 @@ def plans_of(line: str) -> tuple[StagePlan, ...]:
 
 
 def identities(plan: StagePlan) -> list[bytes]:
-    launcher = plan.launcher_for(lambda _pid: None, False)
+    launcher = plan.make_launcher(lambda _pid: None, False)
     return [launcher.identity(replica) for replica in range(plan.replicas)]
 
 
@@ -74,9 +74,9 @@ def test_a_node_of_each_stage_is_as_the_head_tells_of_it(tmp_path: Path) -> None
     for plan in plans:
         node = plan_node(*read(f"{line} --headless --omni-stage-id {plan.stage_id}"))
         facts = HeadInfo(0.0, [each.stage_id for each in plans], dict(plan.fingerprint))
-        assert {
-            finding.level for finding in model_findings(HeadQueryResult(facts), plan.stage_id, node.fingerprint)
-        } == {"ok"}
+        assert {finding.level for finding in check_model(HeadQueryResult(facts), plan.stage_id, node.fingerprint)} == {
+            "ok"
+        }
 
 
 def test_every_rank_of_a_replica_is_planned_for(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_server_reads_prompts_as_long_as_the_stage_takes_that_answers_them(t
 def test_a_head_shares_memory_with_the_python_stages_that_it_alone_uses(tmp_path: Path, for_others: bool) -> None:
     file = write_pipeline(tmp_path, third=VOCODER)
     *_, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
-    process = vocoder.launcher_for(lambda _pid: None, False, for_others).start(0)
+    process = vocoder.make_launcher(lambda _pid: None, False, for_others).start(0)
     try:
         assert isinstance(process, SharingProcess)
         assert (process.memory is None) == for_others

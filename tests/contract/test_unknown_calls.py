@@ -8,8 +8,8 @@ from importlib.metadata import version
 import pytest
 from vllm.v1.engine import async_llm
 
-from vllm_omni_plugin.integration.engine_client.engine_calls import EngineCalls, UnknownCallError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.engine_client.utility_calls import UnknownCallError, UtilityCallClient
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 
@@ -19,7 +19,7 @@ def test_everything_that_async_llm_takes_of_its_client_is_there(client: FleetCli
     assert [name for name in taken if not hasattr(client, name)] == []
     for name in taken - vars(client).keys():
         owner = next(owner for owner in type(client).__mro__ if name in vars(owner))
-        is_a_call = issubclass(EngineCalls, owner) and "self.call_utility" in inspect.getsource(vars(owner)[name])
+        is_a_call = issubclass(UtilityCallClient, owner) and "self.call_utility" in inspect.getsource(vars(owner)[name])
         assert is_a_call or owner.__module__.startswith("vllm_omni_plugin."), f"{name} is vLLM's own, of {owner}"
 
 
@@ -44,7 +44,7 @@ def test_a_method_of_a_later_vllm_is_refused_by_name_and_can_be_looked_for(clien
 
 
 def test_an_error_in_a_property_of_ours_is_not_taken_for_a_method_that_is_missing() -> None:
-    class Ours(EngineCalls):
+    class Ours(UtilityCallClient):
         @property
         def broken(self) -> None:
             raise AttributeError("what is really wrong")

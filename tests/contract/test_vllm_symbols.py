@@ -10,9 +10,9 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
 import vllm_omni_plugin
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
-from vllm_omni_plugin.integration.engine_client import engine_calls
-from vllm_omni_plugin.integration.engine_client.engine_calls import EngineCalls
+from vllm_omni_plugin.integration.engine_client import utility_calls
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS
 from vllm_omni_plugin.vllm_api.versions import differences as differences_module
 from vllm_omni_plugin.vllm_api.versions.differences import Difference
@@ -71,14 +71,14 @@ def test_every_engine_method_that_vllms_client_calls_is_listed_and_may_be_called
     listed = {symbol.path.rpartition(".") for symbol in SYMBOLS}
     assert called - {name for owner, _, name in listed if owner.endswith(".EngineCoreProc")} == set()
     assert called - ALLOWED_CALLS == set()
-    assert engine_calls.OF_SOME_STAGES.keys() | engine_calls.JOINED.keys() <= called | {FORGET_LORA}
+    assert utility_calls.STAGES_OF_METHOD.keys() | utility_calls.COMBINE_ANSWERS.keys() <= called | {FORGET_LORA}
 
 
 def overridden() -> list[str]:
     """Methods of vLLM's client interface that ours implements."""
     return sorted(
         name
-        for name, member in {**vars(EngineCalls), **vars(FleetClient)}.items()
+        for name, member in {**vars(UtilityCallClient), **vars(FleetClient)}.items()
         if inspect.isfunction(member) and hasattr(EngineCoreClient, name)
     )
 

@@ -14,14 +14,14 @@ def vllm_names(source: str) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported
     }
-    extended = set()
+    patched = set()
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Name(id="extend"), args=[ast.Name(id=owner), ast.Constant(value=str(name)), *_]) if (
-                owner in imported
-            ):
-                extended.add(f"{imported[owner]}.{name}")
-    return set(imported.values()) | attributes | extended
+            case ast.Call(
+                func=ast.Name(id="patch_function"), args=[ast.Name(id=owner), ast.Constant(value=str(name)), *_]
+            ) if owner in imported:
+                patched.add(f"{imported[owner]}.{name}")
+    return set(imported.values()) | attributes | patched
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:

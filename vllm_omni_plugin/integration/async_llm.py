@@ -9,10 +9,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.extending import extend
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.http.app import patch_app
-from vllm_omni_plugin.integration.options.carried_options import exit_with, options_of
+from vllm_omni_plugin.integration.options.additional_config import exit_usage_error, options_of
+from vllm_omni_plugin.integration.patching import patch_function
 
 
 def patch_async_llm() -> None:
@@ -21,10 +21,10 @@ def patch_async_llm() -> None:
     Configurations without our options still get vLLM's own client.
     """
     patch_app()
-    extend(EngineCoreClient, "make_async_mp_client", _make_client)
-    extend(AsyncLLM, "__init__", _init)
-    extend(AsyncLLM, "check_health", _check_health)
-    extend(AsyncLLM, "shutdown", _shutdown)
+    patch_function(EngineCoreClient, "make_async_mp_client", _make_client)
+    patch_function(AsyncLLM, "__init__", _init)
+    patch_function(AsyncLLM, "check_health", _check_health)
+    patch_function(AsyncLLM, "shutdown", _shutdown)
 
 
 def _make_client(own: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def _make_client(own: Any, vllm_config: Any, executor_class: Any, log_stats: boo
         return make_fleet_client(options, vllm_config, executor_class, log_stats)
     except ConfigError as error:
         # Some faults of a command line or a pipeline show only when everything is put together.
-        exit_with(error)
+        exit_usage_error(error)
 
 
 def _init(own: Any, server: Any, *args: Any, **kwargs: Any) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 
 from vllm_omni_plugin.config import FLAGS, OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.extending import extend
+from vllm_omni_plugin.integration.patching import patch_function
 
-JOINED = "omni_joined"
+FLEET_ADDRESS = "omni_joined"
 """Attribute of the parsed arguments that makes an API server process a head without engines: its supervisor, which
 has checked the rest, puts there where the fleet is: the fields master_address, master_port and secret_file of
 `OmniConfig`."""
 
 
-def read_our_flags(engine_args_class: Any) -> None:
+def patch_engine_args(engine_args_class: Any) -> None:
     """Make vLLM's `EngineArgs` read our flags, too, from parsed arguments. Idempotent."""
-    extend(engine_args_class, "from_cli_args", _from_cli_args)
+    patch_function(engine_args_class, "from_cli_args", _from_cli_args)
 
 
 def _from_cli_args(own: Any, engine_args_class: Any, args: argparse.Namespace) -> Any:
@@ -36,9 +36,9 @@ def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
     try:
         return parse_options(args)
     except ConfigError as error:
-        from vllm_omni_plugin.integration.options.carried_options import exit_with
+        from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
 
-        exit_with(error)
+        exit_usage_error(error)
 
 
 def parse_options(args: argparse.Namespace) -> OmniConfig | None:
@@ -57,7 +57,7 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     if not given:
         return None
     options = OmniConfig(**given)
-    joined = getattr(args, JOINED, None)
+    joined = getattr(args, FLEET_ADDRESS, None)
     if joined is not None:
         options = replace(options, join=True, **joined)
 
@@ -72,9 +72,9 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     if options.join:
         options = replace(options, dp_size_local=0)
     if options.pipeline is not None:
-        from vllm_omni_plugin.integration.fleet_setup.pipeline_command import lay_pipeline
+        from vllm_omni_plugin.integration.fleet_setup.pipeline_command import apply_pipeline_file
 
-        lay_pipeline(args, options, headless)
+        apply_pipeline_file(args, options, headless)
     return options
 
 
@@ -87,10 +87,10 @@ def _api_servers(args: argparse.Namespace) -> int:
 def _switch_fleet_on(engine_args: Any, options: OmniConfig, headless: bool) -> None:
     from vllm_omni_plugin.integration.async_llm import patch_async_llm
     from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
-    from vllm_omni_plugin.integration.options.carried_options import carry_options
+    from vllm_omni_plugin.integration.options.additional_config import store_options
     from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 
-    carry_options(engine_args, options)
+    store_options(engine_args, options)
     prepare_engine_args(engine_args, local_engines(options, headless))
     if not headless:
         # vLLM's default aborts all at once; a whole number, since vLLM knows no other.

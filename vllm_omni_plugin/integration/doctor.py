@@ -8,10 +8,15 @@ from collections.abc import Generator, Iterator, Sequence
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import HeadQueryResult
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.integration.checks.head_checks import ask, head_findings, model_findings, reach_findings
-from vllm_omni_plugin.integration.checks.machine_checks import machine_findings, version_finding
-from vllm_omni_plugin.integration.flags import ANY_VLLM_GIVEN, CONFIG, parse_ours
+from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
+from vllm_omni_plugin.integration.checks.head_checks import (
+    check_head,
+    check_model,
+    check_reachability,
+    query_head_for_node,
+)
+from vllm_omni_plugin.integration.checks.machine_checks import check_machine, check_version
+from vllm_omni_plugin.integration.flags import ANY_VLLM_PATTERN, CONFIG, parse_fleet_flags
 
 _PROG = "vllm-omni-plugin doctor"
 _DESCRIPTION = """Check this machine and, given the arguments of `vllm serve --headless`, whether a node with them would
@@ -21,8 +26,8 @@ compared with the head's."""
 _MAX_PORT = 65535
 _USUAL_WORKERS = 2
 """Of the smallest replica that needs shared memory, where no command line says how many there are."""
-_FLAGS_FIT = Finding(Level.OK, "flags: they go together, and the files and addresses that they name can be used")
-_NO_MODEL = Finding(Level.UNKNOWN, "model: none was named, so none is compared with the head's")
+_FLAGS_FIT = CheckResult(Level.OK, "flags: they go together, and the files and addresses that they name can be used")
+_NO_MODEL = CheckResult(Level.UNKNOWN, "model: none was named, so none is compared with the head's")
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -63,35 +68,35 @@ def _head(text: str) -> list[str]:
     return ["--omni-master-address", host.strip("[]"), "--omni-master-port", port]
 
 
-def _examine(arguments: Sequence[str]) -> Iterator[Finding]:
-    version = version_finding(any(map(ANY_VLLM_GIVEN.match, arguments)))
+def _examine(arguments: Sequence[str]) -> Iterator[CheckResult]:
+    version = check_version(any(map(ANY_VLLM_PATTERN.match, arguments)))
     yield version
-    yield from machine_findings()
+    yield from check_machine()
     if version.level is Level.ERROR:
         return
     # Lines of ours stand on standard output, and vLLM logs there as well.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_omni_plugin.integration.checks.start_checks import (
-        files_finding,
-        head_files_finding,
-        memory_finding,
-        sockets_finding,
+        check_head_files,
+        check_node_files,
+        check_shared_memory,
+        check_socket_folder,
     )
 
     if arguments:
         yield from _examine_node(arguments)
     else:
-        yield files_finding(1)
-        yield head_files_finding(1)
-        yield sockets_finding()
-        yield memory_finding(_USUAL_WORKERS)
+        yield check_node_files(1)
+        yield check_head_files(1)
+        yield check_socket_folder()
+        yield check_shared_memory(_USUAL_WORKERS)
 
 
-def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
-    from vllm_omni_plugin.integration.checks.start_checks import start_findings
+def _examine_node(arguments: Sequence[str]) -> Iterator[CheckResult]:
+    from vllm_omni_plugin.integration.checks.start_checks import check_start
     from vllm_omni_plugin.integration.options.flag_rules import check
 
-    given, others = parse_ours(arguments, _PROG)
+    given, others = parse_fleet_flags(arguments, _PROG)
     answer = None
     # The file of `--config` may name the head or the secret, too.
     if given and CONFIG not in others:
@@ -99,36 +104,36 @@ def _examine_node(arguments: Sequence[str]) -> Iterator[Finding]:
         try:
             check(options, given, headless=True)
         except ConfigError as error:
-            yield Finding(Level.ERROR, f"flags: {error}")
+            yield CheckResult(Level.ERROR, f"flags: {error}")
             return
         # Before vLLM is imported, which takes it many seconds.
-        answer = yield from _ask(options)
+        answer = yield from _check_against_head(options)
         if not others and options.pipeline is None:
             yield _FLAGS_FIT
-            yield from start_findings(options, options.dp_size_local, _USUAL_WORKERS, headless=True)
+            yield from check_start(options, options.dp_size_local, _USUAL_WORKERS, headless=True)
             yield _NO_MODEL
             return
     yield from _examine_command(arguments, answer)
 
 
-def _ask(options: OmniConfig) -> Generator[Finding, None, HeadQueryResult]:
-    from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured
+def _check_against_head(options: OmniConfig) -> Generator[CheckResult, None, HeadQueryResult]:
+    from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, with_secret
 
     try:
         address = bind_address(options, headless=True)
-        options = secured(options, address, headless=True)
+        options = with_secret(options, address, headless=True)
     except ConfigError as error:
-        yield Finding(Level.UNKNOWN, f"head: {error}")
+        yield CheckResult(Level.UNKNOWN, f"head: {error}")
         return HeadQueryResult()
-    answer = ask(coordinator_address(options), options, address, options.dp_size_local)
-    yield from head_findings(answer, options.stage_id)
-    yield from reach_findings(answer)
+    answer = query_head_for_node(coordinator_address(options), options, address, options.dp_size_local)
+    yield from check_head(answer, options.stage_id)
+    yield from check_reachability(answer)
     return answer
 
 
-def _examine_command(arguments: Sequence[str], answer: HeadQueryResult | None) -> Iterator[Finding]:
+def _examine_command(arguments: Sequence[str], answer: HeadQueryResult | None) -> Iterator[CheckResult]:
     """What only vLLM can tell of a command line; `answer`: the head's, if it was asked."""
-    from vllm_omni_plugin.integration.checks.start_checks import start_findings
+    from vllm_omni_plugin.integration.checks.start_checks import check_start
     from vllm_omni_plugin.integration.command_line import parse_options
     from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
     from vllm_omni_plugin.integration.processes.headless import plan_node
@@ -139,15 +144,15 @@ def _examine_command(arguments: Sequence[str], answer: HeadQueryResult | None) -
     try:
         options = parse_options(args)
     except ConfigError as error:
-        yield Finding(Level.ERROR, f"flags: {error}")
+        yield CheckResult(Level.ERROR, f"flags: {error}")
         return
     if options is None:
-        yield Finding(Level.UNKNOWN, "flags: there is none of ours, hence no fleet: name the head with --against")
+        yield CheckResult(Level.UNKNOWN, "flags: there is none of ours, hence no fleet: name the head with --against")
         return
     yield _FLAGS_FIT
-    yield from start_findings(options, *local_processes(args, options), headless=True)
+    yield from check_start(options, *local_processes(args, options), headless=True)
     if answer is None:
-        answer = yield from _ask(options)
+        answer = yield from _check_against_head(options)
     if options.pipeline is None and args.model == DEFAULT_MODEL:
         yield _NO_MODEL
         return
@@ -155,6 +160,6 @@ def _examine_command(arguments: Sequence[str], answer: HeadQueryResult | None) -
         fingerprint = plan_node(args, options).fingerprint
     # Whatever a model's configuration makes vLLM and transformers raise.
     except Exception as error:
-        yield Finding(Level.ERROR, f"model: vLLM cannot configure it: {error}")
+        yield CheckResult(Level.ERROR, f"model: vLLM cannot configure it: {error}")
     else:
-        yield from model_findings(answer, options.stage_id, fingerprint)
+        yield from check_model(answer, options.stage_id, fingerprint)

@@ -11,12 +11,12 @@ from typing import Any
 
 from vllm_omni_plugin.config import FLAGS, NO_MODEL
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.command_line import read_our_flags
-from vllm_omni_plugin.integration.extending import extend
+from vllm_omni_plugin.integration.command_line import patch_engine_args
+from vllm_omni_plugin.integration.patching import patch_function
 
 GROUP = "OmniConfig"
 _ANY_VLLM = "--omni-any-vllm"
-ANY_VLLM_GIVEN = re.compile(r"--omni[-_]any[-_]vllm$")
+ANY_VLLM_PATTERN = re.compile(r"--omni[-_]any[-_]vllm$")
 """Matches the flag on a command line."""
 _PIPELINE = re.compile(r"--omni[-_]pipeline(=|$)")
 CONFIG = "--config"
@@ -30,9 +30,9 @@ def add_omni_flags(arg_utils: Any) -> None:
     Args:
         arg_utils: the module `vllm.engine.arg_utils`.
     """
-    extend(arg_utils.EngineArgs, "add_cli_args", _add_cli_args)
-    read_our_flags(arg_utils.EngineArgs)
-    allow_no_model(arg_utils.FlexibleArgumentParser)
+    patch_function(arg_utils.EngineArgs, "add_cli_args", _add_cli_args)
+    patch_engine_args(arg_utils.EngineArgs)
+    patch_parser(arg_utils.FlexibleArgumentParser)
 
 
 def _add_cli_args(own: Any, parser: Any) -> Any:
@@ -41,7 +41,7 @@ def _add_cli_args(own: Any, parser: Any) -> Any:
     return parser
 
 
-class GivenFlag(argparse.Action):
+class FleetFlagAction(argparse.Action):
     """Stores a flag's value, and takes over what vLLM's command line does once it is known that it is for us."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, takes_value: bool, **kwargs: Any) -> None:
@@ -55,14 +55,14 @@ class GivenFlag(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Called by argparse when it meets the flag."""
-        check_version(parser, namespace)
-        from vllm_omni_plugin.integration.processes.serve_command import take_over_command
+        require_supported_version(parser, namespace)
+        from vllm_omni_plugin.integration.processes.serve_command import patch_serve_command
 
         setattr(namespace, self.dest, True if self.nargs == 0 else values)
-        take_over_command()
+        patch_serve_command()
 
 
-def check_version(parser: Any, namespace: argparse.Namespace) -> None:
+def require_supported_version(parser: Any, namespace: argparse.Namespace) -> None:
     """End the process with one line if the installed vLLM is not one that this package is made for. Once for a line.
 
     With `--omni-any-vllm` anywhere on the command line or in its file there is a warning instead.
@@ -75,10 +75,10 @@ def check_version(parser: Any, namespace: argparse.Namespace) -> None:
     reason = why_unsupported(installed_version())
     if reason is None:
         return
-    if not any(map(ANY_VLLM_GIVEN.match, _with_config(parser, sys.argv[1:]))):
-        from vllm_omni_plugin.integration.options.carried_options import exit_with
+    if not any(map(ANY_VLLM_PATTERN.match, _with_config(parser, sys.argv[1:]))):
+        from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
 
-        exit_with(ConfigError(f"--omni-* flags: {reason}"))
+        exit_usage_error(ConfigError(f"--omni-* flags: {reason}"))
     init_logger(__name__).warning("%s: %s. Anything may go wrong.", _ANY_VLLM, reason)
 
 
@@ -90,7 +90,7 @@ def add_group(parser: argparse.ArgumentParser) -> None:
     for flag in FLAGS:
         about: dict[str, Any] = {"metavar": flag.metavar, "type": flag.type} if flag.takes_value else {}
         about.update(
-            action=GivenFlag, takes_value=flag.takes_value, dest=flag.destination, help=flag.help_with_default()
+            action=FleetFlagAction, takes_value=flag.takes_value, dest=flag.destination, help=flag.help_with_default()
         )
         try:
             group.add_argument(flag.name, *flag.aliases, **about)
@@ -99,7 +99,7 @@ def add_group(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag.name, **about)
 
 
-def parse_ours(arguments: Sequence[str], prog: str) -> tuple[dict[str, Any], list[str]]:
+def parse_fleet_flags(arguments: Sequence[str], prog: str) -> tuple[dict[str, Any], list[str]]:
     """Read our flags alone, as vLLM's parser does, which takes seconds to import. Ends the process as argparse does.
 
     Returns:
@@ -114,13 +114,13 @@ def parse_ours(arguments: Sequence[str], prog: str) -> tuple[dict[str, Any], lis
     return {field: value for field, value in vars(ours).items() if value is not None}, others
 
 
-def allow_no_model(parser_class: Any) -> None:
+def patch_parser(parser_class: Any) -> None:
     """Let vLLM's parser take `--served-model-name` and `--config` without a model beside `--omni-pipeline`. Idempotent.
 
     Args:
         parser_class: vLLM's `FlexibleArgumentParser`. Whatever it accepts by itself, it reads as before.
     """
-    extend(parser_class, "parse_args", _parse_args)
+    patch_function(parser_class, "parse_args", _parse_args)
 
 
 def _parse_args(own: Any, parser: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 
 from vllm_omni_plugin.config import FLAGS, OmniConfig, seconds, whole
 from vllm_omni_plugin.errors import ServerUnavailableError, did_you_mean
-from vllm_omni_plugin.integration.flags import parse_ours
+from vllm_omni_plugin.integration.flags import parse_fleet_flags
 from vllm_omni_plugin.ray.head_load import read_load
 from vllm_omni_plugin.ray.keeping import Keeping
 from vllm_omni_plugin.ray.node_set import NodeSet
@@ -31,7 +31,7 @@ def run_ray(arguments: Sequence[str]) -> int:
         OmniError: Ray is not installed, its cluster cannot be reached, or it has ended on this machine.
     """
     args, serve = parse(arguments)
-    given = OmniConfig(**parse_ours(serve, _PROG)[0])
+    given = OmniConfig(**parse_fleet_flags(serve, _PROG)[0])
     with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:
         keeping = Keeping(nodes, NodeSet(given.drain_timeout), _demand(args, given), time.monotonic, _say)
 
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("argument --target-wait: it must be above 0")
     if args.url is not None and not args.url.startswith(("http://", "https://")):
         parser.error(f"argument --url: {args.url!r} does not begin with http:// or https://")
-    given, others = parse_ours(serve, _PROG)
+    given, others = parse_fleet_flags(serve, _PROG)
     known = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
     for name in (word.partition("=")[0] for word in others):
         if name.startswith("--omni-"):

@@ -28,7 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.admin.asgi import Client
 from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_response
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import register_request
 from vllm_omni_plugin.integration.http.pipeline_http import serve_pipeline
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
@@ -80,7 +80,7 @@ class Played:
     async def generate(
         self, prompt: Any, params: Any, request_id: str, **_: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        call, answer = submitted(request_id), current_response()
+        call, answer = register_request(request_id), current_response()
         assert answer is not None
         answer.add_request(request_id, 0.0)
         self.calls.append(call)

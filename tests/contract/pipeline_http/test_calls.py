@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.contract.pipeline_http.app import spoken
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import RunningCall, submitted
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import ActivePipelineCall, register_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 
 ENDED = PipelineCallEnded(None)
@@ -20,14 +20,14 @@ def wanted(put: Callable[[StageEvent | PipelineCallEnded], None]) -> PipelineCal
 async def requests(*ids: str, then: Callable[[], Any] = lambda: None) -> AsyncGenerator[str, None]:
     """Makes requests, one for each part of its answer."""
     for request_id in ids:
-        submitted(request_id)
+        register_request(request_id)
         yield request_id
     then()
 
 
 async def test_it_ends_when_the_answer_and_all_requests_have() -> None:
     aborted: list[Any] = []
-    running = RunningCall(wanted, aborted.append)
+    running = ActivePipelineCall(wanted, aborted.append)
 
     def end() -> None:
         running.call.put(ENDED)
@@ -41,12 +41,12 @@ async def test_it_ends_when_the_answer_and_all_requests_have() -> None:
 
 
 async def test_an_error_of_the_answer_is_raised_also_if_its_last_request_ends_in_the_same_moment() -> None:
-    running = RunningCall(wanted, list)
+    running = ActivePipelineCall(wanted, list)
     loop = asyncio.get_running_loop()
     failing = loop.create_future()
 
     async def fails() -> AsyncGenerator[str, None]:
-        submitted("a")
+        register_request("a")
         yield "a"
         await failing
 
@@ -66,7 +66,7 @@ async def test_an_error_of_the_answer_is_raised_also_if_its_last_request_ends_in
 
 
 def test_an_event_for_a_loop_that_has_ended_is_dropped() -> None:
-    async def begin() -> RunningCall:
-        return RunningCall(wanted, list)
+    async def begin() -> ActivePipelineCall:
+        return ActivePipelineCall(wanted, list)
 
     asyncio.run(begin()).call.put(ENDED)

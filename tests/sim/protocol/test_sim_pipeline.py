@@ -63,7 +63,7 @@ class Head:
     def _plan(self, stage: Stage) -> StagePlan:
         own = self.configs[stage.id]
 
-        def launcher_for(on_spawn: Callable[[int], None], report_cache: bool) -> Launcher:
+        def make_launcher(on_spawn: Callable[[int], None], report_cache: bool) -> Launcher:
             return self.launchers[stage.id]
 
         return StagePlan(
@@ -72,7 +72,7 @@ class Head:
             replicas=stage.replicas,
             policy=stage.policy,
             policy_config=None,
-            launcher_for=launcher_for,
+            make_launcher=make_launcher,
             api=VllmStageApi(own, self.configs[0], stage),
             fingerprint=fingerprint(own, stage.id),
             vllm_config=own,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 
-from vllm_omni_plugin.integration.checks.finding import Finding, Level
+from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
 from vllm_omni_plugin.vllm_api.launch.amx import cpu_features, request_amx
 from vllm_omni_plugin.vllm_api.versions.supported import installed_version, why_unsupported
 
@@ -20,26 +20,26 @@ _CLASHES = {
 """By distribution: what goes wrong beside it, and what to do."""
 
 
-def version_finding(any_vllm: bool) -> Finding:
+def check_version(any_vllm: bool) -> CheckResult:
     """Whether the installed vLLM is supported, or at least wanted, by `--omni-any-vllm`."""
     version = installed_version()
     reason = why_unsupported(version)
     if reason is not None and any_vllm:
-        return Finding(Level.WARNING, f"vLLM: {reason}; with --omni-any-vllm, anything may go wrong")
+        return CheckResult(Level.WARNING, f"vLLM: {reason}; with --omni-any-vllm, anything may go wrong")
     if reason is not None:
-        return Finding(Level.ERROR, f"vLLM: {reason}: install one of those, or another version of the plugin")
-    return Finding(Level.OK, f"vLLM: {version}")
+        return CheckResult(Level.ERROR, f"vLLM: {reason}: install one of those, or another version of the plugin")
+    return CheckResult(Level.OK, f"vLLM: {version}")
 
 
-def machine_findings() -> Iterator[Finding]:
+def check_machine() -> Iterator[CheckResult]:
     """What is found, as it is found."""
     installed = {plugin.name: plugin.value for plugin in entry_points(group=_GROUP)}
-    yield plugin_finding(installed, os.environ.get("VLLM_PLUGINS"))
-    yield from clash_findings()
-    yield processor_finding(platform.machine(), cpu_features(), installed_version(), request_amx())
+    yield check_plugin(installed, os.environ.get("VLLM_PLUGINS"))
+    yield from check_conflicts()
+    yield check_processor(platform.machine(), cpu_features(), installed_version(), request_amx())
 
 
-def plugin_finding(installed: Mapping[str, str], allowed: str | None) -> Finding:
+def check_plugin(installed: Mapping[str, str], allowed: str | None) -> CheckResult:
     """Whether vLLM loads this package.
 
     Args:
@@ -47,26 +47,26 @@ def plugin_finding(installed: Mapping[str, str], allowed: str | None) -> Finding
         allowed: the names that it may load, separated by commas; None: all.
     """
     if not installed.get(_OWN, "").startswith(_OWN_MODULE):
-        return Finding(
+        return CheckResult(
             Level.ERROR,
             f"plugin: vLLM does not find it as {_OWN!r} of {_GROUP}: install vllm-omni-plugin into the environment of "
             f"{sys.executable}",
         )
     if allowed is not None and _OWN not in allowed.split(","):
-        return Finding(Level.ERROR, f"plugin: VLLM_PLUGINS is {allowed!r} and leaves it out: add {_OWN}")
+        return CheckResult(Level.ERROR, f"plugin: VLLM_PLUGINS is {allowed!r} and leaves it out: add {_OWN}")
     others = ", ".join(sorted(set(installed) - {_OWN}))
-    return Finding(Level.OK, f"plugin: vLLM loads it{f'; others in this environment: {others}' if others else ''}")
+    return CheckResult(Level.OK, f"plugin: vLLM loads it{f'; others in this environment: {others}' if others else ''}")
 
 
-def clash_findings() -> Iterator[Finding]:
+def check_conflicts() -> Iterator[CheckResult]:
     """What other distributions that are installed do to this package."""
     for name, trouble in _CLASHES.items():
         with suppress(PackageNotFoundError):
             distribution(name)
-            yield Finding(Level.WARNING, f"plugin: {name} is installed: {trouble}")
+            yield CheckResult(Level.WARNING, f"plugin: {name} is installed: {trouble}")
 
 
-def processor_finding(machine: str, features: Set[str], version: str, tile_trouble: str) -> Finding:
+def check_processor(machine: str, features: Set[str], version: str, tile_trouble: str) -> CheckResult:
     """Whether vLLM's build for CPUs, if it is that, can use the processor.
 
     Args:
@@ -78,9 +78,9 @@ def processor_finding(machine: str, features: Set[str], version: str, tile_troub
     of_use = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if name in features]
     told = f"processor: {machine} {' '.join(of_use)}".rstrip()
     if "cpu" not in version.partition("+")[2]:
-        return Finding(Level.OK, told)
+        return CheckResult(Level.OK, told)
     if machine == "x86_64" and not of_use:
-        return Finding(Level.ERROR, f"{told}: vLLM's build for CPUs needs AVX2 at least: use another machine")
+        return CheckResult(Level.ERROR, f"{told}: vLLM's build for CPUs needs AVX2 at least: use another machine")
     if tile_trouble:
-        return Finding(Level.WARNING, f"{told}: {tile_trouble}")
-    return Finding(Level.OK, told)
+        return CheckResult(Level.WARNING, f"{told}: {tile_trouble}")
+    return CheckResult(Level.OK, told)

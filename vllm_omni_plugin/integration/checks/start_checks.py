@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.checks.finding import Finding, Level
-from vllm_omni_plugin.integration.options.carried_options import exit_with
+from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
+from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
 from vllm_omni_plugin.integration.options.listening import bind_address
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.socket_folder import LONGEST_BASE, LONGEST_BASE_OF_FOLDERS, socket_base
@@ -33,89 +33,89 @@ def check_or_exit(options: OmniConfig, replicas: int, workers: int, headless: bo
         workers: how many worker processes vLLM will start for them.
         headless: whether it is a node.
     """
-    for finding in start_findings(options, replicas, workers, headless):
+    for finding in check_start(options, replicas, workers, headless):
         if finding.level is Level.ERROR:
-            exit_with(ConfigError(finding.text))
+            exit_usage_error(ConfigError(finding.text))
         if finding.level is Level.WARNING:
             logger.warning("%s", finding.text)
 
 
-def start_findings(options: OmniConfig, replicas: int, workers: int, headless: bool) -> Iterator[Finding]:
+def check_start(options: OmniConfig, replicas: int, workers: int, headless: bool) -> Iterator[CheckResult]:
     """What is found for a command line; arguments as of `check_or_exit`."""
-    yield files_finding(replicas) if headless else head_files_finding(replicas)
+    yield check_node_files(replicas) if headless else check_head_files(replicas)
     if headless:
         yield from _ports(options, replicas)
     if replicas:
-        yield sockets_finding()
+        yield check_socket_folder()
     if workers:
-        yield memory_finding(workers)
+        yield check_shared_memory(workers)
 
 
-def files_finding(replicas: int) -> Finding:
+def check_node_files(replicas: int) -> CheckResult:
     """Whether a node may open as many files as so many replicas need."""
     try:
         needed = check_limits(replicas)
     except ConfigError as error:
-        return Finding(Level.ERROR, str(error))
-    return Finding(Level.OK, f"open files: the limit allows the {needed} that are needed here")
+        return CheckResult(Level.ERROR, str(error))
+    return CheckResult(Level.OK, f"open files: the limit allows the {needed} that are needed here")
 
 
-def head_files_finding(replicas: int) -> Finding:
+def check_head_files(replicas: int) -> CheckResult:
     """Whether a head may open as many files as so many replicas of its own need, and its clients."""
     try:
         left = files_beside_own(replicas)
     except ConfigError as error:
-        return Finding(Level.ERROR, str(error))
+        return CheckResult(Level.ERROR, str(error))
     if left >= _CONNECTIONS_OF_CLIENTS:
-        return Finding(Level.OK, "open files: the limit allows those of a head and of its clients")
-    return Finding(
+        return CheckResult(Level.OK, "open files: the limit allows those of a head and of its clients")
+    return CheckResult(
         Level.WARNING,
         f"open files: the limit leaves a head {left} for connections of its clients, and others wait: raise it "
         "(ulimit -n, or LimitNOFILE= of systemd)",
     )
 
 
-def sockets_finding() -> Finding:
+def check_socket_folder() -> CheckResult:
     """Whether sockets can lie where this process and its engines will put theirs."""
     try:
         base = socket_base()
         with tempfile.TemporaryDirectory(dir=base):
             pass
     except OSError as error:
-        return Finding(Level.ERROR, f"sockets: {error}: name a folder that can be written to with {_SHORTER}")
+        return CheckResult(Level.ERROR, f"sockets: {error}: name a folder that can be written to with {_SHORTER}")
     if len(base) > LONGEST_BASE:
-        return Finding(
+        return CheckResult(
             Level.ERROR,
             f"sockets: {base} has {len(base)} characters, and a socket there may have {LONGEST_BASE}: name a shorter "
             f"path with {_SHORTER}",
         )
     if len(base) > LONGEST_BASE_OF_FOLDERS:
-        return Finding(
+        return CheckResult(
             Level.WARNING,
             f"sockets: {base} has more than {LONGEST_BASE_OF_FOLDERS} characters, so those of processes that are "
             f"killed stay there: name a shorter path with {_SHORTER}",
         )
-    return Finding(Level.OK, f"sockets: they can lie in {base}")
+    return CheckResult(Level.OK, f"sockets: they can lie in {base}")
 
 
-def memory_finding(workers: int) -> Finding:
+def check_shared_memory(workers: int) -> CheckResult:
     """Whether the shared memory suffices for so many worker processes of vLLM's."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
-        return Finding(Level.UNKNOWN, f"shared memory: {SHARED_MEMORY}: {error.strerror}")
+        return CheckResult(Level.UNKNOWN, f"shared memory: {SHARED_MEMORY}: {error.strerror}")
     free, wanted = found.f_bavail * found.f_frsize, workers * SHARED_MEMORY_OF_A_WORKER
     told = f"shared memory: {SHARED_MEMORY} has {free >> 20} MiB free"
     if free >= wanted:
-        return Finding(Level.OK, told)
-    return Finding(
+        return CheckResult(Level.OK, told)
+    return CheckResult(
         Level.WARNING,
         f"{told}, and {workers} worker processes may take {wanted >> 20} MiB: give a container more (--shm-size of "
         "Docker, a volume of medium Memory in Kubernetes)",
     )
 
 
-def _ports(options: OmniConfig, replicas: int) -> Iterator[Finding]:
+def _ports(options: OmniConfig, replicas: int) -> Iterator[CheckResult]:
     if options.replica_ports is None:
         return
     try:
@@ -126,6 +126,6 @@ def _ports(options: OmniConfig, replicas: int) -> Iterator[Finding]:
     try:
         close_all(listen_on_ports(address, PortRange.parse(options.replica_ports), REPLICA_PORTS * replicas))
     except ConfigError as error:
-        yield Finding(Level.ERROR, f"argument {error}")
+        yield CheckResult(Level.ERROR, f"argument {error}")
     else:
-        yield Finding(Level.OK, f"ports: enough of {options.replica_ports} are free on {address}")
+        yield CheckResult(Level.OK, f"ports: enough of {options.replica_ports} are free on {address}")

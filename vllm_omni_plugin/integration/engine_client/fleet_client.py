@@ -19,11 +19,11 @@ from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_dispatches
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, StageError
-from vllm_omni_plugin.integration.engine_client.engine_calls import EngineCalls
-from vllm_omni_plugin.integration.engine_client.fleet_events import FLEET_EVENTS, FleetEvents
+from vllm_omni_plugin.integration.engine_client.fleet_events import FLEET_EVENTS, FleetEventHandler
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
-from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import submitted
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import register_request
+from vllm_omni_plugin.integration.engine_client.server_state_sync import ServerStateSync
+from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
@@ -45,7 +45,7 @@ _ENGINE_GRACE_S = 5.0
 """Seconds that engines have to end when their requests have: one that takes longer hangs."""
 
 
-class FleetClient(EngineCalls):
+class FleetClient(UtilityCallClient):
     """Answers everything AsyncLLM asks of "the engine" on behalf of all replicas.
 
     Lives on AsyncLLM's event loop; all work happens on the orchestrator's.
@@ -63,7 +63,7 @@ class FleetClient(EngineCalls):
             replicas. Those of others are labelled when they join.
         resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. Dead replicas,
             even all of them, are not that: they come back.
-        peer_front: follows what other heads were told.
+        server_state: follows what other heads were told.
         graceful_shutdown: what becomes of requests when the server is told to end.
         head_drain: whether an operator drains this head.
     """
@@ -78,7 +78,7 @@ class FleetClient(EngineCalls):
         super().__init__(fleet.orchestrator, fleet.stages)
         self._fleet = fleet
         self.fleet_calls = fleet.fleet_calls
-        self._events = FleetEvents(fleet.stages, vllm_config, ready_responses, self.abort_call, self._tell)
+        self._events = FleetEventHandler(fleet.stages, vllm_config, ready_responses, self.abort_call, self._tell)
         self._received: deque[Any] = deque()
         self._clock = clock
         self._others_due = -math.inf
@@ -91,7 +91,7 @@ class FleetClient(EngineCalls):
         self.resources = SimpleNamespace(engine_dead=False)
         self.graceful_shutdown = GracefulShutdown()
         self.head_drain = HeadDrain(self.orchestrator.events)
-        self.peer_front: PeerFront = self._events.peer
+        self.server_state: ServerStateSync = self._events.peer
         self._shutting_down = False
         self._collector = FleetCollector(self.orchestrator)
         REGISTRY.register(self._collector)
@@ -112,7 +112,7 @@ class FleetClient(EngineCalls):
     @property
     def answers(self) -> bool:
         """Whether it is not shut down, and this thread is not the one of AsyncLLM's loop, where answers are made."""
-        return bool(self._finalizer.alive) and self.graceful_shutdown.elsewhere
+        return bool(self._finalizer.alive) and self.graceful_shutdown.loop_in_other_thread
 
     async def until_serving(self) -> None:
         """Return once `can_serve` holds."""
@@ -133,13 +133,13 @@ class FleetClient(EngineCalls):
             self._metric_files.close()
         self._shutting_down = True
         self._fleet.close(left if left is None else min(left, _ENGINE_GRACE_S))
-        self.graceful_shutdown.end()
+        self.graceful_shutdown.abort_all()
         self.resources.engine_dead = True
 
     async def get_output_async(self) -> Any:
         """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
         queue = self.orchestrator.output_async_queue
-        self.graceful_shutdown.answered()
+        self.graceful_shutdown.outputs_processed()
         if self._received or len(queue):
             await self._let_others_run()
         while True:
@@ -175,7 +175,7 @@ class FleetClient(EngineCalls):
         if self.stages.pipeline is not None:
             # Only the pipeline says to its stages where they fetch caches from.
             drop_transfers(request)
-            call = submitted(request.request_id)
+            call = register_request(request.request_id)
         # A further part of a session is no new request, unless its first one has not even been taken.
         if self.graceful_shutdown.ending and request.request_id not in self.orchestrator.request_states:
             self.graceful_shutdown.refuse(request.request_id, call)
@@ -215,7 +215,7 @@ class FleetClient(EngineCalls):
 
     def abort_call(self, request_ids: Sequence[str], whole: bool = True) -> None:
         """Abort everything that is done in any stage for these requests, by AsyncLLM's ids. Never blocks."""
-        self.graceful_shutdown.answered()
+        self.graceful_shutdown.outputs_processed()
         if request_ids:
             self._tell(AbortRequests(tuple(request_ids), whole))
 

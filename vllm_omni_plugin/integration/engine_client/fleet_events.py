@@ -12,8 +12,8 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm_omni_plugin.admin.http_admission import DeferredResponse
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
-from vllm_omni_plugin.integration.engine_client.peer_front import PeerFront
 from vllm_omni_plugin.integration.engine_client.request_failures import fail_request, forget_request
+from vllm_omni_plugin.integration.engine_client.server_state_sync import ServerStateSync
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.logger import init_logger
@@ -40,7 +40,7 @@ FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, Engine
 """What the orchestrator says that is no output."""
 
 
-class FleetEvents:
+class FleetEventHandler:
     """Changes AsyncLLM's parts as the fleet changes. Lives on AsyncLLM's loop.
 
     Args:
@@ -76,7 +76,7 @@ class FleetEvents:
         self._output_processor: Any = None
         self._labels: StatLabels | None = None
         self.kv_event_sources: dict[int, Any] = {}
-        self.peer = PeerFront()
+        self.peer = ServerStateSync()
         self.spans: RequestSpans | None = None
         for stage_id, responses in enumerate(ready_responses):
             self._configure(stage_id, responses)
@@ -92,7 +92,7 @@ class FleetEvents:
         self._output_processor = output_processor
         guard_outputs(output_processor, self._output_failed)
         if self._stages.front_tokenizer is not None:
-            read_answers_with(output_processor, self._stages.front_tokenizer())
+            decode_with(output_processor, self._stages.front_tokenizer())
         if output_processor.tracing_enabled:
             # OpenTelemetry need not be there.
             from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
@@ -163,7 +163,7 @@ class FleetEvents:
             apply_ready_responses(own, ready_responses)
 
 
-def read_answers_with(output_processor: Any, tokenizer: Any) -> None:
+def decode_with(output_processor: Any, tokenizer: Any) -> None:
     """Make AsyncLLM's `OutputProcessor` read the tokens of answers with this tokenizer.
 
     vLLM begins to read an answer with the tokens of the prompt, which mean something else to this tokenizer.

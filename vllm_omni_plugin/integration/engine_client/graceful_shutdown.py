@@ -35,7 +35,7 @@ class GracefulShutdown:
         self._all_answered = threading.Event()
 
     @property
-    def elsewhere(self) -> bool:
+    def loop_in_other_thread(self) -> bool:
         """Whether AsyncLLM's loop runs, and not in this thread."""
         if self._loop is None or not self._loop.is_running():
             return False
@@ -51,7 +51,7 @@ class GracefulShutdown:
         with suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
 
-    async def until_ending(self) -> None:
+    async def wait_until_ending(self) -> None:
         """Return once new requests are refused."""
         self._loop = asyncio.get_running_loop()
         # The end may have begun before there was a loop to tell.
@@ -64,7 +64,7 @@ class GracefulShutdown:
         if call is not None:
             call.put(PipelineCallEnded(NoReplicaError(SHUTTING_DOWN)))
 
-    def answered(self) -> None:
+    def outputs_processed(self) -> None:
         """AsyncLLM asks for outputs, and has handled what it was given, or a client has left."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -82,14 +82,14 @@ class GracefulShutdown:
             What is left of the time for engines to end.
         """
         self.ending = True
-        elsewhere = self.elsewhere
+        elsewhere = self.loop_in_other_thread
         self._on_loop(self._told.set)
         if not timeout or not elsewhere:
             return timeout
         left = finish(timeout)
         if left:
             began_at = time.monotonic()
-            self._on_loop(self.answered)
+            self._on_loop(self.outputs_processed)
             self._all_answered.wait(max(left, _ANSWER_S))
             left = max(0.0, left - (time.monotonic() - began_at))
         return left
@@ -98,7 +98,7 @@ class GracefulShutdown:
         """Wait no longer for AsyncLLM's answers."""
         self._all_answered.set()
 
-    def end(self) -> None:
+    def abort_all(self) -> None:
         """End what has not finished."""
         self._on_loop(self._abort_all)
 

@@ -17,10 +17,10 @@ Abort = Callable[[Sequence[str]], None]
 Put = Callable[[StageEvent | PipelineCallEnded], None]
 """See `PipelineCall.put`."""
 
-_current: ContextVar["RunningCall | None"] = ContextVar("omni_call", default=None)
+_current: ContextVar["ActivePipelineCall | None"] = ContextVar("omni_call", default=None)
 
 
-def submitted(request_id: str) -> PipelineCall | None:
+def register_request(request_id: str) -> PipelineCall | None:
     """Note that a request is submitted; returns the call that it belongs to, None for a plain request.
 
     One call may make several requests (`n`, several prompts), each in an asyncio task of its own: tasks inherit the
@@ -33,7 +33,7 @@ def submitted(request_id: str) -> PipelineCall | None:
     return running.call
 
 
-class RunningCall:
+class ActivePipelineCall:
     """One call, on the loop of the HTTP handler.
 
     Args:

@@ -15,14 +15,14 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatc
 
 
 @dataclass
-class _Making:
+class _PendingSpan:
     """A span that vLLM is about to make: what we add, and once it is made what names it."""
 
     attributes: Mapping[str, str | int]
     span: trace.SpanContext | None = None
 
 
-_making: ContextVar[_Making | None] = ContextVar("omni_making", default=None)
+_making: ContextVar[_PendingSpan | None] = ContextVar("omni_making", default=None)
 
 
 class RequestSpans:
@@ -53,7 +53,7 @@ class RequestSpans:
         provider = trace.get_tracer_provider()
         # vLLM sets the SDK's; at another kind there is nothing to hear.
         if isinstance(provider, TracerProvider):
-            provider.add_span_processor(_Listener())
+            provider.add_span_processor(_SpanAnnotator())
 
     def expect(self, request_id: str, dispatches: Dispatches | None) -> Dispatches:
         """The span of this request, which AsyncLLM has registered, shall tell of its dispatches.
@@ -84,7 +84,7 @@ class RequestSpans:
 
     def _do_tracing(self, output: Any, state: Any, stats: Any) -> None:
         dispatches = self._dispatches.get(state)
-        making = _Making(self._attributes_of(dispatches))
+        making = _PendingSpan(self._attributes_of(dispatches))
         token = _making.set(making)
         try:
             self._own_do_tracing(output, state, stats)
@@ -125,7 +125,7 @@ class RequestSpans:
         span.end(_nanoseconds(times.ended_at + offset))
 
 
-class _Listener(SpanProcessor):
+class _SpanAnnotator(SpanProcessor):
     """Notes and completes the span that vLLM makes of a request: vLLM gives away none of its own."""
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:

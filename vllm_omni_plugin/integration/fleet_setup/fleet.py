@@ -17,9 +17,9 @@ from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages,
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
-    say_how_to_join,
-    secured,
-    warn_of_exposure,
+    log_join_command,
+    warn_if_insecure,
+    with_secret,
 )
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
@@ -155,7 +155,7 @@ class Fleet:
         options = self._options
         assert options.master_port is not None
         address = bind_address(options, headless=False)
-        warn_of_exposure(options, address)
+        warn_if_insecure(options, address)
         coordinator = OmniCoordinatorRuntime(
             address,
             options.master_port,
@@ -164,7 +164,7 @@ class Fleet:
             first_replica_ids={plan.stage_id: plan.replicas for plan in self._plans},
             fingerprints={plan.stage_id: plan.fingerprint for plan in self._plans},
         )
-        say_how_to_join(options, address)
+        log_join_command(options, address)
         return coordinator
 
     def _connect(self) -> OmniCoordClientForHead:
@@ -198,7 +198,7 @@ class Fleet:
     def _keep_local(self) -> LocalReplicas:
         stages = [
             LocalStage(
-                plan.stage_id, plan.replicas, plan.launcher_for(self._reaper.watch, pool.wants_cache_events), plan.api
+                plan.stage_id, plan.replicas, plan.make_launcher(self._reaper.watch, pool.wants_cache_events), plan.api
             )
             for plan, pool in zip(self._plans, self._pools, strict=True)
         ]
@@ -222,7 +222,7 @@ def _secured(options: OmniConfig) -> OmniConfig:
     if not options.is_open:
         return options
     try:
-        return secured(options, bind_address(options, headless=False))
+        return with_secret(options, bind_address(options, headless=False))
     except ConfigError:
         if not options.join:
             raise

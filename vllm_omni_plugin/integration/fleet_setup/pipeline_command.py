@@ -23,7 +23,7 @@ _BARE = "omni_pipeline_bare"
 
 
 @dataclass(frozen=True)
-class PipelineCommand:
+class LoadedPipeline:
     """What a command line with `--omni-pipeline` is for.
 
     Attributes:
@@ -35,18 +35,18 @@ class PipelineCommand:
     engine_args: Mapping[int, Any]
 
 
-_commands: dict[str, PipelineCommand] = {}
+_commands: dict[str, LoadedPipeline] = {}
 """By the file's name."""
 
 
-def command_of(options: OmniConfig) -> PipelineCommand | None:
+def loaded_pipeline(options: OmniConfig) -> LoadedPipeline | None:
     """What this process was started for; None without a pipeline."""
     return None if options.pipeline is None else _commands[options.pipeline]
 
 
 def pipeline_of(options: OmniConfig) -> Pipeline | None:
     """The pipeline of a command line; None without one."""
-    command = command_of(options)
+    command = loaded_pipeline(options)
     return None if command is None else command.pipeline
 
 
@@ -65,7 +65,7 @@ def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int,
         args: the parsed command line.
         options: ours in it.
     """
-    command = command_of(options)
+    command = loaded_pipeline(options)
     # Of each stage that is run here: how many engines, and vLLM's arguments of each; None: it is no engine of vLLM's.
     stages: list[tuple[int, Any]]
     if command is None:
@@ -85,7 +85,7 @@ def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int,
     return replicas_here, workers
 
 
-def lay_pipeline(args: argparse.Namespace, options: OmniConfig, headless: bool) -> None:
+def apply_pipeline_file(args: argparse.Namespace, options: OmniConfig, headless: bool) -> None:
     """Read the file, check it, and set in `args` what it says of the stage whose model this process is about.
 
     That is the one that answers prompts, and on a headless node the one that it serves. Idempotent, also for a process
@@ -117,7 +117,7 @@ def lay_pipeline(args: argparse.Namespace, options: OmniConfig, headless: bool) 
         vars(args).update({name: value for name, value in laid.items() if name not in ours})
     else:
         args.model_tag = None
-    _commands[options.pipeline] = PipelineCommand(pipeline, reader.engine_args)
+    _commands[options.pipeline] = LoadedPipeline(pipeline, reader.engine_args)
     setattr(args, _BARE, bare)
 
 
@@ -164,7 +164,7 @@ class _StageReader:
             setattr(args, flag.destination, None)
         args.model = stage.model
         try:
-            for place in self.parser.lay_over(args, stage.engine_args):
+            for place in self.parser.override(args, stage.engine_args):
                 _refuse_unsupported(args, place)
             args.model_tag = stage.model
             self.engine_args[stage.id] = read_engine_args(args)

@@ -10,8 +10,8 @@ from vllm.v1.executor import Executor
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.fleet_setup.pipeline_command import PipelineCommand, command_of
-from vllm_omni_plugin.integration.options.carried_options import without_options
+from vllm_omni_plugin.integration.fleet_setup.pipeline_command import LoadedPipeline, loaded_pipeline
+from vllm_omni_plugin.integration.options.additional_config import without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
@@ -31,7 +31,7 @@ _GENERATE = "generate"
 _OF_THE_TOKENIZER = ("tokenizer", "tokenizer mode")
 """Fields of a fingerprint."""
 
-LauncherFor = Callable[..., Launcher]
+MakeLauncher = Callable[..., Launcher]
 """Makes what starts the local engines of a stage from what is told the id of every process that is started, whether
 engines shall report what they have cached, and, False by default, whether heads of other processes use them, with which
 no memory can be shared."""
@@ -47,7 +47,7 @@ class StagePlan:
         replicas: how many this node runs itself; every data-parallel rank is one.
         policy: name of its load-balancing policy.
         policy_config: options of that policy; None: all as they are by default.
-        launcher_for: see `LauncherFor`.
+        make_launcher: see `MakeLauncher`.
         api: of this stage's requests; a `StageApi` in a pipeline.
         fingerprint: what every replica of the stage must have in common.
         vllm_config: vLLM's configuration of its engines; None for a Python stage.
@@ -59,7 +59,7 @@ class StagePlan:
     replicas: int
     policy: str
     policy_config: dict[str, Any] | None
-    launcher_for: LauncherFor
+    make_launcher: MakeLauncher
     api: EngineApi
     fingerprint: Mapping[str, str]
     vllm_config: Any = None
@@ -84,7 +84,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     Raises:
         ConfigError: a stage's engine cannot be configured as the file says, or asks for devices that are not there.
     """
-    command = command_of(options)
+    command = loaded_pipeline(options)
     if command is None:
         return (model_plan(options, vllm_config, executor_class, log_stats),)
     prompt_stage = command.pipeline.prompt_stage
@@ -113,11 +113,11 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         if stage.is_vllm:
             config, engines = configs[stage.id], split[stage.id].config
             executor = Executor.get_class(config)
-            launcher_for = partial(new_launcher, without_options(engines), executor, log_stats, first_engine)
+            make_launcher = partial(new_launcher, without_options(engines), executor, log_stats, first_engine)
             api = entry_api if stage is prompt_stage else _vllm_api(options, stage, config, entry_config)
             lockstep = engines.parallel_config.data_parallel_size > 1
             plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
-            plans.append(plan(launcher_for, api, fingerprint(config, stage.id), config, lockstep))
+            plans.append(plan(make_launcher, api, fingerprint(config, stage.id), config, lockstep))
             first_engine += replicas[stage.id]
         else:
             # Where none is run the class need not be installed.
@@ -138,7 +138,7 @@ def model_plan(
     """The plan of the replicas of one model, of a head or a node; the arguments are those of `stage_plans`.
 
     Args:
-        launcher: see `new_launcher`; from the fifth on its arguments are those of a `LauncherFor`.
+        launcher: see `new_launcher`; from the fifth on its arguments are those of a `MakeLauncher`.
     """
     engines = split_ranks(vllm_config)
     replicas = options.dp_size_local * engines.ranks
@@ -150,7 +150,7 @@ def model_plan(
         replicas=replicas,
         policy=options.lb_policy,
         policy_config=options.lb_config,
-        launcher_for=partial(launcher, without_options(engines.config), executor_class, log_stats, 0),
+        make_launcher=partial(launcher, without_options(engines.config), executor_class, log_stats, 0),
         api=EngineApi(has_custom_logits_processors(model_config), vocabulary=model_config.get_vocab_size()),
         fingerprint=fingerprint(vllm_config, options.stage_id),
         vllm_config=vllm_config,
@@ -160,10 +160,10 @@ def model_plan(
 
 def python_plan(stage: Stage, replicas: int, api: EngineApi, first_device: int = 0) -> StagePlan:
     """The plan of a Python stage, whose replicas take devices from this one on."""
-    launcher_for = partial(_python_launcher, stage, first_device)
+    make_launcher = partial(_python_launcher, stage, first_device)
     policy_config = dict(stage.policy_config)
     return StagePlan(
-        stage.id, stage, replicas, stage.policy, policy_config, launcher_for, api, python_fingerprint(stage)
+        stage.id, stage, replicas, stage.policy, policy_config, make_launcher, api, python_fingerprint(stage)
     )
 
 
@@ -181,7 +181,7 @@ def _fault(options: OmniConfig, stage: Stage, error: Exception) -> ConfigError:
 
 
 def _share_devices(
-    options: OmniConfig, command: PipelineCommand, configs: Mapping[int, Any], replicas: Mapping[int, int]
+    options: OmniConfig, command: LoadedPipeline, configs: Mapping[int, Any], replicas: Mapping[int, int]
 ) -> int:
     """Give each of vLLM's stages devices of its own; returns how many are taken."""
     taken = 0
@@ -194,7 +194,7 @@ def _share_devices(
     return taken
 
 
-def _set_default_sampling(command: PipelineCommand, configs: Mapping[int, Any]) -> None:
+def _set_default_sampling(command: LoadedPipeline, configs: Mapping[int, Any]) -> None:
     pipeline = command.pipeline
     stage = pipeline.sampled_by_client(pipeline.default_modalities)
     if stage is not None and stage.output in _SAMPLED:
@@ -249,7 +249,7 @@ class FleetStages:
         return 0 if self.pipeline is None else self.pipeline.prompt_stage.id
 
     @property
-    def of_the_model(self) -> tuple[int, ...]:
+    def model_stages(self) -> tuple[int, ...]:
         """The stages that run this model: what changes its weights must reach all of them."""
         if self.pipeline is None:
             return (0,)
@@ -257,13 +257,13 @@ class FleetStages:
         return tuple(stage.id for stage in self.pipeline.stages if stage.is_vllm and stage.model == model)
 
     @property
-    def of_the_prompt(self) -> tuple[int, ...]:
+    def adapter_stages(self) -> tuple[int, ...]:
         """Those of them that are given the prompt itself: a request for an adapter has it there, and nowhere else."""
         if self.pipeline is None:
             return (0,)
         stages, transform_of = self.pipeline.stages, self.pipeline.transform_of
         given = {stage.id for stage in stages if transform_of(stage) in (None, BuiltInTransform.KV_TRANSFER)}
-        return tuple(stage_id for stage_id in self.of_the_model if stage_id in given)
+        return tuple(stage_id for stage_id in self.model_stages if stage_id in given)
 
     def supported(self, tasks: Sequence[str]) -> tuple[str, ...]:
         """What vLLM's server shall have routes for, given what the model can do."""

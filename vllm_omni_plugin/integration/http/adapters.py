@@ -4,17 +4,17 @@ import asyncio
 from typing import Any
 
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds
-from vllm_omni_plugin.integration.extending import extend
+from vllm_omni_plugin.integration.engine_client.server_state_sync import AdapterIdCounter
+from vllm_omni_plugin.integration.patching import patch_function
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest
 
 
-def open_adapters() -> None:
+def patch_adapter_registry() -> None:
     """Make the registry of vLLM's server the fleet's from now on. Idempotent."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-    extend(OpenAIServingModels, "init_static_loras", _load_adapters_of_the_command_line)
-    extend(OpenAIServingModels, "unload_lora_adapter", _unload_adapter)
+    patch_function(OpenAIServingModels, "init_static_loras", _load_adapters_of_the_command_line)
+    patch_function(OpenAIServingModels, "unload_lora_adapter", _unload_adapter)
 
 
 async def _load_adapters_of_the_command_line(own: Any, models: Any) -> None:
@@ -22,11 +22,11 @@ async def _load_adapters_of_the_command_line(own: Any, models: Any) -> None:
     if fleet is None:
         await own(models)
         return
-    fleet.peer_front.bind(models)
-    for module in fleet.peer_front.missing(models.static_lora_modules or ()):
+    fleet.server_state.bind(models)
+    for module in fleet.server_state.missing(models.static_lora_modules or ()):
         models.static_lora_modules = [module]
         digest = await asyncio.to_thread(adapter_digest, module.path)
-        models.lora_id_counter = AdapterIds([(module.name, module.path, digest)])
+        models.lora_id_counter = AdapterIdCounter([(module.name, module.path, digest)])
         await own(models)
 
 

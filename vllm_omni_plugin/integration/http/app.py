@@ -37,9 +37,9 @@ from vllm_omni_plugin.admission import Refusal
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 from vllm_omni_plugin.errors import SHUTTING_DOWN
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.extending import extend
-from vllm_omni_plugin.integration.http.adapters import open_adapters
-from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, options_of
+from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
+from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, options_of
+from vllm_omni_plugin.integration.patching import patch_function
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
 
@@ -81,19 +81,21 @@ def patch_app() -> None:
     """Make vLLM's server take our routes, middleware, sessions and names of adapters from now on. Idempotent."""
     from vllm import plugins
 
-    extend(plugins, "load_endpoint_plugins", lambda own, *args, **kwargs: [*own(*args, **kwargs), FleetEndpoints()])
-    take_user_for_session()
-    open_adapters()
+    patch_function(
+        plugins, "load_endpoint_plugins", lambda own, *args, **kwargs: [*own(*args, **kwargs), FleetEndpoints()]
+    )
+    patch_session_id()
+    patch_adapter_registry()
 
 
-def take_user_for_session() -> None:
+def patch_session_id() -> None:
     """Make vLLM's server take OpenAI's `user` for the session of a request that names none. Idempotent."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
     def session_or_user(own: Any, request: Any, raw_request: Any) -> str | None:
         return own(request, raw_request) or getattr(request, "user", None) or None
 
-    extend(GenerateBaseServing, "_get_session_id", session_or_user)
+    patch_function(GenerateBaseServing, "_get_session_id", session_or_user)
 
 
 class FleetEndpoints:
@@ -138,7 +140,7 @@ class FleetEndpoints:
         state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, time.monotonic)
         # Each of several servers gets a signal to all, and the supervisor's behind it: the second is no second one. The
         # supervisor kills them when there is one.
-        if (flag := getattr(args, DRAIN_FLAG, None)) is not None:
+        if (flag := getattr(args, SHARED_DRAIN_FLAG, None)) is not None:
             fleet.head_drain.share(flag)
         else:
             # Kept, or it would be collected.
@@ -156,7 +158,7 @@ class FleetEndpoints:
             )
         if options.admission is not None:
             # A supervisor sends the signal to each of its API servers.
-            one_of_several = hasattr(args, DRAIN_FLAG)
+            one_of_several = hasattr(args, SHARED_DRAIN_FLAG)
             tell_others = partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else lambda: None
             state.omni_admission_file = file = AdmissionFile(options.admission, fleet.orchestrator, tell_others)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.on_signal)
@@ -167,7 +169,7 @@ class FleetEndpoints:
             fleet.until_serving,
             options.replica_wait,
             partial(_why_closed, fleet),
-            fleet.graceful_shutdown.until_ending,
+            fleet.graceful_shutdown.wait_until_ending,
         )
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
@@ -202,7 +204,7 @@ def _why_closed(fleet: FleetClient) -> str:
 
 async def _heed_second_signal(fleet: FleetClient, app: FastAPI) -> None:
     """Once the server was told to end, let another signal end the waiting for requests and connections."""
-    await fleet.graceful_shutdown.until_ending()
+    await fleet.graceful_shutdown.wait_until_ending()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, _hurry, fleet, app)
     logger.info("Ending: requests in flight may finish; a second signal ends them.")

@@ -3,8 +3,8 @@
 from fastapi import FastAPI
 
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort
-from vllm_omni_plugin.integration.http.pipeline_answers import PipelineAnswers
-from vllm_omni_plugin.integration.http.pipeline_speech import SpeechAnswers, build_speech_router
+from vllm_omni_plugin.integration.http.pipeline_handler import PipelineHandler
+from vllm_omni_plugin.integration.http.pipeline_speech import SpeechHandler, build_speech_router
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import Modality
 
@@ -20,11 +20,11 @@ def serve_pipeline(app: FastAPI, pipeline: Pipeline, abort: Abort) -> None:
     chat, completion = app.state.openai_serving_chat, app.state.openai_serving_completion
     if completion is not None:
         if Modality.AUDIO in pipeline.modalities:
-            speech = SpeechAnswers(completion, completion.create_completion, pipeline, abort)
+            speech = SpeechHandler(completion, completion.create_completion, pipeline, abort)
             app.include_router(build_speech_router(speech))
-        answers = PipelineAnswers(completion, completion.create_completion, pipeline, abort, chat=False)
+        answers = PipelineHandler(completion, completion.create_completion, pipeline, abort, chat=False)
         completion.create_completion = answers.create
     if chat is not None:
-        chat.create_chat_completion = PipelineAnswers(
+        chat.create_chat_completion = PipelineHandler(
             chat, chat.create_chat_completion, pipeline, abort, chat=True
         ).create

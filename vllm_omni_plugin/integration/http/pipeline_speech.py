@@ -18,9 +18,9 @@ from vllm_omni_plugin.admin.answers.audio import wav_header
 from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
 from vllm_omni_plugin.admin.answers.stage_results import StageResults
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, ActivePipelineCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
-from vllm_omni_plugin.integration.http.pipeline_answers import Create, once
+from vllm_omni_plugin.integration.http.pipeline_handler import Create, once
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
@@ -57,7 +57,7 @@ class SpeechRequest(BaseModel):
     omni: SpeechStages = Field(default_factory=SpeechStages)
 
 
-class SpeechAnswers:
+class SpeechHandler:
     """Answers requests for speech.
 
     Args:
@@ -80,7 +80,7 @@ class SpeechAnswers:
         except BadOptionError as error:
             return _refusal(self._serving.create_error_response(str(error), param=error.param))
         results = StageResults(options, self._pipeline)
-        running = RunningCall(results.call, self._abort)
+        running = ActivePipelineCall(results.call, self._abort)
         completion = CompletionRequest(model=request.model, prompt=request.input, max_tokens=1)
         items = running.run(once(self._create, completion, raw_request))
         usage: dict[str, int] = {}
@@ -127,7 +127,7 @@ async def _audio(
 
     Args:
         results: reads the events of the stages.
-        items: of `RunningCall.run`.
+        items: of `ActivePipelineCall.run`.
         wav: whether it is a WAV file.
         usage: is filled with the numbers of tokens, as OpenAI's last event of speech has them.
     """
@@ -150,7 +150,7 @@ async def _audio(
         yield wav_header(results.rate, 0) if wav else b""
 
 
-def build_speech_router(answers: SpeechAnswers) -> APIRouter:
+def build_speech_router(answers: SpeechHandler) -> APIRouter:
     """The route of a pipeline that puts out audio."""
     router = APIRouter()
     # Wrapped as vLLM's own routes are: the handler is cancelled when the client leaves before the first audio.

@@ -68,7 +68,7 @@ def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:
     )
 
 
-def secured(options: OmniConfig, address: str, headless: bool = False) -> OmniConfig:
+def with_secret(options: OmniConfig, address: str, headless: bool = False) -> OmniConfig:
     """The options with the secret of links at this address: on loopback this user's own, unless they say otherwise.
 
     Raises:
@@ -83,13 +83,13 @@ def secured(options: OmniConfig, address: str, headless: bool = False) -> OmniCo
     return options
 
 
-def warn_of_exposure(options: OmniConfig, address: str) -> None:
+def warn_if_insecure(options: OmniConfig, address: str) -> None:
     """Say, where a process begins to listen, what the user has accepted."""
     if options.insecure:
         logger.warning("--omni-insecure: everybody who reaches %s can use and harm this fleet.", address)
 
 
-def say_how_to_join(options: OmniConfig, address: str) -> None:
+def log_join_command(options: OmniConfig, address: str) -> None:
     """Log what nodes and heads are to be given, where the coordinator has bound `address`."""
     every = ipaddress.ip_address(address).is_unspecified
     found_at = "<an address of this machine>" if every else options.master_address

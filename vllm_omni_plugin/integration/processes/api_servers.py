@@ -28,7 +28,7 @@ _GRACE_S = 10.0
 """Seconds beyond the time for requests that an API server may take to end."""
 
 
-class ApiServers:
+class ApiServerSupervisor:
     """Starts API server processes, and each again whenever it ends. Lives on one event loop.
 
     Args:
@@ -159,7 +159,9 @@ async def _how_it_ended(process: BaseProcess, ended: asyncio.Event) -> str:
     return f"(process {process.pid}) ended with code {process.exitcode}"
 
 
-async def supervise(api_servers: ApiServers, replicas: Sequence[ReplicaServer], shutdown_timeout: float) -> None:
+async def run_until_signal(
+    api_servers: ApiServerSupervisor, replicas: Sequence[ReplicaServer], shutdown_timeout: float
+) -> None:
     """Run API servers and replicas until SIGTERM or SIGINT: then the former end, and after them the latter.
 
     A second signal ends both at once. A replica that leaves the fleet ends by itself, and nothing else with it.

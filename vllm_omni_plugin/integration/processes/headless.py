@@ -17,10 +17,15 @@ from vllm.v1.executor import Executor as VllmExecutor
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, OmniError, RefusedByHeadError
-from vllm_omni_plugin.integration.checks.head_checks import ask_or_refuse, refuse_other_model
+from vllm_omni_plugin.integration.checks.head_checks import require_fitting_head, require_same_model
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes, pipeline_of
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, model_plan, python_plan
-from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, secured, warn_of_exposure
+from vllm_omni_plugin.integration.options.listening import (
+    bind_address,
+    coordinator_address,
+    warn_if_insecure,
+    with_secret,
+)
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
@@ -60,9 +65,9 @@ def serve_replicas(
         try:
             options, address, coordinator = runner.run(_find_place(options))
             # Before vLLM configures the model, which takes it many seconds.
-            answer = ask_or_refuse(coordinator, options, address, local_processes(args, options)[0])
+            answer = require_fitting_head(coordinator, options, address, local_processes(args, options)[0])
             plan = plan_node(args, options, launcher)
-            refuse_other_model(answer, plan.stage_id, plan.fingerprint)
+            require_same_model(answer, plan.stage_id, plan.fingerprint)
             runner.run(_serve(options, plan, address, coordinator, reaper))
         except OmniError as error:
             sys.stderr.write(f"vllm serve: error: {error}\n")
@@ -91,7 +96,7 @@ def replica_servers(
     servers: list[ReplicaServer] = []
     for plan in plans:
         settings = _server_settings(plan, options, address, coordinator)
-        launcher = plan.launcher_for(on_spawn, report_cache=True, for_others=True)
+        launcher = plan.make_launcher(on_spawn, report_cache=True, for_others=True)
         servers += [ReplicaServer(settings, launcher, index, plan.api, executor) for index in range(plan.replicas)]
     return servers
 
@@ -130,8 +135,8 @@ def plan_node(
 async def _find_place(options: OmniConfig) -> tuple[OmniConfig, str, str]:
     """The options with a secret, the address to bind, and the coordinator's."""
     address = await _find_own_address(options)
-    options = secured(options, address, headless=True)
-    warn_of_exposure(options, address)
+    options = with_secret(options, address, headless=True)
+    warn_if_insecure(options, address)
     return options, address, await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
 
 

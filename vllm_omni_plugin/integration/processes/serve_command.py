@@ -5,21 +5,21 @@ import sys
 from typing import Any
 
 from vllm_omni_plugin.integration.command_line import parse_or_exit
-from vllm_omni_plugin.integration.extending import extend
+from vllm_omni_plugin.integration.patching import patch_function
 
 _SERVE = "vllm.entrypoints.cli.serve"
 
 
-def take_over_command() -> None:
+def patch_serve_command() -> None:
     """Make `vllm serve` check our flags first, and run our own processes for all but a single API server. Idempotent.
 
     Done when the first flag of ours is parsed, hence never for a command line without one.
     """
     serve: Any = sys.modules.get(_SERVE)
     if serve is not None:
-        extend(serve, "validate_parsed_serve_args", _validate)
-        extend(serve, "run_headless", _run_headless)
-        extend(serve, "run_multi_api_server", _run_api_servers)
+        patch_function(serve, "validate_parsed_serve_args", _validate)
+        patch_function(serve, "run_headless", _run_headless)
+        patch_function(serve, "run_multi_api_server", _run_api_servers)
 
 
 def _validate(own: Any, args: argparse.Namespace) -> None:

@@ -31,17 +31,17 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
-from vllm_omni_plugin.integration.command_line import JOINED, read_our_flags
+from vllm_omni_plugin.integration.command_line import FLEET_ADDRESS, patch_engine_args
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
-from vllm_omni_plugin.integration.options.carried_options import DRAIN_FLAG, exit_with
+from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, exit_usage_error
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
-    say_how_to_join,
-    secured,
-    warn_of_exposure,
+    log_join_command,
+    warn_if_insecure,
+    with_secret,
 )
-from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServers, supervise
+from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServerSupervisor, run_until_signal
 from vllm_omni_plugin.integration.processes.headless import replica_servers
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
@@ -58,7 +58,7 @@ _EXIT_FAILED = 1
 _LOOPBACK = "127.0.0.1"
 
 
-class ApiServerProcesses:
+class ApiServerLauncher:
     """Starts API server processes that share one socket, and what they tell each other by memory.
 
     Args:
@@ -69,7 +69,7 @@ class ApiServerProcesses:
         on_spawn: told the process id of each.
 
     Attributes:
-        connections: how many each has open; see `ApiServers`.
+        connections: how many each has open; see `ApiServerSupervisor`.
         admitted: what each counts for vLLM's `--max-num-queued-reqs`, whose limit is that of all together.
     """
 
@@ -124,8 +124,8 @@ def _serve_http(
 ) -> None:
     # From a terminal it comes to all; the supervisor says when. The server heeds it again from its start on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setattr(args, DRAIN_FLAG, drained)
-    read_our_flags(EngineArgs)
+    setattr(args, SHARED_DRAIN_FLAG, drained)
+    patch_engine_args(EngineArgs)
     run_api_server_worker_proc(listen_address, listening, args, client_config)
 
 
@@ -149,13 +149,13 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
             raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
             home = options if options.join else _open_fleet(options, plans, resources)
             reaper = resources.enter_context(closing(Reaper()))
-            processes = ApiServerProcesses(
+            processes = ApiServerLauncher(
                 args.api_server_count, listen_address, listening, _joined(args, home), reaper.watch
             )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(home, plans, processes, reaper, engine_args.shutdown_timeout))
         except ConfigError as error:
-            exit_with(error)
+            exit_usage_error(error)
         except OmniError as error:
             sys.stderr.write(f"vllm serve: error: {error}\n")
             return _EXIT_FAILED
@@ -201,8 +201,8 @@ def _open_fleet(options: OmniConfig, plans: Sequence[StagePlan], resources: Exit
         host, port, home = bind_address(options, headless=False), options.master_port, options
         if ipaddress.ip_address(host).is_unspecified:
             home = replace(options, master_address=_LOOPBACK, replica_address=options.replica_address or get_ip())
-    home = secured(home, host)
-    warn_of_exposure(options, host)
+    home = with_secret(home, host)
+    warn_if_insecure(options, host)
     coordinator = OmniCoordinatorRuntime(
         host,
         port,
@@ -212,7 +212,7 @@ def _open_fleet(options: OmniConfig, plans: Sequence[StagePlan], resources: Exit
     )
     resources.callback(coordinator.close)
     if options.is_open:
-        say_how_to_join(options, host)
+        log_join_command(options, host)
     return replace(home, master_port=int(coordinator.router_address.rpartition(":")[2]))
 
 
@@ -220,14 +220,14 @@ def _joined(args: argparse.Namespace, home: OmniConfig) -> argparse.Namespace:
     """The command line of one API server."""
     own = copy.copy(args)
     where = ("master_address", "master_port", "secret_file")
-    setattr(own, JOINED, {field: getattr(home, field) for field in where})
+    setattr(own, FLEET_ADDRESS, {field: getattr(home, field) for field in where})
     return own
 
 
 async def _serve(
-    home: OmniConfig, plans: Sequence[StagePlan], processes: ApiServerProcesses, reaper: Reaper, timeout: float
+    home: OmniConfig, plans: Sequence[StagePlan], processes: ApiServerLauncher, reaper: Reaper, timeout: float
 ) -> None:
-    api_servers = ApiServers(processes.connections, processes.start, processes.forget)
+    api_servers = ApiServerSupervisor(processes.connections, processes.start, processes.forget)
     if home.admission is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, api_servers.signal, signal.SIGHUP)
     engines = sum(plan.replicas for plan in plans)
@@ -236,4 +236,4 @@ async def _serve(
         if plans:
             address, coordinator = bind_address(home, headless=True), coordinator_address(home)
             replicas = replica_servers(plans, home, address, coordinator, reaper.watch, executor)
-        await supervise(api_servers, replicas, timeout)
+        await run_until_signal(api_servers, replicas, timeout)

@@ -40,7 +40,7 @@ class StageArgumentParser:
             name: action for name, action in self._known.items() if name.startswith("--") and action.dest in of_engines
         }
 
-    def lay_over(self, args: argparse.Namespace, engine_args: Mapping[str, Any]) -> Iterator[Place]:
+    def override(self, args: argparse.Namespace, engine_args: Mapping[str, Any]) -> Iterator[Place]:
         """Set in `args` what the engine arguments of a stage say, one flag after the other.
 
         Args:

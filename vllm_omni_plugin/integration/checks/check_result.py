@@ -14,7 +14,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line for the operator.
 
     Attributes:

@@ -15,7 +15,7 @@ _ID_BITS = 53
 """Ids pass through JSON."""
 
 
-class PeerFront:
+class ServerStateSync:
     """Keeps vLLM's registry of adapters and its metrics in step with other heads. Lives on AsyncLLM's loop.
 
     Attributes:
@@ -30,7 +30,7 @@ class PeerFront:
         """Take vLLM's `OpenAIServingModels`, before it loads adapters, for the registry from now on."""
         models.lora_requests.update(self._requests)
         self._requests = models.lora_requests
-        models.lora_id_counter = AdapterIds()
+        models.lora_id_counter = AdapterIdCounter()
 
     def missing(self, modules: Iterable[Any]) -> Iterator[Any]:
         """Those modules of the command line under whose names the fleet has loaded nothing when their turn comes.
@@ -57,7 +57,7 @@ class PeerFront:
             news.applied.set_result(None)
 
 
-class AdapterIds:
+class AdapterIdCounter:
     """Stands in for the counter of vLLM's registry, in ids that no other server gives to another adapter.
 
     vLLM counts from 1 in each server, and an engine takes adapters of one id for the same.

@@ -19,7 +19,7 @@ from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_of
 
-OF_SOME_STAGES: dict[str, Callable[[FleetStages], tuple[int, ...]]] = {
+STAGES_OF_METHOD: dict[str, Callable[[FleetStages], tuple[int, ...]]] = {
     **dict.fromkeys(("is_scheduler_paused", "is_sleeping"), lambda stages: (stages.prompt_stage,)),
     **dict.fromkeys(
         (
@@ -29,15 +29,15 @@ OF_SOME_STAGES: dict[str, Callable[[FleetStages], tuple[int, ...]]] = {
             "get_weight_version",
             "set_weight_version",
         ),
-        lambda stages: stages.of_the_model,
+        lambda stages: stages.model_stages,
     ),
     **dict.fromkeys(
-        ("add_lora", FORGET_LORA, "list_loras", "pin_lora", "remove_lora"), lambda stages: stages.of_the_prompt
+        ("add_lora", FORGET_LORA, "list_loras", "pin_lora", "remove_lora"), lambda stages: stages.adapter_stages
     ),
 }
 """Engine methods that do not concern all stages, and which they concern."""
 
-JOINED: dict[str, Callable[[list[Any]], Any]] = {
+COMBINE_ANSWERS: dict[str, Callable[[list[Any]], Any]] = {
     "add_lora": all,
     "list_loras": lambda answers: set.intersection(*map(set, answers)),
     "pin_lora": all,
@@ -59,7 +59,7 @@ class UnknownCallError(OmniError, AttributeError, NotImplementedError):
         )
 
 
-class EngineCalls(AsyncMPClient):  # type: ignore[misc]
+class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
     """vLLM's client of one engine, of which only the calls are used: it has a method for each, and all of them come to
     the three methods `call_utility...`. It is never constructed as that, so what needs more of it is refused.
 
@@ -86,7 +86,7 @@ class EngineCalls(AsyncMPClient):  # type: ignore[misc]
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Call all replicas that a method of engines concerns; what one engine would answer."""
         answers = await self.call_utility_all_async(method, *args)
-        return JOINED[method](answers) if method in JOINED else next(iter(answers), None)
+        return COMBINE_ANSWERS[method](answers) if method in COMBINE_ANSWERS else next(iter(answers), None)
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         """The same; one answer for each that took the call.
@@ -97,7 +97,7 @@ class EngineCalls(AsyncMPClient):  # type: ignore[misc]
         if method not in ALLOWED_CALLS and method != FORGET_LORA:
             raise UnknownCallError(method)
         reply: Future[list[Any]] = Future()
-        stages = OF_SOME_STAGES[method](self.stages) if method in OF_SOME_STAGES else None
+        stages = STAGES_OF_METHOD[method](self.stages) if method in STAGES_OF_METHOD else None
         try:
             self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
             return await result_of(reply)

@@ -8,7 +8,7 @@ from typing import Any
 _EXTENDED = "_vllm_omni_plugin_extended"
 
 
-def extend(owner: Any, name: str, extension: Callable[..., Any]) -> None:
+def patch_function(owner: Any, name: str, extension: Callable[..., Any]) -> None:
     """Call `extension` in place of a function of vLLM's from now on, with that function in front. Idempotent.
 
     Args:

@@ -19,7 +19,7 @@ from vllm_omni_plugin.admin.answers.audio import wav
 from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
 from vllm_omni_plugin.admin.answers.stage_results import AudioPart, StageResults
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, RunningCall
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, ActivePipelineCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline
@@ -34,7 +34,7 @@ Create = Callable[[Any, Request], Awaitable[Any]]
 """A vLLM handler: returns the answer, an async generator of a stream's events, or an `ErrorResponse`."""
 
 
-class AnswerStream:
+class ResponseStream:
     """The events of one answer.
 
     Audio is sent at once. What ends the answer is sent after all stages have ended: clients stop reading there.
@@ -64,7 +64,7 @@ class AnswerStream:
         self._usage: list[str] = []
         self._failed = False
 
-    async def run(self, running: RunningCall, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async def run(self, running: ActivePipelineCall, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """All events, the last one being `[DONE]`.
 
         Args:
@@ -163,7 +163,7 @@ def _event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-class PipelineAnswers:
+class PipelineHandler:
     """Wraps one of vLLM's handlers.
 
     Args:
@@ -190,7 +190,7 @@ class PipelineAnswers:
         if options == CallOptions(self._pipeline.default_modalities) and not options.shows:
             return await self._create(request, raw_request)
         results = StageResults(options, self._pipeline)
-        running = RunningCall(results.call, self._abort)
+        running = ActivePipelineCall(results.call, self._abort)
         if not request.stream:
             try:
                 return await self._whole(options, results, running, once(self._create, request, raw_request))
@@ -199,7 +199,7 @@ class PipelineAnswers:
         chunks = await self._create(request, raw_request)
         if isinstance(chunks, ErrorResponse):
             return chunks
-        return AnswerStream(options, results, self._envelope(request, raw_request), self._error_event).run(
+        return ResponseStream(options, results, self._envelope(request, raw_request), self._error_event).run(
             running, chunks
         )
 
@@ -216,7 +216,11 @@ class PipelineAnswers:
         return options
 
     async def _whole(
-        self, options: CallOptions, results: StageResults, running: RunningCall, answer: AsyncGenerator[Any, None]
+        self,
+        options: CallOptions,
+        results: StageResults,
+        running: ActivePipelineCall,
+        answer: AsyncGenerator[Any, None],
     ) -> Any:
         samples, transcript = bytearray(), ""
         response: Any = None

@@ -18,8 +18,8 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.peer_front import AdapterIds, PeerFront
-from vllm_omni_plugin.integration.http.adapters import open_adapters
+from vllm_omni_plugin.integration.engine_client.server_state_sync import AdapterIdCounter, ServerStateSync
+from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_of
 
@@ -30,7 +30,7 @@ class FakeFleetClient(FleetClient):
     """A fleet's client without a fleet, which notes what the engines would be told."""
 
     def __init__(self) -> None:
-        self.peer_front = PeerFront()
+        self.server_state = ServerStateSync()
         self.added: list[LoRARequest] = []
         self.forgotten: list[int] = []
 
@@ -42,7 +42,7 @@ async def server(
     client: Any, *modules: tuple[str, str], on_add: Callable[[LoRARequest], None] | None = None
 ) -> OpenAIServingModels:
     """The registry of one server that starts, as vLLM builds it; `on_add` is called where engines load an adapter."""
-    open_adapters()
+    patch_adapter_registry()
 
     async def add_lora(request: LoRARequest) -> bool:
         (on_add or client.added.append)(request)
@@ -80,7 +80,7 @@ def client() -> FakeFleetClient:
 
 
 async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: FakeFleetClient) -> None:
-    client.peer_front.apply(told(loaded=(STORY,)))
+    client.server_state.apply(told(loaded=(STORY,)))
     models = await server(client, ("story", "/other"), ("brief", "/loras/brief"))
     assert await listed(models) == ["base", "story", "brief"]
     assert [request.lora_name for request in client.added] == ["brief"]
@@ -90,10 +90,10 @@ async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: 
 async def test_what_another_server_unloads_goes_and_nothing_else_and_it_is_told_when_that_is_done(
     client: FakeFleetClient,
 ) -> None:
-    client.peer_front.apply(told(loaded=(STORY, Adapter("brief", 8, "/loras/brief"))))
+    client.server_state.apply(told(loaded=(STORY, Adapter("brief", 8, "/loras/brief"))))
     models = await server(client)
     news = told(unloaded=(7,))
-    client.peer_front.apply(news)
+    client.server_state.apply(news)
     assert await listed(models) == ["base", "brief"]
     assert news.applied.result(timeout=0) is None
 
@@ -109,7 +109,7 @@ async def test_a_module_that_another_server_loads_meanwhile_is_not_loaded_again_
     def other_is_faster(request: LoRARequest) -> None:
         client.added.append(request)
         if request.lora_name == "first":
-            client.peer_front.apply(told(loaded=(second,)))
+            client.server_state.apply(told(loaded=(second,)))
 
     models = await server(client, *modules, on_add=other_is_faster)
     assert sorted(await listed(models)) == ["base", "first", "second", "third"]
@@ -167,7 +167,7 @@ async def test_other_files_at_the_path_of_a_module_are_another_adapter_to_an_eng
 
 
 def test_ids_are_positive_and_fit_into_json() -> None:
-    ids = AdapterIds([("a", "p", "")], Random(1))
+    ids = AdapterIdCounter([("a", "p", "")], Random(1))
     assert all(0 < ids.inc() < 1 << 53 for _ in range(1000))
 
 
@@ -179,17 +179,17 @@ async def test_a_server_without_a_fleet_keeps_its_own_registry() -> None:
 
 def test_sleep_that_came_by_another_server_is_counted(client: FakeFleetClient) -> None:
     recorded: list[tuple[int, int]] = []
-    client.peer_front.apply(told(level=2))
-    client.peer_front.loggers = SimpleNamespace(record_sleep_state=lambda *state: recorded.append(state))
+    client.server_state.apply(told(level=2))
+    client.server_state.loggers = SimpleNamespace(record_sleep_state=lambda *state: recorded.append(state))
     for level in (2, None, 1, 0):
-        client.peer_front.apply(told(level=level))
+        client.server_state.apply(told(level=level))
     assert recorded == [(1, 2), (1, 1), (0, 0)]
 
 
 async def test_news_that_nobody_waits_for_any_more_are_applied(client: FakeFleetClient) -> None:
     news = told(loaded=(STORY,))
     news.applied.cancel()
-    client.peer_front.apply(news)
+    client.server_state.apply(news)
     models = await server(client)
     assert await listed(models) == ["base", "story"]
 

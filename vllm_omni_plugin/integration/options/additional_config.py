@@ -7,14 +7,14 @@ from typing import Any, NoReturn
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 
-DRAIN_FLAG = "omni_drained"
+SHARED_DRAIN_FLAG = "omni_drained"
 """Attribute of the parsed arguments of each of several API servers: what `HeadDrain.share` takes."""
 
 _EXIT_USAGE = 2
 _KEY = "vllm_omni_plugin"
 
 
-def carry_options(engine_args: Any, options: OmniConfig) -> None:
+def store_options(engine_args: Any, options: OmniConfig) -> None:
     """Put the options where vLLM hands them on to AsyncLLM."""
     engine_args.additional_config = {**(engine_args.additional_config or {}), _KEY: options.to_plain()}
 
@@ -34,7 +34,7 @@ def without_options(vllm_config: Any) -> Any:
     return config
 
 
-def exit_with(error: ConfigError) -> NoReturn:
+def exit_usage_error(error: ConfigError) -> NoReturn:
     """End the process as argparse does when options cannot be honoured."""
     sys.stderr.write(f"vllm serve: error: {error}\n")
     raise SystemExit(_EXIT_USAGE) from None
