@@ -1,4 +1,4 @@
-"""What runs inside an actor, with a stand-in for `vllm`."""
+"""The node process inside an actor, with a fake `vllm`."""
 
 import os
 import select
@@ -46,14 +46,14 @@ def python(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the stand-in writes its process id and arguments once SIGTERM no longer kills it."""
-    monkeypatch.setenv("NODE_FILE", str(tmp_path / "told"))
-    return tmp_path / "told"
+def node_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the fake writes its process id and arguments once it handles SIGTERM."""
+    monkeypatch.setenv("NODE_FILE", str(tmp_path / "node_file"))
+    return tmp_path / "node_file"
 
 
-def test_a_node_is_told_to_end_from_another_thread_though_signals_are_blocked_there(
-    python: Path, told: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_node_ends_on_sigterm_even_if_its_thread_blocks_signals(
+    python: Path, node_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(python))
 
@@ -64,8 +64,8 @@ def test_a_node_is_told_to_end_from_another_thread_though_signals_are_blocked_th
     with ThreadPoolExecutor(2) as threads:
         node = threads.submit(start).result(WAIT_S)
         ended = threads.submit(node.wait)
-        until(told.exists, "it runs", WAIT_S)
-        pid, *arguments = told.read_text().split()
+        until(node_file.exists, "it runs", WAIT_S)
+        pid, *arguments = node_file.read_text().split()
         assert arguments == ["serve", "MODEL", "--headless"]
         try:
             node.end()
@@ -75,12 +75,12 @@ def test_a_node_is_told_to_end_from_another_thread_though_signals_are_blocked_th
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def test_a_node_does_not_outlive_a_killed_actor(python: Path, told: Path) -> None:
+def test_a_node_does_not_outlive_a_killed_actor(python: Path, node_file: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER, python], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"started\n"
-        until(told.exists, "it runs", WAIT_S)
-        fd = os.pidfd_open(int(told.read_text().split()[0]))
+        until(node_file.exists, "it runs", WAIT_S)
+        fd = os.pidfd_open(int(node_file.read_text().split()[0]))
         owner.kill()
         assert select.select([fd], [], [], WAIT_S)[0]
         os.close(fd)

@@ -1,4 +1,4 @@
-"""What `vllm-omni-plugin ray up` makes of its arguments."""
+"""The arguments and signals of `vllm-omni-plugin ray up`."""
 
 import os
 import signal
@@ -13,20 +13,20 @@ import pytest
 from vllm_omni_plugin.cli import main
 from vllm_omni_plugin.errors import ServerUnavailableError
 from vllm_omni_plugin.ray import ray_command
-from vllm_omni_plugin.ray.keeping import Keeping
+from vllm_omni_plugin.ray.autoscaler import StageLoad
+from vllm_omni_plugin.ray.node_supervisor import NodeSupervisor
 from vllm_omni_plugin.ray.ray_command import parse
-from vllm_omni_plugin.ray.scaler import Load
 
 HEAD = ("--omni-master-address", "10.0.0.1", "--omni-master-port", "7500")
 
 
-def test_what_is_no_option_of_the_command_goes_to_vllm_in_its_order() -> None:
+def test_other_arguments_go_to_vllm_in_order() -> None:
     args, serve = parse(["up", "M", "--replicas", "3", *HEAD, "-tp", "4", "--num-gpus", "4", "--dtype=half"])
     assert serve == ["M", *HEAD, "-tp", "4", "--dtype=half", "--headless"]
     assert (args.replicas, args.num_gpus, args.num_cpus, args.address) == (3, 4, 1, "auto")
 
 
-def test_dashes_between_both_and_a_headless_of_the_users_change_nothing() -> None:
+def test_two_dashes_and_a_given_headless_flag_change_nothing() -> None:
     _, serve = parse(["up", "--max-replicas", "3", "--", "M", "--headless", *HEAD])
     assert serve == ["M", "--headless", *HEAD]
 
@@ -36,11 +36,11 @@ def test_an_abbreviated_option_is_one_of_vllm() -> None:
 
 
 @pytest.fixture
-def keeping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Keeping]]:
-    """Gets what `run` makes, in place of its run; signals are as before afterwards."""
-    made: list[Keeping] = []
+def supervisors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeSupervisor]]:
+    """The supervisors that the command makes, which do not run. Signal handlers are restored."""
+    made: list[NodeSupervisor] = []
     monkeypatch.setattr(ray_command, "RayNodes", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(Keeping, "run", lambda self: not made.append(self))
+    monkeypatch.setattr(NodeSupervisor, "run", lambda self: not made.append(self))
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield made
@@ -49,28 +49,28 @@ def keeping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Keeping]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_counted(keeping: list[Keeping], number: signal.Signals) -> None:
+def test_a_signal_is_counted(supervisors: list[NodeSupervisor], number: signal.Signals) -> None:
     signal.signal(number, signal.SIG_DFL)
     assert main(["ray", "up", "M", *HEAD]) == 0
     assert callable(signal.getsignal(number))
     os.kill(os.getpid(), number)
-    assert keeping[0].signals == 1
+    assert supervisors[0].signals == 1
 
 
-def test_a_signal_that_is_ignored_stays_so(keeping: list[Keeping]) -> None:
+def test_an_ignored_signal_stays_ignored(supervisors: list[NodeSupervisor]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert main(["ray", "up", "M", *HEAD]) == 0
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize("flag", ["--omni_drain_timeout", "--omni-drain"])
-def test_flags_with_underscores_or_cut_short_are_read_as_vllm_reads_them(
-    keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch, flag: str
+def test_flags_with_underscores_or_abbreviated_are_read_like_in_vllm(
+    supervisors: list[NodeSupervisor], monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
-    patience: list[float] = []
-    monkeypatch.setattr(ray_command, "NodeSet", patience.append)
+    timeouts: list[float] = []
+    monkeypatch.setattr(ray_command, "NodeSet", timeouts.append)
     assert main(["ray", "up", "M", "--omni_master_address=a_b", flag, "7"]) == 0
-    assert patience == [7.0]
+    assert timeouts == [7.0]
     _, serve = parse(["up", "M", "--omni_master_address=a_b", flag, "7"])
     assert serve == ["M", "--omni_master_address=a_b", flag, "7", "--headless"]
 
@@ -84,40 +84,43 @@ def test_flags_with_underscores_or_cut_short_are_read_as_vllm_reads_them(
         ([*HEAD, "--url", "http://h:1"], "http://h:1"),
     ],
 )
-def test_the_head_that_nodes_join_is_asked_if_no_other_is_named(
-    keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch, words: list[str], url: str
+def test_the_load_comes_from_the_head_that_nodes_join_or_from_url(
+    supervisors: list[NodeSupervisor], monkeypatch: pytest.MonkeyPatch, words: list[str], url: str
 ) -> None:
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(ray_command, "read_load", lambda *of: asked.append(of) or Load(1, 0.0))
+    monkeypatch.setattr(ray_command, "fetch_stage_load", lambda *of: asked.append(of) or StageLoad(1, 0.0))
     assert main(["ray", "up", "M", *words, "--max-replicas", "3", "--omni-stage-id", "2"]) == 0
-    keeping[0].wanted(0.0)
+    supervisors[0].wanted(0.0)
     assert asked == [(url, 2)]
 
 
-def test_a_head_that_cannot_be_asked_is_said_once_and_so_is_its_return(
-    keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_unreachable_head_and_its_return_are_logged_once(
+    supervisors: list[NodeSupervisor], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ray", "up", "M", *HEAD, "--max-replicas", "3"]) == 0
-    answers = [Load(1, 0.0), None, None, Load(1, 0.0), Load(1, 4.0), None]
+    answers = [StageLoad(1, 0.0), None, None, StageLoad(1, 0.0), StageLoad(1, 4.0), None]
 
-    def read_load(url: str, stage: int) -> Load:
+    def fetch_stage_load(url: str, stage: int) -> StageLoad:
         if load := answers.pop(0):
             return load
         raise ServerUnavailableError(f"{url} is away")
 
-    monkeypatch.setattr(ray_command, "read_load", read_load)
-    assert [keeping[0].wanted(float(now)) for now in range(6)] == [1, 1, 1, 1, 2, 2]
+    monkeypatch.setattr(ray_command, "fetch_stage_load", fetch_stage_load)
+    assert [supervisors[0].wanted(float(now)) for now in range(6)] == [1, 1, 1, 1, 2, 2]
     away = "vllm-omni-plugin ray: http://10.0.0.1:8000 is away; the number of nodes stays\n"
-    assert capsys.readouterr().err == f"{away}vllm-omni-plugin ray: http://10.0.0.1:8000 tells the wait again\n{away}"
+    assert (
+        capsys.readouterr().err
+        == f"{away}vllm-omni-plugin ray: http://10.0.0.1:8000 reports the expected wait again\n{away}"
+    )
 
 
-def test_it_is_no_error_that_nobody_listens(keeping: list[Keeping], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_pipe_is_no_error(supervisors: list[NodeSupervisor], monkeypatch: pytest.MonkeyPatch) -> None:
     def write(_: str) -> None:
         raise BrokenPipeError
 
     assert main(["ray", "up", "M", *HEAD]) == 0
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
-    keeping[0].say("this")
+    supervisors[0].say("this")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_wrong_usage_is_refused_by_name(words: list[str], message: str, capsys: 
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_ray_is_one_line_that_says_what_to_install(
+def test_a_missing_ray_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -152,7 +155,7 @@ def test_a_missing_ray_is_one_line_that_says_what_to_install(
     )
 
 
-def test_a_cluster_that_is_not_there_is_one_line(
+def test_an_unreachable_cluster_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def init(**_: Any) -> None:
@@ -165,7 +168,7 @@ def test_a_cluster_that_is_not_there_is_one_line(
     assert "argument --address: no Ray cluster at h:1: Could not find any" in capsys.readouterr().err
 
 
-def test_a_ray_that_lacks_a_module_is_not_taken_for_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_ray_that_lacks_a_module_does_not_count_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("import what_ray_needs")
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     monkeypatch.syspath_prepend(tmp_path)

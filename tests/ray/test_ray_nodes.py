@@ -1,4 +1,4 @@
-"""What is made of Ray's answers, with a Ray that the test plays; `tests/engine/test_ray_nodes.py` has a real one."""
+"""`RayNodes` with a fake Ray; `tests/engine/test_ray_nodes.py` has a real one."""
 
 import sys
 import time
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.ray.ray_nodes import AWAY_S, News, RayNodes
+from vllm_omni_plugin.ray.ray_nodes import AWAY_S, NodeEvent, RayNodes
 
 
-class PlayedRayError(Exception):
-    """What Ray raises of an actor that is gone."""
+class FakeRayError(Exception):
+    """For a dead actor."""
 
 
-class PlayedUnavailableError(PlayedRayError):
-    """What Ray raises of an actor that it cannot reach, and perhaps can later."""
+class FakeUnavailableError(FakeRayError):
+    """For an actor that is unreachable for now."""
 
 
 class Call:
@@ -43,12 +43,12 @@ class Actor:
         return self.calls[name]
 
 
-class PlayedRay(ModuleType):
+class FakeRay(ModuleType):
     """The part of Ray that is used."""
 
     def __init__(self) -> None:
         super().__init__("ray")
-        self.exceptions = SimpleNamespace(RayError=PlayedRayError, ActorUnavailableError=PlayedUnavailableError)
+        self.exceptions = SimpleNamespace(RayError=FakeRayError, ActorUnavailableError=FakeUnavailableError)
         self.options: dict[str, Any] = {}
         self.actors: list[Actor] = []
         self.killed: list[Actor] = []
@@ -90,110 +90,110 @@ class PlayedRay(ModuleType):
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> PlayedRay:
-    ray = PlayedRay()
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     return ray
 
 
 @pytest.fixture
-def nodes(ray: PlayedRay) -> RayNodes:
-    """Nodes 0 and 1, asked for."""
+def nodes(ray: FakeRay) -> RayNodes:
+    """Nodes 0 and 1, requested."""
     nodes = RayNodes("auto", ["MODEL"], gpus=4, cpus=8)
     nodes.start(0)
     nodes.start(1)
     return nodes
 
 
-def test_an_actor_has_what_a_node_needs(ray: PlayedRay, nodes: RayNodes) -> None:
+def test_an_actor_has_what_a_node_needs(ray: FakeRay, nodes: RayNodes) -> None:
     assert (ray.options["num_gpus"], ray.options["num_cpus"]) == (4, 8)
-    # Else nobody could tell a node to end while its end is waited for.
+    # `end` must run while `wait` blocks.
     assert ray.options["max_concurrency"] > 1
 
 
-def test_what_actors_answer_is_told_once(ray: PlayedRay, nodes: RayNodes) -> None:
-    assert list(nodes.news(0.0)) == []
+def test_each_answer_is_one_event(ray: FakeRay, nodes: RayNodes) -> None:
+    assert list(nodes.events(0.0)) == []
     ray.actors[1].calls["host"].answer = "here"
-    assert list(nodes.news(0.0)) == [News(1, "here")]
-    assert list(nodes.news(0.0)) == []
+    assert list(nodes.events(0.0)) == [NodeEvent(1, "here")]
+    assert list(nodes.events(0.0)) == []
     ray.actors[1].calls["wait"].answer = 3
-    assert list(nodes.news(0.0)) == [News(1, None, 3)]
+    assert list(nodes.events(0.0)) == [NodeEvent(1, None, 3)]
     assert ray.killed == [ray.actors[1]]
 
 
-def test_an_actor_that_is_gone_is_told_once_with_the_reason_in_one_line(ray: PlayedRay, nodes: RayNodes) -> None:
-    error = PlayedRayError("The actor died.\n  Traceback\nits node has failed.\n\n")
+def test_a_dead_actor_is_one_event_with_a_reason_in_one_line(ray: FakeRay, nodes: RayNodes) -> None:
+    error = FakeRayError("The actor died.\n  Traceback\nits node has failed.\n\n")
     ray.actors[0].calls["host"].answer = ray.actors[0].calls["wait"].answer = error
-    assert list(nodes.news(0.0)) == [News(0, None, "its node has failed.")]
+    assert list(nodes.events(0.0)) == [NodeEvent(0, None, "its node has failed.")]
 
 
-def test_all_that_has_happened_is_told_at_once(ray: PlayedRay, nodes: RayNodes) -> None:
+def test_events_of_all_nodes_come_together(ray: FakeRay, nodes: RayNodes) -> None:
     for actor in ray.actors:
         actor.calls["host"].answer = "here"
-    assert list(nodes.news(0.0)) == [News(0, "here"), News(1, "here")]
+    assert list(nodes.events(0.0)) == [NodeEvent(0, "here"), NodeEvent(1, "here")]
 
 
-def test_a_place_that_is_told_after_the_end_is_no_news(ray: PlayedRay, nodes: RayNodes) -> None:
+def test_a_placement_reported_after_the_end_is_ignored(ray: FakeRay, nodes: RayNodes) -> None:
     ray.actors[0].calls["wait"].answer = 3
-    assert list(nodes.news(0.0)) == [News(0, None, 3)]
+    assert list(nodes.events(0.0)) == [NodeEvent(0, None, 3)]
     ray.actors[0].calls["host"].answer = "here"
-    assert list(nodes.news(0.0)) == []
+    assert list(nodes.events(0.0)) == []
 
 
-def test_an_actor_that_is_out_of_reach_for_a_while_is_asked_again(ray: PlayedRay, nodes: RayNodes) -> None:
+def test_a_call_to_an_unreachable_actor_is_repeated(ray: FakeRay, nodes: RayNodes) -> None:
     actor = ray.actors[0]
     for call in actor.calls.values():
-        call.answer = PlayedUnavailableError("unavailable")
-    assert list(nodes.news(0.0)) == []
+        call.answer = FakeUnavailableError("unavailable")
+    assert list(nodes.events(0.0)) == []
     assert actor.called == ["host", "wait", "host", "wait"]
     actor.calls["host"].answer, actor.calls["wait"].answer = "here", 3
-    assert list(nodes.news(0.0)) == [News(0, "here"), News(0, None, 3)]
+    assert list(nodes.events(0.0)) == [NodeEvent(0, "here"), NodeEvent(0, None, 3)]
 
 
-def test_an_actor_that_stays_out_of_reach_is_lost_after_a_minute_but_not_for_two_short_times(
-    ray: PlayedRay, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+def test_an_actor_is_lost_after_a_minute_without_contact_but_not_for_two_short_times(
+    ray: FakeRay, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr("vllm_omni_plugin.ray.ray_nodes.time.monotonic", lambda: now)
 
-    def fail() -> list[News]:
-        ray.actors[0].calls["wait"].answer = PlayedUnavailableError("unavailable")
-        return list(nodes.news(0.0))
+    def fail() -> list[NodeEvent]:
+        ray.actors[0].calls["wait"].answer = FakeUnavailableError("unavailable")
+        return list(nodes.events(0.0))
 
     assert fail() == []
     now += 2 * AWAY_S + 1
     assert fail() == []
     now += AWAY_S + 1
-    assert fail() == [News(0, None, "unavailable")]
+    assert fail() == [NodeEvent(0, None, "unavailable")]
     assert ray.killed == [ray.actors[0]]
 
 
-def test_an_answer_that_nobody_foresaw_costs_no_other_and_is_asked_for_again(ray: PlayedRay, nodes: RayNodes) -> None:
+def test_an_unexpected_error_loses_no_other_event_and_is_retried(ray: FakeRay, nodes: RayNodes) -> None:
     ray.actors[0].calls["wait"].answer = 3
     ray.actors[1].calls["wait"].answer = LookupError()
-    told = nodes.news(0.0)
-    assert next(told) == News(0, None, 3)
+    events = nodes.events(0.0)
+    assert next(events) == NodeEvent(0, None, 3)
     with pytest.raises(LookupError):
-        next(told)
+        next(events)
     ray.actors[1].calls["wait"].answer = 0
-    assert list(nodes.news(0.0)) == [News(1, None, 0)]
+    assert list(nodes.events(0.0)) == [NodeEvent(1, None, 0)]
 
 
-def test_the_end_of_ray_under_the_command_is_an_error_that_says_what_to_do(ray: PlayedRay, nodes: RayNodes) -> None:
+def test_the_end_of_ray_is_an_error_that_says_what_to_do(ray: FakeRay, nodes: RayNodes) -> None:
     ray.is_alive = False
-    ray.actors[0].calls["host"].answer = PlayedRayError("its owner has died")
+    ray.actors[0].calls["host"].answer = FakeRayError("its owner has died")
     with pytest.raises(OmniError, match=r"Ray on this machine has ended.*start Ray and this command again"):
-        list(nodes.news(0.0))
+        list(nodes.events(0.0))
 
 
-def test_without_a_node_news_are_waited_for_all_the_same(ray: PlayedRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_node_it_waits_for_the_timeout(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("vllm_omni_plugin.ray.ray_nodes.time.sleep", slept.append)
-    assert list(RayNodes("auto", ["MODEL"], gpus=0, cpus=1).news(2.0)) == []
+    assert list(RayNodes("auto", ["MODEL"], gpus=0, cpus=1).events(2.0)) == []
     assert slept == [2.0]
 
 
-def test_nodes_are_drained_and_killed_by_number_and_ray_is_left(ray: PlayedRay, nodes: RayNodes) -> None:
+def test_nodes_are_drained_and_killed_by_number_and_close_leaves_ray(ray: FakeRay, nodes: RayNodes) -> None:
     with closing(nodes):
         nodes.drain(1)
         nodes.kill(0)

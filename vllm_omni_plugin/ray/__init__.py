@@ -1,4 +1,5 @@
-"""`vllm-omni-plugin ray up`: headless nodes as actors of a Ray cluster, kept at the wanted number.
+"""`vllm-omni-plugin ray up`: runs headless nodes as actors of a Ray cluster, at the wanted number.
 
-Start with `ray_command`; `keeping` is the loop, `node_set` and `scaler` decide. Only `ray_nodes` imports Ray.
+Start with `ray_command`. `autoscaler` sets the number of nodes, and `node_supervisor` starts and ends them. Only
+`ray_nodes` imports Ray.
 """

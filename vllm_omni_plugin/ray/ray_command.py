@@ -1,4 +1,4 @@
-"""`vllm-omni-plugin ray up`: its arguments, and what it is made of."""
+"""The command `vllm-omni-plugin ray up`."""
 
 import argparse
 import signal
@@ -10,22 +10,20 @@ from contextlib import closing, suppress
 from vllm_omni_plugin.config import FLAGS, OmniConfig, seconds, whole
 from vllm_omni_plugin.errors import ServerUnavailableError, did_you_mean
 from vllm_omni_plugin.integration.flags import parse_fleet_flags
-from vllm_omni_plugin.ray.head_load import read_load
-from vllm_omni_plugin.ray.keeping import Keeping
-from vllm_omni_plugin.ray.node_set import NodeSet
+from vllm_omni_plugin.ray.autoscaler import Autoscaler, fetch_stage_load
+from vllm_omni_plugin.ray.node_supervisor import NodeSet, NodeSupervisor
 from vllm_omni_plugin.ray.ray_nodes import RayNodes
-from vllm_omni_plugin.ray.scaler import Scaler
 
 _PROG = "vllm-omni-plugin ray"
 _USAGE = f"{_PROG} up [options] MODEL [arguments of vllm serve]"
-_DESCRIPTION = """Run headless nodes as actors of a Ray cluster, and replace those that die, until Ctrl-C or SIGTERM,
-which drains them. Everything that is no option of this command goes to `vllm serve --headless` on each node; that needs
-the head's --omni-master-address and --omni-master-port. Start the head yourself; the order does not matter."""
+_DESCRIPTION = """Run headless nodes as actors of a Ray cluster, and replace those that die. Ctrl-C or SIGTERM drains
+all nodes. Other arguments go to `vllm serve --headless` on each node, which needs the head's --omni-master-address and
+--omni-master-port. Start the head yourself, before or after this command."""
 _TARGET_WAIT_S = 2.0
 
 
 def run_ray(arguments: Sequence[str]) -> int:
-    """Run the sub-command with what stands behind its name; returns the exit code.
+    """Run the sub-command `ray` with the arguments after its name; returns the exit code.
 
     Raises:
         OmniError: Ray is not installed, its cluster cannot be reached, or it has ended on this machine.
@@ -33,24 +31,25 @@ def run_ray(arguments: Sequence[str]) -> int:
     args, serve = parse(arguments)
     given = OmniConfig(**parse_fleet_flags(serve, _PROG)[0])
     with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:
-        keeping = Keeping(nodes, NodeSet(given.drain_timeout), _demand(args, given), time.monotonic, _say)
+        wanted = _wanted_nodes(args, given)
+        supervisor = NodeSupervisor(nodes, NodeSet(given.drain_timeout), wanted, time.monotonic, _say)
 
         def count(*_: object) -> None:
-            keeping.signals += 1
+            supervisor.signals += 1
 
-        # After ray.init, which has handlers of its own.
+        # After ray.init, which sets its own handlers.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup has the last one ignored.
+            # `nohup` ignores SIGHUP.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, count)
-        return 0 if keeping.run() else 1
+        return 0 if supervisor.run() else 1
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this command, and the arguments of `vllm serve` for each node. Exits with 2 on wrong usage."""
+    """The options of this command, and the arguments of `vllm serve`. Exits with code 2 on wrong usage."""
     parser = _parser()
     args, serve = parser.parse_known_args(arguments)
-    # Users may put them between both parts; some versions of argparse leave them in.
+    # Users may separate the two parts with `--`, which some versions of argparse keep.
     serve = [word for word in serve if word != "--"]
     if args.max_replicas is None and (args.min_replicas, args.target_wait) != (None, None):
         parser.error("--min-replicas and --target-wait need --max-replicas")
@@ -90,11 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _demand(args: argparse.Namespace, given: OmniConfig) -> Callable[[float], int]:
-    """How many nodes there should be at a time."""
+def _wanted_nodes(args: argparse.Namespace, given: OmniConfig) -> Callable[[float], int]:
+    """A function that returns the wanted number of nodes at a time."""
     if args.max_replicas is None:
         return lambda now: int(args.replicas)
-    scaler = Scaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)
+    scaler = Autoscaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)
     head = str(given.master_address)
     url = args.url or f"http://{f'[{head}]' if ':' in head else head}:8000"
     said = ""
@@ -103,17 +102,17 @@ def _demand(args: argparse.Namespace, given: OmniConfig) -> Callable[[float], in
         nonlocal said
         load, before, said = None, said, ""
         try:
-            load = read_load(url, given.stage_id)
+            load = fetch_stage_load(url, given.stage_id)
         except ServerUnavailableError as error:
             said = f"{error}; the number of nodes stays"
         if bool(said) != bool(before):
-            _say(said or f"{url} tells the wait again")
+            _say(said or f"{url} reports the expected wait again")
         return scaler.wanted(now, load)
 
     return wanted
 
 
 def _say(line: str) -> None:
-    # Nobody may listen any more, as where Ctrl-C has ended the other side of a pipe, too.
+    # The reader may be gone, for example if Ctrl-C ended the other side of a pipe.
     with suppress(OSError):
         sys.stderr.write(f"{_PROG}: {line}\n")

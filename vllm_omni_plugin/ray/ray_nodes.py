@@ -1,36 +1,37 @@
-"""Nodes as actors of a Ray cluster. The only module that imports Ray."""
+"""Runs nodes as actors of a Ray cluster. The only module that imports Ray."""
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.ray.node_process import NodeProcess
 
 _CALLS_AT_ONCE = 16
-"""Of an actor: those that ask again and again how its node ended must leave room for the one that tells it to end."""
+"""Concurrent calls of an actor: repeated calls of `wait` must leave room for `end`."""
 AWAY_S = 60.0
-"""How long an actor may be out of reach before it counts as lost."""
+"""An actor that is unreachable for longer counts as lost."""
 
 
-@dataclass(frozen=True)
-class News:
-    """Of a node: the machine that it runs on. If None, it is gone: the exit code of its process, or why it was lost."""
+class NodeEvent(NamedTuple):
+    """A node was placed on a machine, or has ended.
+
+    Attributes:
+        host: the machine; None if the node has ended.
+        end: exit code of its process, or the reason why it was lost.
+    """
 
     number: int
     host: str | None
-    how: int | str = 0
+    end: int | str = 0
 
 
 class RayNodes:
-    """Starts, drains and kills nodes on a Ray cluster, and tells what became of them.
-
-    To be closed. What still runs then is killed by Ray.
+    """Starts, drains and kills nodes on a Ray cluster, and reports their events. `close` makes Ray kill all nodes.
 
     Args:
-        address: of the cluster, as `ray.init` takes it.
-        arguments: those of `vllm serve` for each node.
+        address: of the cluster, for `ray.init`.
+        arguments: of `vllm serve` for each node.
         gpus: GPUs of each node, all on one machine.
         cpus: CPUs of each node.
 
@@ -53,34 +54,33 @@ class RayNodes:
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise OmniError(f"argument --address: no Ray cluster at {address}: {_line(error)}") from error
         self._here = ray.get_runtime_context().get_node_id()
-        # An actor's resources lie on one machine, so that a node needs no placement group.
+        # An actor's resources are on one machine, so a node needs no placement group.
         self._actor_class = ray.remote(num_gpus=gpus, num_cpus=cpus, max_concurrency=_CALLS_AT_ONCE)(NodeProcess)
         self._actors: dict[int, Any] = {}
         self._calls: dict[Any, tuple[int, str, float]] = {}
 
     def close(self) -> None:
-        """Leave the cluster."""
         self._ray.shutdown()
 
     def start(self, number: int) -> None:
-        """Ask for a node. Ray places it when there is room."""
+        """Request a node. Ray places it when there is room."""
         self._actors[number] = self._actor_class.remote(self._arguments)
         for method in ("host", "wait"):
-            self._ask(number, method)
+            self._call(number, method)
 
     def drain(self, number: int) -> None:
-        """Tell a node to finish what it has and end."""
+        """Make a node finish its requests and end."""
         self._actors[number].end.remote()
 
     def kill(self, number: int) -> None:
-        """End a node at once, or take back that it was asked for."""
+        """End a node at once, or cancel its request."""
         self._ray.kill(self._actors[number])
 
-    def news(self, timeout: float) -> Iterator[News]:
-        """Wait at most `timeout` seconds for something to happen to a node; tells what did.
+    def events(self, timeout: float) -> Iterator[NodeEvent]:
+        """Wait up to `timeout` seconds for events, and yield them.
 
         Raises:
-            OmniError: Ray has ended on this machine. Actors do not outlive it, since they belong to this process.
+            OmniError: Ray has ended on this machine, and with it all actors of this process.
         """
         if not self._calls:
             time.sleep(timeout)
@@ -90,15 +90,15 @@ class RayNodes:
         if done:
             done, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
         for call in done:
-            news = self._answer(call, *self._calls[call])
+            event = self._read(call, *self._calls[call])
             del self._calls[call]
-            if news is not None:
-                yield news
+            if event is not None:
+                yield event
 
-    def _ask(self, number: int, method: str, give_up: float = 0.0) -> None:
+    def _call(self, number: int, method: str, give_up: float = 0.0) -> None:
         self._calls[getattr(self._actors[number], method).remote()] = (number, method, give_up)
 
-    def _answer(self, call: Any, number: int, method: str, give_up: float) -> News | None:
+    def _read(self, call: Any, number: int, method: str, give_up: float) -> NodeEvent | None:
         if number not in self._actors:
             return None
         try:
@@ -107,21 +107,21 @@ class RayNodes:
             if not any(node["Alive"] for node in self._ray.nodes() if node["NodeID"] == self._here):
                 message = "Ray on this machine has ended, and all nodes with it: start Ray and this command again"
                 raise OmniError(message) from error
-            # Ray takes a second for each of these.
+            # Each attempt takes Ray a second.
             now = time.monotonic()
             give_up = give_up if now < give_up + AWAY_S else now + AWAY_S
             if isinstance(error, self._ray.exceptions.ActorUnavailableError) and now < give_up:
-                self._ask(number, method, give_up)
+                self._call(number, method, give_up)
                 return None
-            # Both calls fail; one of them says so.
+            # The call of `wait` fails, too, and makes the event.
             if method == "host":
                 return None
             answer = _line(error)
         if method == "host":
-            return News(number, answer)
-        # Frees its resources, and ends a node that Ray has only lost sight of: another one takes its place.
+            return NodeEvent(number, answer)
+        # Frees the resources, and ends a node that is only unreachable, since another one replaces it.
         self._ray.kill(self._actors.pop(number))
-        return News(number, None, answer)
+        return NodeEvent(number, None, answer)
 
 
 def _line(error: BaseException) -> str:

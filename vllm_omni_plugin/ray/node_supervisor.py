@@ -1,0 +1,171 @@
+"""Keeps the wanted number of nodes running until a signal ends the command."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.ray.ray_nodes import NodeEvent, RayNodes
+
+GRACE_S = 30.0
+"""Time beyond its drain timeout after which a node is killed, the same as in all deployments."""
+PAUSE_S = 10.0
+"""Pause before the next start if a node ended by itself within `_SETTLED_S`: the cause may last."""
+TICK_S = 2.0
+"""Interval of checking the wanted number and signals."""
+_SETTLED_S = 60.0
+_REFUSED = 2
+"""Exit code of `vllm serve` for a command line that it refuses. If no node has settled yet, none will accept it. Later
+the cause is one machine, such as a file that is missing there."""
+
+
+class NodeAction(Enum):
+    """What to do to a node. `DRAIN` is SIGTERM: the node takes no new requests and finishes those it has."""
+
+    START = "start"
+    DRAIN = "drain"
+    KILL = "kill"
+
+
+@dataclass
+class _Node:
+    """A requested node that has not ended.
+
+    Attributes:
+        since: time of the request, or of the placement once it is placed.
+        placed: whether it runs on a machine.
+        drained_at: when it was told to end.
+    """
+
+    since: float
+    placed: bool = False
+    drained_at: float | None = None
+
+
+class NodeSet:
+    """The nodes by number, in the order of their starts. Numbers are never reused. Times are in seconds.
+
+    Args:
+        drain_timeout: seconds that a node may take to finish its requests.
+    """
+
+    def __init__(self, drain_timeout: float) -> None:
+        self._kill_after = drain_timeout + GRACE_S
+        self._nodes: dict[int, _Node] = {}
+        self._next = 0
+        self._start_at = float("-inf")
+        self._settled = False
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def draining(self) -> list[int]:
+        """The nodes that were told to end and still run."""
+        return [number for number, node in self._nodes.items() if node.drained_at is not None and node.placed]
+
+    def decide(self, now: float, wanted: int) -> list[tuple[NodeAction, int]]:
+        """Return the actions that lead to `wanted` nodes.
+
+        Nodes without a machine are removed first, then the newest, since they have the least in their caches.
+        """
+        actions = [
+            (NodeAction.KILL, number)
+            for number, node in self._nodes.items()
+            if node.drained_at is not None and now - node.drained_at > self._kill_after
+        ]
+        kept = [number for number, node in self._nodes.items() if node.drained_at is None]
+        kept.sort(key=lambda number: not self._nodes[number].placed)
+        for number in reversed(kept[wanted:]):
+            node = self._nodes[number]
+            node.drained_at = now
+            # A node without a machine has no process to signal.
+            actions.append((NodeAction.DRAIN if node.placed else NodeAction.KILL, number))
+        missing = wanted - len(kept) if now >= self._start_at else 0
+        for _ in range(missing):
+            self._nodes[self._next] = _Node(now)
+            actions.append((NodeAction.START, self._next))
+            self._next += 1
+        return actions
+
+    def placed(self, now: float, number: int) -> None:
+        """Note that a node runs on a machine."""
+        node = self._nodes[number]
+        node.since, node.placed = now, True
+
+    def ended(self, now: float, number: int) -> bool:
+        """Note that a node has ended. Returns whether any node has run for a minute so far."""
+        self._settled |= any(node.placed and now - node.since >= _SETTLED_S for node in self._nodes.values())
+        node = self._nodes.pop(number)
+        if node.drained_at is None and now - node.since < _SETTLED_S:
+            self._start_at = now + PAUSE_S
+        return self._settled
+
+
+@dataclass
+class NodeSupervisor:
+    """Runs the actions of a `NodeSet` on Ray.
+
+    Attributes:
+        wanted: returns the wanted number of nodes at a time.
+        clock: time in seconds.
+        say: writes a line for the operator.
+        signals: number of signals so far. The first one drains all nodes; a second one is passed on to them.
+    """
+
+    nodes: RayNodes
+    node_set: NodeSet
+    wanted: Callable[[float], int]
+    clock: Callable[[], float]
+    say: Callable[[str], None]
+    signals: int = 0
+    _handled: int = field(default=0, init=False)
+    _refused: bool = field(default=False, init=False)
+
+    def run(self) -> bool:
+        """Return when all nodes have ended: True after a signal, False if a node's command line was refused.
+
+        Raises:
+            OmniError: Ray has ended, and all nodes with it.
+            Exception: an unexpected error, after all nodes have drained.
+        """
+        try:
+            return self._run()
+        except OmniError:
+            raise
+        except Exception as error:
+            self.signals = max(1, self.signals)
+            self.say(f"all nodes end, because of {type(error).__name__}: {error}")
+            self._run()
+            raise
+
+    def _run(self) -> bool:
+        methods = {
+            NodeAction.START: self.nodes.start,
+            NodeAction.DRAIN: self.nodes.drain,
+            NodeAction.KILL: self.nodes.kill,
+        }
+        while True:
+            ending, now = self.signals > 0, self.clock()
+            for action, number in self.node_set.decide(now, 0 if ending else self.wanted(now)):
+                methods[action](number)
+                self.say(f"node {number}: {action.value}")
+            if self.signals > max(1, self._handled):
+                for number in self.node_set.draining():
+                    self.nodes.drain(number)
+            self._handled = self.signals
+            if ending and not self.node_set:
+                return not self._refused
+            for event in self.nodes.events(TICK_S):
+                self._handle(event)
+
+    def _handle(self, event: NodeEvent) -> None:
+        now, number, end = self.clock(), event.number, event.end
+        if event.host is not None:
+            self.node_set.placed(now, number)
+            self.say(f"node {number}: runs on {event.host}")
+            return
+        settled = self.node_set.ended(now, number)
+        self.say(f"node {number}: " + (f"lost, {end}" if isinstance(end, str) else f"ended with code {end}"))
+        if end == _REFUSED and not settled and not self.signals:
+            self._refused, self.signals = True, 1
+            self.say("the command line of nodes is refused, see the node's own lines above; all nodes end")
