@@ -5,7 +5,7 @@ python -m tools.metrics_page
 
 from pathlib import Path
 
-from vllm_omni_plugin.admin.metrics.catalogue import METRICS, MetricText
+from vllm_omni_plugin.admin.metrics.catalogue import METRICS, MetricDefinition
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 _OVER_PROCESSES = {"livesum": "sum", "livemostrecent": "newest", "livemax": "highest", "livemin": "lowest"}
@@ -37,9 +37,9 @@ def page() -> str:
     return _FRAME.format(rows="".join(map(_row, METRICS)))
 
 
-def _row(metric: MetricText) -> str:
+def _row(metric: MetricDefinition) -> str:
     labels = ", ".join(f"`{label}`" for label in metric.labels)
-    together = _OVER_PROCESSES[metric.over_processes]
+    together = _OVER_PROCESSES[metric.multiprocess_mode]
     return f"| `{metric.sample}` | {metric.kind} | {labels} | {metric.meaning} | {together} |\n"
 
 

@@ -21,9 +21,8 @@ from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
-from vllm_omni_plugin.admin.watch.fleet_text import table
 from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE, SILENT_S, read_messages
-from vllm_omni_plugin.admin.watch.top import Top
+from vllm_omni_plugin.admin.watch.top import Top, table
 from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE, installed_version, why_unsupported
 

@@ -16,9 +16,9 @@ from vllm_omni_plugin.admin.access import Access
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
-from vllm_omni_plugin.admin.watch.token_counts import TokenRates
-from vllm_omni_plugin.admin.watch.viewers import Viewers
+from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 
 CHANGES = (
@@ -40,17 +40,17 @@ def app_of(fleet: FakeFleet | None, *, has_admin_keys: bool = True, unix_socket:
     app.include_router(build_watch_router(access))
     if fleet is not None:
         app.state.omni_drain = HeadDrain(fleet.orchestrator.events)
-        app.state.omni_viewers = viewers_of(fleet, app.state.omni_drain)
+        app.state.omni_broadcast = broadcast_of(fleet, app.state.omni_drain)
         app.state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, lambda: fleet.now)
     return app
 
 
-def viewers_of(fleet: FakeFleet, drain: HeadDrain, tick: float = 0.01) -> Viewers:
+def broadcast_of(fleet: FakeFleet, drain: HeadDrain, tick: float = 0.01) -> FleetBroadcast:
     """Who looks at a fleet."""
     rates = TokenRates(CollectorRegistry(), lambda: fleet.now)
     names = {"name": "here", "vllm": "0", "plugin": "0"}
     view = FleetView(fleet.orchestrator, drain, lambda: False, rates, names, None, lambda: fleet.now, lambda: 1000.0)
-    return Viewers(view, fleet.orchestrator.events, lambda: False, tick)
+    return FleetBroadcast(view, fleet.orchestrator.events, lambda: False, tick)
 
 
 def client_of(app: FastAPI, address: str | None = "127.0.0.1", **headers: str) -> httpx.AsyncClient:

@@ -6,7 +6,7 @@ from tests.admin.asgi import app_of, client_of
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
-from vllm_omni_plugin.admin.watch.token_counts import TokenRates
+from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
 
@@ -57,11 +57,11 @@ def test_rates_are_those_of_vllms_counters() -> None:
     names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
     counters = [Counter(f"vllm:{name}", "Help.", labels, registry=registry).labels("m", "10001") for name in names]
     rates = TokenRates(registry, lambda: now)
-    assert rates.of("1.1") == (None, None)
+    assert rates.rates_of("1.1") == (None, None)
     rates.read()
     for counter, amount in zip(counters, (90, 10, 80, 20), strict=True):
         counter.inc(amount)
     now = 2.0
     rates.read()
-    assert rates.of("1.1") == (50.0, 0.25)
-    assert rates.of("0.0") == (None, None)
+    assert rates.rates_of("1.1") == (50.0, 0.25)
+    assert rates.rates_of("0.0") == (None, None)

@@ -53,7 +53,7 @@ def test_the_api_servers_of_a_command_drain_together() -> None:
     logs = [EventLog(), EventLog()]
     one, other = (HeadDrain(log) for log in logs)
     for drain in (one, other):
-        drain.share(flag)
+        drain.use_shared_flag(flag)
     one.begin()
     one.begin()
     assert other.active

@@ -16,17 +16,17 @@ from fastapi import HTTPException
 from prometheus_client import CollectorRegistry
 from starlette.types import Message
 
-from tests.admin.asgi import app_of, client_of, viewers_of
+from tests.admin.asgi import app_of, broadcast_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.watch import viewer_response
 from vllm_omni_plugin.admin.watch import viewers as viewers_module
+from vllm_omni_plugin.admin.watch.event_stream import EventStreamResponse
+from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.server_sent import COMMENT
-from vllm_omni_plugin.admin.watch.token_counts import TokenRates
-from vllm_omni_plugin.admin.watch.viewer_response import ViewerResponse
-from vllm_omni_plugin.admin.watch.viewers import Viewers
+from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -36,8 +36,8 @@ _BPF_RETURN = 0x06
 
 
 @pytest.fixture
-def viewers(fleet: FakeFleet) -> Viewers:
-    return viewers_of(fleet, HeadDrain(fleet.orchestrator.events))
+def viewers(fleet: FakeFleet) -> FleetBroadcast:
+    return broadcast_of(fleet, HeadDrain(fleet.orchestrator.events))
 
 
 async def messages(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, Any]]:
@@ -78,7 +78,7 @@ async def test_events_are_listed_oldest_first_and_from_one_on(fleet: FakeFleet) 
 
 
 async def test_a_stream_of_events_begins_with_those_that_are_kept_and_goes_on(
-    fleet: FakeFleet, viewers: Viewers
+    fleet: FakeFleet, viewers: FleetBroadcast
 ) -> None:
     fleet.kill(1)
     stream = messages(viewers.event_stream())
@@ -88,8 +88,8 @@ async def test_a_stream_of_events_begins_with_those_that_are_kept_and_goes_on(
     assert (kind, event["reason"]) == ("drain", "an operator drains it")
 
 
-async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFleet, viewers: Viewers) -> None:
-    viewers = viewers_of(fleet, HeadDrain(fleet.orchestrator.events), tick=600.0)
+async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFleet, viewers: FleetBroadcast) -> None:
+    viewers = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=600.0)
     stream = messages(viewers.event_stream())
     waiting = asyncio.create_task(first(stream))
     await eventually(lambda: viewers.is_producing, "the viewer")
@@ -97,7 +97,9 @@ async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFlee
     assert (await waiting)[1]["reason"] == "elsewhere"
 
 
-async def test_a_slow_viewer_gets_the_newest_state_and_holds_nobody_up(fleet: FakeFleet, viewers: Viewers) -> None:
+async def test_a_slow_viewer_gets_the_newest_state_and_holds_nobody_up(
+    fleet: FakeFleet, viewers: FleetBroadcast
+) -> None:
     slow, quick = messages(viewers.fleet_stream()), messages(viewers.fleet_stream())
     for stream in (slow, quick):
         assert (await first(stream))[0] == "history"
@@ -110,7 +112,7 @@ async def test_a_slow_viewer_gets_the_newest_state_and_holds_nobody_up(fleet: Fa
 
 
 async def test_one_producer_serves_all_viewers_and_none_is_there_before(
-    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
     own_state = FleetView.state
@@ -130,7 +132,7 @@ async def test_one_producer_serves_all_viewers_and_none_is_there_before(
 
 
 async def test_nothing_is_produced_for_long_once_nobody_looks(
-    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewers_module, "_HISTORY", 1)
     stream = viewers.fleet_stream()
@@ -142,19 +144,19 @@ async def test_nothing_is_produced_for_long_once_nobody_looks(
 
 
 async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
-    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewers_module, "_HISTORY", 1)
     monkeypatch.setattr(viewers_module, "_SAMPLE_EVERY", 1)
-    viewers = viewers_of(fleet, HeadDrain(fleet.orchestrator.events), tick=0.2)
+    viewers = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=0.2)
     taken: list[int] = []
-    own_turn = Viewers._take_turn
+    own_turn = FleetBroadcast._take_turn
 
-    def take_turn(viewers: Viewers, *, is_sampled: bool) -> None:
+    def take_turn(viewers: FleetBroadcast, *, is_sampled: bool) -> None:
         taken.append(viewers._count)
         own_turn(viewers, is_sampled=is_sampled)
 
-    monkeypatch.setattr(Viewers, "_take_turn", take_turn)
+    monkeypatch.setattr(FleetBroadcast, "_take_turn", take_turn)
     leaving = viewers.fleet_stream()
     await first(leaving)
     await leaving.aclose()
@@ -164,7 +166,7 @@ async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
 
 
 async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
-    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed: list[int] = []
     own_state = FleetView.state
@@ -183,13 +185,13 @@ async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
 
 
 async def test_streams_end_with_the_server_also_when_nothing_is_produced(
-    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def nothing(_: Viewers) -> None:
+    async def nothing(_: FleetBroadcast) -> None:
         await asyncio.Event().wait()
 
     over: list[int] = []
-    monkeypatch.setattr(Viewers, "_produce", nothing)
+    monkeypatch.setattr(FleetBroadcast, "_produce", nothing)
     monkeypatch.setattr(viewers, "_is_over", lambda: bool(over))
     reading = asyncio.create_task(_read_all(viewers.fleet_stream()))
     await eventually(lambda: viewers.is_producing, "the viewer")
@@ -198,13 +200,15 @@ async def test_streams_end_with_the_server_also_when_nothing_is_produced(
         await reading
 
 
-async def test_an_event_after_the_end_of_the_servers_loop_harms_nobody(fleet: FakeFleet, viewers: Viewers) -> None:
+async def test_an_event_after_the_end_of_the_servers_loop_harms_nobody(
+    fleet: FakeFleet, viewers: FleetBroadcast
+) -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     viewers._tell(loop)
 
 
-async def test_the_history_outlives_a_viewer_who_comes_back(fleet: FakeFleet, viewers: Viewers) -> None:
+async def test_the_history_outlives_a_viewer_who_comes_back(fleet: FakeFleet, viewers: FleetBroadcast) -> None:
     for points in (0, 1):
         stream = messages(viewers.fleet_stream())
         assert len((await first(stream))[1]) >= points
@@ -216,7 +220,7 @@ async def test_streams_end_with_the_server(fleet: FakeFleet) -> None:
     over: list[int] = []
     drain = HeadDrain(fleet.orchestrator.events)
     view = FleetView(fleet.orchestrator, drain, lambda: False, TokenRates(CollectorRegistry(), lambda: 0), {}, None)
-    viewers = Viewers(view, fleet.orchestrator.events, lambda: bool(over), 0.01)
+    viewers = FleetBroadcast(view, fleet.orchestrator.events, lambda: bool(over), 0.01)
     streams = [viewers.event_stream(), viewers.fleet_stream()]
     reading = [asyncio.create_task(_read_all(stream)) for stream in streams]
     await eventually(lambda: viewers.is_producing, "the viewers")
@@ -235,7 +239,7 @@ async def test_there_are_not_more_streams_than_the_server_can_bear(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = app_of(fleet)
-    monkeypatch.setattr(Viewers, "is_full", True)
+    monkeypatch.setattr(FleetBroadcast, "is_full", True)
     async with client_of(app, Accept="text/event-stream") as client:
         answers = [await client.get(path) for path in ("/omni/events", "/omni/fleet")]
     assert [(answer.status_code, answer.headers["retry-after"]) for answer in answers] == [(503, "5")] * 2
@@ -243,7 +247,7 @@ async def test_there_are_not_more_streams_than_the_server_can_bear(
 
 async def test_a_stream_counts_before_anything_of_it_is_sent(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewers_module, "MAX_VIEWERS", 1)
-    app, viewers = app_of(fleet), viewers_of(fleet, HeadDrain(fleet.orchestrator.events))
+    app, viewers = app_of(fleet), broadcast_of(fleet, HeadDrain(fleet.orchestrator.events))
     asked: list[int] = []
     released = asyncio.Event()
 
@@ -253,7 +257,7 @@ async def test_a_stream_counts_before_anything_of_it_is_sent(fleet: FakeFleet, m
             await released.wait()
 
         scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "app": app, "asgi": {}}
-        await ViewerResponse(viewers, viewers.event_stream(), {})(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await EventStreamResponse(viewers, viewers.event_stream(), {})(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     waiting = asyncio.create_task(ask())
     await eventually(lambda: asked == [200], "the first stream")
@@ -288,7 +292,7 @@ async def test_who_has_vanished_without_a_word_leaves_its_place(
 @asynccontextmanager
 async def one_viewer(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str = "/omni/fleet"
-) -> AsyncIterator[tuple[Viewers, uvicorn.Server, socket.socket]]:
+) -> AsyncIterator[tuple[FleetBroadcast, uvicorn.Server, socket.socket]]:
     """A server that is full with one viewer, who reads nothing; the server must end when the block is over."""
     monkeypatch.setattr(viewers_module, "MAX_VIEWERS", 1)
     app = app_of(fleet)
@@ -298,8 +302,8 @@ async def one_viewer(
     await eventually(lambda: server.started, "the server")
     with socket.create_connection(listening.getsockname()) as viewer:
         viewer.sendall(f"GET {path} HTTP/1.1\r\nHost: head\r\nAccept: text/event-stream\r\n\r\n".encode())
-        await eventually(lambda: app.state.omni_viewers.is_full, "the viewer")
-        yield app.state.omni_viewers, server, viewer
+        await eventually(lambda: app.state.omni_broadcast.is_full, "the viewer")
+        yield app.state.omni_broadcast, server, viewer
         server.should_exit = True
         async with asyncio.timeout(10):
             await serving
@@ -322,7 +326,7 @@ async def test_who_names_an_event_that_is_not_known_here_gets_all(fleet: FakeFle
 
 
 async def test_one_stream_has_state_and_events_and_goes_on_behind_the_last_one(
-    fleet: FakeFleet, viewers: Viewers
+    fleet: FakeFleet, viewers: FleetBroadcast
 ) -> None:
     fleet.kill(1)
     fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
@@ -334,7 +338,7 @@ async def test_one_stream_has_state_and_events_and_goes_on_behind_the_last_one(
 
 
 async def test_a_viewer_hears_something_also_while_there_is_nothing_to_tell(
-    fleet: FakeFleet, viewers: Viewers, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_: FleetView) -> dict[str, Any]:
         raise KeyError("at every state")
@@ -347,7 +351,7 @@ async def test_a_viewer_hears_something_also_while_there_is_nothing_to_tell(
 
 
 @pytest.mark.parametrize("when", ["before it begins", "while it waits"])
-async def test_a_producer_that_ends_otherwise_is_replaced(fleet: FakeFleet, viewers: Viewers, when: str) -> None:
+async def test_a_producer_that_ends_otherwise_is_replaced(fleet: FakeFleet, viewers: FleetBroadcast, when: str) -> None:
     async with aclosing(viewers.fleet_stream()) as chunks:
         stream = messages(chunks)
         assert (await first(stream))[0] == "history"
@@ -383,7 +387,7 @@ async def test_the_script_makes_no_markup_of_what_it_is_told_and_keeps_no_key() 
         assert word not in script
 
 
-async def test_markup_in_what_a_replica_says_is_sent_as_data(fleet: FakeFleet, viewers: Viewers) -> None:
+async def test_markup_in_what_a_replica_says_is_sent_as_data(fleet: FakeFleet, viewers: FleetBroadcast) -> None:
     fleet.orchestrator.replica_lost(fleet.pool.member(0), f"{MARKUP}\n\nevent: state")
     stream = messages(viewers.event_stream())
     kind, event = await first(stream)

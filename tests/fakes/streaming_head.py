@@ -103,7 +103,7 @@ class StreamingHead(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """Viewers come and go."""
+        """FleetBroadcast come and go."""
 
     def serve(self, viewer: BaseHTTPRequestHandler) -> None:
         with self._counting:

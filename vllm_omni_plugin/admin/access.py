@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 
-HasKey = Callable[[Headers], bool]
+KeyCheck = Callable[[Headers], bool]
 """Whether headers have a valid key of one kind."""
 
 _OF_SOMEBODY_ELSE = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip", "origin")
@@ -28,12 +28,12 @@ class Access:
         unix_socket: whether the server listens on a unix socket, whose clients have no address.
     """
 
-    def __init__(self, has_api_key: HasKey, has_admin_key: HasKey | None, unix_socket: bool) -> None:
+    def __init__(self, has_api_key: KeyCheck, has_admin_key: KeyCheck | None, unix_socket: bool) -> None:
         self._has_api_key = has_api_key
         self._has_admin_key = has_admin_key
         self._unix_socket = unix_socket
 
-    async def to_look(self, request: Request) -> None:
+    async def require_read(self, request: Request) -> None:
         """Any valid key will do."""
         if self._has_api_key(request.headers) or (self._has_admin_key and self._has_admin_key(request.headers)):
             return
@@ -41,10 +41,10 @@ class Access:
             HTTPStatus.UNAUTHORIZED, "Unauthorized: these routes need the server's API key as a bearer token."
         )
 
-    async def to_change(self, request: Request) -> None:
+    async def require_write(self, request: Request) -> None:
         """An admin key, or, where there are none, a request of this machine that may look."""
         if self._has_admin_key is None:
-            await self.to_look(request)
+            await self.require_read(request)
             if not self._is_local(request):
                 whom = "loopback addresses of its machine only, not through a proxy or from a web page"
                 why = f"without {ADMIN_KEY_FLAG} the server answers this to {whom}"

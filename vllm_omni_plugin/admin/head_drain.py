@@ -25,7 +25,7 @@ class HeadDrain:
         """Whether new requests are refused."""
         return bool(self._flag[0])
 
-    def share(self, flag: MutableSequence[int]) -> None:
+    def use_shared_flag(self, flag: MutableSequence[int]) -> None:
         """From now on this number says it, 0 while it is not drained, which the API servers of one command share."""
         self._flag = flag
 

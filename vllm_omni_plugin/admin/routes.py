@@ -39,7 +39,7 @@ class AdmissionReport:
     changes: list[str]
 
 
-class Question(BaseModel):
+class ExplainRequest(BaseModel):
     """The body of `POST /omni/explain`.
 
     Attributes:
@@ -85,11 +85,11 @@ def build_router(access: Access) -> APIRouter:
         access: who may look, and who may change and ask about prompts, which tells what others have sent.
     """
     router = APIRouter(prefix="/omni", tags=["fleet"])
-    admins = APIRouter(dependencies=[Depends(access.to_change)])
+    admins = APIRouter(dependencies=[Depends(access.require_write)])
 
-    @router.get("/replicas", dependencies=[Depends(access.to_look)])
+    @router.get("/replicas", dependencies=[Depends(access.require_read)])
     async def list_replicas(request: Request) -> FleetReport:
-        return FleetReport(of_app(request, "omni_fleet").replicas())
+        return FleetReport(app_state(request, "omni_fleet").replicas())
 
     @admins.post("/replicas/{replica}/drain", status_code=HTTPStatus.NO_CONTENT)
     async def drain_replica(replica: str, request: Request) -> None:
@@ -105,11 +105,11 @@ def build_router(access: Access) -> APIRouter:
 
     @admins.post("/drain", status_code=HTTPStatus.NO_CONTENT)
     async def drain_head(request: Request) -> None:
-        of_app(request, "omni_drain").begin()
+        app_state(request, "omni_drain").begin()
 
     @admins.post("/resume", status_code=HTTPStatus.NO_CONTENT)
     async def resume_head(request: Request) -> None:
-        of_app(request, "omni_drain").end()
+        app_state(request, "omni_drain").end()
 
     @admins.post("/admission")
     async def reload_admission(request: Request) -> AdmissionReport:
@@ -119,29 +119,29 @@ def build_router(access: Access) -> APIRouter:
         with _told_in_http():
             return AdmissionReport(await file.reload())
 
-    body = {"requestBody": {"content": {"application/json": {"schema": Question.model_json_schema()}}}}
+    body = {"requestBody": {"content": {"application/json": {"schema": ExplainRequest.model_json_schema()}}}}
 
     @admins.post("/explain", openapi_extra=body)
     async def explain(request: Request) -> DecisionReport:
         # Not a parameter: FastAPI would read the body before it is known who sends it.
-        question = _question(await request.body())
+        question = _explain_request(await request.body())
         with _told_in_http():
-            explained: DecisionReport = await of_app(request, "omni_explain")(**question.model_dump())
+            explained: DecisionReport = await app_state(request, "omni_explain")(**question.model_dump())
         return explained
 
     router.include_router(admins)
     return router
 
 
-def _question(body: bytes) -> Question:
+def _explain_request(body: bytes) -> ExplainRequest:
     try:
-        return Question.model_validate_json(body)
+        return ExplainRequest.model_validate_json(body)
     except ValidationError as error:
         faults = (": ".join([*map(str, fault["loc"]), fault["msg"]]) for fault in error.errors())
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"The body: {'; '.join(faults)}.") from error
 
 
-def of_app(request: Request, name: str) -> Any:
+def app_state(request: Request, name: str) -> Any:
     """What `app.state` has under a name. Raises an `HTTPException`, 404, of a server without a fleet."""
     found = getattr(request.app.state, name, None)
     if found is None:
@@ -151,7 +151,7 @@ def of_app(request: Request, name: str) -> Any:
 
 async def _manage(request: Request, replica: str, action: Action) -> None:
     with _told_in_http():
-        await of_app(request, "omni_fleet").manage(replica, action)
+        await app_state(request, "omni_fleet").manage(replica, action)
 
 
 @contextmanager

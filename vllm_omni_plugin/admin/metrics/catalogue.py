@@ -8,7 +8,7 @@ PREFIX = "vllm_omni_fleet:"
 OverProcesses = Literal["livesum", "livemostrecent", "livemax", "livemin"]
 
 
-class MetricText(NamedTuple):
+class MetricDefinition(NamedTuple):
     """One metric.
 
     Attributes:
@@ -16,7 +16,7 @@ class MetricText(NamedTuple):
         kind: its type.
         labels: their names.
         meaning: with the unit; the help text of a scrape.
-        over_processes: what becomes of a gauge that several API servers have, as prometheus_client calls it: the sum of
+        multiprocess_mode: what becomes of a gauge that several API servers have, as prometheus_client calls it: the sum of
             what each has of its own, or one word for what all of them see.
     """
 
@@ -24,7 +24,7 @@ class MetricText(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     meaning: str
-    over_processes: OverProcesses = "livesum"
+    multiprocess_mode: OverProcesses = "livesum"
 
     @property
     def sample(self) -> str:
@@ -36,7 +36,7 @@ _REPLICA = ("stage", "replica")
 _STAGE = ("stage",)
 
 METRICS = (
-    MetricText(
+    MetricDefinition(
         "replicas",
         "gauge",
         ("stage", "state"),
@@ -44,7 +44,7 @@ METRICS = (
         "the highest of them, not the sum.",
         "livemostrecent",
     ),
-    MetricText(
+    MetricDefinition(
         "replica_info",
         "gauge",
         (*_REPLICA, "engine"),
@@ -52,7 +52,7 @@ METRICS = (
         "replica.",
         "livemax",
     ),
-    MetricText(
+    MetricDefinition(
         "requests_waiting",
         "gauge",
         _STAGE,
@@ -60,13 +60,13 @@ METRICS = (
         "not begun there as far as its engine has reported. What is held before it is accepted counts for the first "
         "stage.",
     ),
-    MetricText(
+    MetricDefinition(
         "requests_running",
         "gauge",
         _STAGE,
         "This head's requests that an engine works on, their prompts or their answers.",
     ),
-    MetricText(
+    MetricDefinition(
         "expected_wait_seconds",
         "gauge",
         _STAGE,
@@ -74,14 +74,14 @@ METRICS = (
         "at which requests leave the queue. Missing before a first output.",
         "livemax",
     ),
-    MetricText(
+    MetricDefinition(
         "requests_queued",
         "gauge",
         ("class",),
         "This head's requests that wait at it until a replica can begin them, by the classes of `--omni-admission`; "
         "they are among `requests_waiting`.",
     ),
-    MetricText(
+    MetricDefinition(
         "class_expected_wait_seconds",
         "gauge",
         ("class",),
@@ -89,7 +89,7 @@ METRICS = (
         "first output.",
         "livemax",
     ),
-    MetricText(
+    MetricDefinition(
         "requests_refused",
         "counter",
         ("stage", "reason", "status"),
@@ -97,45 +97,45 @@ METRICS = (
         "tenant; `queue_full`, `pushed_out`: others went first; `deadline`: too late. Status 429 is for the tenant, "
         "503 for the fleet.",
     ),
-    MetricText(
+    MetricDefinition(
         "requests_recalled",
         "counter",
         (),
         "Requests that waited for one replica and went to another one, which could begin them earlier.",
     ),
-    MetricText(
+    MetricDefinition(
         "reserve_bubbles",
         "counter",
         (),
         "Times a replica had begun all that it had got while requests waited at the head for it.",
     ),
-    MetricText(
+    MetricDefinition(
         "tenant_requests_waiting",
         "gauge",
         ("tenant",),
         "Requests that wait at this head, of up to 50 tenants: those of the admission file, and those that were served "
         "most; `other`: all others; `none`: nobody was named.",
     ),
-    MetricText(
+    MetricDefinition(
         "tenant_requests_in_flight",
         "gauge",
         ("tenant",),
         "Requests of these tenants that wait or run.",
     ),
-    MetricText(
+    MetricDefinition(
         "tenant_tokens",
         "counter",
         ("tenant",),
         "Tokens of prompts and answers of requests that have ended, of these tenants since they are told apart.",
     ),
-    MetricText(
+    MetricDefinition(
         "tenant_weight",
         "gauge",
         ("tenant",),
         "Weight of these tenants: their shares of `tenant_tokens` follow it while all have requests waiting.",
         "livemax",
     ),
-    MetricText(
+    MetricDefinition(
         "stage_kv_cache_usage_ratio",
         "gauge",
         _STAGE,
@@ -143,7 +143,7 @@ METRICS = (
         "With several heads or API servers a lower bound: an engine reports each step to one of them.",
         "livemax",
     ),
-    MetricText(
+    MetricDefinition(
         "prefix_cache_hit_ratio",
         "gauge",
         _STAGE,
@@ -152,26 +152,26 @@ METRICS = (
         "have said so of any.",
         "livemostrecent",
     ),
-    MetricText("dispatches", "counter", _REPLICA, "Requests sent to a replica."),
-    MetricText(
+    MetricDefinition("dispatches", "counter", _REPLICA, "Requests sent to a replica."),
+    MetricDefinition(
         "requests_in_flight",
         "gauge",
         _REPLICA,
         "This head's requests that a replica is charged with, exact. May be added up over heads.",
     ),
-    MetricText(
+    MetricDefinition(
         "prefill_tokens",
         "gauge",
         _REPLICA,
         "Prompt tokens of this head's requests there that are still to be computed, less those expected to be cached.",
     ),
-    MetricText(
+    MetricDefinition(
         "decode_tokens",
         "gauge",
         _REPLICA,
         "Tokens of prompts and answers of this head's requests there that have had a first output.",
     ),
-    MetricText(
+    MetricDefinition(
         "kv_cache_usage_ratio",
         "gauge",
         _REPLICA,
@@ -179,13 +179,13 @@ METRICS = (
         "head.",
         "livemax",
     ),
-    MetricText(
+    MetricDefinition(
         "replica_restarts",
         "counter",
         _REPLICA,
         "Attempts to start a lost engine again, of a head with one API server; 0 for all others.",
     ),
-    MetricText(
+    MetricDefinition(
         "decisions",
         "counter",
         ("stage", "policy", "reason"),
@@ -194,25 +194,25 @@ METRICS = (
         "[room was left](admission.md#the-order) for tenants under their share; `unexplained`: the policy gives no "
         "reasons.",
     ),
-    MetricText(
+    MetricDefinition(
         "decision_fallbacks",
         "counter",
         ("stage", "policy", "fallback"),
         "Dispatches for which the policy used less than its rule, by why; `policy-fault`: it failed.",
     ),
-    MetricText(
+    MetricDefinition(
         "matched_tokens",
         "counter",
         (),
         "Prompt tokens that the policy expected to be cached, of requests whose engine said how many were.",
     ),
-    MetricText(
+    MetricDefinition(
         "cached_tokens",
         "counter",
         (),
         "Prompt tokens that engines said they had cached, of the requests that `matched_tokens_total` counts.",
     ),
-    MetricText(
+    MetricDefinition(
         "requests_held",
         "gauge",
         ("where",),
@@ -220,30 +220,30 @@ METRICS = (
         "after; `move`: they have lost their replica and wait for their turn to move; `paused`: engines refuse them "
         "until the end of a pause.",
     ),
-    MetricText(
+    MetricDefinition(
         "request_moves",
         "counter",
         ("way",),
         "Requests sent again to another replica because theirs was lost. `restart`: from the beginning; `resume`: with "
         "what was delivered as part of the prompt; `replay`: from the beginning, and what was delivered is dropped.",
     ),
-    MetricText("tokens_swallowed", "counter", (), "Tokens that replays repeated and no client got twice."),
-    MetricText("replays_diverged", "counter", (), "Replays that did not repeat what had been delivered."),
-    MetricText(
+    MetricDefinition("tokens_swallowed", "counter", (), "Tokens that replays repeated and no client got twice."),
+    MetricDefinition("replays_diverged", "counter", (), "Replays that did not repeat what had been delivered."),
+    MetricDefinition(
         "requests_failed",
         "counter",
         ("reason",),
         "Requests that ended with an error of the fleet; the log says which. `replica_lost`; `no_replica`, also of a "
         "head that is ending; `query_of_death`: two engines died of them, or so it seems.",
     ),
-    MetricText(
+    MetricDefinition(
         "coordinator_connected",
         "gauge",
         (),
         "1 while the coordinator answers this head, else 0; missing in a fleet that nobody can join.",
         "livemin",
     ),
-    MetricText(
+    MetricDefinition(
         "heads",
         "gauge",
         (),
@@ -251,7 +251,7 @@ METRICS = (
         "that nobody can join.",
         "livemin",
     ),
-    *(MetricText(name, "histogram", labels, meaning) for name, (labels, meaning) in HISTOGRAMS.items()),
+    *(MetricDefinition(name, "histogram", labels, meaning) for name, (labels, meaning) in HISTOGRAMS.items()),
 )
 """In the order of the page."""
 

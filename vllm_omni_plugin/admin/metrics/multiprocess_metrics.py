@@ -19,7 +19,7 @@ logger = init_logger(__name__)
 
 _INTERVAL_S = 1.0
 
-_GAUGE_MODES = {f"{PREFIX}{metric.name}": metric.over_processes for metric in METRICS}
+_GAUGE_MODES = {f"{PREFIX}{metric.name}": metric.multiprocess_mode for metric in METRICS}
 
 
 def in_multiprocess_mode() -> bool:

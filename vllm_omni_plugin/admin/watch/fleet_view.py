@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_omni_plugin.admin.head_drain import HeadDrain
-from vllm_omni_plugin.admin.watch.token_counts import TokenRates
+from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
@@ -80,7 +80,7 @@ class FleetView:
             "time": self._wall_clock(),
             "unfinished": len(self._orchestrator.request_states),
             "held": metrics.waiting + metrics.held + metrics.moves_waiting + metrics.paused,
-            "tokens_per_second": sum(self.rates.of(member.name)[0] or 0.0 for member in members),
+            "tokens_per_second": sum(self.rates.rates_of(member.name)[0] or 0.0 for member in members),
             "kv_usage": max((member.load.kv_usage for member in members), default=0.0),
         }
 
@@ -94,7 +94,7 @@ class FleetView:
 
     def _replica(self, member: PoolMember, now: float) -> dict[str, Any]:
         load, client = member.load, member.client
-        rate, hit_rate = self.rates.of(member.name)
+        rate, hit_rate = self.rates.rates_of(member.name)
         return {
             "id": member.name,
             "status": member.status.value,

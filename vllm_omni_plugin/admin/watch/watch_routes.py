@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from vllm_omni_plugin.admin.access import Access
-from vllm_omni_plugin.admin.routes import of_app
+from vllm_omni_plugin.admin.routes import app_state
+from vllm_omni_plugin.admin.watch.event_stream import EventStreamResponse
+from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE
-from vllm_omni_plugin.admin.watch.viewer_response import ViewerResponse
-from vllm_omni_plugin.admin.watch.viewers import Viewers
 from vllm_omni_plugin.orchestrator.event_log import FleetEvent
 
 _PAGE = {
@@ -41,7 +41,7 @@ class EventReport:
 
 
 def build_watch_router(access: Access) -> APIRouter:
-    """The routes under `/omni` that show the fleet. They ask the `omni_viewers` (`Viewers`) of `app.state`.
+    """The routes under `/omni` that show the fleet. They ask the `omni_broadcast` (`FleetBroadcast`) of `app.state`.
 
     The page has nothing of the fleet in it, and is for everybody: its script asks the other routes, with the key that
     its user types in.
@@ -50,21 +50,21 @@ def build_watch_router(access: Access) -> APIRouter:
         access: who may look.
     """
     router = APIRouter(prefix="/omni", tags=["fleet"])
-    look = [Depends(access.to_look)]
+    look = [Depends(access.require_read)]
 
     @router.get("/events", dependencies=look, response_model=EventReport)
     async def events(request: Request) -> Any:
-        viewers: Viewers = of_app(request, "omni_viewers")
+        viewers: FleetBroadcast = app_state(request, "omni_broadcast")
         known = _known(request)
         if _wants_stream(request):
-            return ViewerResponse(viewers, viewers.event_stream(known), _STREAM_HEADERS)
+            return EventStreamResponse(viewers, viewers.event_stream(known), _STREAM_HEADERS)
         return EventReport(viewers.events(known))
 
     @router.get("/fleet", dependencies=look, response_model=None)
     async def fleet(request: Request) -> Any:
-        viewers: Viewers = of_app(request, "omni_viewers")
+        viewers: FleetBroadcast = app_state(request, "omni_broadcast")
         if _wants_stream(request):
-            return ViewerResponse(viewers, viewers.fleet_stream(_known(request)), _STREAM_HEADERS)
+            return EventStreamResponse(viewers, viewers.fleet_stream(_known(request)), _STREAM_HEADERS)
         return viewers.state()
 
     for path, (name, media_type) in _PAGE.items():

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.middleware import Middleware
 
-from vllm_omni_plugin.admin.access import Access, HasKey
+from vllm_omni_plugin.admin.access import Access, KeyCheck
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.admin.admission_file import AdmissionFile
 from vllm_omni_plugin.admin.explain import explain
@@ -29,9 +29,9 @@ from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
-from vllm_omni_plugin.admin.watch.token_counts import TokenRates
-from vllm_omni_plugin.admin.watch.viewers import Viewers
+from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.admission import Refusal
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
@@ -141,14 +141,14 @@ class FleetEndpoints:
         # Each of several servers gets a signal to all, and the supervisor's behind it: the second is no second one. The
         # supervisor kills them when there is one.
         if (flag := getattr(args, SHARED_DRAIN_FLAG, None)) is not None:
-            fleet.head_drain.share(flag)
+            fleet.head_drain.use_shared_flag(flag)
         else:
             # Kept, or it would be collected.
             state.omni_second_signal = asyncio.create_task(
                 _heed_second_signal(fleet, self._app), name="omni-second-signal"
             )
         state.omni_drain = fleet.head_drain
-        state.omni_viewers = _viewers(fleet)
+        state.omni_broadcast = _broadcast(fleet)
         headers = tenant_headers(options.tenant_header, options.admission)
         if headers:
             admission = fleet.orchestrator.admission
@@ -175,7 +175,7 @@ class FleetEndpoints:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
 
 
-def _viewers(fleet: FleetClient) -> Viewers:
+def _broadcast(fleet: FleetClient) -> FleetBroadcast:
     from vllm import __version__
 
     versions = {"vllm": __version__, "plugin": version("vllm-omni-plugin")}
@@ -187,7 +187,7 @@ def _viewers(fleet: FleetClient) -> Viewers:
         {"name": f"{socket.gethostname()}, process {os.getpid()}", **versions},
         fleet.stages.pipeline,
     )
-    return Viewers(view, fleet.orchestrator.events, lambda: fleet.resources.engine_dead)
+    return FleetBroadcast(view, fleet.orchestrator.events, lambda: fleet.resources.engine_dead)
 
 
 def _count_refusal(fleet: FleetClient, refused: Refusal) -> None:
@@ -217,11 +217,11 @@ def _hurry(fleet: FleetClient, app: FastAPI) -> None:
         server.force_exit = True
 
 
-def _has_one_of(keys: Sequence[str], app: FastAPI) -> HasKey:
+def _has_one_of(keys: Sequence[str], app: FastAPI) -> KeyCheck:
     """vLLM's own check of a bearer token, in constant time; its middleware looks at some paths only."""
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    has_key: HasKey = AuthenticationMiddleware(app, list(keys)).verify_token
+    has_key: KeyCheck = AuthenticationMiddleware(app, list(keys)).verify_token
     return has_key
 
 

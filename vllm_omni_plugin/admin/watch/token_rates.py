@@ -63,11 +63,11 @@ class TokenRates:
                 fields[_COUNTERS[sample.name]] += sample.value
         self._readings.append((now, {name: TokenCounts(*fields) for name, fields in counts.items()}))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """There will be no readings for some time."""
         self._readings.clear()
 
-    def of(self, replica: str) -> tuple[float | None, float | None]:
+    def rates_of(self, replica: str) -> tuple[float | None, float | None]:
         """Tokens per second lately, and the share of prompt tokens found in the cache, 0 to 1; None: not known."""
         if not self._readings:
             return None, None

@@ -28,7 +28,7 @@ _LOOK_EVERY = 5
 """Ticks after which one who waits for news looks whether there will be any."""
 
 
-class Viewers:
+class FleetBroadcast:
     """Who looks at the fleet, and what they are sent. Lives on the server's event loop.
 
     A viewer is never waited for. Each goes through states and events at its own speed: of states it gets the newest, of
@@ -155,7 +155,7 @@ class Viewers:
         finally:
             self._log.on_event = None
             self._samples.clear()
-            self._view.rates.forget()
+            self._view.rates.reset()
             self._announce()
 
     def _take_turn(self, *, is_sampled: bool) -> None:

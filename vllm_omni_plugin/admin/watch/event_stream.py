@@ -12,15 +12,15 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
+from vllm_omni_plugin.admin.watch.fleet_broadcast import MAX_VIEWERS, FleetBroadcast
 from vllm_omni_plugin.admin.watch.server_sent import MEDIA_TYPE
-from vllm_omni_plugin.admin.watch.viewers import MAX_VIEWERS, Viewers
 
 SEND_TIMEOUT_S = 30.0
 """Seconds in which a viewer must take what it is sent, and its machine say that it is there. A server does not end
 before its connections have."""
 
 
-class ViewerResponse(StreamingResponse):
+class EventStreamResponse(StreamingResponse):
     """Sends a stream as server-sent events, and drops the connection of who does not read them.
 
     Args:
@@ -31,7 +31,7 @@ class ViewerResponse(StreamingResponse):
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, viewers: Viewers, chunks: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, viewers: FleetBroadcast, chunks: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
         super().__init__(chunks, headers=headers)
         self._viewers = viewers
         self._chunks = chunks
