@@ -78,12 +78,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "modalities",
         "`modalities`: there is no modality 'txt' (did you mean 'text'?): use one of text, audio.",
     ),
-    ({"modalities": []}, "modalities", "`modalities` asks for nothing that this route answers with."),
-    ({"modalities": "audio"}, "modalities", "`modalities` is a list of names."),
-    ({"modalities": [1]}, "modalities", "`modalities` is a list of names."),
+    ({"modalities": []}, "modalities", "`modalities` asks for no output that this route can return."),
+    ({"modalities": "audio"}, "modalities", "`modalities` must be a list of names."),
+    ({"modalities": [1]}, "modalities", "`modalities` must be a list of names."),
     ({"audio": {"voice": "ann"}}, "audio", "`audio` is given, but `modalities` does not ask for audio."),
-    ({"modalities": ["audio"], "audio": "ann"}, "audio", "`audio` is an object."),
-    ({"modalities": ["audio"], "audio": {"voice": {"id": 1}}}, "audio.voice", "`audio.voice` is a string."),
+    ({"modalities": ["audio"], "audio": "ann"}, "audio", "`audio` must be an object."),
+    ({"modalities": ["audio"], "audio": {"voice": {"id": 1}}}, "audio.voice", "`audio.voice` must be a string."),
     (
         {"modalities": ["audio"], "audio": {"format": "mp3"}},
         "audio.format",
@@ -94,7 +94,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "audio",
         "`audio`: there is no key 'pitch': use one of voice, format.",
     ),
-    ({"omni": []}, "omni", "`omni` is an object."),
+    ({"omni": []}, "omni", "`omni` must be an object."),
     (
         {"omni": {"output": []}},
         "omni",
@@ -105,7 +105,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "omni.outputs",
         "`omni.outputs`: no stage 'talker' runs for this request (did you mean 'thinker'?): use one of thinker.",
     ),
-    ({"omni": {"outputs": "thinker"}}, "omni.outputs", "`omni.outputs` is a list of names."),
+    ({"omni": {"outputs": "thinker"}}, "omni.outputs", "`omni.outputs` must be a list of names."),
     (
         {"modalities": ["audio"], "omni": {"sampling": {"talkr": {}}}},
         "omni.sampling",
@@ -114,11 +114,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"omni": {"sampling": {"thinker": {"seed": 1}}}},
         "omni.sampling.thinker",
-        "Stage 'thinker' takes the request's own sampling parameters: give them there.",
+        "Stage 'thinker' uses the request's own sampling parameters: set them there.",
     ),
-    ({"omni": {"sampling": {"thinker": 1}}}, "omni.sampling.thinker", "`omni.sampling.thinker` is an object."),
-    ({"omni": {"params": 1}}, "omni.params", "`omni.params` is an object."),
-    ({"omni": {"timings": "yes"}}, "omni.timings", "`omni.timings` is true or false."),
+    ({"omni": {"sampling": {"thinker": 1}}}, "omni.sampling.thinker", "`omni.sampling.thinker` must be an object."),
+    ({"omni": {"params": 1}}, "omni.params", "`omni.params` must be an object."),
+    ({"omni": {"timings": "yes"}}, "omni.timings", "`omni.timings` must be true or false."),
 ]
 
 
@@ -132,8 +132,8 @@ def test_a_mistake_is_named_with_its_place(speech: Pipeline, fields: dict[str, A
 @pytest.mark.parametrize(
     ("outputs", "asked", "message"),
     [
-        ((TEXT, SCORES), ["scores"], "`modalities` asks for nothing that this route answers with."),
-        ((AUDIO, SCORES), ["audio", "scores"], "'scores' is put out beside 'text' only: ask for both."),
+        ((TEXT, SCORES), ["scores"], "`modalities` asks for no output that this route can return."),
+        ((AUDIO, SCORES), ["audio", "scores"], "'scores' can only accompany 'text': ask for both."),
         ((TEXT, Modality.IMAGE), ["text", "image"], "'image' cannot be sent in an answer."),
     ],
 )
@@ -146,7 +146,7 @@ def test_what_no_answer_can_hold_is_refused(outputs: tuple[Modality, ...], asked
 def test_the_output_of_a_stage_that_json_cannot_hold_is_refused() -> None:
     painter = Stage(0, "painter", "vllm", Modality.LATENT, model="m")
     writer = Stage(1, "writer", "a.b:C", TEXT, inputs=("painter",), transform="a.b:c", final=True)
-    with pytest.raises(BadOptionError, match="Stage 'painter' puts out 'latent', which cannot be sent"):
+    with pytest.raises(BadOptionError, match="Stage 'painter' has the output 'latent', which cannot be sent"):
         read_call_options({"omni": {"outputs": ["painter"]}}, Pipeline((painter, writer)))
 
 
@@ -182,6 +182,6 @@ def test_a_stage_that_samples_nothing_takes_no_parameters() -> None:
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
 def test_where_a_cache_is_fetched_from_is_not_for_clients_to_say(speech: Pipeline, name: str) -> None:
     extra = {"extra_args": {name: {"remote_host": "10.0.0.1"}}}
-    with pytest.raises(BadOptionError, match=f"`{name}` are the pipeline's own") as raised:
+    with pytest.raises(BadOptionError, match=f"`{name}` are set by the pipeline") as raised:
         read_call_options({"modalities": ["audio"], "omni": {"sampling": {"talker": extra}}}, speech)
     assert raised.value.param == "omni.sampling.talker"

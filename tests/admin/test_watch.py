@@ -20,8 +20,7 @@ from tests.admin.asgi import app_of, broadcast_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.head_drain import HeadDrain
-from vllm_omni_plugin.admin.watch import viewer_response
-from vllm_omni_plugin.admin.watch import viewers as viewers_module
+from vllm_omni_plugin.admin.watch import event_stream, fleet_broadcast
 from vllm_omni_plugin.admin.watch.event_stream import EventStreamResponse
 from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
@@ -36,7 +35,7 @@ _BPF_RETURN = 0x06
 
 
 @pytest.fixture
-def viewers(fleet: FakeFleet) -> FleetBroadcast:
+def broadcast(fleet: FakeFleet) -> FleetBroadcast:
     return broadcast_of(fleet, HeadDrain(fleet.orchestrator.events))
 
 
@@ -78,29 +77,29 @@ async def test_events_are_listed_oldest_first_and_from_one_on(fleet: FakeFleet) 
 
 
 async def test_a_stream_of_events_begins_with_those_that_are_kept_and_goes_on(
-    fleet: FakeFleet, viewers: FleetBroadcast
+    fleet: FakeFleet, broadcast: FleetBroadcast
 ) -> None:
     fleet.kill(1)
-    stream = messages(viewers.event_stream())
+    stream = messages(broadcast.event_stream())
     assert (await first(stream))[0] == "lost"
     fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
     kind, event = await first(stream)
     assert (kind, event["reason"]) == ("drain", "an operator drains it")
 
 
-async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFleet, viewers: FleetBroadcast) -> None:
-    viewers = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=600.0)
-    stream = messages(viewers.event_stream())
+async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
+    broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=600.0)
+    stream = messages(broadcast.event_stream())
     waiting = asyncio.create_task(first(stream))
-    await eventually(lambda: viewers.is_producing, "the viewer")
+    await eventually(lambda: broadcast.is_producing, "the viewer")
     await asyncio.to_thread(fleet.orchestrator.events.record, EventKind.DRAIN, "elsewhere")
     assert (await waiting)[1]["reason"] == "elsewhere"
 
 
 async def test_a_slow_viewer_gets_the_newest_state_and_holds_nobody_up(
-    fleet: FakeFleet, viewers: FleetBroadcast
+    fleet: FakeFleet, broadcast: FleetBroadcast
 ) -> None:
-    slow, quick = messages(viewers.fleet_stream()), messages(viewers.fleet_stream())
+    slow, quick = messages(broadcast.fleet_stream()), messages(broadcast.fleet_stream())
     for stream in (slow, quick):
         assert (await first(stream))[0] == "history"
         assert (await first(stream))[0] == "state"
@@ -112,7 +111,7 @@ async def test_a_slow_viewer_gets_the_newest_state_and_holds_nobody_up(
 
 
 async def test_one_producer_serves_all_viewers_and_none_is_there_before(
-    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
     own_state = FleetView.state
@@ -122,8 +121,8 @@ async def test_one_producer_serves_all_viewers_and_none_is_there_before(
         return own_state(view)
 
     monkeypatch.setattr(FleetView, "state", state)
-    assert (viewers.is_producing, fleet.orchestrator.events.on_event) == (False, None)
-    streams = [messages(viewers.fleet_stream()) for _ in range(20)]
+    assert (broadcast.is_producing, fleet.orchestrator.events.on_event) == (False, None)
+    streams = [messages(broadcast.fleet_stream()) for _ in range(20)]
     for stream in streams:
         assert (await first(stream))[0] == "history"
     states = [await first(stream) for stream in streams]
@@ -132,41 +131,41 @@ async def test_one_producer_serves_all_viewers_and_none_is_there_before(
 
 
 async def test_nothing_is_produced_for_long_once_nobody_looks(
-    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(viewers_module, "_HISTORY", 1)
-    stream = viewers.fleet_stream()
+    monkeypatch.setattr(fleet_broadcast, "_HISTORY", 1)
+    stream = broadcast.fleet_stream()
     await first(stream)
     await stream.aclose()
-    await eventually(lambda: not viewers.is_producing, "the end of the producer")
+    await eventually(lambda: not broadcast.is_producing, "the end of the producer")
     assert fleet.orchestrator.events.on_event is None
-    assert (await first(messages(viewers.fleet_stream())))[0] == "history", "it begins again for the next"
+    assert (await first(messages(broadcast.fleet_stream())))[0] == "history", "it begins again for the next"
 
 
 async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
-    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(viewers_module, "_HISTORY", 1)
-    monkeypatch.setattr(viewers_module, "_SAMPLE_EVERY", 1)
-    viewers = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=0.2)
+    monkeypatch.setattr(fleet_broadcast, "_HISTORY", 1)
+    monkeypatch.setattr(fleet_broadcast, "_SAMPLE_EVERY", 1)
+    broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=0.2)
     taken: list[int] = []
     own_turn = FleetBroadcast._take_turn
 
-    def take_turn(viewers: FleetBroadcast, *, is_sampled: bool) -> None:
-        taken.append(viewers._count)
-        own_turn(viewers, is_sampled=is_sampled)
+    def take_turn(broadcast: FleetBroadcast, *, is_sampled: bool) -> None:
+        taken.append(broadcast._count)
+        own_turn(broadcast, is_sampled=is_sampled)
 
     monkeypatch.setattr(FleetBroadcast, "_take_turn", take_turn)
-    leaving = viewers.fleet_stream()
+    leaving = broadcast.fleet_stream()
     await first(leaving)
     await leaving.aclose()
     await eventually(lambda: taken == [0], "the last tick alone")
-    stream = messages(viewers.fleet_stream())
+    stream = messages(broadcast.fleet_stream())
     assert [(await first(stream))[0] for _ in range(3)] == ["history", "state", "state"]
 
 
 async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
-    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed: list[int] = []
     own_state = FleetView.state
@@ -178,39 +177,39 @@ async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
         return own_state(view)
 
     monkeypatch.setattr(FleetView, "state", state)
-    stream = messages(viewers.fleet_stream())
+    stream = messages(broadcast.fleet_stream())
     assert [(await first(stream))[0] for _ in range(2)] == ["history", "state"]
     assert failed
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 async def test_streams_end_with_the_server_also_when_nothing_is_produced(
-    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def nothing(_: FleetBroadcast) -> None:
         await asyncio.Event().wait()
 
     over: list[int] = []
     monkeypatch.setattr(FleetBroadcast, "_produce", nothing)
-    monkeypatch.setattr(viewers, "_is_over", lambda: bool(over))
-    reading = asyncio.create_task(_read_all(viewers.fleet_stream()))
-    await eventually(lambda: viewers.is_producing, "the viewer")
+    monkeypatch.setattr(broadcast, "_is_over", lambda: bool(over))
+    reading = asyncio.create_task(_read_all(broadcast.fleet_stream()))
+    await eventually(lambda: broadcast.is_producing, "the viewer")
     over.append(1)
     async with asyncio.timeout(10):
         await reading
 
 
 async def test_an_event_after_the_end_of_the_servers_loop_harms_nobody(
-    fleet: FakeFleet, viewers: FleetBroadcast
+    fleet: FakeFleet, broadcast: FleetBroadcast
 ) -> None:
     loop = asyncio.new_event_loop()
     loop.close()
-    viewers._tell(loop)
+    broadcast._notify_threadsafe(loop)
 
 
-async def test_the_history_outlives_a_viewer_who_comes_back(fleet: FakeFleet, viewers: FleetBroadcast) -> None:
+async def test_the_history_outlives_a_viewer_who_comes_back(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     for points in (0, 1):
-        stream = messages(viewers.fleet_stream())
+        stream = messages(broadcast.fleet_stream())
         assert len((await first(stream))[1]) >= points
         await first(stream)
         await stream.aclose()  # type: ignore[attr-defined]
@@ -220,14 +219,14 @@ async def test_streams_end_with_the_server(fleet: FakeFleet) -> None:
     over: list[int] = []
     drain = HeadDrain(fleet.orchestrator.events)
     view = FleetView(fleet.orchestrator, drain, lambda: False, TokenRates(CollectorRegistry(), lambda: 0), {}, None)
-    viewers = FleetBroadcast(view, fleet.orchestrator.events, lambda: bool(over), 0.01)
-    streams = [viewers.event_stream(), viewers.fleet_stream()]
+    broadcast = FleetBroadcast(view, fleet.orchestrator.events, lambda: bool(over), 0.01)
+    streams = [broadcast.event_stream(), broadcast.fleet_stream()]
     reading = [asyncio.create_task(_read_all(stream)) for stream in streams]
-    await eventually(lambda: viewers.is_producing, "the viewers")
+    await eventually(lambda: broadcast.is_producing, "the viewers")
     over.append(1)
     async with asyncio.timeout(10):
         await asyncio.gather(*reading)
-    assert not viewers.is_producing
+    assert not broadcast.is_producing
 
 
 async def _read_all(stream: AsyncIterator[bytes]) -> None:
@@ -246,8 +245,8 @@ async def test_there_are_not_more_streams_than_the_server_can_bear(
 
 
 async def test_a_stream_counts_before_anything_of_it_is_sent(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers_module, "MAX_VIEWERS", 1)
-    app, viewers = app_of(fleet), broadcast_of(fleet, HeadDrain(fleet.orchestrator.events))
+    monkeypatch.setattr(fleet_broadcast, "MAX_VIEWERS", 1)
+    app, broadcast = app_of(fleet), broadcast_of(fleet, HeadDrain(fleet.orchestrator.events))
     asked: list[int] = []
     released = asyncio.Event()
 
@@ -257,7 +256,7 @@ async def test_a_stream_counts_before_anything_of_it_is_sent(fleet: FakeFleet, m
             await released.wait()
 
         scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "app": app, "asgi": {}}
-        await EventStreamResponse(viewers, viewers.event_stream(), {})(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await EventStreamResponse(broadcast, broadcast.event_stream(), {})(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     waiting = asyncio.create_task(ask())
     await eventually(lambda: asked == [200], "the first stream")
@@ -265,16 +264,16 @@ async def test_a_stream_counts_before_anything_of_it_is_sent(fleet: FakeFleet, m
         await ask()
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert not viewers.is_full, "who has gone leaves its place"
+    assert not broadcast.is_full, "who has gone leaves its place"
 
 
 async def test_who_does_not_read_loses_its_connection_and_keeps_no_server_from_ending(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(viewer_response, "SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S", 0.1)
     monkeypatch.setattr(FleetView, "state", lambda _: {"much": "x" * 2_000_000})
-    async with one_viewer(fleet, monkeypatch) as (viewers, server, _):
-        await eventually(lambda: not viewers.is_full, "its place")
+    async with one_viewer(fleet, monkeypatch) as (broadcast, server, _):
+        await eventually(lambda: not broadcast.is_full, "its place")
         await eventually(lambda: not server.server_state.connections, "the end of its connection")
 
 
@@ -282,10 +281,10 @@ async def test_who_does_not_read_loses_its_connection_and_keeps_no_server_from_e
 async def test_who_has_vanished_without_a_word_leaves_its_place(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(viewer_response, "SEND_TIMEOUT_S", 0.5)
-    async with one_viewer(fleet, monkeypatch, path) as (viewers, server, viewer):
+    monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S", 0.5)
+    async with one_viewer(fleet, monkeypatch, path) as (broadcast, server, viewer):
         vanish(viewer)
-        await eventually(lambda: not viewers.is_full, "its place")
+        await eventually(lambda: not broadcast.is_full, "its place")
         await eventually(lambda: not server.server_state.connections, "the end of its connection")
 
 
@@ -294,7 +293,7 @@ async def one_viewer(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str = "/omni/fleet"
 ) -> AsyncIterator[tuple[FleetBroadcast, uvicorn.Server, socket.socket]]:
     """A server that is full with one viewer, who reads nothing; the server must end when the block is over."""
-    monkeypatch.setattr(viewers_module, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(fleet_broadcast, "MAX_VIEWERS", 1)
     app = app_of(fleet)
     listening = socket.create_server(("127.0.0.1", 0))
     app.state.server = server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
@@ -326,42 +325,44 @@ async def test_who_names_an_event_that_is_not_known_here_gets_all(fleet: FakeFle
 
 
 async def test_one_stream_has_state_and_events_and_goes_on_behind_the_last_one(
-    fleet: FakeFleet, viewers: FleetBroadcast
+    fleet: FakeFleet, broadcast: FleetBroadcast
 ) -> None:
     fleet.kill(1)
     fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
-    events = viewers.events()
-    kinds = [(await first(stream))[0] for stream in [messages(viewers.fleet_stream())] for _ in range(4)]
+    events = broadcast.events()
+    kinds = [(await first(stream))[0] for stream in [messages(broadcast.fleet_stream())] for _ in range(4)]
     assert kinds == ["history", "lost", "drain", "state"]
-    later = messages(viewers.fleet_stream(events[0].id))
+    later = messages(broadcast.fleet_stream(events[0].id))
     assert [(await first(later))[0] for _ in range(3)] == ["history", "drain", "state"]
 
 
 async def test_a_viewer_hears_something_also_while_there_is_nothing_to_tell(
-    fleet: FakeFleet, viewers: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
+    fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_: FleetView) -> dict[str, Any]:
         raise KeyError("at every state")
 
     monkeypatch.setattr(FleetView, "state", fails)
-    for stream in (viewers.fleet_stream(), viewers.event_stream()):
+    for stream in (broadcast.fleet_stream(), broadcast.event_stream()):
         async with aclosing(stream) as chunks:
             await first(chunks)
             assert [await first(chunks) for _ in range(2)] == [COMMENT] * 2
 
 
 @pytest.mark.parametrize("when", ["before it begins", "while it waits"])
-async def test_a_producer_that_ends_otherwise_is_replaced(fleet: FakeFleet, viewers: FleetBroadcast, when: str) -> None:
-    async with aclosing(viewers.fleet_stream()) as chunks:
+async def test_a_producer_that_ends_otherwise_is_replaced(
+    fleet: FakeFleet, broadcast: FleetBroadcast, when: str
+) -> None:
+    async with aclosing(broadcast.fleet_stream()) as chunks:
         stream = messages(chunks)
         assert (await first(stream))[0] == "history"
-        (producer,) = (task for task in asyncio.all_tasks() if task.get_name() == "omni-viewers")
+        (producer,) = (task for task in asyncio.all_tasks() if task.get_name() == "omni-broadcast")
         if when == "while it waits":
             assert (await first(stream))[0] == "state"
         producer.cancel()
         await asyncio.wait([producer])
         assert [(await first(stream))[0] for _ in range(3)] == ["state"] * 3
-        assert viewers.is_producing
+        assert broadcast.is_producing
 
 
 async def test_the_page_has_nothing_of_the_fleet_and_runs_no_other_script() -> None:
@@ -387,8 +388,8 @@ async def test_the_script_makes_no_markup_of_what_it_is_told_and_keeps_no_key() 
         assert word not in script
 
 
-async def test_markup_in_what_a_replica_says_is_sent_as_data(fleet: FakeFleet, viewers: FleetBroadcast) -> None:
+async def test_markup_in_what_a_replica_says_is_sent_as_data(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     fleet.orchestrator.replica_lost(fleet.pool.member(0), f"{MARKUP}\n\nevent: state")
-    stream = messages(viewers.event_stream())
+    stream = messages(broadcast.event_stream())
     kind, event = await first(stream)
     assert (kind, event["reason"]) == ("lost", f"{MARKUP}  event: state")

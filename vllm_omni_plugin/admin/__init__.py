@@ -1,4 +1,4 @@
-"""What a fleet shows of itself and lets its operator do, over HTTP: routes, who may use them, metrics, explanations.
+"""Operator's view of a fleet over HTTP: routes, access control, metrics, explanations, and the middleware of requests.
 
-May import `orchestrator` and the layers below, no vLLM. Start with `routes`, or with `hold` for requests that wait.
+May import `orchestrator` and the layers below, not vLLM. Start with `routes`, or with `hold` for waiting requests.
 """

@@ -1,4 +1,4 @@
-"""Who may look at the fleet over HTTP, and who may change it."""
+"""Access control of the routes under `/omni`."""
 
 from collections.abc import Callable
 from http import HTTPStatus
@@ -10,21 +10,20 @@ from starlette.datastructures import Headers
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 
 KeyCheck = Callable[[Headers], bool]
-"""Whether headers have a valid key of one kind."""
+"""Whether the headers contain a valid key."""
 
-_OF_SOMEBODY_ELSE = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip", "origin")
-_OF_PROXIES = ("x-forwarded-", "x-envoy-")
-"""Headers, and beginnings of some, by which a proxy says that it passes a request on, and a browser that a page does.
-Such a request is nobody's on this machine. They also keep out an address that uvicorn has taken from a header instead
-of the connection."""
+_FORWARDED = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip", "origin")
+_FORWARDED_PREFIXES = ("x-forwarded-", "x-envoy-")
+"""Headers of a proxy, and of a browser for a request of a web page. Such a request does not count as local. This also
+excludes an address that uvicorn took from a header instead of the connection."""
 
 
 class Access:
-    """Lets requests to the operator's routes pass, or refuses them with an `HTTPException`.
+    """Accepts requests to the operator's routes, or refuses them with an `HTTPException`.
 
     Args:
-        has_api_key: of the server's API keys; true of all headers where it has none.
-        has_admin_key: of the admin keys; None if there are none.
+        has_api_key: checks for an API key of the server; always true if the server has none.
+        has_admin_key: checks for an admin key; None if there are none.
         unix_socket: whether the server listens on a unix socket, whose clients have no address.
     """
 
@@ -34,7 +33,7 @@ class Access:
         self._unix_socket = unix_socket
 
     async def require_read(self, request: Request) -> None:
-        """Any valid key will do."""
+        """Require any valid key."""
         if self._has_api_key(request.headers) or (self._has_admin_key and self._has_admin_key(request.headers)):
             return
         raise HTTPException(
@@ -42,7 +41,7 @@ class Access:
         )
 
     async def require_write(self, request: Request) -> None:
-        """An admin key, or, where there are none, a request of this machine that may look."""
+        """Require an admin key. Without admin keys, require a local request with an API key."""
         if self._has_admin_key is None:
             await self.require_read(request)
             if not self._is_local(request):
@@ -54,16 +53,16 @@ class Access:
             raise HTTPException(HTTPStatus.UNAUTHORIZED, f"Unauthorized: this needs {needs}.")
 
     def _is_local(self, request: Request) -> bool:
-        if any(name in _OF_SOMEBODY_ELSE or name.startswith(_OF_PROXIES) for name in request.headers):
+        if any(name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES) for name in request.headers):
             return False
         if request.client is None:
-            # Of TCP, a peer that was gone before its address could be read: it may have been anybody.
+            # A TCP peer that disconnected before its address could be read is unknown.
             return self._unix_socket
         try:
             address = ip_address(request.client.host)
         except ValueError:
             return False
         if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-            # A peer of IPv4 on a socket of IPv6.
+            # An IPv4 peer of an IPv6 socket.
             return address.ipv4_mapped.is_loopback
         return address.is_loopback

@@ -1,4 +1,4 @@
-"""Where a request would go and why, without running it."""
+"""`POST /omni/explain`: where a request would go and why, without running it."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -14,11 +14,11 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explain, Explanation
 
 PromptReader = Callable[[str, str | None], Awaitable[Prompt]]
-"""Tokenises a text for a model's name, None for the base model. Raises `BadPromptError` and `UnknownModelError`."""
+"""Tokenizes a text for a model; None is the base model. Raises `BadPromptError` and `UnknownModelError`."""
 
 
 class BadPromptError(OmniError, ValueError):
-    """The server could complete no such prompt. The message says why."""
+    """The prompt is not valid. The message says why."""
 
 
 class UnknownModelError(OmniError, LookupError):
@@ -30,16 +30,12 @@ class DecisionReport:
     """The answer of `POST /omni/explain`.
 
     Attributes:
-        policy: what decides, by its name.
-        reason: what decided.
-        fallback: why it decided by something less than its rule; "" if it did not.
-        chosen: `<stage>.<replica>` of the one that would get the request.
-        candidates: for each replica that was compared its id as `replica`, its `score`, of which the lowest wins (None
-            for one that is not finite), `matched_tokens` of the prompt that it is expected to have cached, and all
-            fields of its `ReplicaLoad`.
-        prompt_tokens: length of the prompt.
-        queue: `waits`: whether it would wait at the head, because the chosen replica cannot begin it yet; the `class`
-            it would have; `ahead`: how many requests would go before it if it waited, about; `wait_s`: for how long.
+        policy, reason, fallback: see `Decision`.
+        chosen: `<stage>.<replica>` of the replica that would get the request.
+        candidates: for each compared replica its id as `replica`, its `score` (the lowest wins; None if not finite),
+            the `matched_tokens` that are expected to be cached, and all fields of its `ReplicaLoad`.
+        queue: `waits`: whether the request would wait at the head, because the chosen replica cannot begin it yet;
+            `class`: its class; `ahead`: approximate number of requests before it; `wait_s`: the expected wait.
     """
 
     policy: str
@@ -61,16 +57,15 @@ async def explain(
     tenant: str = "",
     priority: int | None = None,
 ) -> DecisionReport:
-    """What the policy of the stage that answers prompts would decide on a completion of this prompt, in this session,
-    and where it would stand in the queue as this tenant's, with this priority.
+    """Ask the policy, on the orchestrator's loop, where a completion of `prompt` would go.
 
-    Nothing is run, counted or remembered. The policy is asked on the orchestrator's own loop.
+    The request is neither run nor counted.
 
     Raises:
-        BadPromptError: the server could not complete it.
-        UnknownModelError: it has no such model.
+        BadPromptError: the prompt is not valid.
+        UnknownModelError: the server has no such model.
         NoReplicaError: no replica serves.
-        NoExplanationError: the policy cannot explain itself.
+        NoExplanationError: the policy cannot explain its decisions.
         QueueClosedError: the server is about to end.
     """
     read = await read_prompt(prompt, model)
@@ -85,7 +80,7 @@ def _report(explanation: Explanation, prompt_tokens: int) -> DecisionReport:
     try:
         candidates = [_candidate(explanation, candidate) for candidate in decision.candidates]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        # A third party's; the pool checks what it acts upon, not these.
+        # Of a third party's policy: the pool checks only the fields that it uses itself.
         fault = f"names candidates that cannot be shown ({error!r})"
         raise NoExplanationError(f"Policy {explanation.policy} {fault}.") from error
     return DecisionReport(

@@ -1,4 +1,4 @@
-"""Draining a head: it takes no new requests, and finishes those it has."""
+"""Drains a head: it takes no new requests, and finishes those it has."""
 
 from collections.abc import MutableSequence
 
@@ -6,15 +6,11 @@ from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, HOLDS
 
 DRAINING = "This server is drained by an operator and takes no new requests. Please send it to another one."
-"""Why requests are refused meanwhile."""
+"""The message of requests that are refused meanwhile."""
 
 
 class HeadDrain:
-    """Whether an operator drains this head, and with it all API servers of its command.
-
-    Args:
-        events: is told.
-    """
+    """Whether an operator drains this head, including all API servers of its command."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
@@ -26,7 +22,7 @@ class HeadDrain:
         return bool(self._flag[0])
 
     def use_shared_flag(self, flag: MutableSequence[int]) -> None:
-        """From now on this number says it, 0 while it is not drained, which the API servers of one command share."""
+        """Use a flag that all API servers of one command share: 0 if the head is not drained."""
         self._flag = flag
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls to the engines as a whole are refused while not all heads of the fleet can be told of them."""
+"""Refuses calls to the engines as a whole while they cannot be sent to all heads of the fleet."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,11 +30,12 @@ OPERATOR_PATHS = frozenset(
         "/wake_up",
     }
 )
-"""vLLM's routes that call engines as a whole. Their handlers answer every error with a status of their own."""
+"""vLLM's routes that call engines as a whole. Their handlers turn every error into a status of their own, so a
+middleware is needed."""
 
 
 class OperatorCallMiddleware:
-    """Answers a POST to one of `OPERATOR_PATHS` with 503 and `Retry-After` if `app.state.omni_fleet` says why."""
+    """Answers a POST to one of `OPERATOR_PATHS` with 503 and `Retry-After` if `omni_fleet` has a `refusal`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

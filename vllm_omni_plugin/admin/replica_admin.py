@@ -1,4 +1,4 @@
-"""What an operator sees of the fleet and may do to it."""
+"""Lists the replicas of a fleet, and drains, resumes and removes them."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,7 +16,7 @@ Action = Literal["drain", "resume", "remove"]
 
 
 class UnknownReplicaError(OmniError, LookupError):
-    """No replica has the id. The message names those that exist."""
+    """No replica has this id. The message lists the existing ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,14 @@ class ReplicaReport:
     """One replica at one moment.
 
     Attributes:
-        id: names it in this API: `<stage>.<replica>`.
-        stage: its stage.
-        replica: its id in that stage, as in the labels of metrics.
-        status: `up`: takes requests; `draining`: attached, but gets no new ones; `down` or `error`: lost.
-        held_back: why it gets no new requests: `admin`: an operator drains it; `drain`: its own server is told to end;
+        id: `<stage>.<replica>`.
+        status: `up`: takes requests; `draining`: attached without new requests; `down` or `error`: lost.
+        held_back: why it gets no new requests: `admin`: an operator drains it; `drain`: its own server is ending;
             `suspect`: its heartbeats are late.
         remote: whether its engine belongs to another process.
-        input_addr: ZMQ address it takes requests on; empty before it has served, unless it is remote.
-        output_addr: ZMQ address it gives outputs on; likewise.
-        in_flight: unfinished requests it has: those of this head, and those of others as they were reported.
-        dispatched: requests that this head ever sent to it.
-        restarts: how often its engine was started again.
+        input_addr, output_addr: ZMQ addresses; empty before it has served, unless it is remote.
+        in_flight: unfinished requests of this head, and of other heads as reported.
+        dispatched: requests that this head has sent to it so far.
         since_seconds: seconds since it last began to serve or was lost; None before it has served.
     """
 
@@ -54,13 +50,7 @@ class ReplicaReport:
 
 
 class FleetAdmin:
-    """Reports from tuples that are replaced, never changed, so without a lock; changes go to the orchestrator's loop.
-
-    Args:
-        orchestrator: has the replicas.
-        fleet_calls: makes operators' calls.
-        clock: monotonic seconds, the same as the orchestrator's.
-    """
+    """Reads without a lock, since the tuples of replicas are immutable; sends changes to the orchestrator's loop."""
 
     def __init__(self, orchestrator: Orchestrator, fleet_calls: FleetCalls, clock: Callable[[], float]) -> None:
         self._orchestrator = orchestrator
@@ -69,25 +59,21 @@ class FleetAdmin:
 
     @property
     def refusal(self) -> CoordinatorUnavailableError | None:
-        """Why calls to the engines as a whole are refused now; None if they are not."""
+        """The error with which calls to the engines as a whole are refused now; None if they are accepted."""
         return self._fleet_calls.refusal
 
     def replicas(self) -> list[ReplicaReport]:
-        """All replicas, in order of stages and ids."""
         now = self._clock()
         return [_report(member, now) for member in self._members()]
 
     async def manage(self, replica: str, action: Action) -> None:
-        """Drain a replica, undo that, or make it leave the fleet for good. Returns when that has begun, for all heads.
+        """Drain, resume or remove the replica with this `ReplicaReport.id`. Returns when all heads have begun that.
 
-        A replica may be drained in any state, again and again.
-
-        Args:
-            replica: its `ReplicaReport.id`.
+        A replica may be drained in any state, also repeatedly.
 
         Raises:
-            UnknownReplicaError: there is none with this id.
-            ReplicaError: it is in the wrong state for that.
+            UnknownReplicaError: no replica has this id.
+            ReplicaError: the replica is in the wrong state.
             QueueClosedError: the server is about to end.
         """
         member = self._find(replica)
@@ -109,7 +95,6 @@ class FleetAdmin:
 
 
 def _condition(member: PoolMember) -> str:
-    """Status and holds in a few words."""
     holds = f", held back: {', '.join(sorted(member.held_back))}" if member.held_back else ""
     return f"it is {member.status.value}{holds}"
 

@@ -1,4 +1,4 @@
-"""The header `X-Omni-Replica`: which replicas an answer comes from."""
+"""The response header `X-Omni-Replica`, which names the replicas of an answer."""
 
 from collections.abc import Awaitable, Iterable
 from contextvars import ContextVar
@@ -14,9 +14,9 @@ _requests: ContextVar[list[Dispatches] | None] = ContextVar("omni_requests", def
 
 
 def new_dispatches() -> Dispatches | None:
-    """Where the orchestrator notes the dispatches of a request of the current answer; None outside of any answer.
+    """A list in which the orchestrator records the dispatches of a request; None outside of an HTTP answer.
 
-    One answer may take several requests, each made in an asyncio task of its own: tasks inherit the context.
+    One answer may need several requests, each in its own asyncio task; tasks inherit the context variable.
     """
     requests = _requests.get()
     if requests is None:
@@ -27,12 +27,11 @@ def new_dispatches() -> Dispatches | None:
 
 
 class ReplicaHeaderMiddleware:
-    """Names the replicas that an answer comes from in its header `X-Omni-Replica`, as `<stage>.<replica>`.
+    """Adds the header `X-Omni-Replica` with the answer's replicas, as `<stage>.<replica>`.
 
-    An answer of several requests (`n`, several prompts) names every replica once, in the order of the requests; a
-    pipeline's names one of each stage. vLLM begins a stream of events before it asks an engine for anything, so such an
-    answer has no header. If the request has a header of this name, the stream ends with a comment of the same content,
-    which clients skip.
+    An answer of several requests (`n`, several prompts) names every replica once, in the order of the requests; an
+    answer of a pipeline names one replica per stage. A stream begins before vLLM sends a request to an engine, so it
+    has no header. Instead, if the request has a header of this name, the stream ends with a comment of that content.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -44,16 +43,21 @@ class ReplicaHeaderMiddleware:
             return
         requests: list[Dispatches] = []
         wants_comment = HEADER in Headers(scope=scope)
-        of_events = False
+        is_event_stream = False
 
         def send_named(message: Message) -> Awaitable[None]:
-            nonlocal of_events
+            nonlocal is_event_stream
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                of_events = headers.get("Content-Type", "").startswith("text/event-stream")
+                is_event_stream = headers.get("Content-Type", "").startswith("text/event-stream")
                 if names := _names(requests):
                     headers[HEADER] = names
-            elif of_events and wants_comment and not message.get("more_body", False) and (names := _names(requests)):
+            elif (
+                is_event_stream
+                and wants_comment
+                and not message.get("more_body", False)
+                and (names := _names(requests))
+            ):
                 message["body"] = message.get("body", b"") + f": {HEADER}: {names}\n\n".encode()
             return send(message)
 

@@ -1,4 +1,4 @@
-"""Waiting, on the HTTP server's event loop, for what the orchestrator answers."""
+"""Waits on the HTTP server's event loop for an answer of the orchestrator."""
 
 import asyncio
 from concurrent.futures import Future
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 async def result_of(reply: "Future[T]") -> T:
-    """The result of a message's reply, or its error.
+    """Return the reply's result, or raise its error.
 
     Raises:
-        QueueClosedError: the orchestrator ended with the message open. To who asks that is no cancellation.
+        QueueClosedError: the orchestrator ended before it replied. This is not a cancellation of the caller.
     """
     try:
         return await asyncio.wrap_future(reply)

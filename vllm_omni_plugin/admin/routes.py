@@ -1,4 +1,4 @@
-"""HTTP routes of the operator: replicas, draining the head, the admission file, and where a request would go."""
+"""HTTP routes for operators: replicas, draining the head, reloading the admission file, explaining a decision."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ class FleetReport:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReport:
-    """The answer of `POST /omni/admission`: what has changed, a line for each value."""
+    """The answer of `POST /omni/admission`: a line for each changed value."""
 
     changes: list[str]
 
@@ -43,11 +43,9 @@ class ExplainRequest(BaseModel):
     """The body of `POST /omni/explain`.
 
     Attributes:
-        prompt: text of a completion.
-        session: that it belongs to, if any.
-        model: the model's name, or an adapter's; None: the model.
-        tenant: whose it would be; "": nobody's.
-        priority: as in a request; None: the best that its tenant's class allows.
+        model: name of the model or an adapter; None: the model.
+        tenant: "": no tenant.
+        priority: None: the best one that the tenant's class allows.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,16 +71,11 @@ _STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
 
 
 def build_router(access: Access) -> APIRouter:
-    """The routes under `/omni`. They ask the `omni_fleet` (`FleetAdmin`), `omni_explain` (`explain`), `omni_drain`
+    """The routes under `/omni`. They use `omni_fleet` (`FleetAdmin`), `omni_explain` (`explain`), `omni_drain`
     (`HeadDrain`) and `omni_admission_file` (`AdmissionFile`) of `app.state`.
 
-    Errors are `HTTPException`s, which vLLM's server answers in the shape of OpenAI's errors: 400 for a question that
-    makes no sense, a prompt that could not be completed or a file that cannot be used, 404 for an unknown id or model,
-    409 for a replica in the wrong state or a policy that cannot explain itself, 503 while no replica serves, the server
-    ends, or other heads cannot be told.
-
-    Args:
-        access: who may look, and who may change and ask about prompts, which tells what others have sent.
+    Errors are `HTTPException`s with the status of `_STATUS`; vLLM's server formats them like OpenAI's errors.
+    `POST /omni/explain` requires write access, because scores show which prompts other clients have sent.
     """
     router = APIRouter(prefix="/omni", tags=["fleet"])
     admins = APIRouter(dependencies=[Depends(access.require_write)])
@@ -116,16 +109,16 @@ def build_router(access: Access) -> APIRouter:
         file: AdmissionFile | None = getattr(request.app.state, "omni_admission_file", None)
         if file is None:
             raise HTTPException(HTTPStatus.NOT_FOUND, "This server was started without --omni-admission.")
-        with _told_in_http():
+        with _http_errors():
             return AdmissionReport(await file.reload())
 
     body = {"requestBody": {"content": {"application/json": {"schema": ExplainRequest.model_json_schema()}}}}
 
     @admins.post("/explain", openapi_extra=body)
     async def explain(request: Request) -> DecisionReport:
-        # Not a parameter: FastAPI would read the body before it is known who sends it.
+        # Not a parameter: FastAPI would read the body before the access check.
         question = _explain_request(await request.body())
-        with _told_in_http():
+        with _http_errors():
             explained: DecisionReport = await app_state(request, "omni_explain")(**question.model_dump())
         return explained
 
@@ -142,7 +135,7 @@ def _explain_request(body: bytes) -> ExplainRequest:
 
 
 def app_state(request: Request, name: str) -> Any:
-    """What `app.state` has under a name. Raises an `HTTPException`, 404, of a server without a fleet."""
+    """An attribute of `app.state`. Raises an `HTTPException` with status 404 if the server has no fleet."""
     found = getattr(request.app.state, name, None)
     if found is None:
         raise HTTPException(HTTPStatus.NOT_FOUND, "This server has no fleet of replicas.")
@@ -150,12 +143,12 @@ def app_state(request: Request, name: str) -> Any:
 
 
 async def _manage(request: Request, replica: str, action: Action) -> None:
-    with _told_in_http():
+    with _http_errors():
         await app_state(request, "omni_fleet").manage(replica, action)
 
 
 @contextmanager
-def _told_in_http() -> Iterator[None]:
+def _http_errors() -> Iterator[None]:
     try:
         yield
     except OmniError as error:

@@ -1,4 +1,4 @@
-"""What a pipeline adds to the body of an answer, and the options of a request that ask for it.
+"""What a pipeline adds to the body of an answer, and the request options for it.
 
 Imports no other folder of `admin`. Start with `call_options`.
 """

@@ -1,4 +1,4 @@
-"""Audio of a stage as bytes that a player takes: 16 bit samples of one channel, little-endian."""
+"""Encodes the audio of a stage as PCM or WAV: 16-bit samples, one channel, little-endian."""
 
 import struct
 from typing import Any, Final
@@ -7,7 +7,7 @@ from vllm_omni_plugin.errors import StageError
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 DEFAULT_SAMPLE_RATE: Final = 24_000
-"""Hertz; what OpenAI's `pcm16` means, and what audio has whose stage does not say otherwise."""
+"""Hertz; the rate of OpenAI's `pcm16`, and of a stage that does not set `sample_rate`."""
 
 _UNKNOWN: Final = 0xFFFF_FFFF
 _SAMPLE_BYTES: Final = 2
@@ -18,11 +18,7 @@ _GREATEST_RATE: Final = _UNKNOWN // _SAMPLE_BYTES
 
 
 def sample_rate(stage: str, output: StageOutput) -> int:
-    """Hertz of its audio: `sample_rate` of its metadata.
-
-    Raises:
-        StageError: that is none which a WAV file can have.
-    """
+    """The `sample_rate` of an output's metadata, in hertz. Raises StageError if a WAV file cannot have it."""
     rate = output.metadata.get("sample_rate", DEFAULT_SAMPLE_RATE)
     if not isinstance(rate, int) or not 0 < rate <= _GREATEST_RATE:
         raise StageError(f"Stage '{stage}': its sample_rate is {rate!r}, and must be hertz as a whole number.")
@@ -30,14 +26,13 @@ def sample_rate(stage: str, output: StageOutput) -> int:
 
 
 def pcm16(stage: str, output: StageOutput) -> bytes:
-    """The samples of its tensor; b"" without one.
+    """The samples of an output's tensor; b"" without a tensor.
 
     Args:
-        output: with a tensor `[samples]` of floats, where -1 to 1 is the range (what is beyond it is clipped, what is
-            no number is silence), or of int16.
+        output: its tensor `[samples]` is int16, or floats from -1 to 1; other values are clipped, and NaN is silence.
 
     Raises:
-        StageError: the tensor is of another type.
+        StageError: the tensor has another type.
     """
     samples: Any = output.tensor
     if samples is None:
@@ -50,17 +45,17 @@ def pcm16(stage: str, output: StageOutput) -> bytes:
 
 
 def wav(samples: bytes, rate: int) -> bytes:
-    """A WAV file of these samples; `rate` in hertz."""
+    """A WAV file; `rate` in hertz."""
     return wav_header(rate, len(samples)) + samples
 
 
 def wav_header(rate: int, size: int | None) -> bytes:
-    """What stands before the samples in a WAV file.
+    """The header of a WAV file.
 
     Args:
-        rate: hertz.
-        size: bytes of samples; None while they are still being made: then the header has the largest value, which
-            players take for "to the end of the file".
+        rate: in hertz.
+        size: bytes of samples. None if unknown: the header then has the largest value, which players read as "until the
+            end of the file".
     """
     data = _UNKNOWN if size is None else size
     riff = _UNKNOWN if size is None else size + 36

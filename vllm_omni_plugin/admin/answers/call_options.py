@@ -1,4 +1,4 @@
-"""The fields of a request's body for the pipeline: OpenAI's `modalities` and `audio`, and our `omni`."""
+"""Reads the pipeline's fields of a request body: OpenAI's `modalities` and `audio`, and our `omni`."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,18 +13,14 @@ OMNI_KEYS: Final = ("outputs", "params", "sampling", "timings")
 AUDIO_FORMATS: Final = ("wav", "pcm16")
 
 _SHOWN: Final = {Modality.TEXT, Modality.TOKENS, Modality.SCORES, Modality.EMBEDDING, Modality.AUDIO}
-"""Outputs that can be sent as JSON."""
+"""Modalities that can be sent as JSON."""
 _ANSWERS: Final = {Modality.TEXT, Modality.TOKENS, Modality.AUDIO}
-"""Outputs that can be the answer of a request that samples; the others can be sent beside it."""
+"""Modalities that can be the answer of a request that samples; the others can only accompany it."""
 _NOT_RUN: Final = "no stage {} runs for this request"
 
 
 class BadOptionError(OmniError, ValueError):
-    """The body asks for something that the pipeline does not do.
-
-    Attributes:
-        param: what of the body it is about, such as `omni.outputs`.
-    """
+    """The body asks for something that the pipeline does not support. `param` is the field, such as `omni.outputs`."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -33,14 +29,14 @@ class BadOptionError(OmniError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a request wants of a pipeline.
+    """What a request asks of a pipeline.
 
     Attributes:
-        audio_format: one of `AUDIO_FORMATS`, "" for whichever fits.
-        outputs: names of the stages whose output is shown beside the answer.
-        sampling: sampling parameters by the stage's name.
-        params: what transforms and Python stages may read.
-        timings: whether the answer tells the stages' times.
+        audio_format: one of `AUDIO_FORMATS`; "" for any.
+        outputs: names of the stages whose outputs are added to the answer.
+        sampling: sampling parameters by stage name.
+        params: values for transforms and Python stages.
+        timings: whether the answer has the stages' times.
     """
 
     modalities: tuple[Modality, ...]
@@ -52,39 +48,35 @@ class CallOptions:
 
     @property
     def audio(self) -> bool:
-        """Whether the answer has audio."""
         return Modality.AUDIO in self.modalities
 
     @property
     def shows(self) -> bool:
-        """Whether the answer has more than what vLLM answers with."""
+        """Whether the answer has more than vLLM's own answer."""
         return self.audio or self.timings or bool(self.outputs)
 
     @property
     def text(self) -> bool:
-        """Whether the answer has text of vLLM's."""
+        """Whether the answer has vLLM's text."""
         return not _ANSWERS.isdisjoint({*self.modalities} - {Modality.AUDIO})
 
 
 def read_call_options(fields: Mapping[str, Any], pipeline: Pipeline) -> CallOptions:
-    """Read what of a body is about the pipeline; other fields are not looked at.
-
-    Args:
-        fields: of the body; `modalities`, `audio` and `omni` count.
+    """Read the fields `modalities`, `audio` and `omni` of a body; other fields are ignored.
 
     Raises:
         BadOptionError: an unknown modality, stage or key, or a value of the wrong type.
     """
     modalities = _modalities(fields.get("modalities"), pipeline)
     omni = _mapping(fields.get("omni"), "omni")
-    _known(omni, OMNI_KEYS, "there is no key {}", "omni")
+    _require_known(omni, OMNI_KEYS, "there is no key {}", "omni")
     audio = _mapping(fields.get("audio"), "audio")
     if audio and Modality.AUDIO not in modalities:
         raise BadOptionError("`audio` is given, but `modalities` does not ask for audio.", "audio")
-    _known(audio, ("voice", "format"), "there is no key {}", "audio")
+    _require_known(audio, ("voice", "format"), "there is no key {}", "audio")
     timings = omni.get("timings", False)
     if not isinstance(timings, bool):
-        raise BadOptionError("`omni.timings` is true or false.", "omni.timings")
+        raise BadOptionError("`omni.timings` must be true or false.", "omni.timings")
     params = dict(_mapping(omni.get("params"), "omni.params"))
     if (voice := audio.get("voice")) is not None:
         params.setdefault("voice", _text(voice, "audio.voice"))
@@ -102,14 +94,14 @@ def _modalities(given: Any, pipeline: Pipeline) -> tuple[Modality, ...]:
     if given is None:
         return pipeline.default_modalities
     names = _names(given, "modalities")
-    _known(names, pipeline.modalities, "there is no modality {}", "modalities")
+    _require_known(names, pipeline.modalities, "there is no modality {}", "modalities")
     asked = tuple(modality for modality in pipeline.modalities if modality in names)
     if _ANSWERS.isdisjoint(asked):
-        raise BadOptionError("`modalities` asks for nothing that this route answers with.", "modalities")
+        raise BadOptionError("`modalities` asks for no output that this route can return.", "modalities")
     if hidden := [modality for modality in asked if modality not in _SHOWN]:
         raise BadOptionError(f"'{hidden[0]}' cannot be sent in an answer.", "modalities")
     if beside := [modality for modality in asked if modality not in _ANSWERS and Modality.TEXT not in asked]:
-        raise BadOptionError(f"'{beside[0]}' is put out beside 'text' only: ask for both.", "modalities")
+        raise BadOptionError(f"'{beside[0]}' can only accompany 'text': ask for both.", "modalities")
     return asked
 
 
@@ -117,10 +109,10 @@ def _outputs(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -
     param = "omni.outputs"
     names = _names(given, param) if given is not None else ()
     running = {stage.name: stage for stage in pipeline.needed_for(modalities)}
-    _known(names, running, _NOT_RUN, param)
+    _require_known(names, running, _NOT_RUN, param)
     for name in names:
-        if running[name].output not in _SHOWN:
-            raise BadOptionError(f"Stage '{name}' puts out '{running[name].output}', which cannot be sent.", param)
+        if (output := running[name].output) not in _SHOWN:
+            raise BadOptionError(f"Stage '{name}' has the output '{output}', which cannot be sent.", param)
     beside = (name for name, stage in running.items() if stage.final and stage.output in modalities)
     return frozenset(names) | {name for name in beside if running[name].output not in _ANSWERS}
 
@@ -129,16 +121,16 @@ def _sampling(given: Any, modalities: Collection[Modality], pipeline: Pipeline) 
     param = "omni.sampling"
     sampling = {name: _mapping(value, f"{param}.{name}") for name, value in _mapping(given, param).items()}
     running = {stage.name: stage for stage in pipeline.needed_for(modalities)}
-    _known(sampling, running, _NOT_RUN, param)
+    _require_known(sampling, running, _NOT_RUN, param)
     clients = pipeline.sampled_by_client(modalities)
     for name, values in sampling.items():
         if running[name].output is Modality.KV_CACHE:
             raise BadOptionError(f"Stage '{name}' only fills a KV cache and samples nothing.", f"{param}.{name}")
         extra = _mapping(values.get("extra_args"), f"{param}.{name}.extra_args")
         if transfers := sorted(TRANSFER_PARAMS.intersection(extra)):
-            raise BadOptionError(f"`{transfers[0]}` are the pipeline's own.", f"{param}.{name}")
+            raise BadOptionError(f"`{transfers[0]}` are set by the pipeline.", f"{param}.{name}")
     if clients is not None and clients.name in sampling:
-        own = "takes the request's own sampling parameters: give them there"
+        own = "uses the request's own sampling parameters: set them there"
         raise BadOptionError(f"Stage '{clients.name}' {own}.", f"{param}.{clients.name}")
     return sampling
 
@@ -146,11 +138,11 @@ def _sampling(given: Any, modalities: Collection[Modality], pipeline: Pipeline) 
 def _format(audio: Mapping[str, Any]) -> str:
     given = _text(audio.get("format", ""), "audio.format")
     if given:
-        _known((given,), AUDIO_FORMATS, "there is no format {}", "audio.format")
+        _require_known((given,), AUDIO_FORMATS, "there is no format {}", "audio.format")
     return given
 
 
-def _known(names: Iterable[str], known: Iterable[str], problem: str, param: str) -> None:
+def _require_known(names: Iterable[str], known: Iterable[str], problem: str, param: str) -> None:
     known = list(map(str, known))
     for name in names:
         if name not in known:
@@ -160,7 +152,7 @@ def _known(names: Iterable[str], known: Iterable[str], problem: str, param: str)
 
 def _names(given: Any, param: str) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise BadOptionError(f"`{param}` is a list of names.", param)
+        raise BadOptionError(f"`{param}` must be a list of names.", param)
     return tuple(given)
 
 
@@ -168,11 +160,11 @@ def _mapping(given: Any, param: str) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise BadOptionError(f"`{param}` is an object.", param)
+        raise BadOptionError(f"`{param}` must be an object.", param)
     return given
 
 
 def _text(given: Any, param: str) -> str:
     if not isinstance(given, str):
-        raise BadOptionError(f"`{param}` is a string.", param)
+        raise BadOptionError(f"`{param}` must be a string.", param)
     return given

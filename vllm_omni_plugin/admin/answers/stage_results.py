@@ -1,4 +1,4 @@
-"""What stages put out for one request, read for the body of its answer."""
+"""Collects the outputs of stages for the answer to one request."""
 
 from base64 import b64encode
 from collections import defaultdict
@@ -14,13 +14,7 @@ from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 
 class AudioPart(NamedTuple):
-    """What an event adds to the answer's audio.
-
-    Attributes:
-        samples: 16 bit PCM.
-        transcript: the spoken text.
-        last: no more samples follow.
-    """
+    """What one event adds to the answer's audio: samples are 16-bit PCM; `last` means that no more samples follow."""
 
     samples: bytes = b""
     transcript: str = ""
@@ -28,11 +22,7 @@ class AudioPart(NamedTuple):
 
 
 class StageResults:
-    """Reads the events of one call.
-
-    Attributes:
-        rate: hertz of the audio, once some has come.
-    """
+    """Reads the events of one call. `rate` is the audio's sample rate in hertz, known after the first samples."""
 
     def __init__(self, options: CallOptions, pipeline: Pipeline) -> None:
         self._options = options
@@ -44,16 +34,16 @@ class StageResults:
         self.rate = DEFAULT_SAMPLE_RATE
 
     def call(self, put: Callable[[StageEvent | PipelineCallEnded], None]) -> PipelineCall:
-        """What the orchestrator is asked for."""
+        """The message to the orchestrator; `put` receives the events."""
         transcript = {self._text_stage.name} if self._text_stage is not None else set()
         options = self._options
         return PipelineCall(options.modalities, put, options.outputs | transcript, options.sampling, options.params)
 
     def read(self, event: StageEvent | PipelineCallEnded) -> AudioPart:
-        """Take one event of the call.
+        """Process one event of the call.
 
         Raises:
-            StageError: the tensor of the audio stage cannot be audio.
+            StageError: the tensor of the audio stage is no audio.
             Exception: the error that ended the call early.
         """
         if isinstance(event, PipelineCallEnded):
@@ -74,7 +64,7 @@ class StageResults:
 
     @property
     def omni(self) -> dict[str, Any]:
-        """The field `omni` of the answer; empty if the request asked for nothing in it."""
+        """The field `omni` of the answer; empty if the request asked for none of it."""
         options, stage = self._options, self._pipeline.stage
         shown = {name: _shown(stage(name), self._outputs[name]) for name in sorted(options.outputs)}
         timings = {name: dict(seconds) for name, seconds in self._timings.items()}
@@ -86,7 +76,7 @@ def _audio_stage(pipeline: Pipeline) -> Stage:
 
 
 def _text_stage(audio_stage: Stage, pipeline: Pipeline) -> Stage | None:
-    """The nearest stage in front of the audio stage that puts out text: the transcript."""
+    """The nearest upstream stage of the audio stage with text output, which is the transcript."""
     nearest = pipeline.upstream(audio_stage)
     while nearest:
         for stage in nearest:

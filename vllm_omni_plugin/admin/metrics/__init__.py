@@ -1,4 +1,4 @@
-"""The fleet's Prometheus metrics, computed when they are scraped.
+"""The fleet's Prometheus metrics.
 
 Imports no other folder of `admin`. Start with `fleet_metrics`.
 """

@@ -1,4 +1,4 @@
-"""Our Prometheus metrics, computed from the orchestrator's state when they are scraped and never before."""
+"""Computes the Prometheus metrics from the orchestrator's state at each scrape."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,16 +17,15 @@ from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 
 
 class StageTotals(NamedTuple):
-    """The requests of one head in one stage, and the replicas as it sees them. Any thread may make one.
+    """Requests of this head in one stage, and its replicas. Any thread may compute it.
 
     Attributes:
-        stage_id: the stage.
         waiting: requests that no engine works on: not sent yet, or not begun as far as engines have reported.
-        running: those that an engine works on.
-        kv_usage: share of the KV memory of its replicas that is in use, 0 to 1; None while it has none.
+        running: requests that an engine works on.
+        kv_usage: used share of the replicas' KV memory, 0 to 1; None without a replica.
         hit_ratio: see `StageFlow`.
-        expected_wait: seconds until an engine would begin a request that came now: `waiting` over the rate at which
-            requests leave the queue. 0 where none waits; None where some do and that rate is not known.
+        expected_wait: seconds until an engine would begin a new request: `waiting` divided by the rate at which
+            requests leave the queue; 0 if none waits; None if some wait and the rate is unknown.
     """
 
     stage_id: int
@@ -38,7 +37,7 @@ class StageTotals(NamedTuple):
 
 
 def all_totals(orchestrator: Orchestrator) -> Iterator[StageTotals]:
-    """Those of each stage. What waits before it is accepted counts for the first stage that it needs."""
+    """The totals of each stage. Requests that wait before they are accepted count for the first stage they need."""
     metrics, first = orchestrator.metrics, orchestrator.needed_pools[0]
     for pool in orchestrator.stage_pools:
         unsent = sum(metrics.waiting_in[pool.stage_id]())
@@ -60,7 +59,7 @@ def _totals(pool: StagePool, unsent: int) -> StageTotals:
 
 
 def _kv_usage(pool: StagePool) -> float | None:
-    """By the size of their memory, or each replica as much as any other where that is not known of all."""
+    """The mean weighted by memory size; unweighted if a size is unknown."""
     loads = [member.ledger.uncached_load() for member in pool.members if member.client is not None]
     if not loads:
         return None
@@ -70,16 +69,16 @@ def _kv_usage(pool: StagePool) -> float | None:
     return sum(load.kv_usage * weight for load, weight in zip(loads, weights, strict=True)) / sum(weights)
 
 
-_OTHERS, _NOBODY = "other", "none"
-"""Labels of all other tenants, and of requests for which none is named; not of a client that calls itself so."""
+_OTHERS, _NO_TENANT = "other", "none"
+"""Labels of all other tenants, and of requests without a tenant. A tenant with one of these names gets a suffix."""
 Samples = Iterable[tuple[tuple[object, ...], float]]
-"""Values of labels, and a number."""
+"""Pairs of label values and a number."""
 
 _BY_REPLICA: tuple[tuple[str, Callable[[PoolMember], float]], ...] = (
     ("dispatches", lambda member: member.dispatched),
     ("replica_restarts", lambda member: member.restarts),
     ("requests_in_flight", lambda member: len(member.in_flight)),
-    # What other heads have there is in the load, and they tell it themselves.
+    # Without the load of other heads, which report it themselves.
     ("prefill_tokens", lambda member: member.ledger.own.prefill_tokens),
     ("decode_tokens", lambda member: member.ledger.uncached_load().decode_tokens),
     ("kv_cache_usage_ratio", lambda member: member.ledger.uncached_load().kv_usage),
@@ -94,17 +93,16 @@ _BY_STAGE: tuple[tuple[str, Callable[[StageTotals], float | None]], ...] = (
 
 
 class FleetCollector(Collector):
-    """Reads counts that the orchestrator's thread writes; each is one number, so a scrape needs no lock."""
+    """Reads counts that the orchestrator's thread writes. Each is one number, so a scrape needs no lock."""
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: names are unique by their prefix, and asking for them would take a scrape."""
+        """Empty: the prefix makes names unique, and a registry would otherwise scrape to learn them."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All metric families, with one sample per stage or replica."""
         yield from self._replicas()
         totals = list(all_totals(self._orchestrator))
         for name, of_stage in _BY_STAGE:
@@ -155,7 +153,7 @@ def _admission(admission: Admission) -> Iterator[tuple[str, Samples]]:
 
 
 def _label(tenant: str) -> str:
-    return f"{tenant}_" if tenant in (_OTHERS, _NOBODY) else tenant or _NOBODY
+    return f"{tenant}_" if tenant in (_OTHERS, _NO_TENANT) else tenant or _NO_TENANT
 
 
 def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
@@ -173,7 +171,7 @@ def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
         "no_replica": metrics.refused + metrics.refused_before_accept,
     }
     yield "requests_failed", [((reason,), count) for reason, count in failed.items()]
-    # The orchestrator's thread may add a key meanwhile: hence the copies.
+    # Copies, since the orchestrator's thread may add a key meanwhile.
     yield "requests_refused", (Counter(metrics.refusals.copy()) + Counter(metrics.refused_on_arrival)).items()
     yield "decisions", metrics.decisions.copy().items()
     yield "decision_fallbacks", metrics.fallbacks.copy().items()

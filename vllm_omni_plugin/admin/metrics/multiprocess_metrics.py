@@ -1,7 +1,7 @@
-"""Our metrics in the files that prometheus_client's multiprocess mode sums over all processes of a server.
+"""Writes our metrics to the files of prometheus_client's multiprocess mode.
 
-In that mode, which vLLM switches on for several API servers, a scrape of any of them reads the files of all, and
-collectors are never asked. Histograms count there by themselves; the rest is written there from time to time.
+vLLM uses that mode for several API servers: a scrape of any of them reads the files of all processes, and does not call
+collectors. Histograms write to the files themselves; gauges and counters are copied to them once a second.
 """
 
 import os
@@ -23,57 +23,50 @@ _GAUGE_MODES = {f"{PREFIX}{metric.name}": metric.multiprocess_mode for metric in
 
 
 def in_multiprocess_mode() -> bool:
-    """Whether this process counts in files."""
     return "PROMETHEUS_MULTIPROC_DIR" in os.environ
 
 
 class MetricFiles:
-    """Writes the gauges and counters of a collector into this process's files, once a second. Thread-safe.
-
-    Args:
-        collector: its gauges are joined over the processes as the catalogue says, those of processes that have ended
-            left out.
-        interval: seconds between two writings.
-    """
+    """Writes the gauges and counters of a collector into this process's files every `interval` seconds. Thread-safe."""
 
     def __init__(self, collector: Collector, interval: float = _INTERVAL_S) -> None:
         self._collector = collector
         self._interval = interval
         self._lock = threading.Lock()
         self._metrics: dict[str, Any] = {}
-        # By the metric's name and the values of its labels.
+        # By metric name and label values.
         self._written: dict[tuple[str, tuple[str, ...]], float] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="omni-metrics", daemon=True)
         self._thread.start()
 
     def write(self) -> None:
-        """Write what the collector says now. A gauge that it no longer has becomes 0, a counter stays."""
+        """Write the current values. A gauge that has disappeared becomes 0; a counter stays."""
         with self._lock:
-            told = {
+            values = {
                 (family.name, tuple(sample.labels.values())): sample.value
                 for family in self._collector.collect()
                 if self._can_write(family)
                 for sample in family.samples
             }
-            gone = dict.fromkeys(self._written.keys() - told.keys(), 0.0)
-            for (name, labels), value in (told | gone).items():
+            gone = dict.fromkeys(self._written.keys() - values.keys(), 0.0)
+            for (name, labels), value in (values | gone).items():
                 metric = self._metrics[name].labels(*labels) if labels else self._metrics[name]
                 if isinstance(metric, Gauge):
                     metric.set(value)
                 elif value:
                     before = self._written.get((name, labels), 0.0)
-                    # A replica that takes the place of one that left begins to count anew.
+                    # The counter of a new replica with a reused id starts again from 0.
                     metric.inc(value - before if value >= before else value)
-            self._written = told | gone
+            self._written = values | gone
 
     def close(self) -> None:
-        """Write once more, and stop."""
+        """Write a last time, and stop."""
         self._closed.set()
         self._thread.join()
 
     def _can_write(self, family: Metric) -> bool:
-        """Whether a family is a gauge or counter; it has a metric then."""
+        """Whether the family is a gauge or counter; registers its metric at the first sample."""
         kind = {"gauge": Gauge, "counter": Counter}.get(family.type)
         if kind is not None and family.name not in self._metrics and family.samples:
             more = {"multiprocess_mode": _GAUGE_MODES[family.name]} if kind is Gauge else {}
@@ -88,5 +81,5 @@ class MetricFiles:
             try:
                 self.write()
             except Exception:
-                # As when a scrape fails: the next may not.
+                # The next attempt may succeed.
                 logger.exception("The fleet's metrics could not be written.")

@@ -1,4 +1,4 @@
-"""The fleet to look at: its state and its events, once or as they change, and the page that shows both.
+"""Shows the fleet: its state and its events, once or as a stream, and the page for both.
 
 Start with `watch_routes`.
 """

@@ -1,4 +1,4 @@
-"""The state of the fleet at one moment, as plain data for a page or a terminal."""
+"""The current state of the fleet as JSON data, for the page and the terminal."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,15 +12,12 @@ from vllm_omni_plugin.pipeline.graph import Pipeline
 
 
 class FleetView:
-    """Makes the state from what any thread may read, only when it is asked for.
+    """Computes the state on request, from data that any thread may read.
 
     Args:
-        orchestrator: has the replicas.
-        drain: of this head.
-        is_ending: whether the server was told to end.
-        rates: of the replicas.
-        head: names this head and its versions, by what they are.
-        pipeline: its stages; None: the replicas of one model.
+        is_ending: whether the server is shutting down.
+        head: name of this head, and versions.
+        pipeline: None without a pipeline.
         clock: monotonic seconds, the same as the orchestrator's.
         wall_clock: unix seconds.
     """
@@ -46,7 +43,6 @@ class FleetView:
         self._wall_clock = wall_clock
 
     def state(self) -> dict[str, Any]:
-        """All there is to see now."""
         metrics = self._orchestrator.metrics
         exchange = self._orchestrator.stage_pools[0].exchange
         now = self._clock()
@@ -73,7 +69,7 @@ class FleetView:
         }
 
     def sample(self) -> dict[str, Any]:
-        """A point of the history."""
+        """One point of the page's history."""
         metrics = self._orchestrator.metrics
         members = [member for pool in self._orchestrator.stage_pools for member in pool.members]
         return {
@@ -119,7 +115,7 @@ class FleetView:
 
 
 def _graph(pipeline: Pipeline) -> dict[int, dict[str, Any]]:
-    """Of each stage what a picture of the pipeline needs: its level counts from the request."""
+    """What the page needs to draw each stage; `level` is its distance from the request."""
     return {
         stage.id: {
             "name": stage.name,

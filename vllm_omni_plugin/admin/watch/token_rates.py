@@ -1,4 +1,4 @@
-"""How fast replicas compute, from the counters that vLLM keeps of them anyway."""
+"""Token rates and cache hit rates of replicas, from vLLM's own counters."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,20 +14,20 @@ _COUNTERS = {
     "vllm:prefix_cache_queries_total": 1,
     "vllm:prefix_cache_hits_total": 2,
 }
-"""vLLM's counters, and which field of `TokenCounts` each adds to."""
+"""vLLM's counters, with the index of the `TokenCounts` field to which each adds."""
 _OVER_S = 11.0
-"""A rate is that since the oldest reading which is not older."""
+"""A rate covers the time since the oldest reading of at most this age."""
 _APART_S = 0.5
-"""Seconds between two readings at least."""
+"""Minimum interval of two readings."""
 
 
 class TokenCounts(NamedTuple):
-    """What vLLM has counted of one replica since the head began.
+    """vLLM's counts for one replica since the head started.
 
     Attributes:
-        tokens: of prompts and answers.
-        queried: prompt tokens that were looked for in its prefix cache.
-        hits: those that were found.
+        tokens: prompt and answer tokens.
+        queried: prompt tokens that were looked up in the prefix cache.
+        hits: prompt tokens that were found there.
     """
 
     tokens: float = 0.0
@@ -36,12 +36,7 @@ class TokenCounts(NamedTuple):
 
 
 class TokenRates:
-    """Reads the counters at intervals.
-
-    Args:
-        registry: has them. They are missing where statistics are off.
-        clock: monotonic seconds.
-    """
+    """Computes rates from repeated readings of the counters, which are missing if vLLM's statistics are off."""
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float]) -> None:
         self._counters = registry.restricted_registry(_COUNTERS)
@@ -49,7 +44,7 @@ class TokenRates:
         self._readings: deque[tuple[float, dict[str, TokenCounts]]] = deque()
 
     def read(self) -> None:
-        """Take a reading, unless the last one is quite new."""
+        """Take a reading, unless the last one is newer than 0.5 s."""
         now = self._clock()
         while self._readings and now - self._readings[0][0] > _OVER_S:
             self._readings.popleft()
@@ -64,11 +59,10 @@ class TokenRates:
         self._readings.append((now, {name: TokenCounts(*fields) for name, fields in counts.items()}))
 
     def reset(self) -> None:
-        """There will be no readings for some time."""
         self._readings.clear()
 
     def rates_of(self, replica: str) -> tuple[float | None, float | None]:
-        """Tokens per second lately, and the share of prompt tokens found in the cache, 0 to 1; None: not known."""
+        """Recent tokens per second, and the cache hit rate of prompt tokens, 0 to 1; None if unknown."""
         if not self._readings:
             return None, None
         (began_at, before), (ended_at, now) = self._readings[0], self._readings[-1]
@@ -76,6 +70,6 @@ class TokenRates:
         if counts is None:
             return None, None
         seconds = ended_at - began_at
-        # Less than before: it has left, and another one has its number.
+        # The count drops if another replica has taken over the id.
         rate = max(0.0, counts.tokens - first.tokens) / seconds if seconds else None
         return rate, counts.hits / counts.queried if counts.queried else None

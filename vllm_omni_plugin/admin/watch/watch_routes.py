@@ -1,4 +1,4 @@
-"""HTTP routes to look at the fleet: its events, its state, and the page that shows them."""
+"""HTTP routes that show the fleet: its events, its state, and the page."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,7 +18,7 @@ _PAGE = {
     "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
 }
-"""The page and its parts, by their path below the prefix: file and media type."""
+"""File and media type by path below the prefix."""
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -29,7 +29,7 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-# A proxy that collects an answer before it passes it on would make a stream stand still.
+# A proxy must not buffer a stream.
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -41,31 +41,28 @@ class EventReport:
 
 
 def build_watch_router(access: Access) -> APIRouter:
-    """The routes under `/omni` that show the fleet. They ask the `omni_broadcast` (`FleetBroadcast`) of `app.state`.
+    """The routes under `/omni` that show the fleet. They use `omni_broadcast` (`FleetBroadcast`) of `app.state`.
 
-    The page has nothing of the fleet in it, and is for everybody: its script asks the other routes, with the key that
-    its user types in.
-
-    Args:
-        access: who may look.
+    The page itself contains no data of the fleet and needs no key. Its script requests the other routes with the key
+    that the user enters.
     """
     router = APIRouter(prefix="/omni", tags=["fleet"])
-    look = [Depends(access.require_read)]
+    readers = [Depends(access.require_read)]
 
-    @router.get("/events", dependencies=look, response_model=EventReport)
+    @router.get("/events", dependencies=readers, response_model=EventReport)
     async def events(request: Request) -> Any:
-        viewers: FleetBroadcast = app_state(request, "omni_broadcast")
-        known = _known(request)
+        broadcast: FleetBroadcast = app_state(request, "omni_broadcast")
+        last_id = _last_event_id(request)
         if _wants_stream(request):
-            return EventStreamResponse(viewers, viewers.event_stream(known), _STREAM_HEADERS)
-        return EventReport(viewers.events(known))
+            return EventStreamResponse(broadcast, broadcast.event_stream(last_id), _STREAM_HEADERS)
+        return EventReport(broadcast.events(last_id))
 
-    @router.get("/fleet", dependencies=look, response_model=None)
+    @router.get("/fleet", dependencies=readers, response_model=None)
     async def fleet(request: Request) -> Any:
-        viewers: FleetBroadcast = app_state(request, "omni_broadcast")
+        broadcast: FleetBroadcast = app_state(request, "omni_broadcast")
         if _wants_stream(request):
-            return EventStreamResponse(viewers, viewers.fleet_stream(_known(request)), _STREAM_HEADERS)
-        return viewers.state()
+            return EventStreamResponse(broadcast, broadcast.fleet_stream(_last_event_id(request)), _STREAM_HEADERS)
+        return broadcast.state()
 
     for path, (name, media_type) in _PAGE.items():
         _serve_file(router, path, name, media_type)
@@ -84,6 +81,5 @@ def _wants_stream(request: Request) -> bool:
     return MEDIA_TYPE in request.headers.get("accept", "")
 
 
-def _known(request: Request) -> str:
-    """The last event that a client has, as it says."""
+def _last_event_id(request: Request) -> str:
     return request.headers.get(LAST_EVENT_ID, "")
