@@ -150,14 +150,14 @@ def test_the_output_of_a_stage_that_json_cannot_hold_is_refused() -> None:
         read_call_options({"omni": {"outputs": ["painter"]}}, Pipeline((painter, writer)))
 
 
-def test_where_a_python_stage_answers_the_entry_stage_takes_the_requests_own_parameters() -> None:
+def test_where_a_python_stage_answers_the_entry_stage_uses_the_requests_own_parameters() -> None:
     writer = Stage(0, "writer", "vllm", TEXT, model="m")
     gate = Stage(1, "gate", "a.b:C", TEXT, inputs=("writer",), final=True)
     both = Pipeline((writer, gate))
     assert read_call_options({"omni": {"sampling": {"gate": {"mild": True}}}}, both).sampling == {
         "gate": {"mild": True}
     }
-    with pytest.raises(BadOptionError, match="Stage 'writer' takes the request's own"):
+    with pytest.raises(BadOptionError, match="Stage 'writer' uses the request's own"):
         read_call_options({"omni": {"sampling": {"writer": {"seed": 1}}}}, both)
 
 
@@ -168,8 +168,8 @@ def prefilled() -> Pipeline:
     return Pipeline((prefill, writer, Stage(2, "gate", "a.b:C", TEXT, inputs=("writer",), final=True)))
 
 
-def test_behind_a_prefill_it_is_the_writer_that_takes_the_requests_own_parameters() -> None:
-    with pytest.raises(BadOptionError, match="Stage 'writer' takes the request's own"):
+def test_behind_a_prefill_it_is_the_writer_that_uses_the_requests_own_parameters() -> None:
+    with pytest.raises(BadOptionError, match="Stage 'writer' uses the request's own"):
         read_call_options({"omni": {"sampling": {"writer": {"seed": 1}}}}, prefilled())
 
 
