@@ -9,8 +9,9 @@ from simulator.engine import Outcome
 from simulator.head import Head, Policy
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
-from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Refusal, Ticket
+from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Ticket
 from vllm_omni_plugin.balancing import CacheChange
+from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
 
@@ -72,7 +73,7 @@ class AdmittingHead(Head):
         """See `Head`."""
         now = self._clock.now
         ticket = self._admission.new_ticket(request.terms, 0, request.prompt_tokens, now)
-        if isinstance(ticket, Refusal):
+        if isinstance(ticket, RequestRefusedError):
             self._refuse(request)
             return
         self._tickets[request] = ticket
@@ -81,7 +82,7 @@ class AdmittingHead(Head):
         if (job := self._waiting_job(request)) is None:
             return
         outcome = self._admission.enqueue(ticket, now)
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, RequestRefusedError):
             self._drop(request, job)
             return
         for other, _ in outcome:

@@ -110,7 +110,7 @@ async def test_a_signal_with_a_broken_file_is_answered_in_the_log(
     file.on_signal()
     await eventually(lambda: bool(said))
     assert said == [
-        "The admission file is not usable, and what was read before stays in force: "
+        "The admission file has an error, and the previous config stays in use: "
         f'{path}:1: max_wait: must be a number, not "soon"'
     ]
     assert fleet.orchestrator.admission.config.max_wait is None

@@ -22,13 +22,13 @@ from vllm_omni_plugin.admin.http_admission import (
     current_response,
     tenant_headers,
 )
-from vllm_omni_plugin.admission.request_terms import Refusal, RefusalReason, RequestTerms
+from vllm_omni_plugin.admission import RefusalReason, RequestTerms
 from vllm_omni_plugin.errors import NoReplicaError, RequestRefusedError
 
 PATH = "/v1/completions"
 BOTH_HEADERS = (TENANT_HEADER, FAIRNESS_HEADER)
-FULL = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, RefusalReason.QUEUE_FULL, "The queue is full.", 7)
-OVER_SHARE = Refusal(HTTPStatus.TOO_MANY_REQUESTS, RefusalReason.QUEUE_FULL, "Tenant 'a' has its share.", 3)
+FULL = RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, RefusalReason.QUEUE_FULL, "The queue is full.", 7)
+OVER_SHARE = RequestRefusedError(HTTPStatus.TOO_MANY_REQUESTS, RefusalReason.QUEUE_FULL, "Tenant 'a' has its share.", 3)
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
@@ -54,12 +54,12 @@ class Head:
     def __init__(
         self,
         app: ASGIApp | None = None,
-        refused: Callable[[int | None], Refusal | None] = lambda _: None,
+        refused: Callable[[int | None], RequestRefusedError | None] = lambda _: None,
         headers: tuple[str, ...] = BOTH_HEADERS,
     ) -> None:
         self.now = 100.0
         self.may_refuse = True
-        self.counted: list[Refusal] = []
+        self.counted: list[RequestRefusedError] = []
         self.asked: list[tuple[RequestTerms, int | None]] = []
         self.seen: list[RequestTerms] = []
         self._refused = refused
@@ -75,7 +75,7 @@ class Head:
         scope = {"type": "http", "path": path, "method": method, "headers": pairs, "app": self._main}
         return Client(self.app, scope)
 
-    def _refusal(self, terms: RequestTerms, priority: int | None, now: float) -> Refusal | None:
+    def _refusal(self, terms: RequestTerms, priority: int | None, now: float) -> RequestRefusedError | None:
         assert now == self.now
         self.asked.append((terms, priority))
         return self._refused(priority)
@@ -175,14 +175,16 @@ async def test_a_timeout_that_is_none_is_refused_by_its_name(text: str) -> None:
 @pytest.mark.parametrize(
     ("refused", "status", "kind"), [(FULL, 503, "Service Unavailable"), (OVER_SHARE, 429, "rate_limit_exceeded")]
 )
-async def test_a_request_is_refused_before_the_application_sees_it(refused: Refusal, status: int, kind: str) -> None:
+async def test_a_request_is_refused_before_the_application_sees_it(
+    refused: RequestRefusedError, status: int, kind: str
+) -> None:
     head = Head(refused=lambda _: refused)
     client = head.request()
     client.upload(b'{"prompt": ', more=True)
     client.upload(b'"Hello", "priority": 3}')
     assert await client.status() == status
     assert client.headers["retry-after"] == str(refused.retry_after_s)
-    assert client.error == {"message": refused.message, "type": kind, "param": None, "code": status}
+    assert client.error == {"message": str(refused), "type": kind, "param": None, "code": status}
     assert head.asked == [(RequestTerms(), None), (RequestTerms(), 3)]
     assert (head.seen, head.counted) == ([], [refused])
 
@@ -301,7 +303,7 @@ async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
 ) -> None:
     stream = Stream(*before)
     client = await stream.begun()
-    assert stream.fail(RequestRefusedError(*OVER_SHARE))
+    assert stream.fail(OVER_SHARE)
     if raises:
         stream.outputs.put_nowait(RuntimeError("the response has started"))
     else:
@@ -311,13 +313,13 @@ async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
     assert await client.status() == 429
     assert client.headers["retry-after"] == "3"
     assert client.headers["content-type"] == "application/json"
-    assert client.error["message"] == OVER_SHARE.message
+    assert client.error["message"] == str(OVER_SHARE)
     assert len(client.sent) == 2
 
 
 async def test_a_whole_answer_that_is_refused_while_it_waits_says_when_to_come_back() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert head.submit().refuse(RequestRefusedError(*FULL))
+        assert head.submit().refuse(FULL)
         await send(start(503, JSON))
         await send(part(b"as vLLM says it", more=False))
 
@@ -325,7 +327,7 @@ async def test_a_whole_answer_that_is_refused_while_it_waits_says_when_to_come_b
     client = head.request()
     assert await client.status() == 503
     assert client.headers["retry-after"] == "7"
-    assert client.error["message"] == FULL.message
+    assert client.error["message"] == str(FULL)
 
 
 async def test_an_answer_that_has_begun_keeps_its_status_when_a_further_request_is_refused() -> None:
@@ -333,7 +335,7 @@ async def test_an_answer_that_has_begun_keeps_its_status_when_a_further_request_
     client = Head(stream).request()
     stream.outputs.put_nowait(part(b"data: one\n\n"))
     await client.sent_so_far(2)
-    assert not stream.fail(RequestRefusedError(*OVER_SHARE))
+    assert not stream.fail(OVER_SHARE)
     stream.outputs.put_nowait(RuntimeError("after the beginning"))
     with pytest.raises(RuntimeError, match="after the beginning"):
         await client.status()
@@ -385,7 +387,7 @@ async def test_answers_at_the_same_time_do_not_mix() -> None:
     async with asyncio.timeout(10):
         for stream in streams.values():
             await stream.submitted.wait()
-    assert streams["a"].fail(RequestRefusedError(*OVER_SHARE))
+    assert streams["a"].fail(OVER_SHARE)
     for stream in streams.values():
         stream.outputs.put_nowait(part(b"data: last\n\n", more=False))
     assert {tenant: await client.status() for tenant, client in clients.items()} == {"a": 429, "b": 200}

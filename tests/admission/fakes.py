@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop
 
-from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Refusal, RequestTerms, Ticket
+from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, RequestTerms, Ticket
+from vllm_omni_plugin.errors import RequestRefusedError
 
 
 @dataclass
@@ -35,7 +36,7 @@ def come(
 
 def try_to_come(
     admission: Admission, tenant: str = "", tokens: int = 100, priority: int = 0, now: float = 0.0, **terms: float
-) -> tuple[Ticket, Refusal | list[tuple[Ticket, Refusal]]]:
+) -> tuple[Ticket, RequestRefusedError | list[tuple[Ticket, RequestRefusedError]]]:
     """A request comes and wants to wait: its ticket, and what `wait` says."""
     ticket = admission.new_ticket(RequestTerms(tenant, **terms), priority, tokens, now)
     assert isinstance(ticket, Ticket)

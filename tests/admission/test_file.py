@@ -76,7 +76,7 @@ def test_what_is_not_said_is_as_without_a_file(file: Path) -> None:
         ("classes:\n- deadline: 3", "2: classes[0]: needs 'name'"),
         ("classes:\n- name: a\n- name: a", "3: classes[1].name: there is a class 'a' already"),
         ("classes:\n- name: a b", "2: classes[0].name: must be letters, digits, dashes and underscores"),
-        (f"classes: [{'{name: a}, ' * 17}]", "1: classes: must be at most 16, not 17"),
+        (f"classes: [{'{name: a}, ' * 17}]", "1: classes: must have at most 16 entries, not 17"),
         ("classes:\n- name: a\n  dead_line: 3", "3: classes[0].dead_line: unknown key (did you mean 'deadline'?)"),
         ("max_wait: 0", "1: max_wait: must be above 0, not 0"),
         ("max_wait: .nan", "1: max_wait: must be a number, not NaN"),

@@ -12,13 +12,13 @@ from vllm_omni_plugin.admission import (
     Admission,
     AdmissionConfig,
     Backlog,
-    Refusal,
     RefusalReason,
     RequestClass,
     RequestTerms,
     TenantSettings,
     Ticket,
 )
+from vllm_omni_plugin.errors import RequestRefusedError
 
 from .fakes import admission, come, served, try_to_come
 
@@ -26,10 +26,10 @@ CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="la
 FIVE = AdmissionConfig(classes=CLASSES, max_waiting_requests=5)
 
 
-def refused(admission: Admission, tenant: str = "", **request: Any) -> Refusal:
+def refused(admission: Admission, tenant: str = "", **request: Any) -> RequestRefusedError:
     """A request comes and is refused itself."""
     outcome = try_to_come(admission, tenant, **request)[1]
-    assert isinstance(outcome, Refusal)
+    assert isinstance(outcome, RequestRefusedError)
     return outcome
 
 
@@ -168,7 +168,7 @@ def test_what_engines_take_until_the_first_token_is_part_of_the_deadline() -> No
         come(rules, "a")
     refusal = refused(rules, "a", timeout_s=9.5)
     assert (refusal.reason, refusal.retry_after_s) == (RefusalReason.DEADLINE, 1)
-    assert rules.expected_refusal(RequestTerms("a", timeout_s=9.5), None, 0.0) == refusal
+    assert vars(rules.expected_refusal(RequestTerms("a", timeout_s=9.5), None, 0.0)) == vars(refusal)
     assert come(rules, "a", timeout_s=10.5, now=100.0).dispatch_by == 108.5
 
 
@@ -230,9 +230,9 @@ def test_in_flight_are_those_that_wait_and_those_that_run() -> None:
     waiting, running = come(rules, "a"), come(rules, "a")
     rules.started(running)
     refusal = rules.new_ticket(RequestTerms("a"), 0, 1, 0.0)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, RequestRefusedError)
     assert (refusal.status, refusal.reason) == (429, RefusalReason.IN_FLIGHT)
-    assert rules.expected_refusal(RequestTerms("a"), None, 0.0) == refusal
+    assert vars(rules.expected_refusal(RequestTerms("a"), None, 0.0)) == vars(refusal)
     come(rules, "b")
     rules.ended(waiting, 0, 0.0)
     come(rules, "a")
@@ -251,16 +251,16 @@ def test_a_tenant_may_owe_one_answer_and_comes_again_when_it_is_paid_for() -> No
     served(rules, [come(rules, "a", 90)])
     served(rules, [come(rules, "a", 60)], output_tokens=50)
     refusal = rules.new_ticket(RequestTerms("a"), 0, 1, 0.0)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, RequestRefusedError)
     assert (refusal.status, refusal.reason, refusal.retry_after_s) == (429, RefusalReason.TOKEN_RATE, 10)
-    assert isinstance(rules.new_ticket(RequestTerms("a"), 0, 1, 9.9), Refusal)
+    assert isinstance(rules.new_ticket(RequestTerms("a"), 0, 1, 9.9), RequestRefusedError)
     come(rules, "a", now=10.1)
 
 
 def test_saved_tokens_are_bounded_by_the_burst() -> None:
     rules = admission(AdmissionConfig(tenants={"a": TenantSettings(tokens_per_s=10.0, burst_tokens=30)}))
     come(rules, "a", 31, now=1000.0)
-    assert isinstance(rules.new_ticket(RequestTerms("a"), 0, 1, 1000.0), Refusal)
+    assert isinstance(rules.new_ticket(RequestTerms("a"), 0, 1, 1000.0), RequestRefusedError)
     come(rules, "a", 1, now=1000.2)
 
 
@@ -296,7 +296,7 @@ def test_nobody_is_refused_in_advance_who_might_wait_and_bounds_hold(requests: l
     for tenant, priority, tokens in requests:
         in_advance = rules.expected_refusal(RequestTerms(tenant), priority, 0.0)
         ticket, outcome = try_to_come(rules, tenant, tokens, priority)
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, RequestRefusedError):
             continue
         assert in_advance is None
         waiting[ticket.number] = ticket

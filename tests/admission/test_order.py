@@ -135,7 +135,7 @@ def test_ten_thousand_tenants_of_one_client_put_nobody_back() -> None:
 def test_tenants_of_clients_cost_bounded_memory_and_push_out_no_configured_one() -> None:
     accounts = TenantAccounts(AdmissionConfig(tenants={"known": TenantSettings()}))
     known, busy = accounts.get_or_create("known"), accounts.get_or_create("busy")
-    accounts.begin(busy, 0.0)
+    accounts.add_in_flight(busy, 0.0)
     for number in range(25_000):
         accounts.get_or_create(f"made-up-{number}" + "x" * 1000)
     assert len(accounts) == 10_000 + 2

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from vllm_omni_plugin.admission import Admission, AdmissionConfig, TenantSettings, tenant_accounts
-from vllm_omni_plugin.admission.tenant_labels import MAX_NAMED
+from vllm_omni_plugin.admission.tenant_labels import MAX_LABELS
 
 from .fakes import admission, come, served
 
@@ -30,7 +30,7 @@ def test_what_was_served_never_falls_whoever_waits_gets_a_name_or_is_forgotten(m
                 served(rules, [come(rules, f"made-up-{number}", 1)])
                 all_served += 1
         now = tokens(rules)
-        assert len(now) <= MAX_NAMED + 1
+        assert len(now) <= MAX_LABELS + 1
         assert all(now[name] >= before[name] for name in now.keys() & before.keys())
         assert sum(now.values()) <= all_served
         before = now
@@ -38,13 +38,13 @@ def test_what_was_served_never_falls_whoever_waits_gets_a_name_or_is_forgotten(m
 
 def test_a_tenant_with_twice_the_tokens_takes_the_name_of_the_least_and_counts_from_there() -> None:
     rules = admission()
-    for number in range(MAX_NAMED):
+    for number in range(MAX_LABELS):
         served(rules, [come(rules, f"t{number}", 100 + number)])
     for _ in range(3):
         served(rules, [come(rules, "late", 100)])
-    assert tokens(rules) == {None: 300, **{f"t{number}": 100 + number for number in range(MAX_NAMED)}}
+    assert tokens(rules) == {None: 300, **{f"t{number}": 100 + number for number in range(MAX_LABELS)}}
     served(rules, [come(rules, "late", 100)])
-    assert tokens(rules) == {None: 300, "late": 100, **{f"t{number}": 100 + number for number in range(1, MAX_NAMED)}}
+    assert tokens(rules) == {None: 300, "late": 100, **{f"t{number}": 100 + number for number in range(1, MAX_LABELS)}}
 
 
 def test_ten_thousand_tenants_of_one_client_take_no_name_of_the_file_and_few_in_all() -> None:
@@ -52,25 +52,25 @@ def test_ten_thousand_tenants_of_one_client_take_no_name_of_the_file_and_few_in_
     for number in range(10_000):
         served(rules, [come(rules, f"made-up-{number}", number + 1)])
         names |= tokens(rules).keys() if number % 500 == 0 else set()
-    assert len(names) < 5 * MAX_NAMED
+    assert len(names) < 5 * MAX_LABELS
     rules.replace(AdmissionConfig(tenants={"known": TenantSettings(weight=3)}))
     assert tokens(rules)["known"] == 0
     served(rules, [come(rules, f"more-{number}", 1_000_000) for number in range(100)])
     served(rules, [come(rules, "known", 7)])
     named, _ = rules.tenant_reports()
     assert (named["known"].served_tokens, named["known"].weight) == (7, 3)
-    assert len(named) == MAX_NAMED
+    assert len(named) == MAX_LABELS
 
 
 def test_no_more_than_fifty_of_the_file_have_names() -> None:
     rules = admission(AdmissionConfig(tenants={f"t{number}": TenantSettings() for number in range(60)}))
     served(rules, [come(rules, "t59", 7), come(rules, "other", 8)])
-    assert tokens(rules) == {None: 15, **{f"t{number}": 0 for number in range(MAX_NAMED)}}
+    assert tokens(rules) == {None: 15, **{f"t{number}": 0 for number in range(MAX_LABELS)}}
 
 
 def test_others_are_added_up() -> None:
     rules = admission()
-    for number in range(MAX_NAMED + 5):
+    for number in range(MAX_LABELS + 5):
         come(rules, f"t{number}", 10)
     _, other = rules.tenant_reports()
     assert other[:3] == ((5, 50), 5, 0)

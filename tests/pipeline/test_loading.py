@@ -153,7 +153,7 @@ def test_a_whole_number_may_be_written_as_a_decimal(file: Path) -> None:
         ),
         (
             chain("inputs: [writer, writer]", "output: text", "final: true"),
-            "12: stages[1].inputs: must name each only once",
+            "12: stages[1].inputs: must not repeat an entry",
         ),
         (
             f"{SINGLE}    transform: join",

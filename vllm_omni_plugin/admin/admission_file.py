@@ -1,4 +1,4 @@
-"""The admission file of a head, read again when an operator says so."""
+"""Reloads the admission file of a head when an operator asks for it."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,58 +16,56 @@ logger = init_logger(__name__)
 
 
 class AdmissionFile:
-    """Reads the file and has the orchestrator go by it. Lives on the server's event loop.
+    """Reloads the file and passes its config to the orchestrator. Lives on the server's event loop.
 
     Args:
-        path: the file.
-        orchestrator: goes by it.
-        tell_others: makes the other API servers of this command read it, too.
+        reload_others: makes the other API servers of this command reload the file.
     """
 
-    def __init__(self, path: str, orchestrator: Orchestrator, tell_others: Callable[[], None]) -> None:
+    def __init__(self, path: str, orchestrator: Orchestrator, reload_others: Callable[[], None]) -> None:
         self._path = path
         self._orchestrator = orchestrator
-        self._tell_others = tell_others
-        self._reading = asyncio.Lock()
-        self._asked: set[asyncio.Task[None]] = set()
+        self._reload_others = reload_others
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def reload(self) -> list[str]:
-        """Read the file again; requests that wait keep their places.
+        """Reload the file, here and in the other API servers. Waiting requests keep their places.
 
         Returns:
-            What has changed, a line for each value.
+            The changed values, one line each.
 
         Raises:
-            ConfigError: what is wrong with the file. What was read before stays in force.
-            QueueClosedError: the server is about to end.
+            ConfigError: the file has an error. The previous config stays in use.
+            QueueClosedError: the server is about to exit.
         """
-        changes = await self._read()
-        self._tell_others()
+        changes = await self._load()
+        self._reload_others()
         return changes
 
     def on_signal(self) -> None:
-        """Read the file again, and say in the log what came of it. The others have had the signal, too."""
-        # Kept, or it would be collected.
-        task = asyncio.create_task(self._read_and_say(), name="omni-admission-file")
-        self._asked.add(task)
-        task.add_done_callback(self._asked.discard)
+        """Reload the file, and log the result. The other API servers get the same signal."""
+        # The reference keeps the task from being collected.
+        task = asyncio.create_task(self._load_and_log(), name="omni-admission-file")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _read_and_say(self) -> None:
+    async def _load_and_log(self) -> None:
         try:
-            await self._read()
+            await self._load()
         except ConfigError as error:
-            logger.error("The admission file is not usable, and what was read before stays in force: %s", error)
+            logger.error("The admission file has an error, and the previous config stays in use: %s", error)
         except QueueClosedError:
             pass
 
-    async def _read(self) -> list[str]:
-        # One after the other, or an older file might be the last one.
-        async with self._reading:
-            # In a thread: a large file takes seconds.
-            plan = await asyncio.to_thread(load_admission, self._path)
+    async def _load(self) -> list[str]:
+        # One load at a time, or an older file might be applied last.
+        async with self._lock:
+            # In a thread, because a large file takes seconds.
+            config = await asyncio.to_thread(load_admission, self._path)
             reply: Future[list[str]] = Future()
-            self._orchestrator.rpc_async_queue.force_put(ReplaceAdmission(plan, reply))
+            self._orchestrator.rpc_async_queue.force_put(ReplaceAdmission(config, reply))
             changes = await result_of(reply)
         if changes:
-            logger.info("Admission goes by the new %s: %s", self._path, "; ".join(changes))
+            logger.info("Admission uses the changed file %s: %s", self._path, "; ".join(changes))
         return changes

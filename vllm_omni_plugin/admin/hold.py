@@ -1,6 +1,6 @@
-"""Hold, then refuse: a middleware that lets requests wait for a replica before their answer begins.
+"""A middleware that holds requests until a replica serves, or refuses them, before the response starts.
 
-Later would be too late for a stream: its status line says 200 by then, and a refusal could only be an error event.
+After a stream has started its status is 200, and a refusal could only be an error event.
 """
 
 import asyncio
@@ -17,24 +17,23 @@ from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError, OmniError, Re
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 MAX_WAITING = 1024
-"""Requests that may wait at once; each keeps a connection and its body. More are refused at once."""
+"""Requests that may be held at a time; each keeps a connection and its body. Further ones are refused at once."""
 RETRY_AFTER_S = 5
-"""What a refused client is told: about the time in which a replica that died comes back or a spare one joins."""
+"""`Retry-After` of a refusal: about the time in which a crashed replica restarts or a spare one joins."""
 RATE_LIMITED = "rate_limit_exceeded"
-"""OpenAI's word for 429, the `type` of such an error."""
+"""OpenAI's error `type` for 429."""
 CLIENT_CLOSED_REQUEST = 499
-"""Nobody reads this status; it keeps a client that left out of the server errors in metrics and logs."""
+"""No client reads this status; it keeps clients that disconnected out of the server errors in metrics and logs."""
 
 
 class Hold:
-    """Where requests wait while the fleet cannot serve: bounded in number and time. Lives on the server's event loop.
+    """Holds requests while the fleet cannot serve, in bounded number and time. Lives on the server's event loop.
 
     Args:
-        orchestrator: whose `can_serve` is waited for.
-        until_serving: returns once that holds, woken by the orchestrator.
-        replica_wait: seconds that one request may wait; 0 refuses at once.
-        why_closed: why all are refused now, because the server was told to end or is drained; "" if they are not.
-        until_ending: returns once the server was told to end.
+        until_serving: returns once `orchestrator.can_serve` is true; the orchestrator wakes it.
+        replica_wait: seconds for which a request may be held; 0 refuses at once.
+        closed_reason: why all requests are refused, because the server shuts down or is drained; "" if they are not.
+        until_ending: returns once the server shuts down.
     """
 
     def __init__(
@@ -42,50 +41,50 @@ class Hold:
         orchestrator: Orchestrator,
         until_serving: Callable[[], Coroutine[Any, Any, None]],
         replica_wait: float,
-        why_closed: Callable[[], str],
+        closed_reason: Callable[[], str],
         until_ending: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._orchestrator = orchestrator
         self._until_serving = until_serving
         self._replica_wait = replica_wait
-        self._why_closed = why_closed
+        self._closed_reason = closed_reason
         self._until_ending = until_ending
 
     @property
     def is_needed(self) -> bool:
-        """Whether a request that comes now has to wait, or is refused."""
-        return bool(self._why_closed()) or not self._orchestrator.can_serve
+        """Whether a request that comes now must be held or refused."""
+        return bool(self._closed_reason()) or not self._orchestrator.can_serve
 
     async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]], has_key: bool) -> bool:
-        """Wait until the fleet can serve or the client is gone.
+        """Wait until the fleet can serve or the client has disconnected.
 
         Args:
-            disconnected: returns when the client is gone; cancelled when that no longer matters.
-            has_key: whether the request carries a valid API key, or the server has none; without one it may not wait.
+            disconnected: returns when the client has disconnected; cancelled when the wait ends.
+            has_key: whether the request may wait: it has a valid API key, or the server needs none.
 
         Returns:
-            Whether the client is still there.
+            Whether the client is still connected.
 
         Raises:
-            NoReplicaError: the time is over, too many wait already, the server ends or is drained, or the request may
-                not wait.
+            NoReplicaError: the time is up, too many requests wait, the server shuts down or is drained, or the request
+                may not wait.
         """
-        if reason := self._why_closed():
-            raise self._closed(reason)
+        if reason := self._closed_reason():
+            raise self._refuse(reason)
         if not has_key:
-            raise self._refusal("a request without a valid API key does not wait")
+            raise self._refuse_without_replica("a request without a valid API key does not wait")
         metrics = self._orchestrator.metrics
         if metrics.waiting >= MAX_WAITING:
-            raise self._refusal(f"{MAX_WAITING} requests wait already")
+            raise self._refuse_without_replica(f"{MAX_WAITING} requests wait already")
         waits = (disconnected(), self._until_serving(), self._until_ending())
         gone, served, ending = tasks = [asyncio.create_task(wait, name="omni-waiting") for wait in waits]
         metrics.waiting += 1
         try:
             await asyncio.wait(tasks, timeout=self._replica_wait, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
-                raise self._closed(SHUTTING_DOWN)
+                raise self._refuse(SHUTTING_DOWN)
             if not gone.done() and not served.done():
-                raise self._refusal(f"waited {self._replica_wait:g} s")
+                raise self._refuse_without_replica(f"waited {self._replica_wait:g} s")
             return not gone.done()
         finally:
             metrics.waiting -= 1
@@ -93,27 +92,26 @@ class Hold:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _closed(self, reason: str) -> NoReplicaError:
-        self._orchestrator.metrics.refused_before_accept += 1
-        return NoReplicaError(reason)
-
-    def _refusal(self, reason: str) -> NoReplicaError:
-        self._orchestrator.metrics.refused_before_accept += 1
+    def _refuse_without_replica(self, reason: str) -> NoReplicaError:
         pools = self._orchestrator.needed_pools
         closed = next((pool for pool in pools if not pool.serving), pools[0])
-        return NoReplicaError(f"{closed.unavailable()} ({reason})")
+        return self._refuse(f"{closed.unavailable()} ({reason})")
+
+    def _refuse(self, message: str) -> NoReplicaError:
+        self._orchestrator.metrics.refused_before_accept += 1
+        return NoReplicaError(message)
 
 
 class HoldMiddleware:
-    """Lets a POST to an inference path wait in `app.state.omni_hold`; everything else passes at once.
+    """Holds POST requests to inference paths by `app.state.omni_hold`; all other requests pass at once.
 
-    A refusal is a 503 with `Retry-After`, in the shape of OpenAI's errors. Any other 503 of these paths gets the same
-    header: vLLM's error handlers set none.
+    A refusal is a 503 with `Retry-After`, in the format of OpenAI's errors. Any other 503 of these paths gets the same
+    header, because vLLM's error handlers set none.
 
     Args:
         paths: the inference paths, below the root path.
-        has_key: whether headers have a valid API key, or the server wants none. vLLM does not check the keys of all
-            paths, and requests without one must not take the places of those with one.
+        has_key: whether the headers have a valid API key, or the server needs none. vLLM does not check the keys of all
+            paths, and requests without a key must not take the places of requests with one.
     """
 
     def __init__(self, app: ASGIApp, paths: frozenset[str], has_key: Callable[[Headers], bool]) -> None:
@@ -131,36 +129,36 @@ class HoldMiddleware:
             await self._wait(hold, scope, receive, _with_retry_after(send))
 
     async def _wait(self, hold: Hold, scope: Scope, receive: Receive, send: Send) -> None:
-        ahead = ReadAhead(receive)
+        request = BufferedRequest(receive)
         try:
-            if await hold.wait(ahead.until_disconnect, self._has_key(Headers(scope=scope))):
-                await self._app(scope, ahead.receive, send)
+            if await hold.wait(request.until_disconnect, self._has_key(Headers(scope=scope))):
+                await self._app(scope, request.receive, send)
             else:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
         except NoReplicaError as error:
-            await refusal(error)(scope, receive, send)
+            await refusal_response(error)(scope, receive, send)
         finally:
-            ahead.close()
+            request.close()
 
 
-class ReadAhead:
-    """Reads a request before the application does, since a disconnect is seen only behind the body."""
+class BufferedRequest:
+    """Reads a request before the application does, because a disconnect is seen only after the body."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._messages: deque[Message] = deque()
-        # Outlives the wait: a message that comes as the wait ends still goes to the application.
+        # Kept after the wait: a message that comes as the wait ends must still reach the application.
         self._pending: asyncio.Future[Message] | None = None
 
     async def until_disconnect(self) -> None:
-        """Keep what comes; return when the client is gone."""
+        """Buffer messages; return when the client has disconnected."""
         while not self._messages or self._messages[-1]["type"] != "http.disconnect":
             self._pending = asyncio.ensure_future(self._receive())
             self._messages.append(await asyncio.shield(self._pending))
             self._pending = None
 
     async def body(self) -> bytes | None:
-        """Read the whole body and keep it, too; None if the client is gone."""
+        """Read and buffer the whole body; None if the client has disconnected."""
         while not self._messages or self._messages[-1].get("more_body", False):
             self._messages.append(await self._receive())
         if self._messages[-1]["type"] == "http.disconnect":
@@ -168,7 +166,7 @@ class ReadAhead:
         return b"".join(message.get("body", b"") for message in self._messages)
 
     async def receive(self) -> Message:
-        """What the application gets: first what was read ahead, then the rest."""
+        """The next message for the application: buffered ones first."""
         if self._messages:
             return self._messages.popleft()
         if self._pending is not None:
@@ -177,20 +175,19 @@ class ReadAhead:
         return await self._receive()
 
     def close(self) -> None:
-        """The request is over."""
         if self._pending is not None:
             self._pending.cancel()
 
 
 def is_post_to(paths: Collection[str], scope: Scope) -> bool:
-    """Whether a request is a POST to one of these paths, which are below the server's root path."""
+    """Whether a request is a POST to one of these paths below the server's root path."""
     if scope["type"] != "http" or scope["method"] != "POST":
         return False
     return scope["path"].removeprefix(scope.get("root_path", "")) in paths
 
 
-def refusal(error: OmniError) -> Response:
-    """The 503, or what a `RequestRefusedError` has for a status, that says why, in the shape of OpenAI's errors."""
+def refusal_response(error: OmniError) -> Response:
+    """The response to a refused request in OpenAI's format: 503, or the status of a `RequestRefusedError`."""
     status, retry_after_s = HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER_S
     if isinstance(error, RequestRefusedError):
         status, retry_after_s = HTTPStatus(error.status), error.retry_after_s
@@ -199,7 +196,7 @@ def refusal(error: OmniError) -> Response:
 
 
 def error_response(message: str, status: HTTPStatus, kind: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error in the shape of OpenAI's, as vLLM has it."""
+    """An error in OpenAI's format, as vLLM sends it."""
     details = {"message": message, "type": kind, "param": None, "code": status.value}
     return JSONResponse({"error": details}, status, headers)
 

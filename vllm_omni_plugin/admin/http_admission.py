@@ -1,4 +1,4 @@
-"""Admission of requests over HTTP: whom they count for, how long they may wait, and refusals with a true status."""
+"""Admission over HTTP: which tenant a request belongs to, its deadline, and refusals with a correct HTTP status."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,14 +12,20 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST, ReadAhead, error_response, is_post_to, refusal
-from vllm_omni_plugin.admission.request_terms import Refusal, RequestTerms
+from vllm_omni_plugin.admin.hold import (
+    CLIENT_CLOSED_REQUEST,
+    BufferedRequest,
+    error_response,
+    is_post_to,
+    refusal_response,
+)
+from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.errors import OmniError, RequestRefusedError
 
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
 TENANT_HEADER: Final = "X-Tenant-ID"
 FAIRNESS_HEADER: Final = "x-gateway-fairness-id"
-"""What the inference gateways of Kubernetes call it."""
+"""The tenant header of Kubernetes' inference gateways."""
 
 _TIMEOUT = TIMEOUT_HEADER.lower().encode()
 _AUTHORIZATION: Final = b"authorization"
@@ -27,11 +33,11 @@ _BEARER: Final = "bearer"
 _KEY_DIGITS: Final = 8
 
 Headers = Mapping[bytes, bytes]
-"""Of a request, by their names in lower case."""
+"""A request's headers; names in lower case."""
 
 
 class BadTimeoutError(OmniError, ValueError):
-    """`X-Request-Timeout` is no time."""
+    """`X-Request-Timeout` is not a positive number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +47,28 @@ class HttpAdmission:
     Attributes:
         expected_refusal: see `Admission.expected_refusal`.
         may_refuse: see `Admission.may_refuse`.
-        count: told of each refusal that is answered before the application sees the request.
-        tenant_headers: where a tenant's name may stand, first come first; empty: tenants are not told apart.
-        clock: monotonic seconds.
+        count: called for each refusal before the application sees the request.
+        tenant_headers: headers that may name the tenant, in this order. Empty: requests have no tenants.
     """
 
-    expected_refusal: Callable[[RequestTerms, int | None, float], Refusal | None]
+    expected_refusal: Callable[[RequestTerms, int | None, float], RequestRefusedError | None]
     may_refuse: Callable[[RequestTerms], bool]
-    count: Callable[[Refusal], None]
+    count: Callable[[RequestRefusedError], None]
     tenant_headers: Sequence[str]
     clock: Callable[[], float]
 
     def request_terms(self, headers: Headers) -> RequestTerms:
-        """What a client says of its request.
-
-        Raises:
-            BadTimeoutError: of the time.
-        """
+        """Read the tenant and the timeout of a request. Raises `BadTimeoutError`."""
         text = headers.get(_TIMEOUT)
         timeout_s = None if text is None else _seconds(text.decode("latin-1"))
         return RequestTerms(_tenant(headers, self.tenant_headers) if self.tenant_headers else "", timeout_s)
 
 
-def tenant_headers(named: str | None, plan: str | None) -> tuple[str, ...]:
-    """Where a tenant's name may stand; empty: nobody asked for tenants.
-
-    Args:
-        named: what `--omni-tenant-header` says.
-        plan: what `--omni-admission` says.
-    """
-    if named is not None:
-        return (named,)
-    return (TENANT_HEADER, FAIRNESS_HEADER) if plan is not None else ()
+def tenant_headers(tenant_header: str | None, admission_file: str | None) -> tuple[str, ...]:
+    """The headers that may name a tenant, from the flags `--omni-tenant-header` and `--omni-admission`."""
+    if tenant_header is not None:
+        return (tenant_header,)
+    return (TENANT_HEADER, FAIRNESS_HEADER) if admission_file is not None else ()
 
 
 def _seconds(text: str) -> float:
@@ -96,32 +92,31 @@ def _tenant(headers: Headers, names: Sequence[str]) -> str:
 
 
 class DeferredResponse:
-    """An answer that is being made, by one request or several.
+    """A response whose start may be held back, made by one or several requests to the fleet.
 
-    Where a request may still be refused in the queue, what it begins with is kept back until one for it was handed
-    to the fleet and something follows.
+    If its requests may be refused while they wait, the start is buffered until a request was submitted and then
+    something follows the start. Until then a refusal can still replace the response.
 
     Args:
-        terms: of its requests.
-        arrived: monotonic seconds at which its client began to wait.
-        send: to the client.
-        keeps: whether its beginning is kept back.
+        arrived: monotonic seconds of the client's request.
+        send: sends a message to the client.
+        deferred: whether the start is buffered.
 
     Attributes:
-        request_ids: the requests that were handed to the fleet for it.
-        refused: what its client is told in its place: a request for it was refused, and nothing had been sent.
+        request_ids: of the requests submitted to the fleet for this response.
+        refusal: what the client gets instead of this response.
     """
 
-    def __init__(self, terms: RequestTerms, arrived: float, send: Send, keeps: bool) -> None:
+    def __init__(self, terms: RequestTerms, arrived: float, send: Send, deferred: bool) -> None:
         self.request_ids: list[str] = []
-        self.refused: RequestRefusedError | None = None
+        self.refusal: RequestRefusedError | None = None
         self._terms = terms
         self._arrived = arrived
         self._send = send
-        self._kept: list[Message] | None = [] if keeps else None
+        self._buffered: list[Message] | None = [] if deferred else None
 
     def add_request(self, request_id: str, now: float) -> RequestTerms:
-        """A request for it is handed to the fleet; returns its terms, with the time that is left."""
+        """Note a request that is submitted for this response. Returns its terms with the time that is left."""
         self.request_ids.append(request_id)
         timeout_s = self._terms.timeout_s
         if timeout_s is None:
@@ -129,26 +124,28 @@ class DeferredResponse:
         return RequestTerms(self._terms.tenant, max(0.0, timeout_s - (now - self._arrived)))
 
     def refuse(self, error: Exception | None) -> bool:
-        """A request for it has ended with this error; returns whether the client will be told of a refusal instead."""
-        if isinstance(error, RequestRefusedError) and self._kept is not None:
-            self.refused = error
-        return self.refused is not None
+        """A request for this response has failed. Returns whether the client gets a refusal instead of the response."""
+        if isinstance(error, RequestRefusedError) and self._buffered is not None:
+            self.refusal = error
+        return self.refusal is not None
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Send a message of the application, or keep it."""
-        return self._send(message) if self._kept is None else self._keep(self._kept, message)
+        """Send or buffer a message of the application."""
+        return self._send(message) if self._buffered is None else self._buffer(self._buffered, message)
 
-    async def _keep(self, kept: list[Message], message: Message) -> None:
-        kept.append(message)
-        # Some streams say that they have begun before they ask for anything.
-        follows = message["type"] != "http.response.start" and (self.request_ids or not message.get("more_body", False))
-        if follows and self.refused is None:
+    async def _buffer(self, buffered: list[Message], message: Message) -> None:
+        buffered.append(message)
+        # Some streams send their first events before they submit a request.
+        is_output = message["type"] != "http.response.start" and (
+            self.request_ids or not message.get("more_body", False)
+        )
+        if is_output and self.refusal is None:
             await self.release()
 
     async def release(self) -> None:
-        """Send what is kept, and from now on all at once."""
-        kept, self._kept = self._kept or (), None
-        for message in kept:
+        """Send what is buffered, and buffer nothing from now on."""
+        buffered, self._buffered = self._buffered or (), None
+        for message in buffered:
             await self._send(message)
 
 
@@ -156,16 +153,16 @@ _response: ContextVar[DeferredResponse | None] = ContextVar("omni_response", def
 
 
 def current_response() -> DeferredResponse | None:
-    """The answer over HTTP that this task works for, as those do that it starts; None outside of any."""
+    """The HTTP response that this task, or the task that started it, works for; None outside of HTTP requests."""
     return _response.get()
 
 
 class AdmissionMiddleware:
-    """Asks whether a request would be admitted before the application sees it, and answers refusals of both times.
+    """Refuses requests before the application sees them, and turns later refusals into the correct status.
 
-    vLLM begins a stream before an engine has anything to say. The beginning is kept back until something follows, so
-    that a request that is refused while it waits gets 429 or 503 and `Retry-After`, whatever it asked for. It acts on a
-    POST to an inference path if `app.state.omni_admission` is there.
+    vLLM starts a stream before an engine has any output. This middleware holds the start back, so that a request that
+    is refused while it waits gets 429 or 503 with `Retry-After`, also for a stream. It handles POST requests to the
+    inference paths if `app.state.omni_admission` exists.
 
     Args:
         paths: the inference paths, below the root path.
@@ -185,39 +182,39 @@ class AdmissionMiddleware:
         now = admission.clock()
         try:
             terms = admission.request_terms(dict(scope["headers"]))
-        except BadTimeoutError as fault:
-            await error_response(str(fault), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
+        except BadTimeoutError as error:
+            await error_response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
             return
-        refused = admission.expected_refusal(terms, None, now)
-        if refused is not None:
-            ahead = ReadAhead(receive)
-            body, receive = await ahead.body(), ahead.receive
+        refusal = admission.expected_refusal(terms, None, now)
+        if refusal is not None:
+            request = BufferedRequest(receive)
+            body, receive = await request.body(), request.receive
             if body is None:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
                 return
             if (priority := _priority(body)) is not None:
-                refused = admission.expected_refusal(terms, priority, now)
-        if refused is None:
-            error = await self._answer(DeferredResponse(terms, now, send, admission.may_refuse(terms)), scope, receive)
+                refusal = admission.expected_refusal(terms, priority, now)
+        if refusal is None:
+            response = DeferredResponse(terms, now, send, admission.may_refuse(terms))
+            refusal = await self._respond(response, scope, receive)
         else:
-            admission.count(refused)
-            error = RequestRefusedError(*refused)
-        if error is not None:
-            await refusal(error)(scope, receive, send)
+            admission.count(refusal)
+        if refusal is not None:
+            await refusal_response(refusal)(scope, receive, send)
 
-    async def _answer(self, answer: DeferredResponse, scope: Scope, receive: Receive) -> RequestRefusedError | None:
-        """Let the application answer. Returns what the client is told instead, if anything."""
-        token = _response.set(answer)
+    async def _respond(self, response: DeferredResponse, scope: Scope, receive: Receive) -> RequestRefusedError | None:
+        """Run the application. Returns the refusal that the client gets instead of the response, if any."""
+        token = _response.set(response)
         try:
-            await self._app(scope, receive, answer.send)
+            await self._app(scope, receive, response.send)
         except Exception:
-            if answer.refused is None:
+            if response.refusal is None:
                 raise
         finally:
             _response.reset(token)
-            if answer.refused is None:
-                await answer.release()
-        return answer.refused
+            if response.refusal is None:
+                await response.release()
+        return response.refusal
 
 
 class _Body(msgspec.Struct):
@@ -228,7 +225,7 @@ _decode: Final = msgspec.json.Decoder(_Body).decode
 
 
 def _priority(body: bytes) -> int | None:
-    """OpenAI's `priority` in a body; None if it cannot be read, which vLLM would say."""
+    """OpenAI's `priority` in a body; None if it cannot be decoded, which vLLM reports."""
     try:
         return _decode(body).priority
     except (msgspec.DecodeError, RecursionError):

@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_omni_plugin.admin.hold import is_post_to, refusal
+from vllm_omni_plugin.admin.hold import is_post_to, refusal_response
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 
 OPERATOR_PATHS = frozenset(
@@ -45,4 +45,4 @@ class OperatorCallMiddleware:
         if is_post_to(OPERATOR_PATHS, scope):
             fleet: FleetAdmin | None = getattr(scope["app"].state, "omni_fleet", None)
             error = None if fleet is None else fleet.refusal
-        await (self._app if error is None else refusal(error))(scope, receive, send)
+        await (self._app if error is None else refusal_response(error))(scope, receive, send)

@@ -3,7 +3,7 @@
 Uses neither vLLM nor sockets, threads or clocks: time is an argument. Start with `admission`.
 """
 
-from vllm_omni_plugin.admission.admission import Admission, QueuePosition, TenantReport
+from vllm_omni_plugin.admission.admission import Admission, QueuePosition, RefusalReason, TenantReport
 from vllm_omni_plugin.admission.admission_config import (
     AdmissionConfig,
     QueueBounds,
@@ -14,8 +14,7 @@ from vllm_omni_plugin.admission.admission_config import (
 )
 from vllm_omni_plugin.admission.class_queue import Backlog
 from vllm_omni_plugin.admission.indexed_heap import IndexedHeap
-from vllm_omni_plugin.admission.request_terms import Refusal, RefusalReason, RequestTerms
-from vllm_omni_plugin.admission.ticket import Ticket, TicketPhase
+from vllm_omni_plugin.admission.ticket import RequestTerms, Ticket, TicketPhase
 from vllm_omni_plugin.admission.wait_queue import StageView
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "IndexedHeap",
     "QueueBounds",
     "QueuePosition",
-    "Refusal",
     "RefusalReason",
     "RequestClass",
     "RequestTerms",

@@ -1,5 +1,6 @@
-"""Who waits before whom, for how long at most, and who is refused: of one stage at one head."""
+"""Decides in which order the requests of one head start, how long they may wait, and which are refused."""
 
+from enum import StrEnum
 from http import HTTPStatus
 from itertools import count
 from math import ceil
@@ -7,24 +8,33 @@ from typing import NamedTuple
 
 from vllm_omni_plugin.admission.admission_config import AdmissionConfig, RequestClass
 from vllm_omni_plugin.admission.class_queue import Backlog, ClassQueue
-from vllm_omni_plugin.admission.request_terms import Refusal, RefusalReason, RequestTerms
 from vllm_omni_plugin.admission.tenant_accounts import ACTIVE_S, TenantAccount, TenantAccounts
 from vllm_omni_plugin.admission.tenant_labels import TenantLabels
-from vllm_omni_plugin.admission.ticket import Ticket, TicketPhase
+from vllm_omni_plugin.admission.ticket import RequestTerms, Ticket, TicketPhase
 from vllm_omni_plugin.admission.wait_queue import StageView, WaitQueue, total
+from vllm_omni_plugin.errors import RequestRefusedError
 
 MAX_RETRY_AFTER_S = 60
-_MEMORY = 1 / 64
-"""Weight of the latest answer in the mean length of all."""
+_ANSWER_WEIGHT = 1 / 64
+"""Weight of the latest answer in the moving average of all tenants' answer lengths."""
+
+
+class RefusalReason(StrEnum):
+    """Why a request is refused: the label of the metric."""
+
+    IN_FLIGHT = "in_flight"
+    TOKEN_RATE = "token_rate"
+    QUEUE_FULL = "queue_full"
+    DEADLINE = "deadline"
+    EVICTED = "pushed_out"
 
 
 class QueuePosition(NamedTuple):
-    """Where a request would stand if it had to wait.
+    """Where a request would be if it had to wait.
 
     Attributes:
-        class_name: its class.
-        ahead: requests of this head that would start before it, about.
-        wait_s: seconds until it would start, about; 0 while the rate is not known.
+        ahead: estimated requests of this head that would start before it.
+        wait_s: estimated seconds until it would start; 0 while the rate is not known.
         leaves_headroom: see `Admission.leaves_headroom`.
     """
 
@@ -35,13 +45,11 @@ class QueuePosition(NamedTuple):
 
 
 class TenantReport(NamedTuple):
-    """A tenant, or several as one, for metrics.
+    """Metrics of one tenant, or of several together.
 
     Attributes:
-        waiting: what waits.
         in_flight: requests that wait or run.
-        served_tokens: of requests that have ended, see `TenantLabels`.
-        weight: its share.
+        served_tokens: of ended requests, counted as `TenantLabels` does.
     """
 
     waiting: Backlog
@@ -51,303 +59,310 @@ class TenantReport(NamedTuple):
 
 
 class Admission:
-    """The rules of one head for the stage in which its requests begin.
+    """Admission control of one head, for the stage at which its requests enter.
 
-    Classes are served strictly in order, in a class lower priorities first, and among equals by start-time fair
-    queueing over tenants (Goyal, Vin and Cheng, SIGCOMM 1996) with tokens as the cost, as VTC has it (Sheng et al.,
-    OSDI 2024). The order is fixed at arrival, which deficit round robin cannot do, so that the lines of several
-    replicas can share it. A full queue is shortened where it is longest, in the lowest class first.
+    Classes start strictly in order, in a class lower priorities first. Among equals, tenants share by start-time fair
+    queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with tokens as the cost, as in VTC (Sheng et al., OSDI 2024). The
+    order is fixed at arrival, unlike with deficit round robin, so that the queues of several replicas can follow it. If
+    the queue is full, the newest requests of the tenant that has most in the lowest class are evicted.
 
-    A ticket is made when a request comes, and ended once. In between it may wait, and start: `ticket` -> (`wait`) ->
-    `started` -> `ended`. It is judged when it begins to wait, and not again, for whichever replica it waits then. One
-    that has started is refused only if its engine is lost or refuses it before the first output: by `overdue`.
-    Belongs to the orchestrator's loop, but for `refusal` and the reports, which any thread may ask. Time is
-    in monotonic seconds.
+    The life of a ticket: `new_ticket` at arrival, `enqueue` if the request must wait, `started`, `ended`. A request
+    is checked when it is enqueued for the first time, and not again if it then waits for another replica. After it has
+    started it is refused only by `expire`, if its engine was lost or refused it before the first output.
 
-    Args:
-        plan: what the operator wants.
-        stage: how the stage does.
+    Only the orchestrator's loop may change it; any thread may call `may_refuse`, `expected_refusal` and the reports.
+    Times are in monotonic seconds.
     """
 
-    def __init__(self, plan: AdmissionConfig, stage: StageView) -> None:
+    def __init__(self, config: AdmissionConfig, stage: StageView) -> None:
         self._stage = stage
-        self._accounts = TenantAccounts(plan)
-        self._queues = WaitQueue(plan, stage)
+        self._accounts = TenantAccounts(config)
+        self._queue = WaitQueue(config, stage)
         self._numbers = count()
         self._mean_output: float | None = None
-        self._named = TenantLabels()
-        self._name_configured()
+        self._labels = TenantLabels()
+        self._label_configured()
 
     @property
     def config(self) -> AdmissionConfig:
-        """What it goes by."""
-        return self._queues.plan
+        return self._queue.config
 
-    def replace(self, plan: AdmissionConfig) -> None:
-        """Go by another plan. What waits keeps its place, and accounts their counts. O(n)."""
-        self._accounts.replace(plan)
-        self._queues = self._queues.under(plan)
-        self._name_configured()
+    def replace(self, config: AdmissionConfig) -> None:
+        """Use another config. Waiting requests keep their places, tenants keep their counts. O(n)."""
+        self._accounts.replace(config)
+        self._queue = self._queue.with_config(config)
+        self._label_configured()
 
-    def new_ticket(self, terms: RequestTerms, priority: int, tokens: int, now: float) -> Ticket | Refusal:
-        """Give a request its place in the order; or refuse it, because its tenant is at a limit of its own.
+    def new_ticket(self, terms: RequestTerms, priority: int, tokens: int, now: float) -> Ticket | RequestRefusedError:
+        """Give a request its place in the order, or refuse it because its tenant is at a limit.
 
         Args:
-            terms: what its client said.
-            priority: OpenAI's, 0 if it has none.
-            tokens: of its prompt.
-            now: when it came.
+            priority: OpenAI's, 0 if the request has none.
+            tokens: of the prompt.
         """
         account = self._accounts.get_or_create(terms.tenant)
-        refused = self._over_limit(account, now)
-        if refused is not None:
-            return refused
+        refusal = self._limit_refusal(account, now)
+        if refusal is not None:
+            return refusal
         index = self.config.class_index(account.settings, priority)
-        of_class = self.config.classes[index]
-        start_tag = _start_tag(account, of_class.name, self._queues.of(of_class.name))
+        request_class = self.config.classes[index]
+        name = request_class.name
+        queue = self._queue.of(name)
+        start_tag = _start_tag(account, name, queue)
         tokens = max(1, tokens)
         mean_output = self._mean_output if account.mean_output is None else account.mean_output
         cost = tokens + (mean_output or 0.0)
-        charge = cost / account.settings.weight
-        account.finish_tags[of_class.name] = start_tag + charge
-        account.use(cost, self._stage.heads, now)
-        self._accounts.begin(account, now)
-        self._named.come(account, self.config.tenants)
-        allowed, patience = _allowed(terms, of_class), self._patience(terms, of_class)
-        due = None if patience is None else now + patience
-        deadline = None if allowed is None else now + allowed
-        self._queues.of(of_class.name).last_came = now
-        number = next(self._numbers)
-        return Ticket(index, priority, start_tag, number, account, tokens, due, deadline, of_class.name, cost, charge)
+        virtual_cost = cost / account.settings.weight
+        account.finish_tags[name] = start_tag + virtual_cost
+        account.spend(cost, self._stage.heads, now)
+        self._accounts.add_in_flight(account, now)
+        self._labels.add(account, self.config.tenants)
+        deadline_s, dispatch_s = _deadline_s(terms, request_class), self._dispatch_limit_s(terms, request_class)
+        dispatch_by = None if dispatch_s is None else now + dispatch_s
+        deadline = None if deadline_s is None else now + deadline_s
+        queue.last_arrival = now
+        return Ticket(
+            index,
+            priority,
+            start_tag,
+            next(self._numbers),
+            account,
+            tokens,
+            dispatch_by,
+            deadline,
+            name,
+            cost,
+            virtual_cost,
+        )
 
     def may_refuse(self, terms: RequestTerms) -> bool:
-        """Whether such a request may be refused while it waits, or by a limit. From any thread."""
+        """Whether such a request can be refused at all, while it waits or by a limit."""
         return terms.timeout_s is not None or self.config.can_refuse
 
-    def expected_refusal(self, terms: RequestTerms, priority: int | None, now: float) -> Refusal | None:
-        """Why a request would be refused that came now and had to wait; None if it would not, as far as is known.
+    def expected_refusal(self, terms: RequestTerms, priority: int | None, now: float) -> RequestRefusedError | None:
+        """Why a request would be refused if it came now and had to wait; None if it would not, or if that is unknown.
 
         Args:
-            terms: what its client said.
-            priority: OpenAI's; None if it is not known, for what would be refused with the best one.
-            now: the time.
+            priority: OpenAI's. None if unknown: then only what would be refused with any priority is refused.
         """
-        queues, account = self._queues, self._account(terms)
-        refused = self._over_limit(account, now)
-        if refused is not None:
-            return refused
+        account = self._account(terms)
+        refusal = self._limit_refusal(account, now)
+        if refusal is not None:
+            return refusal
         if not self.backlog.requests:
-            # As far as is known it need not wait.
+            # It probably need not wait.
             return None
-        index = queues.plan.class_index(account.settings, priority)
-        of_class = queues.plan.classes[index]
-        start_tag = _start_tag(account, of_class.name, queues.of(of_class.name))
-        late_s = _late_s(queues, account, index, start_tag, self._patience(terms, of_class))
-        return self._refused(account, 1, late_s, 0.0 if late_s else queues.excess(account, index))
+        queue = self._queue
+        index = queue.config.class_index(account.settings, priority)
+        request_class = queue.config.classes[index]
+        start_tag = _start_tag(account, request_class.name, queue.of(request_class.name))
+        late_s = _late_s(queue, account, index, start_tag, self._dispatch_limit_s(terms, request_class))
+        return self._queue_refusal(account, 1, late_s, 0.0 if late_s else queue.excess(account, index))
 
     def queue_position(self, terms: RequestTerms, priority: int | None, now: float) -> QueuePosition:
-        """Where a request would stand if it came now and had to wait."""
-        queues, account = self._queues, self._account(terms)
-        index = queues.plan.class_index(account.settings, priority)
-        name = queues.plan.classes[index].name
-        ahead = queues.ahead_of(account, index, _start_tag(account, name, queues.of(name)))
-        return QueuePosition(name, ahead, queues.wait_s(ahead), self._leaves_headroom(account, name, now))
+        """Where a request would be if it came now and had to wait."""
+        queue, account = self._queue, self._account(terms)
+        index = queue.config.class_index(account.settings, priority)
+        name = queue.config.classes[index].name
+        ahead = queue.ahead_of(account, index, _start_tag(account, name, queue.of(name)))
+        return QueuePosition(name, ahead, queue.start_s(ahead), self._leaves_headroom(account, name, now))
 
-    def enqueue(self, ticket: Ticket, now: float) -> Refusal | list[tuple[Ticket, Refusal]]:
-        """A request begins to wait, unless it is refused. One that has waited or started keeps its place.
+    def enqueue(self, ticket: Ticket, now: float) -> RequestRefusedError | list[tuple[Ticket, RequestRefusedError]]:
+        """Let a request wait, or refuse it. A request that has waited or started is not checked again.
 
         Returns:
-            Why it is refused; or else those that are pushed out for it. The tickets of the refused are ended.
+            Why it is refused; or the requests that are evicted for it. The tickets of refused requests are ended.
         """
         if ticket.phase is TicketPhase.ADMITTED:
             ticket.phase = TicketPhase.WAITING
-            self._queues.of(ticket.class_name).add(ticket)
+            self._queue.of(ticket.class_name).add(ticket)
         if ticket.phase is not TicketPhase.NEW:
             return []
-        queues, account = self._queues, ticket.tenant
-        index = queues.place_of(ticket.class_name)
-        patience = None if ticket.dispatch_by is None else ticket.dispatch_by - now
-        late_s = _late_s(queues, account, index, ticket.start_tag, patience)
-        pushed_out, excess = ([], 0.0) if late_s else queues.make_room(ticket)
-        refused = self._refused(account, ticket.tokens, late_s, excess)
-        if refused is not None:
+        queue, account = self._queue, ticket.tenant
+        index = queue.index_of(ticket.class_name)
+        dispatch_s = None if ticket.dispatch_by is None else ticket.dispatch_by - now
+        late_s = _late_s(queue, account, index, ticket.start_tag, dispatch_s)
+        evicted, excess = ([], 0.0) if late_s else queue.evict_for(ticket)
+        refusal = self._queue_refusal(account, ticket.tokens, late_s, excess)
+        if refusal is not None:
             self._end_unstarted(ticket, now)
-            return refused
-        refusals = self._pushed_out(pushed_out)
-        for each in pushed_out:
+            return refusal
+        refusals = self._eviction_refusals(evicted)
+        for each in evicted:
             each.phase = TicketPhase.NEW
             self._end_unstarted(each, now)
         ticket.phase = TicketPhase.WAITING
-        queues.of(ticket.class_name).add(ticket)
-        return list(zip(pushed_out, refusals, strict=True))
+        queue.of(ticket.class_name).add(ticket)
+        return list(zip(evicted, refusals, strict=True))
 
     def dequeue(self, ticket: Ticket) -> None:
-        """It waits no longer, if it did, and may come to wait elsewhere. Part of `started`, `overdue` and `ended`."""
+        """Take a request out of the queue if it waits. It may be enqueued again."""
         if ticket.phase is TicketPhase.WAITING:
             ticket.phase = TicketPhase.ADMITTED
-            self._queues.of(ticket.class_name).remove(ticket)
+            self._queue.of(ticket.class_name).remove(ticket)
 
-    def expire(self, ticket: Ticket, now: float) -> Refusal:
-        """It is due, and no engine has it or has begun to answer it: it is refused, and its ticket ended."""
-        over = self._is_over_share(ticket.tenant)
+    def expire(self, ticket: Ticket, now: float) -> RequestRefusedError:
+        """Refuse a request because no engine has it, or has begun to answer it, in time. Ends its ticket."""
+        over_share = self._is_over_queue_share(ticket.tenant)
         self._end_unstarted(ticket, now)
-        return _refuse(over, RefusalReason.DEADLINE, "The request has waited as long as it may.")
+        return _refusal(over_share, RefusalReason.DEADLINE, "The request has waited as long as it may.")
 
     def leaves_headroom(self, ticket: Ticket, now: float) -> bool:
-        """Whether it is to leave room at the engine: for tenants that have used less than their share, or for a
-        higher class; as long as requests of these come at least once in `ACTIVE_S`."""
+        """Whether a request must leave headroom at its replica.
+
+        It must if its tenant is over its share and other tenants are active, or if requests of a higher class wait or
+        have come in the last `ACTIVE_S` seconds.
+        """
         return self._leaves_headroom(ticket.tenant, ticket.class_name, now)
 
     def started(self, ticket: Ticket) -> None:
-        """An engine has got it, for the first time or again."""
+        """An engine has the request, for the first time or again."""
         self.dequeue(ticket)
         if ticket.phase in (TicketPhase.NEW, TicketPhase.ADMITTED):
             ticket.phase = TicketPhase.STARTED
-            self._accounts.started(ticket.tenant, ticket.cost)
-            self._queues.of(ticket.class_name).started(ticket)
+            self._accounts.add_running(ticket.tenant, ticket.cost)
+            self._queue.of(ticket.class_name).started(ticket)
 
     def ended(self, ticket: Ticket, output_tokens: int, now: float) -> None:
-        """It is over, in whatever way. Idempotent.
+        """The request has ended for whatever reason. Idempotent.
 
-        Its tenant is charged for what it really cost, and for nothing if it never started.
+        Its tenant is charged the real cost, and nothing if the request never started.
         """
         if ticket.phase is TicketPhase.STARTED:
             account = ticket.tenant
-            more = ticket.tokens + output_tokens - ticket.cost
-            account.answered(ticket.tokens, output_tokens)
-            self._named.answered(account, ticket.tokens + output_tokens)
+            correction = ticket.tokens + output_tokens - ticket.cost
+            account.count_answer(ticket.tokens, output_tokens)
+            self._labels.count_served(account, ticket.tokens + output_tokens)
             mean = self._mean_output
-            self._mean_output = output_tokens if mean is None else mean + (output_tokens - mean) * _MEMORY
-            self._close(ticket, more, more / account.settings.weight, now)
+            self._mean_output = output_tokens if mean is None else mean + (output_tokens - mean) * _ANSWER_WEIGHT
+            self._close(ticket, correction, correction / account.settings.weight, now)
         else:
             self._end_unstarted(ticket, now)
 
     @property
     def backlog(self) -> Backlog:
-        """What waits at this head."""
         return total(self.backlog_by_class().values())
 
     def backlog_by_class(self) -> dict[str, Backlog]:
-        """What waits at this head of each class, in order."""
-        return self._queues.by_class()
+        """The waiting requests of this head by class, in order."""
+        return self._queue.backlog_by_class()
 
     def expected_waits(self) -> dict[str, float]:
-        """Seconds until a request that came last in each class would start; 0 while the rate is not known."""
+        """By class, seconds until the last request of the class would start; 0 while the rate is not known."""
         waits, ahead = {}, 0
         for name, backlog in self.backlog_by_class().items():
             ahead += backlog.requests
-            waits[name] = self._queues.wait_s(ahead)
+            waits[name] = self._queue.start_s(ahead)
         return waits
 
     def tenant_reports(self) -> tuple[dict[str, TenantReport], TenantReport]:
-        """The tenants that metrics tell apart, and all others as one. O(tenants)."""
-        named = {account.name: self._report(account, tokens) for account, tokens in self._named.served()}
-        others = [self._report(account, 0) for account in self._accounts if account.name not in named]
+        """The tenants with a metric label, and all others as one. O(tenants)."""
+        labelled = {account.name: self._report(account, tokens) for account, tokens in self._labels.served()}
+        others = [self._report(account, 0) for account in self._accounts if account.name not in labelled]
         waiting = total(report.waiting for report in others)
         in_flight, weight = sum(report.in_flight for report in others), sum(report.weight for report in others)
-        return named, TenantReport(waiting, in_flight, self._named.other_tokens, weight)
+        return labelled, TenantReport(waiting, in_flight, self._labels.other_tokens, weight)
 
     def _leaves_headroom(self, account: TenantAccount, class_name: str, now: float) -> bool:
-        return self._accounts.is_over_share(account, now) or self._queues.is_above(class_name, now - ACTIVE_S)
+        return self._accounts.is_over_share(account, now) or self._queue.has_higher_class(class_name, now - ACTIVE_S)
 
-    def _patience(self, terms: RequestTerms, of_class: RequestClass) -> float | None:
-        """Seconds that a request may wait for an engine, so that its first token comes in time; None: no deadline.
+    def _dispatch_limit_s(self, terms: RequestTerms, request_class: RequestClass) -> float | None:
+        """Seconds in which an engine must have a request so that its first token comes in time; None: no deadline.
 
-        At least half of its deadline: engines that are as slow as that may not keep it, but are not left idle for it.
+        At least half of the deadline: if engines need longer than that, the request may be late, but is not refused.
         """
-        allowed = _allowed(terms, of_class)
-        return None if allowed is None else max(allowed - self._stage.first_output_s, allowed / 2)
+        deadline_s = _deadline_s(terms, request_class)
+        return None if deadline_s is None else max(deadline_s - self._stage.first_output_s, deadline_s / 2)
 
     def _report(self, account: TenantAccount, served_tokens: int) -> TenantReport:
-        waiting = self._queues.backlog_of(account.name)
+        waiting = self._queue.backlog_of(account.name)
         return TenantReport(waiting, account.in_flight, served_tokens, account.settings.weight)
 
-    def _name_configured(self) -> None:
+    def _label_configured(self) -> None:
         for name in self.config.tenants:
-            self._named.come(self._accounts.get_or_create(name), self.config.tenants)
+            self._labels.add(self._accounts.get_or_create(name), self.config.tenants)
 
     def _account(self, terms: RequestTerms) -> TenantAccount:
-        """The account of a tenant, or what it would be. From any thread."""
+        """The tenant's account, or a new one that is not kept. For any thread."""
         known = self._accounts.get(terms.tenant)
         return known or TenantAccount(terms.tenant, self._accounts.settings_of(terms.tenant))
 
-    def _is_over_share(self, account: TenantAccount, more: int = 0) -> bool:
-        """Whether, with so many tokens more, it has more of what waits than is its share among active tenants."""
-        weight, active = account.settings.weight, self._accounts.active_weight
+    def _is_over_queue_share(self, account: TenantAccount, more: int = 0) -> bool:
+        """Whether a tenant has more than its share of the waiting tokens, once so many tokens are added."""
+        weight, active_weight = account.settings.weight, self._accounts.active_weight
         if not account.in_flight:
-            active += weight
-        own = self._queues.backlog_of(account.name).tokens + more
-        # Not for what rounding has left of weights.
-        return own * active > (self.backlog.tokens + more) * weight * (1 + 1e-9)
+            active_weight += weight
+        own = self._queue.backlog_of(account.name).tokens + more
+        # The factor ignores rounding errors.
+        return own * active_weight > (self.backlog.tokens + more) * weight * (1 + 1e-9)
 
-    def _over_limit(self, account: TenantAccount, now: float) -> Refusal | None:
+    def _limit_refusal(self, account: TenantAccount, now: float) -> RequestRefusedError | None:
+        """Why a tenant's own limits refuse a request."""
         heads = self._stage.heads
-        if account.is_over_in_flight(heads):
-            message = f"The tenant has {account.in_flight} requests in flight, as many as it may."
-            return _refuse(True, RefusalReason.IN_FLIGHT, message)
+        if account.is_at_in_flight_limit(heads):
+            message = f"The tenant has {account.in_flight} requests in flight, which is its limit."
+            return _refusal(True, RefusalReason.IN_FLIGHT, message)
         debt_s = account.debt_s(heads, now)
         if debt_s:
             message = f"The tenant has used more than its {account.settings.tokens_per_s:g} tokens per second."
-            return _refuse(True, RefusalReason.TOKEN_RATE, message, debt_s)
+            return _refusal(True, RefusalReason.TOKEN_RATE, message, debt_s)
         return None
 
-    def _refused(self, account: TenantAccount, tokens: int, late_s: float, excess: float) -> Refusal | None:
-        """Why a request of so many tokens is refused that would be so late, or for which so many are too many."""
+    def _queue_refusal(
+        self, account: TenantAccount, tokens: int, late_s: float, excess: float
+    ) -> RequestRefusedError | None:
+        """Why a request is refused that would be late, or for which the queue has too many requests."""
         if late_s:
-            message = f"The request's first token would come about {late_s:.1f} s later than it may."
-            return _refuse(self._is_over_share(account, tokens), RefusalReason.DEADLINE, message, late_s)
+            message = f"The request's first token would come about {late_s:.1f} s after its deadline."
+            return _refusal(self._is_over_queue_share(account, tokens), RefusalReason.DEADLINE, message, late_s)
         if excess:
-            over, drained_s = self._is_over_share(account, tokens), self._queues.drained_in(excess)
-            return _refuse(over, RefusalReason.QUEUE_FULL, "The queue is full.", drained_s)
+            over_share, drain_s = self._is_over_queue_share(account, tokens), self._queue.drain_s(excess)
+            return _refusal(over_share, RefusalReason.QUEUE_FULL, "The queue is full.", drain_s)
         return None
 
-    def _pushed_out(self, tickets: list[Ticket]) -> list[Refusal]:
-        """Why each of these, which were just taken out of the queues, waits no longer."""
-        taken: dict[str, int] = {}
+    def _eviction_refusals(self, tickets: list[Ticket]) -> list[RequestRefusedError]:
+        """What clients get whose requests were just taken out of the queue."""
+        evicted: dict[str, int] = {}
         for ticket in tickets:
-            taken[ticket.tenant.name] = taken.get(ticket.tenant.name, 0) + ticket.tokens
-        message = "The queue is full, and the request had to make room for another."
-        retry_after_s = self._queues.drained_in(len(tickets))
-        return [
-            _refuse(
-                self._is_over_share(each.tenant, taken[each.tenant.name]), RefusalReason.EVICTED, message, retry_after_s
-            )
-            for each in tickets
-        ]
+            evicted[ticket.tenant.name] = evicted.get(ticket.tenant.name, 0) + ticket.tokens
+        message = "The queue is full, and the request was evicted for another one."
+        drain_s = self._queue.drain_s(len(tickets))
+        over_share = [self._is_over_queue_share(each.tenant, evicted[each.tenant.name]) for each in tickets]
+        return [_refusal(each, RefusalReason.EVICTED, message, drain_s) for each in over_share]
 
     def _end_unstarted(self, ticket: Ticket, now: float) -> None:
         self.dequeue(ticket)
         self._close(ticket, -ticket.cost, -ticket.virtual_cost, now)
 
-    def _close(self, ticket: Ticket, tokens: float, charge: float, now: float) -> None:
-        """Correct what its tenant was charged, once."""
+    def _close(self, ticket: Ticket, tokens: float, virtual_tokens: float, now: float) -> None:
+        """End a ticket once, and correct what its tenant was charged by so many tokens."""
         if ticket.phase is TicketPhase.ENDED:
             return
         account = ticket.tenant
         if ticket.phase is TicketPhase.STARTED:
-            self._accounts.ran(account, ticket.cost, ticket.cost + tokens, now)
+            self._accounts.remove_running(account, ticket.cost, ticket.cost + tokens, now)
         ticket.phase = TicketPhase.ENDED
-        account.finish_tags[ticket.class_name] = account.finish_tags.get(ticket.class_name, 0.0) + charge
-        account.use(tokens, self._stage.heads, now)
-        self._accounts.end(account, now)
+        account.finish_tags[ticket.class_name] = account.finish_tags.get(ticket.class_name, 0.0) + virtual_tokens
+        account.spend(tokens, self._stage.heads, now)
+        self._accounts.remove_in_flight(account, now)
 
 
-def _allowed(terms: RequestTerms, of_class: RequestClass) -> float | None:
-    """Seconds from a request's arrival to its first token; None: any."""
-    return min((each for each in (terms.timeout_s, of_class.deadline) if each is not None), default=None)
+def _deadline_s(terms: RequestTerms, request_class: RequestClass) -> float | None:
+    """Seconds from arrival to the first token; None: no deadline."""
+    return min((each for each in (terms.timeout_s, request_class.deadline) if each is not None), default=None)
 
 
 def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> float:
     return max(queue.virtual_time, account.finish_tags.get(class_name, 0.0))
 
 
-def _late_s(queues: WaitQueue, account: TenantAccount, index: int, start_tag: float, patience: float | None) -> float:
-    """Seconds by which an engine would get a request too late; 0 if in time."""
-    if patience is None:
+def _late_s(queue: WaitQueue, account: TenantAccount, index: int, start_tag: float, dispatch_s: float | None) -> float:
+    """Seconds by which a request would be sent too late; 0 if it would be in time."""
+    if dispatch_s is None:
         return 0.0
-    return max(0.0, queues.sent_in(queues.ahead_of(account, index, start_tag)) - patience)
+    return max(0.0, queue.dispatch_s(queue.ahead_of(account, index, start_tag)) - dispatch_s)
 
 
-def _refuse(over: bool, reason: RefusalReason, message: str, retry_after_s: float = 0.0) -> Refusal:
-    status = HTTPStatus.TOO_MANY_REQUESTS if over else HTTPStatus.SERVICE_UNAVAILABLE
-    return Refusal(status, reason, message, min(MAX_RETRY_AFTER_S, max(1, ceil(retry_after_s))))
+def _refusal(over_share: bool, reason: RefusalReason, message: str, retry_after_s: float = 0.0) -> RequestRefusedError:
+    status = HTTPStatus.TOO_MANY_REQUESTS if over_share else HTTPStatus.SERVICE_UNAVAILABLE
+    return RequestRefusedError(status, reason, message, min(MAX_RETRY_AFTER_S, max(1, ceil(retry_after_s))))

@@ -1,4 +1,4 @@
-"""What waits of one class, by tenant: how much it is, and who has most."""
+"""The waiting requests of one class, by tenant: how many there are, and which tenant has most."""
 
 from math import inf
 from typing import NamedTuple
@@ -9,19 +9,14 @@ from vllm_omni_plugin.admission.ticket import Ticket
 
 
 class Backlog(NamedTuple):
-    """So much waits.
-
-    Attributes:
-        requests: requests.
-        tokens: tokens of their prompts.
-    """
+    """Waiting requests and the tokens of their prompts."""
 
     requests: int = 0
     tokens: int = 0
 
 
 class TenantQueue:
-    """What waits of one tenant, in order of arrival. It exists only while something does."""
+    """The waiting requests of one tenant and class, in order of arrival. Exists only while there are any."""
 
     __slots__ = ("account", "tickets", "tokens")
 
@@ -32,52 +27,49 @@ class TenantQueue:
 
     @property
     def load(self) -> float:
-        """Tokens for each unit of the tenant's weight."""
+        """Tokens per unit of the tenant's weight."""
         return self.tokens / self.account.settings.weight
 
 
 class ClassQueue:
-    """The waiting requests of one class at one head. Each change is O(log n) amortised, n being the tenants that wait.
+    """The waiting requests of one class at one head. Each change is O(log n) amortised, n being the waiting tenants.
 
-    The order in which they start is that of their tickets, and not known here. Changed by the orchestrator's loop;
-    attributes may be read, and what changes nothing be asked, from any thread.
+    The requests start in the order of their tickets, which this class does not keep. Only the orchestrator's loop may
+    change it; any thread may read attributes and call methods that change nothing.
 
     Attributes:
-        virtual_time: newcomers are not put before it: the lowest tag of what waits, or, while nothing does, the highest
-            of a request that has started. In a single line of requests the two are the same.
-        last_came: when its last request came, in monotonic seconds.
-        requests: how many wait.
-        tokens: of their prompts.
-        cost: what they are charged for.
-        weight: of the tenants that wait.
-        highest_load: that of the tenant with the most tokens per weight.
+        virtual_time: the earliest start tag of a new request: the lowest tag of the waiting requests or, if none wait,
+            the highest tag of a request that has started. In a single queue of requests the two are the same.
+        last_arrival: monotonic seconds of the last request.
+        tokens: of the prompts.
+        cost: sum of the requests' costs.
+        weight: sum of the weights of the waiting tenants.
+        highest_load: of the tenant with the most tokens per weight.
     """
 
     def __init__(self) -> None:
         self.virtual_time = 0.0
-        self.last_came = -inf
+        self.last_arrival = -inf
         self.requests = self.tokens = 0
         self.cost = self.weight = self.highest_load = 0.0
         self._tenants: dict[str, TenantQueue] = {}
         self._loads: IndexedHeap[TenantQueue] = IndexedHeap()
         self._tags: IndexedHeap[int] = IndexedHeap()
-        self._started = 0.0
+        self._highest_started_tag = 0.0
 
     @property
     def backlog(self) -> Backlog:
-        """What waits."""
         return Backlog(self.requests, self.tokens)
 
     def backlog_of(self, tenant: str) -> Backlog:
-        """What waits of one tenant."""
         queue = self._tenants.get(tenant)
         return Backlog() if queue is None else Backlog(len(queue.tickets), queue.tokens)
 
     def ahead_of(self, account: TenantAccount, start_tag: float) -> float:
-        """How many of the waiting requests would start before one with this tag, about.
+        """An estimate of how many waiting requests would start before a request with this tag.
 
-        Until the virtual time is at the tag, each tenant that waits gets its weight's part of the tokens; besides, one
-        request of each may have begun to be served before.
+        Until the virtual time reaches the tag, each waiting tenant gets tokens by its weight; in addition, one request
+        of each other tenant may already be at its turn.
         """
         if not self.requests:
             return 0.0
@@ -87,7 +79,7 @@ class ClassQueue:
         return min(float(self.requests), fair)
 
     def add(self, ticket: Ticket) -> None:
-        """A request begins to wait, the newest of its tenant."""
+        """Add a request as the newest of its tenant."""
         account = ticket.tenant
         queue = self._tenants.get(account.name)
         if queue is None:
@@ -99,35 +91,34 @@ class ClassQueue:
         self._count(1, queue, ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """A request waits no longer."""
         queue = self._tenants[ticket.tenant.name]
         del queue.tickets[ticket.number]
         self._removed(queue, ticket)
 
     def remove_newest(self, tenant: str) -> Ticket:
-        """The newest request of a tenant waits no longer."""
+        """Remove the newest request of a tenant."""
         queue = self._tenants[tenant]
-        # Not the last key: behind many that were deleted it takes long to find.
+        # popitem() instead of the last key, which takes long to find behind many deleted keys.
         _, ticket = queue.tickets.popitem()
         self._removed(queue, ticket)
         return ticket
 
     def longest(self) -> TenantAccount | None:
-        """The tenant with the most tokens per weight; None if nothing waits."""
+        """The tenant with the most tokens per weight; None if no request waits."""
         first = self._loads.first()
         return None if first is None else first[1].account
 
-    def reweigh(self) -> None:
-        """The weights of tenants have changed. O(n)."""
+    def update_weights(self) -> None:
+        """Call this after the weights of tenants have changed. O(n)."""
         self.weight = sum(queue.account.settings.weight for queue in self._tenants.values())
         for queue in self._tenants.values():
             self._loads.add(queue, -queue.load)
-        self._settle()
+        self._update_extremes()
 
     def started(self, ticket: Ticket) -> None:
-        """A request has started, which does not wait any more."""
-        self._started = max(self._started, ticket.start_tag)
-        self._settle()
+        """A request that does not wait any more has started."""
+        self._highest_started_tag = max(self._highest_started_tag, ticket.start_tag)
+        self._update_extremes()
 
     def _removed(self, queue: TenantQueue, ticket: Ticket) -> None:
         self._tags.discard(ticket.number)
@@ -137,7 +128,7 @@ class ClassQueue:
             self.weight -= queue.account.settings.weight
         self._count(-1, queue, ticket)
         if not self._tenants:
-            # What rounding has left.
+            # Clear rounding errors.
             self.cost = self.weight = 0.0
 
     def _count(self, sign: int, queue: TenantQueue, ticket: Ticket) -> None:
@@ -148,10 +139,10 @@ class ClassQueue:
             self._loads.add(queue, -queue.load)
         else:
             self._loads.discard(queue)
-        self._settle()
+        self._update_extremes()
 
-    def _settle(self) -> None:
-        # Kept as attributes: asking for the first entry changes the heap, and other threads want to know.
+    def _update_extremes(self) -> None:
+        # Kept as attributes because other threads read them, and `first` changes the heap.
         longest, lowest = self._loads.first(), self._tags.first()
         self.highest_load = 0.0 if longest is None else -longest[0]
-        self.virtual_time = self._started if lowest is None else lowest[0]
+        self.virtual_time = self._highest_started_tag if lowest is None else lowest[0]

@@ -1,18 +1,18 @@
-"""What comes first among things that come and go."""
+"""A priority queue from which any item can be removed."""
 
 from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
-_FEW = 64
+_MIN_REBUILD = 64
 
 K = TypeVar("K", bound=Hashable)
 
 
 class IndexedHeap(Generic[K]):
-    """A priority queue out of whose middle anything can be taken in O(1); all else is O(log n).
+    """Items ordered by key. `discard` is O(1), `add` and `first` are O(log n) amortised.
 
-    What was taken out stays in the heap until it comes to the front, or until it is half of it.
+    A discarded item stays in the heap until it comes to the front, or until half of the heap is discarded items.
     """
 
     def __init__(self) -> None:
@@ -27,20 +27,19 @@ class IndexedHeap(Generic[K]):
         return iter(sorted(self._keys, key=self._keys.__getitem__))
 
     def add(self, item: K, key: Any) -> None:
-        """Put an item in, or to another place. Equal keys keep the order in which they came."""
+        """Add an item, or change its key. Items with equal keys keep the order in which they were added."""
         self._added += 1
         self._keys[item] = place = (key, self._added)
         heappush(self._heap, (*place, item))
-        if len(self._heap) > 2 * len(self._keys) + _FEW:
+        if len(self._heap) > 2 * len(self._keys) + _MIN_REBUILD:
             self._heap = [(*place, item) for item, place in self._keys.items()]
             heapify(self._heap)
 
     def discard(self, item: K) -> None:
-        """Take an item out, if it is there."""
         self._keys.pop(item, None)
 
     def first(self) -> tuple[Any, K] | None:
-        """The lowest key and its item, which stays; None if there is nothing."""
+        """The lowest key and its item, which stays in the heap; None if it is empty."""
         heap, keys = self._heap, self._keys
         while heap:
             key, added, item = heap[0]

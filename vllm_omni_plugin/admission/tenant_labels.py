@@ -1,44 +1,39 @@
-"""Which tenants metrics tell apart, and what each of them was served while they did."""
+"""Which tenants have a metric label of their own, and the tokens served since they have it."""
 
 from collections.abc import Container
 
 from vllm_omni_plugin.admission.tenant_accounts import TenantAccount
 
-MAX_NAMED = 50
-"""Tenants that metrics tell apart at a time. Clients may name any number."""
+MAX_LABELS = 50
+"""Tenants with a label at a time. Clients may send any number of names."""
 
 
 class TenantLabels:
-    """Counts that never fall, of few tenants by name and of all others as one.
+    """Counters for a bounded number of tenants by name, and one for all others together. No counter ever decreases.
 
-    A tenant of the admission file has its name for good, any other one until it is needed for one of the file, or for
-    one that was served more than twice as much. So there are few names over time, too: their number grows with the
-    logarithm of what is served, whatever clients call themselves. A tenant that gets its name again counts anew.
+    A tenant of the admission file keeps its label for good. Any other tenant loses it to a tenant of the file, or to a
+    tenant that was served more than twice as many tokens. So the number of labels over time grows only with the
+    logarithm of the served tokens, whatever names clients send. A tenant that gets a label again starts a new count.
 
     Attributes:
-        other_tokens: that others than the named ones were served.
+        other_tokens: served to tenants without a label.
     """
 
     def __init__(self) -> None:
         self.other_tokens = 0
-        # By name, with what it had been served when it got it.
-        self._named: dict[str, tuple[TenantAccount, int]] = {}
+        # By name, with the tokens that the tenant had been served before it got the label.
+        self._labelled: dict[str, tuple[TenantAccount, int]] = {}
 
-    def come(self, account: TenantAccount, configured: Container[str]) -> None:
-        """A request of a tenant has come, or the tenant is in the file: it may get its name.
-
-        Args:
-            account: the tenant's.
-            configured: tenants of the file.
-        """
+    def add(self, account: TenantAccount, configured: Container[str]) -> None:
+        """Give a tenant a label, if it may have one. Call this for each request and each tenant of the file."""
         counted = 0
-        if account.name in self._named:
-            known, before = self._named[account.name]
-            # Another account if that one was forgotten meanwhile.
+        if account.name in self._labelled:
+            known, before = self._labelled[account.name]
+            # A different account, if that one was dropped in the meantime.
             counted = known.served_tokens - before
-        elif len(self._named) >= MAX_NAMED:
+        elif len(self._labelled) >= MAX_LABELS:
             least = min(
-                (each for each, _ in self._named.values() if each.name not in configured),
+                (each for each, _ in self._labelled.values() if each.name not in configured),
                 key=lambda each: each.served_tokens,
                 default=None,
             )
@@ -46,14 +41,14 @@ class TenantLabels:
                 return
             if account.name not in configured and account.served_tokens <= 2 * least.served_tokens:
                 return
-            del self._named[least.name]
-        self._named[account.name] = account, account.served_tokens - counted
+            del self._labelled[least.name]
+        self._labelled[account.name] = account, account.served_tokens - counted
 
-    def answered(self, account: TenantAccount, tokens: int) -> None:
-        """A tenant was served so many tokens more, which its account counts already."""
-        if account.name not in self._named:
+    def count_served(self, account: TenantAccount, tokens: int) -> None:
+        """Count tokens that `account.served_tokens` includes already."""
+        if account.name not in self._labelled:
             self.other_tokens += tokens
 
     def served(self) -> list[tuple[TenantAccount, int]]:
-        """The named ones, and what each was served since it has its name. From any thread."""
-        return [(account, account.served_tokens - before) for account, before in list(self._named.values())]
+        """The tenants with a label, and the tokens served since they have it. For any thread."""
+        return [(account, account.served_tokens - before) for account, before in list(self._labelled.values())]

@@ -1,4 +1,4 @@
-"""One request's place in the order of all that wait."""
+"""A request's place in the order of all waiting requests, and what its client said of it."""
 
 from enum import IntEnum
 from typing import Self
@@ -9,33 +9,44 @@ from msgspec.structs import replace
 from vllm_omni_plugin.admission.tenant_accounts import TenantAccount
 
 
+class RequestTerms(Struct, frozen=True):
+    """What a client said of its request in headers.
+
+    Attributes:
+        tenant: "" if none was named.
+        timeout_s: seconds that the client waits for the first token; None if it did not say.
+    """
+
+    tenant: str = ""
+    timeout_s: float | None = None
+
+
 class TicketPhase(IntEnum):
-    """How far a request has come, as far as admission is concerned."""
+    """How far a request has come.
+
+    ADMITTED: it has waited. It may go on, or wait for another replica, without being checked again.
+    """
 
     NEW = 0
     WAITING = 1
     STARTED = 2
     ENDED = 3
     ADMITTED = 4
-    """It has waited, and is to go on or to wait elsewhere without being judged again."""
 
 
 class Ticket(Struct, order=True):
-    """A place in the order, fixed when the request comes. The lower one goes first; no two are equal.
+    """A place in the order, fixed at arrival. The lower ticket starts first; no two are equal.
 
     Attributes:
-        class_index: place of its class; lower ones go first.
-        priority: OpenAI's, as vLLM reads it: lower ones go first.
-        start_tag: where it begins in the fair order of its class, in tokens per weight.
-        number: counts up with each ticket of a head.
-        tenant: whose request it is.
-        tokens: of its prompt.
-        dispatch_by: monotonic seconds by which an engine must have got it first; None: no limit.
-        deadline: monotonic seconds by which its first token must come; None likewise.
-        class_name: its class.
-        cost: tokens that it is charged for while its answer's length is not known.
-        virtual_cost: what its tenant's next request was put back for it, in tokens per weight.
-        phase: how far it has come.
+        class_index: index of the class; lower ones start first.
+        priority: OpenAI's, as vLLM reads it: lower ones start first.
+        start_tag: virtual start time in the fair order of the class, in tokens per weight.
+        number: unique at a head, increasing.
+        tokens: of the prompt.
+        dispatch_by: monotonic seconds by which an engine must have the request for the first time; None: no limit.
+        deadline: monotonic seconds by which the first token must come; None: no limit.
+        cost: estimated tokens of prompt and answer, until the answer's length is known.
+        virtual_cost: cost per weight, by which the tenant's next request starts later.
     """
 
     class_index: int
@@ -52,5 +63,5 @@ class Ticket(Struct, order=True):
     phase: TicketPhase = TicketPhase.NEW
 
     def for_later_stage(self) -> Self:
-        """The same place, for work on the request at a stage where nobody is refused."""
+        """The same place for a later stage of a pipeline, where no request is refused."""
         return replace(self, phase=TicketPhase.STARTED, dispatch_by=None, deadline=None)

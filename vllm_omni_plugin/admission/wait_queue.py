@@ -1,4 +1,4 @@
-"""The queues of all classes: how long they are, how long that lasts, and what must go when they are full."""
+"""The wait queue of a head: how long it is, how long requests wait in it, and which are evicted when it is full."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol, Self
@@ -10,19 +10,19 @@ from vllm_omni_plugin.admission.ticket import Ticket
 
 
 class StageView(Protocol):
-    """What admission asks of the stage. Read from any thread."""
+    """What admission reads of the stage. Read from any thread."""
 
     @property
     def dispatch_rate(self) -> float:
-        """Requests per second that leave this head's queue, as measured while there is one; 0: not known yet."""
+        """Requests per second that leave this head's queue, measured while there is a queue; 0: not known yet."""
 
     @property
     def unstarted(self) -> int:
-        """Requests of this head that are at engines and have no output yet."""
+        """Requests of this head that engines have and that have no output yet."""
 
     @property
     def first_output_s(self) -> float:
-        """Seconds within which engines begin to answer almost all that they get, as measured; 0: not known yet."""
+        """Seconds until the first output in which engines answer almost all requests, measured; 0: not known yet."""
 
     @property
     def heads(self) -> int:
@@ -30,11 +30,16 @@ class StageView(Protocol):
 
     @property
     def other_heads_backlog(self) -> Mapping[str, Backlog]:
-        """What waits at the other heads, by class: their `Admission.backlog_by_class`, summed up."""
+        """Waiting requests of all other heads together, by class."""
 
 
-class _Room(NamedTuple):
-    """One class, or all of them: what is there, and how much may be."""
+class _BoundedQueues(NamedTuple):
+    """Queues that share bounds.
+
+    Attributes:
+        wait_s: expected wait of the last request at this head.
+        queues: of this head, from the new request's class down; requests in them may be evicted.
+    """
 
     bounds: QueueBounds
     waiting: Backlog
@@ -42,152 +47,149 @@ class _Room(NamedTuple):
     queues: list[ClassQueue]
 
     def excess(self, tokens: int) -> float:
-        """How many requests are too many with one of so many tokens more; 0 if it fits. One alone always does."""
+        """Requests above the bounds once a request of so many tokens is added. A request always fits if it is alone."""
         bounds, (requests, waiting_tokens) = self.bounds, self.waiting
         if not requests:
             return 0.0
-        over = 0.0
+        excess = 0.0
         if bounds.max_waiting_requests is not None:
-            over = max(over, requests + 1 - bounds.max_waiting_requests)
+            excess = max(excess, requests + 1 - bounds.max_waiting_requests)
         if bounds.max_waiting_tokens is not None:
-            over = max(over, (waiting_tokens + tokens - bounds.max_waiting_tokens) * requests / max(1, waiting_tokens))
+            too_many = waiting_tokens + tokens - bounds.max_waiting_tokens
+            excess = max(excess, too_many * requests / max(1, waiting_tokens))
         if bounds.max_wait is not None and self.wait_s > bounds.max_wait:
-            over = max(over, requests * (1 - bounds.max_wait / self.wait_s))
-        return over
+            excess = max(excess, requests * (1 - bounds.max_wait / self.wait_s))
+        return excess
 
 
 class WaitQueue:
-    """One `ClassQueue` for each class of a plan, in order. Operations cost O(log n) and O(classes).
+    """One `ClassQueue` for each class of a config, in order. Each operation is O(log n) and O(classes).
 
-    Changed by the orchestrator's loop; what changes nothing may be asked from any thread.
-
-    Attributes:
-        plan: whose classes these are.
+    Only the orchestrator's loop may change it; any thread may call methods that change nothing.
     """
 
-    def __init__(self, plan: AdmissionConfig, stage: StageView, queues: Mapping[str, ClassQueue] | None = None) -> None:
+    def __init__(
+        self, config: AdmissionConfig, stage: StageView, queues: Mapping[str, ClassQueue] | None = None
+    ) -> None:
         old = queues or {}
-        self.plan = plan
+        self.config = config
         self._stage = stage
-        self._queues = {each.name: old.get(each.name) or ClassQueue() for each in plan.classes}
-        # Behind those of the plan: classes that an earlier one had, until nothing waits there.
+        self._queues = {each.name: old.get(each.name) or ClassQueue() for each in config.classes}
+        # Behind them: classes of an earlier config, as long as requests wait there.
         self._queues |= {name: queue for name, queue in old.items() if name not in self._queues and queue.requests}
         for queue in self._queues.values():
-            queue.reweigh()
+            queue.update_weights()
 
-    def under(self, plan: AdmissionConfig) -> Self:
-        """The same queues with the classes and weights of another plan."""
-        return type(self)(plan, self._stage, self._queues)
+    def with_config(self, config: AdmissionConfig) -> Self:
+        """The same requests with the classes and weights of another config."""
+        return type(self)(config, self._stage, self._queues)
 
     def of(self, class_name: str) -> ClassQueue:
-        """The queue of a class; of one that no plan has any more, an empty one."""
+        """The queue of a class; an empty one if the class is in no config any more."""
         return self._queues.get(class_name) or self._queues.setdefault(class_name, ClassQueue())
 
-    def by_class(self) -> dict[str, Backlog]:
-        """What waits of each class, in order."""
+    def backlog_by_class(self) -> dict[str, Backlog]:
         return {name: queue.backlog for name, queue in list(self._queues.items())}
 
     def backlog_of(self, tenant: str) -> Backlog:
-        """What waits of one tenant."""
         return total(queue.backlog_of(tenant) for queue in list(self._queues.values()))
 
     def ahead_of(self, account: TenantAccount, index: int, start_tag: float) -> float:
-        """How many of the waiting requests would start before one of this class with this tag, about."""
+        """An estimate of how many waiting requests would start before a request of this class with this tag."""
         queues = list(self._queues.values())
         return sum(queue.requests for queue in queues[:index]) + queues[index].ahead_of(account, start_tag)
 
-    def is_above(self, class_name: str, since: float) -> bool:
-        """Whether a request of a class before this one waits, or has come since then."""
+    def has_higher_class(self, class_name: str, since: float) -> bool:
+        """Whether a request of a class before this one waits, or has arrived after `since`."""
         for name, queue in self._queues.items():
             if name == class_name:
                 return False
-            if queue.requests or queue.last_came > since:
+            if queue.requests or queue.last_arrival > since:
                 return True
         return False
 
-    def wait_s(self, ahead: float) -> float:
-        """Seconds until so many waiting requests have started, after those at engines; 0 while no rate is known."""
-        rate = self._stage.dispatch_rate
-        return (ahead + self._stage.unstarted) / rate if rate else 0.0
+    def start_s(self, ahead: float) -> float:
+        """Seconds until engines have started so many waiting requests and those they have; 0: rate not known."""
+        return self._seconds(ahead + self._stage.unstarted)
 
-    def sent_in(self, ahead: float) -> float:
-        """Seconds until an engine gets a request that so many waiting ones are before; 0 while no rate is known."""
-        rate = self._stage.dispatch_rate
-        return ahead / rate if rate else 0.0
+    def dispatch_s(self, ahead: float) -> float:
+        """Seconds until so many waiting requests have been sent to engines; 0: rate not known."""
+        return self._seconds(ahead)
 
-    def drained_in(self, excess: float) -> float:
-        """Seconds until so many requests have left the queues of all heads; 0 while no rate is known."""
-        rate = self._stage.dispatch_rate * self._stage.heads
-        return excess / rate if rate else 0.0
+    def drain_s(self, excess: float) -> float:
+        """Seconds until so many requests have left the queues of all heads; 0: rate not known."""
+        return self._seconds(excess / self._stage.heads)
+
+    def _seconds(self, requests: float) -> float:
+        rate = self._stage.dispatch_rate
+        return requests / rate if rate else 0.0
 
     def excess(self, account: TenantAccount, index: int) -> float:
-        """How many requests would be too many if one of this tenant and class came now; 0 if it found room.
+        """Requests above the bounds if a request of this tenant and class came now; 0 if it could wait.
 
-        Its tokens are not known, so some that this lets pass find no room. It finds room where others can be pushed
-        out.
+        It can wait also if others would be evicted for it. Its tokens are not known, so it may be refused later.
         """
-        for room in self._rooms(index):
-            excess = room.excess(1)
-            if excess and not any(queue.requests for queue in room.queues[1:]):
-                own = room.queues[0]
+        for bounded in self._bounded(index):
+            excess = bounded.excess(1)
+            if excess and not any(queue.requests for queue in bounded.queues[1:]):
+                own = bounded.queues[0]
                 load = own.backlog_of(account.name).tokens / account.settings.weight
                 if not own.requests or load >= own.highest_load:
                     return excess
         return 0.0
 
-    def make_room(self, ticket: Ticket) -> tuple[list[Ticket], float]:
-        """Take out what must go so that one more can wait.
+    def evict_for(self, ticket: Ticket) -> tuple[list[Ticket], float]:
+        """Remove the requests that must go so that this one can wait.
 
         Returns:
-            What was taken out and 0, or nothing and how many requests are too many: then there is no room for it.
+            The removed tickets and 0; or, if the request cannot wait, no tickets and how many requests are too many.
         """
-        taken: list[Ticket] = []
-        index = self.place_of(ticket.class_name)
+        evicted: list[Ticket] = []
+        index = self.index_of(ticket.class_name)
         while (full := self._first_full(index, ticket.tokens)) is not None:
-            room, excess = full
-            victim = _newest_of_longest(room.queues, ticket)
+            bounded, excess = full
+            victim = _remove_newest_of_longest(bounded.queues, ticket)
             if victim is None:
-                for each in reversed(taken):
+                for each in reversed(evicted):
                     self.of(each.class_name).add(each)
                 return [], excess
-            taken.append(victim)
-        return taken, 0.0
+            evicted.append(victim)
+        return evicted, 0.0
 
-    def place_of(self, class_name: str) -> int:
-        """The place of a class among all that there are."""
+    def index_of(self, class_name: str) -> int:
+        """The index of a class among all queues."""
         self.of(class_name)
         return list(self._queues).index(class_name)
 
-    def _first_full(self, index: int, tokens: int) -> tuple[_Room, float] | None:
-        for room in self._rooms(index):
-            if excess := room.excess(tokens):
-                return room, excess
+    def _first_full(self, index: int, tokens: int) -> tuple[_BoundedQueues, float] | None:
+        for bounded in self._bounded(index):
+            if excess := bounded.excess(tokens):
+                return bounded, excess
         return None
 
-    def _rooms(self, index: int) -> Iterator[_Room]:
-        """The class at a place, and all classes together.
+    def _bounded(self, index: int) -> Iterator[_BoundedQueues]:
+        """The class at an index, then all classes together.
 
-        What lower classes have waiting at other heads does not count: it cannot be pushed out from here, and must not
-        keep a higher class out.
+        Requests of lower classes at other heads do not count: they cannot be evicted from here, and must not keep a
+        higher class out.
         """
-        plan = self.plan
-        if not (plan.any_set or (index < len(plan.classes) and plan.classes[index].any_set)):
+        config = self.config
+        if not (config.any_set or (index < len(config.classes) and config.classes[index].any_set)):
             return
         named = list(self._queues.items())
         others = self._stage.other_heads_backlog
         name, queue = named[index]
         own = total(each.backlog for _, each in named)
-        if index < len(plan.classes):
-            above = sum(each.requests for _, each in named[: index + 1])
+        if index < len(config.classes):
+            up_to_class = sum(each.requests for _, each in named[: index + 1])
             waiting = total((queue.backlog, others.get(name, Backlog())))
-            yield _Room(plan.classes[index], waiting, self.wait_s(above), [queue])
-        lower = {each.name for each in plan.classes[index + 1 :]}
+            yield _BoundedQueues(config.classes[index], waiting, self.start_s(up_to_class), [queue])
+        lower = {each.name for each in config.classes[index + 1 :]}
         waiting = total((own, *(backlog for each, backlog in others.items() if each not in lower)))
-        yield _Room(plan, waiting, self.wait_s(own.requests), [each for _, each in named[index:]])
+        yield _BoundedQueues(config, waiting, self.start_s(own.requests), [each for _, each in named[index:]])
 
 
 def total(backlogs: Iterable[Backlog]) -> Backlog:
-    """All of them together."""
     requests = tokens = 0
     for backlog in backlogs:
         requests += backlog.requests
@@ -195,11 +197,11 @@ def total(backlogs: Iterable[Backlog]) -> Backlog:
     return Backlog(requests, tokens)
 
 
-def _newest_of_longest(queues: list[ClassQueue], ticket: Ticket) -> Ticket | None:
-    """Take out the newest request of the tenant with the most tokens per weight, in the last class with one.
+def _remove_newest_of_longest(queues: list[ClassQueue], ticket: Ticket) -> Ticket | None:
+    """Remove the newest request of the tenant with the most tokens per weight, in the last class that has requests.
 
     Returns:
-        None if that would be the ticket, whose class is the first.
+        None if that tenant would be the ticket's own. Its class is the first.
     """
     for queue in reversed(queues):
         longest = queue.longest()

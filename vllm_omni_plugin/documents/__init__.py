@@ -1,7 +1,6 @@
-"""Files that people write: YAML, its JSON Schema, and messages that name the line and the key."""
+"""YAML files written by users: parsing, JSON Schema, and errors that name the line and the key."""
 
-from vllm_omni_plugin.documents.document import Document, read
-from vllm_omni_plugin.documents.shape import validate
-from vllm_omni_plugin.documents.text_places import Place, worded
+from vllm_omni_plugin.documents.document import Document, Place, at_place, read
+from vllm_omni_plugin.documents.schema_check import validate
 
-__all__ = ["Document", "Place", "read", "validate", "worded"]
+__all__ = ["Document", "Place", "at_place", "read", "validate"]

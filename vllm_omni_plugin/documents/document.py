@@ -1,6 +1,7 @@
-"""A YAML file as plain data, with the line of each of its values."""
+"""A YAML file as plain data, with the line of each value."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,22 +9,25 @@ from typing import Any
 import yaml
 from yaml.constructor import ConstructorError
 
-from vllm_omni_plugin.documents.text_places import Place, worded
 from vllm_omni_plugin.errors import ConfigError
 
 _MAX_BYTES = 1024 * 1024
 _MAX_VALUES = 50_000
 _TAG = "tag:yaml.org,2002:"
+_BARE_KEY = re.compile(r"[\w-]+")
+
+Place = tuple[str | int, ...]
+"""Where a value is in a file: keys of mappings and indexes of lists, from the root down."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What a YAML file holds.
+    """The content of a YAML file.
 
     Attributes:
-        source: name of the file.
+        source: the file's name.
         data: mappings with string keys, lists, strings, numbers, booleans and None.
-        root: the same as PyYAML's nodes, which know where they stand.
+        root: the same content as PyYAML's nodes, which have line numbers.
     """
 
     source: str
@@ -31,11 +35,11 @@ class Document:
     root: yaml.Node
 
     def error(self, message: str, place: Place) -> ConfigError:
-        """What is wrong at a place, as one line `FILE:LINE: stages[1].inputs[0]: ...`."""
-        return ConfigError(f"{self.source}:{self.line(place)}: {worded(message, place)}")
+        """An error in one line: `FILE:LINE: stages[1].inputs[0]: MESSAGE`."""
+        return ConfigError(f"{self.source}:{self.line(place)}: {at_place(message, place)}")
 
     def line(self, place: Place) -> int:
-        """The line, from 1, of what is at a place or of its key; of what it would be in if there is nothing."""
+        """The line of the key or value at a place, from 1; if there is none, the line of what would contain it."""
         node, mark = self.root, self.root.start_mark
         for key in place:
             if isinstance(node, yaml.MappingNode):
@@ -51,7 +55,7 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader of plain data, which refuses what JSON has not and what stands there twice."""
+    """PyYAML's safe loader, which also refuses types that JSON does not have and repeated keys."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         taken = set()
@@ -59,19 +63,19 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise _fault(key, "a list or mapping cannot be a key")
             if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
-                raise _fault(key, f"the key {key.value!r} is no text: quote it")
+                raise _fault(key, f"the key {key.value!r} is not text: quote it")
             if key.value in taken:
-                raise _fault(key, f"the key {key.value!r} is there twice")
+                raise _fault(key, f"the key {key.value!r} occurs twice")
             taken.add(key.value)
         super().flatten_mapping(node)
-        # What was merged in stands in front and gives way. Merged again and again, it would grow without limit.
+        # Merged entries come first; later entries override them. Without this, repeated merges grow without limit.
         node.value = list({key.value: (key, value) for key, value in node.value}.values())
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError):
-            raise _fault(node, f"{node.value!r} is no value of type {node.tag.removeprefix(_TAG)!r}") from None
+            raise _fault(node, f"{node.value!r} is not a value of type {node.tag.removeprefix(_TAG)!r}") from None
 
     def refuse(self, node: yaml.Node) -> Any:
         name = node.tag.removeprefix(_TAG)
@@ -83,15 +87,21 @@ for _type in ("timestamp", "binary", "set", "omap", "pairs"):
 _Loader.add_constructor(None, _Loader.refuse)
 
 
+def at_place(message: str, place: Place) -> str:
+    """The message with its place in front: `stages[1].inputs[0]: MESSAGE`."""
+    keys = (f".{key}" if isinstance(key, str) and _BARE_KEY.fullmatch(key) else f"[{key!r}]" for key in place)
+    return f"{''.join(keys).lstrip('.')}: {message}" if place else message
+
+
 def _fault(node: yaml.Node, message: str) -> ConstructorError:
     return ConstructorError(None, None, message, node.start_mark)
 
 
 def read(path: Path) -> Document:
-    """Read a YAML file, as `parse` does.
+    """Read and parse a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, or used: one line that names it.
+        ConfigError: the file cannot be read or parsed. One line that names the file.
     """
     try:
         with path.open("rb") as file:
@@ -99,7 +109,7 @@ def read(path: Path) -> Document:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {_MAX_BYTES // 1024**2} MiB, which nobody writes by hand")
+        raise ConfigError(f"{path}: larger than {_MAX_BYTES // 1024**2} MiB")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -109,10 +119,10 @@ def read(path: Path) -> Document:
 
 
 def parse(text: str, source: str) -> Document:
-    """Read YAML, with anchors and merge keys; nothing in it is executed.
+    """Parse YAML with anchors and merge keys. Nothing in it is executed.
 
     Raises:
-        ConfigError: it is empty or no YAML, repeats a key, or holds what JSON could not: one line with its number.
+        ConfigError: empty, not YAML, a repeated key, or a type that JSON does not have. One line with the line number.
     """
     try:
         loader = _Loader(text)
@@ -126,20 +136,22 @@ def parse(text: str, source: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise ConfigError(f"{source}:{line}: not usable YAML: {error.problem or error.context}") from None
+        raise ConfigError(f"{source}:{line}: invalid YAML: {error.problem or error.context}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{source}:{line}: not YAML: the character U+{error.character:04X} is not allowed") from None
+        raise ConfigError(
+            f"{source}:{line}: invalid YAML: the character U+{error.character:04X} is not allowed"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply") from None
 
 
 def _fault_of_aliases(data: Any) -> str | None:
-    """Whether aliases stand for more values than can be checked: a few aliases of aliases do."""
+    """What is wrong with the aliases: nested aliases can expand to more values than can be checked."""
     try:
         for count, _ in enumerate(json.JSONEncoder().iterencode(data)):
             if count > _MAX_VALUES:
-                return f"more than {_MAX_VALUES:,} values, those of aliases counted again"
+                return f"more than {_MAX_VALUES:,} values after aliases are expanded"
     except ValueError:
-        return "an alias of what it is in"
+        return "an alias that contains itself"
     return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from vllm_omni_plugin.documents import Place, worded
+from vllm_omni_plugin.documents import Place, at_place
 from vllm_omni_plugin.errors import ConfigError
 
 VLLM_ENGINE = "vllm"
@@ -81,6 +81,6 @@ class PipelineError(ConfigError):
     """The stages do not form a valid pipeline; `place` says where the fault is in its file."""
 
     def __init__(self, message: str, place: Place) -> None:
-        super().__init__(worded(message, place))
+        super().__init__(at_place(message, place))
         self.message = message
         self.place = place

@@ -188,8 +188,8 @@ class FleetClient(UtilityCallClient):
             dispatches = spans.expect(request.request_id, dispatches)
         now, answer, terms = self._clock(), current_response(), None
         if answer is not None:
-            if answer.refused is not None:
-                self._give_up(request.request_id, call, answer.refused)
+            if answer.refusal is not None:
+                self._give_up(request.request_id, call, answer.refusal)
                 return
             terms = answer.add_request(request.request_id, now)
             self._events.answers[request.request_id] = answer

@@ -33,9 +33,8 @@ from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
-from vllm_omni_plugin.admission import Refusal
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
-from vllm_omni_plugin.errors import SHUTTING_DOWN
+from vllm_omni_plugin.errors import SHUTTING_DOWN, RequestRefusedError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
 from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, options_of
@@ -190,9 +189,9 @@ def _broadcast(fleet: FleetClient) -> FleetBroadcast:
     return FleetBroadcast(view, fleet.orchestrator.events, lambda: fleet.resources.engine_dead)
 
 
-def _count_refusal(fleet: FleetClient, refused: Refusal) -> None:
+def _count_refusal(fleet: FleetClient, refusal: RequestRefusedError) -> None:
     orchestrator = fleet.orchestrator
-    key = (orchestrator.entry_pool.stage_id, str(refused.reason), str(int(refused.status)))
+    key = (orchestrator.entry_pool.stage_id, str(refusal.reason), str(int(refusal.status)))
     count_reason(orchestrator.metrics.refused_on_arrival, key)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Refusal, RequestTerms, Ticket, TicketPhase
+from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, RequestTerms, Ticket, TicketPhase
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -83,9 +83,9 @@ class AdmissionGate:
         """
         terms, priority = message.terms or _NO_TERMS, message.request.priority
         ticket = self.admission.new_ticket(terms, priority, message.prompt_tokens, self._clock())
-        if isinstance(ticket, Refusal):
+        if isinstance(ticket, RequestRefusedError):
             count_reason(self._metrics.refusals, (self._pool.stage_id, ticket.reason, str(ticket.status)))
-            raise RequestRefusedError(*ticket)
+            raise ticket
         return ticket
 
     def wait(self, run: StageRun, ticket: Ticket, turn_away: RefuseRun) -> None:
@@ -102,15 +102,15 @@ class AdmissionGate:
         if ticket.phase not in (TicketPhase.NEW, TicketPhase.ADMITTED):
             return
         outcome = self.admission.enqueue(ticket, self._clock())
-        if isinstance(outcome, Refusal):
-            raise RequestRefusedError(*outcome)
+        if isinstance(outcome, RequestRefusedError):
+            raise outcome
         self._waiting[ticket.number] = run, turn_away
         self._flow.sent(self._clock())
         self._tell_others(ticket.class_name)
         for pushed_out, refusal in outcome:
             other, turn_other_away = self._waiting[pushed_out.number]
             self._forget(pushed_out)
-            turn_other_away(other, RequestRefusedError(*refusal))
+            turn_other_away(other, refusal)
 
     def started(self, ticket: Ticket) -> None:
         """An engine has got a request, or its work in one of the stages."""
@@ -130,7 +130,7 @@ class AdmissionGate:
         """A request has waited as long as it may. Returns what its client is told."""
         if ticket.phase is TicketPhase.WAITING:
             self._forget(ticket)
-        return RequestRefusedError(*self.admission.expire(ticket, self._clock()))
+        return self.admission.expire(ticket, self._clock())
 
     def left(self, ticket: Ticket, output_tokens: int) -> None:
         """A request is over, in whatever way, after so many tokens of answer."""

@@ -1,4 +1,4 @@
-"""Whether a file has the shape that its JSON Schema says, in messages for its author."""
+"""Checks a file against its JSON Schema, with messages for the author of the file."""
 
 import json
 import math
@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from vllm_omni_plugin.documents.document import Document
-from vllm_omni_plugin.documents.text_places import Place
+from vllm_omni_plugin.documents.document import Document, Place
 from vllm_omni_plugin.errors import did_you_mean
 
 _MAX_SHOWN = 60
@@ -23,17 +22,15 @@ _TYPES = {
 
 
 def validate(document: Document, schema: Mapping[str, Any], out_of_place: Mapping[str, str] | None = None) -> None:
-    """Check a file's shape.
+    """Check a file against its JSON Schema (2020-12). Numbers must be finite, whatever the schema says.
 
     Args:
-        document: what it holds.
-        schema: its JSON Schema (2020-12). Numbers must be finite whatever it says.
-        out_of_place: messages for keys that other keys beside them exclude, which `not` says in the schema.
+        out_of_place: messages by key, for keys that the schema excludes by `not` because of other keys beside them.
 
     Raises:
-        ConfigError: for the first fault in the file.
+        ConfigError: the first error in the file.
     """
-    # jsonschema takes as long to import as all that uses this, and most processes read no file.
+    # jsonschema is slow to import, and most processes read no file.
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
@@ -44,7 +41,7 @@ def validate(document: Document, schema: Mapping[str, Any], out_of_place: Mappin
         for place, message in [_place_and_message(error, out_of_place or {})]
     )
     if faults:
-        # A key that is missing may be one that is misspelt, and then that is the better message.
+        # A missing key may be a misspelt one: the message about the misspelt key is better, so it goes first.
         *_, place, message = faults[0]
         raise document.error(message, place)
 
@@ -54,7 +51,6 @@ def _is_finite_number(_: Any, value: Any) -> bool:
 
 
 def _place_and_message(error: Any, out_of_place: Mapping[str, str]) -> tuple[Place, str]:
-    """The place of a jsonschema error, and a message for the author of the file."""
     place: Place = tuple(error.absolute_path)
     if error.validator == "additionalProperties":
         known = error.schema["properties"]
@@ -82,7 +78,7 @@ _WORDING: Mapping[str, Callable[[Any], str]] = MappingProxyType(
             + did_you_mean(str(error.instance), error.validator_value)
         ),
         "exclusiveMinimum": lambda error: _must(f"above {error.validator_value}", error),
-        "maxItems": lambda error: f"must be at most {error.validator_value}, not {len(error.instance)}",
+        "maxItems": lambda error: f"must have at most {error.validator_value} entries, not {len(error.instance)}",
         "maximum": lambda error: _must(f"at most {error.validator_value}", error),
         "maxLength": lambda error: f"must have at most {error.validator_value} characters, not {len(error.instance)}",
         "minItems": lambda error: "must not be empty",
@@ -93,10 +89,10 @@ _WORDING: Mapping[str, Callable[[Any], str]] = MappingProxyType(
             f"needs {' and '.join(repr(key) for key in error.validator_value if key not in error.instance)}"
         ),
         "type": lambda error: _must(_TYPES[error.validator_value], error),
-        "uniqueItems": lambda error: "must name each only once",
+        "uniqueItems": lambda error: "must not repeat an entry",
     }
 )
-"""Messages for errors, by the keyword of JSON Schema that failed."""
+"""Error messages by the keyword of JSON Schema that failed."""
 
 
 def _shown(value: Any) -> str:
