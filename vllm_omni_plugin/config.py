@@ -1,23 +1,21 @@
-"""The options of a head or a headless node and the flags that set them, parsed once at the edge."""
+"""The options of a head or a headless node, and the flags that set them."""
 
 import argparse
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Self
-
-from vllm_omni_plugin.errors import ConfigError
+from typing import Any
 
 ADMIN_KEY_FLAG = "--omni-admin-key-file"
 FLEET_ENGINE = "VLLM_OMNI_FLEET_ENGINE"
-"""Environment variable that marks the engines of a fleet and their workers, which have none of the flags. It holds the
-path of the file where an engine says how one of its workers ended."""
+"""Environment variable that marks the engine and worker processes of a fleet. Its value is the path of the file in
+which an engine writes how one of its workers ended."""
 NO_MODEL = "<named by --omni-pipeline>"
-"""Stands for the model on a command line without one, until the pipeline's file has been read."""
+"""Placeholder for MODEL on a command line without one, until the pipeline's file has been read."""
 
 _MAX_STAGE_ID = 1023
 _MAX_PORT = 65535
@@ -26,7 +24,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class Side(Enum):
-    """Where a flag has a meaning."""
+    """Where a flag may be given: on a head, on a headless node, or on both."""
 
     HEAD = "head"
     HEADLESS = "headless"
@@ -35,16 +33,13 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag.
+    """One command line flag.
 
     Attributes:
         field: the field of `OmniConfig` that it sets.
-        default: of that field.
-        side: where it has a meaning.
-        help: its text.
-        metavar: stands for its value in the text; "" if it takes none.
-        type: reads its value; None: as it is.
-        aliases: further names, which it has where nobody else has them.
+        metavar: "" if the flag takes no value.
+        type: parses the value; None keeps the string.
+        aliases: further names, used only if no other package has registered them.
     """
 
     field: str
@@ -57,27 +52,25 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """The flag."""
         return f"--{self.destination.replace('_', '-')}"
 
     @property
     def destination(self) -> str:
-        """Where argparse leaves its value; None if it was not given."""
+        """Attribute of the parsed arguments. Its value is None if the flag was not given."""
         return f"omni_{self.field}"
 
     @property
     def takes_value(self) -> bool:
-        """Whether it is followed by a value."""
         return bool(self.metavar)
 
     def help_with_default(self) -> str:
-        """The text for `--help`. Its end prints nothing, but keeps vLLM's formatter from adding our default of None."""
+        """The text for `--help`. The end prints nothing, but keeps vLLM's formatter from adding a default of None."""
         shown = "" if self.default is None or not self.takes_value else f" (default: {self.default})"
         return f"{self.help}{shown}%(default).0s"
 
 
-def whole(minimum: int, maximum: float = math.inf, reason: str = "") -> Callable[[str], int]:
-    """A type for whole numbers from `minimum` to `maximum`."""
+def integer(minimum: int, maximum: float = math.inf, reason: str = "") -> Callable[[str], int]:
+    """An argparse type for integers from `minimum` to `maximum`; `reason` ends the error message."""
 
     def parse(text: str) -> int:
         try:
@@ -91,7 +84,7 @@ def whole(minimum: int, maximum: float = math.inf, reason: str = "") -> Callable
 
 
 def seconds(text: str) -> float:
-    """A type for durations of zero or more seconds."""
+    """An argparse type for durations of zero or more seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -103,20 +96,20 @@ def seconds(text: str) -> float:
 
 
 def header_name(text: str) -> str:
-    """A type for names of HTTP headers."""
+    """An argparse type for names of HTTP headers."""
     if not _HEADER_NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of an HTTP header")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid name of an HTTP header")
     return text
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A type for objects in JSON."""
+    """An argparse type for JSON objects."""
     try:
         value = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is not an object in JSON, such as {{"option": 1}}')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"option": 1}}')
     return value
 
 
@@ -128,23 +121,23 @@ def _require_range(value: float, minimum: float, maximum: float, reason: str) ->
 
 
 def _flag(default: Any, *about: Any, **more: Any) -> Any:
-    """A field of `OmniConfig` with its flag; the further arguments are those of `Flag`."""
+    """A field of `OmniConfig` with its `Flag`; takes the arguments of `Flag`."""
     return field(default=default, metadata={"flag": lambda name: Flag(name, default, *about, **more)})
 
 
 @dataclass(frozen=True)
 class OmniConfig:
-    """What the `--omni-*` flags say: each field is set by the flag of its name, whose help says what it means.
+    """The values of the `--omni-*` flags. Each field is set by the flag of the same name, and explained by its help.
 
-    It travels as plain data inside vLLM's `additional_config`, which vLLM hashes as JSON and shows to whoever asks
-    for its configuration: hence no secret may ever be a field of it, only the path of one.
+    Never add a secret as a field, only its path: vLLM carries these options in its `additional_config`, which it shows
+    to everybody who asks for its configuration.
     """
 
     pipeline: str | None = _flag(
         None,
         Side.BOTH,
-        "YAML file of stages that requests run through, each with replicas of its own; it says what MODEL and the "
-        "arguments of engines, replicas and policies are elsewhere. With --headless: the file of --omni-stage-id.",
+        "YAML file of a pipeline: its stages, and for each the model, engine arguments, replicas and policy, which are "
+        "then not given on the command line. A headless node runs the stage of --omni-stage-id.",
         "FILE",
         os.path.abspath,
     )
@@ -166,15 +159,14 @@ class OmniConfig:
     dp_size_local: int = _flag(
         1,
         Side.BOTH,
-        "Replicas of the model that this process runs itself. A head may have none of its own (0).",
+        "Number of replicas that this process runs itself. A head may have none (0).",
         "N",
-        whole(0, reason="there cannot be fewer replicas than none"),
+        integer(0, reason="there cannot be fewer replicas than none"),
     )
     master_address: str | None = _flag(
         None,
         Side.BOTH,
-        "On the head: address on which replicas of other nodes join, which opens the fleet. With --headless: the "
-        "head's address.",
+        "On a head: the address on which it accepts replicas of other nodes. With --headless: the head's address.",
         "ADDRESS",
         aliases=("-oma",),
     )
@@ -183,7 +175,7 @@ class OmniConfig:
         Side.BOTH,
         "Port of --omni-master-address.",
         "PORT",
-        whole(1, _MAX_PORT, "that is no port"),
+        integer(1, _MAX_PORT, "that is no port"),
         ("-omp",),
     )
     join: bool = _flag(
@@ -197,7 +189,7 @@ class OmniConfig:
         Side.HEADLESS,
         "Stage that the replicas of this node serve.",
         "N",
-        whole(0, _MAX_STAGE_ID, "that is no stage"),
+        integer(0, _MAX_STAGE_ID, "that is no stage"),
         ("--stage-id",),
     )
     replica_address: str | None = _flag(
@@ -218,60 +210,60 @@ class OmniConfig:
     heartbeat_interval: float = _flag(
         1.0,
         Side.BOTH,
-        "Seconds between the signs of life of a replica, and between questions to an engine whether it answers; under "
-        "a third of --omni-heartbeat-timeout.",
+        "Seconds between two heartbeats of a replica, and between two probes of an engine; less than a third of "
+        "--omni-heartbeat-timeout.",
         "SECONDS",
         seconds,
     )
     heartbeat_timeout: float = _flag(
         10.0,
         Side.BOTH,
-        "Seconds of silence after which a replica is taken for dead, and after which an engine that does not answer is "
-        "no longer trusted.",
+        "Seconds without a heartbeat after which a replica counts as dead, and without an answer to a probe after "
+        "which an engine counts as hung.",
         "SECONDS",
         seconds,
     )
     secret_file: str | None = _flag(
         None,
         Side.BOTH,
-        "File with the secret that all nodes of the fleet share: links between nodes are then encrypted, and open to "
-        "its holders only. Its mode must be 0600. A second line is a second secret that is accepted too, for rotation. "
-        "Without it links on loopback have a secret of this user's own, and others are refused.",
+        "File with the secret that all nodes of the fleet share. Links between nodes are then encrypted and "
+        "authenticated. Its mode must be 0600. A second line is a second accepted secret, for rotation. Without this "
+        "flag, links on loopback use a secret of this user, and links to other machines are refused.",
         "FILE",
     )
     insecure: bool = _flag(
         False,
         Side.BOTH,
-        "Do without a secret, on loopback and elsewhere: everybody who reaches the fleet's ports can use and harm it.",
+        "Use no secret, on loopback and elsewhere: everybody who reaches the fleet's ports can use and harm it.",
     )
     any_vllm: bool = _flag(
         False,
         Side.BOTH,
-        "Go on with a version of vLLM that this version of the plugin is not made for, where these flags are refused "
-        "otherwise. Anything may go wrong.",
+        "Accept a version of vLLM that this version of the plugin does not support. Without this flag the start is "
+        "refused. Anything may go wrong.",
     )
     admin_key_file: str | None = _flag(
         None,
         Side.HEAD,
         "File with the admin keys, one per line, of 16 or more characters; its mode should be 0600. Changing the fleet "
-        "over HTTP (DELETE, drain, resume) and explain then need one of them as a bearer token. Default: none; these "
-        "are answered to loopback addresses of this machine only.",
+        "over HTTP (DELETE, drain, resume) and explain then need one of them as a bearer token. Without this flag only "
+        "loopback addresses of this machine may do so.",
         "FILE",
     )
     max_message_size: int = _flag(
         512,
         Side.BOTH,
-        "Largest message between a head and a replica of another process, in MiB: of requests as their node says, of "
-        "outputs as the head says. A request that is larger fails alone, before it is sent.",
+        "Largest message between a head and a replica of another process, in MiB. The node's value limits requests, "
+        "the head's value limits outputs. A larger request fails before it is sent; no other request is affected.",
         "MIB",
-        whole(1, _MAX_MESSAGE_MIB, "that is no size"),
+        integer(1, _MAX_MESSAGE_MIB, "that is no size"),
     )
     migration_limit: int = _flag(
         3,
         Side.HEAD,
-        "How often a request may move to another replica because its replica was lost, before it fails.",
+        "How often a request may move to another replica because its replica was lost. One more loss fails it.",
         "N",
-        whole(0, reason="a request cannot move a negative number of times"),
+        integer(0, reason="a request cannot move a negative number of times"),
     )
     replica_wait: float = _flag(
         60.0,
@@ -283,63 +275,45 @@ class OmniConfig:
     admission: str | None = _flag(
         None,
         Side.HEAD,
-        "YAML file that says who goes first and who is refused when there is more to do than replicas can begin: "
-        "classes, weights and limits of tenants, bounds of the queue. It is read again at SIGHUP and at "
-        "POST /omni/admission.",
+        "YAML file of the admission control: request classes, weights and limits of tenants, bounds of the wait queue. "
+        "It is read again at SIGHUP and at POST /omni/admission.",
         "FILE",
         os.path.abspath,
     )
     tenant_header: str | None = _flag(
         None,
         Side.HEAD,
-        "Header of a request that names its tenant; without it the API key tells tenants apart. Default: X-Tenant-ID, "
-        "else x-gateway-fairness-id, with --omni-admission; otherwise requests have no tenants.",
+        "HTTP header that names the tenant of a request. A request without it belongs to the tenant of its API key. "
+        "Default: X-Tenant-ID, else x-gateway-fairness-id, with --omni-admission; otherwise requests have no tenants.",
         "NAME",
         header_name,
     )
     drain_timeout: float = _flag(
         300.0,
         Side.BOTH,
-        "Seconds that running requests have to finish after SIGTERM. What still runs then moves from a headless node, "
-        "and is aborted by a head, where --shutdown-timeout counts instead if it is above 0. A second signal ends the "
-        "wait.",
+        "Seconds that running requests have to finish after SIGTERM. Then a headless node moves the rest to other "
+        "replicas, and a head aborts the rest. On a head, --shutdown-timeout counts instead if it is above 0. A second "
+        "signal ends the wait.",
         "SECONDS",
         seconds,
     )
     join_timeout: float = _flag(
         300.0,
         Side.HEADLESS,
-        "Seconds in which this node must find the head for the first time, or it ends with an error; 0: no limit.",
+        "Seconds after which this node exits with an error if it has not reached the head yet; 0: no limit.",
         "SECONDS",
         seconds,
     )
 
     @property
     def is_open(self) -> bool:
-        """Whether replicas of other processes take part."""
+        """Whether replicas of other processes can join."""
         return self.master_address is not None
 
     @property
     def max_message_bytes(self) -> int:
-        """`max_message_size` in bytes."""
         return self.max_message_size * 2**20
-
-    def to_plain(self) -> dict[str, Any]:
-        """The same as JSON-compatible data."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Read what `to_plain` wrote.
-
-        Raises:
-            ConfigError: for a key that is no option of this version.
-        """
-        unknown = sorted(set(plain) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ConfigError(f"unknown vllm-omni-plugin option(s): {', '.join(unknown)}")
-        return cls(**plain)
 
 
 FLAGS: tuple[Flag, ...] = tuple(each.metadata["flag"](each.name) for each in fields(OmniConfig))
-"""All flags, in the order of the page."""
+"""All flags, in the order of docs/flags.md."""

@@ -57,7 +57,7 @@ OWN_FLAGS = (
     Case("--omni-admin-key-file /nowhere/keys", "--omni-admin-key-file", "/nowhere/keys: No such file or directory"),
     Case("--omni-admin-key-file /dev/null", "--omni-admin-key-file", "it is not a regular file"),
     Case("--omni-lb-config {x", "--omni-lb-config", "'{x' is not JSON: "),
-    Case("--omni-lb-config [1]", "--omni-lb-config", "'[1]' is not an object in JSON"),
+    Case("--omni-lb-config [1]", "--omni-lb-config", "'[1]' is not a JSON object"),
     Case('--omni-lb-policy least-queue-length --omni-lb-config {"weight":1}', "--omni-lb-config", "it has no options"),
     Case(
         f'{LEAST_TOKENS} {{"decode_wait":1}}',
@@ -71,7 +71,7 @@ OWN_FLAGS = (
     ),
     Case("--omni-admission /nowhere/a.yaml", "--omni-admission", "/nowhere/a.yaml: cannot be read: No such file"),
     Case("--omni-admission /dev/null", "--omni-admission", "/dev/null: the file is empty"),
-    Case("--omni-tenant-header X:Y", "--omni-tenant-header", "'X:Y' is no name of an HTTP header"),
+    Case("--omni-tenant-header X:Y", "--omni-tenant-header", "'X:Y' is not a valid name of an HTTP header"),
     Case("--omni-migration-limit -1", "--omni-migration-limit", "-1 is below 0"),
     Case("--omni-migration-limit many", "--omni-migration-limit", "'many' is not a whole number"),
 )

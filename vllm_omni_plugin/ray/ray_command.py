@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 
-from vllm_omni_plugin.config import FLAGS, OmniConfig, seconds, whole
+from vllm_omni_plugin.config import FLAGS, OmniConfig, integer, seconds
 from vllm_omni_plugin.errors import ServerUnavailableError, did_you_mean
 from vllm_omni_plugin.integration.flags import parse_fleet_flags
 from vllm_omni_plugin.ray.autoscaler import Autoscaler, fetch_stage_load
@@ -73,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=_PROG, usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("action", choices=["up"], help=argparse.SUPPRESS)
     number = parser.add_mutually_exclusive_group()
-    number.add_argument("--replicas", type=whole(1), default=1, metavar="N", help="nodes to run (default: 1)")
-    number.add_argument("--max-replicas", type=whole(1), metavar="N", help="or as many as the wait needs, at most N")
-    parser.add_argument("--min-replicas", type=whole(1), metavar="N", help="and at least N (default: 1)")
+    number.add_argument("--replicas", type=integer(1), default=1, metavar="N", help="nodes to run (default: 1)")
+    number.add_argument("--max-replicas", type=integer(1), metavar="N", help="or as many as the wait needs, at most N")
+    parser.add_argument("--min-replicas", type=integer(1), metavar="N", help="and at least N (default: 1)")
     parser.add_argument(
         "--target-wait",
         type=seconds,
@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         help=f"the wait for an engine above which nodes are added (default: {_TARGET_WAIT_S:g})",
     )
     parser.add_argument("--url", help="a head's HTTP address, asked for the wait (default: port 8000 of the head)")
-    parser.add_argument("--num-gpus", type=whole(0), default=1, metavar="N", help="GPUs of each node (default: 1)")
-    parser.add_argument("--num-cpus", type=whole(0), default=1, metavar="N", help="CPUs of each node (default: 1)")
+    parser.add_argument("--num-gpus", type=integer(0), default=1, metavar="N", help="GPUs of each node (default: 1)")
+    parser.add_argument("--num-cpus", type=integer(0), default=1, metavar="N", help="CPUs of each node (default: 1)")
     parser.add_argument("--address", default="auto", help="the Ray cluster (default: the one of this machine)")
     return parser
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.config import whole
+from vllm_omni_plugin.config import integer
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.sim.model.engine_settings import DEFAULT_CONCURRENCY, EngineSettings
 
@@ -24,7 +24,7 @@ _OF_AN_ENGINE = 70
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the simulation."""
     group = parser.add_argument_group("SimConfig", "Simulated engines.")
-    group.add_argument("--replicas", type=whole(1), default=1, metavar="N", help="Replicas to start.")
+    group.add_argument("--replicas", type=integer(1), default=1, metavar="N", help="Replicas to start.")
     group.add_argument(
         "--tokens-per-second",
         type=_positive,
@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-blocks",
-        type=whole(1),
+        type=integer(1),
         metavar="N",
         # The end prints nothing, but keeps vLLM's formatter from adding a default of None.
         help=f"Blocks of KV memory of each engine. (default: room for {DEFAULT_CONCURRENCY} requests of the maximum "

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 from vllm_omni_plugin.config import OmniConfig
@@ -16,14 +17,14 @@ _KEY = "vllm_omni_plugin"
 
 def store_options(engine_args: Any, options: OmniConfig) -> None:
     """Put the options where vLLM hands them on to AsyncLLM."""
-    engine_args.additional_config = {**(engine_args.additional_config or {}), _KEY: options.to_plain()}
+    engine_args.additional_config = {**(engine_args.additional_config or {}), _KEY: asdict(options)}
 
 
 def options_of(vllm_config: Any) -> OmniConfig | None:
     """The options in a `VllmConfig`, or None if it was made without our flags."""
     additional = vllm_config.additional_config
     plain = additional.get(_KEY) if isinstance(additional, dict) else None
-    return None if plain is None else OmniConfig.from_plain(plain)
+    return None if plain is None else OmniConfig(**plain)
 
 
 def without_options(vllm_config: Any) -> Any:
