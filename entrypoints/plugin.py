@@ -7,14 +7,10 @@ from vllm_omni_plugin.config import FLEET_ENGINE
 
 
 def register() -> None:
-    """Add our flags to vLLM's, in a process that parses any. Idempotent; opens nothing and imports nothing heavy.
+    """Add our flags to vLLM's parser, if this process has imported it. Idempotent; imports nothing heavy.
 
-    Engine and worker processes call this too. They take their configuration from the head and parse no flags, so there
-    vLLM's argument module is not imported, and there is nothing to add to. Those of a fleet ask for what their
-    processor needs.
-
-    A command line with `--omni` is for another package: vLLM hands it to `vllm_omni`, which adds flags of the same
-    names as ours, and leaves their values where ours would be.
+    Engine and worker processes call this function too. They parse no flags; those of a fleet request what their CPU
+    needs. A command line with `--omni` belongs to the package `vllm_omni`, which has flags of the same names.
     """
     if FLEET_ENGINE in os.environ:
         from vllm_omni_plugin.vllm_api.launch.amx import request_amx

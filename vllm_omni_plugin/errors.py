@@ -1,56 +1,56 @@
-"""The errors of the plugin. Each layer raises these; each edge maps them once to what its caller speaks."""
+"""The errors of the plugin. Entry points map them to exit codes and HTTP status codes."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 SHUTTING_DOWN = "The server is shutting down."
-"""Why requests are refused that come when it has been told to end."""
+"""The message for requests that arrive during shutdown."""
 
 
 class OmniError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class ConfigError(OmniError, ValueError):
-    """A flag, file or combination that cannot be honoured. The message names it and says what to do."""
+    """A flag, file or combination is not valid. The message names it and says what to do."""
 
 
 class RefusedByHeadError(OmniError):
-    """A node's head would not take its replicas: not as they are, or not yet, as it may be started anew itself."""
+    """The head would refuse this node's replicas. May be temporary: the head may be restarting."""
 
 
 class WireError(OmniError, ValueError):
-    """A frame from the network that is not a valid message. Dropped by services, never raised out of their loops."""
+    """A frame from the network is not a valid message. Services drop the frame and go on."""
 
 
 class ReplicaError(OmniError):
-    """One replica failed a call; the others are not affected."""
+    """One replica failed a call. Other replicas are not affected."""
 
 
 class MessageTooLargeError(ReplicaError):
-    """A message is larger than a replica takes. It was not sent, and the replica serves on. Names the flag."""
+    """A message is larger than the replica accepts. It was not sent; the replica goes on. The text names the flag."""
 
 
 NOT_ALLOWED = "not allowed: "
-"""How the answer to a call begins that the server of a replica did not pass on."""
+"""Prefix of a replica server's answer to a call that it did not pass on to the engine."""
 
 
 class NotAllowedError(ReplicaError):
-    """A call that the server of a replica does not pass on to the engine, which is none the worse for it."""
+    """The replica server did not pass the call on to its engine. The engine is not affected."""
 
 
 class NoReplicaError(OmniError):
-    """No replica of a stage can serve right now. The request was never dispatched and is safe to retry."""
+    """No replica of the stage can serve now. The request was never dispatched, so the client may retry it."""
 
 
 class RequestRefusedError(OmniError):
-    """More requests wait than can be answered in time. This one never reached an engine and is safe to retry.
+    """Admission control refused the request. It never reached an engine, so the client may retry it.
 
     Args:
-        status: of HTTP: 429 if its tenant is over its share or limits, 503 if the fleet is full.
-        reason: in a word, the label of metrics.
+        status: HTTP status: 429 if the tenant is over its share or limits, 503 if the fleet is full.
+        reason: label in metrics.
         message: for the client.
-        retry_after_s: seconds after which another try may be worth it.
+        retry_after_s: for the `Retry-After` header.
     """
 
     def __init__(self, status: int, reason: str, message: str, retry_after_s: int) -> None:
@@ -61,34 +61,34 @@ class RequestRefusedError(OmniError):
 
 
 class ServerUnavailableError(OmniError):
-    """A server that was asked over HTTP is not there, or not now."""
+    """An HTTP server does not answer, or answers that it is not available now."""
 
 
 class CoordinatorUnavailableError(OmniError):
-    """An operator's call cannot reach the fleet's other heads, or gets no number. It is safe to repeat it later."""
+    """An operator call cannot reach the other heads, or is one of too many. It may be repeated later."""
 
 
 class RequestLostError(OmniError):
-    """The replica serving a request died and the request could not be moved exactly. Its output so far stands."""
+    """The replica of a request was lost, and the request could not move. Its output so far is valid."""
 
 
 class QueryOfDeathError(RequestLostError):
-    """Two engines crashed while they ran a request, so it gets no third one."""
+    """Two engines crashed while they ran the request, so it is not sent to a third one."""
 
 
 class NoExplanationError(OmniError):
-    """A load-balancing policy cannot say why it would choose a replica."""
+    """The load-balancing policy cannot explain its choice."""
 
 
 class StageError(OmniError):
-    """A stage of a pipeline, or the transform in front of it, failed a request. The message names the stage."""
+    """A stage of a pipeline, or its transform, failed the request. The message names the stage."""
 
 
 class StageInputError(StageError):
-    """A stage cannot take what it would have to compute on, such as a prompt that is too long for its model."""
+    """The input of a stage is not valid, for example a prompt that is too long for its model."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint for an error message, `` (did you mean 'NAME'?)``; "" if no known name is similar."""
+    """A hint for an error message: `` (did you mean 'NAME'?)``, or "" if no known name is similar."""
     close = get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM, with a fleet behind it instead of one engine where our options are set."""
+"""Patches AsyncLLM: with our options, it gets a client of the fleet instead of a client of one engine."""
 
 from typing import Any
 
@@ -16,10 +16,7 @@ from vllm_omni_plugin.integration.patching import patch_function
 
 
 def patch_async_llm() -> None:
-    """Make AsyncLLM ask us for its engine client from now on. Idempotent.
-
-    Configurations without our options still get vLLM's own client.
-    """
+    """Make AsyncLLM use `FleetClient` for configurations with our options. Idempotent."""
     patch_app()
     patch_function(EngineCoreClient, "make_async_mp_client", _make_client)
     patch_function(AsyncLLM, "__init__", _init)
@@ -27,28 +24,30 @@ def patch_async_llm() -> None:
     patch_function(AsyncLLM, "shutdown", _shutdown)
 
 
-def _make_client(own: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any) -> Any:
+def _make_client(
+    original: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any
+) -> Any:
     options = options_of(vllm_config)
     if options is None:
-        return own(vllm_config, executor_class, log_stats, *args, **kwargs)
+        return original(vllm_config, executor_class, log_stats, *args, **kwargs)
     renderer = kwargs.get("renderer")
     if renderer is not None:
         renderer.start_mm_warmup_in_background()
     try:
         return make_fleet_client(options, vllm_config, executor_class, log_stats)
     except ConfigError as error:
-        # Some faults of a command line or a pipeline show only when everything is put together.
+        # Some errors of a command line or a pipeline show only when the fleet is built.
         exit_usage_error(error)
 
 
-def _init(own: Any, server: Any, *args: Any, **kwargs: Any) -> None:
-    own(server, *args, **kwargs)
+def _init(original: Any, server: Any, *args: Any, **kwargs: Any) -> None:
+    original(server, *args, **kwargs)
     if isinstance(server.engine_core, FleetClient):
         server.engine_core.bind(server.output_processor, server.logger_manager)
 
 
-async def _check_health(own: Any, server: Any) -> None:
-    await own(server)
+async def _check_health(original: Any, server: Any) -> None:
+    await original(server)
     core = server.engine_core
     if not isinstance(core, FleetClient):
         return
@@ -56,22 +55,17 @@ async def _check_health(own: Any, server: Any) -> None:
         raise EngineDeadError
 
 
-def _shutdown(own: Any, server: Any, timeout: float | None = None) -> None:
+def _shutdown(original: Any, server: Any, timeout: float | None = None) -> None:
     core = getattr(server, "engine_core", None)
     if isinstance(core, FleetClient) and core.answers:
-        # vLLM's server calls this beside its loop while answers are made, and again when it stops waiting for them.
-        # Only then may the renderer close, without which there are none.
+        # vLLM's server calls this in another thread while responses are still being made, and again afterwards. Only
+        # the second call may close the renderer, which responses need.
         core.shutdown(timeout)
     else:
-        own(server, timeout)
+        original(server, timeout)
 
 
 def make_fleet_client(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> FleetClient:
-    """Start the fleet and return the client in front of it. Blocks until the local replicas serve.
-
-    Raises:
-        ConfigError: a stage cannot be served as it is described, or the coordinator cannot listen where it is told to.
-        ReplicaError: a local replica did not start. Nothing is left running.
-    """
+    """Start a fleet and return its client. Blocks until the local replicas serve; raises as `Fleet` and its `start`."""
     fleet = Fleet(options, vllm_config, executor_class, log_stats)
     return FleetClient(fleet, vllm_config, fleet.start())

@@ -1,6 +1,7 @@
-"""What a command line with our flags means to vLLM: options, checked, and carried into its configuration.
+"""Reads our options from parsed arguments, checks them, and stores them in vLLM's engine arguments.
 
-Imported by every process that parses vLLM's flags: nothing of vLLM or the fleet is imported until one of ours is set.
+Every process that parses vLLM's flags imports this module, so it imports vLLM and the fleet only once one of our flags
+is given.
 """
 
 import argparse
@@ -13,26 +14,25 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.patching import patch_function
 
 FLEET_ADDRESS = "omni_joined"
-"""Attribute of the parsed arguments that makes an API server process a head without engines: its supervisor, which
-has checked the rest, puts there where the fleet is: the fields master_address, master_port and secret_file of
-`OmniConfig`."""
+"""Attribute of the parsed arguments of an API server process: the fields master_address, master_port and secret_file of
+the fleet that the server joins. Set by the supervisor process, which has checked the options already."""
 
 
 def patch_engine_args(engine_args_class: Any) -> None:
-    """Make vLLM's `EngineArgs` read our flags, too, from parsed arguments. Idempotent."""
+    """Make vLLM's `EngineArgs` read our flags from parsed arguments. Idempotent."""
     patch_function(engine_args_class, "from_cli_args", _from_cli_args)
 
 
-def _from_cli_args(own: Any, engine_args_class: Any, args: argparse.Namespace) -> Any:
+def _from_cli_args(original: Any, engine_args_class: Any, args: argparse.Namespace) -> Any:
     options = parse_or_exit(args)
-    engine_args = own(engine_args_class, args)
+    engine_args = original(engine_args_class, args)
     if options is not None:
-        _switch_fleet_on(engine_args, options, headless=bool(getattr(args, "headless", False)))
+        _enable_fleet(engine_args, options, headless=bool(getattr(args, "headless", False)))
     return engine_args
 
 
 def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
-    """As `parse_options`, but ends the process as argparse does when the options cannot be honoured."""
+    """Like `parse_options`, but exits like argparse on an error."""
     try:
         return parse_options(args)
     except ConfigError as error:
@@ -42,12 +42,12 @@ def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
 
 
 def parse_options(args: argparse.Namespace) -> OmniConfig | None:
-    """The options in parsed arguments, or None if no flag of ours was given.
+    """The checked options in parsed arguments, or None if none of our flags is given.
 
-    With a pipeline, what its file says of the model and engine of this process is set in the arguments.
+    With a pipeline, also sets the model and engine arguments of this process's stage in `args`.
 
     Raises:
-        ConfigError: a value or a combination cannot be honoured.
+        ConfigError: a value or a combination is not valid.
     """
     given = {
         flag.field: getattr(args, flag.destination)
@@ -57,16 +57,16 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     if not given:
         return None
     options = OmniConfig(**given)
-    joined = getattr(args, FLEET_ADDRESS, None)
-    if joined is not None:
-        options = replace(options, join=True, **joined)
+    fleet_address = getattr(args, FLEET_ADDRESS, None)
+    if fleet_address is not None:
+        options = replace(options, join=True, **fleet_address)
 
     from vllm_omni_plugin.integration.options.compatibility import refuse_unsupported
     from vllm_omni_plugin.integration.options.flag_rules import check, check_policy
 
     check_policy(options)
     headless = bool(getattr(args, "headless", False))
-    if joined is None:
+    if fleet_address is None:
         refuse_unsupported(args)
         check(options, given, headless, api_servers=_api_servers(args))
     if options.join:
@@ -79,12 +79,12 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
 
 
 def _api_servers(args: argparse.Namespace) -> int:
-    """How many API server processes `vllm serve` will start; vLLM's default is one for each data-parallel rank."""
+    """The number of API server processes. vLLM's default is one for each data-parallel rank."""
     count: int = getattr(args, "api_server_count", None) or getattr(args, "data_parallel_size", None) or 1
     return count
 
 
-def _switch_fleet_on(engine_args: Any, options: OmniConfig, headless: bool) -> None:
+def _enable_fleet(engine_args: Any, options: OmniConfig, headless: bool) -> None:
     from vllm_omni_plugin.integration.async_llm import patch_async_llm
     from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
     from vllm_omni_plugin.integration.options.additional_config import store_options
@@ -93,6 +93,6 @@ def _switch_fleet_on(engine_args: Any, options: OmniConfig, headless: bool) -> N
     store_options(engine_args, options)
     prepare_engine_args(engine_args, local_engines(options, headless))
     if not headless:
-        # vLLM's default aborts all at once; a whole number, since vLLM knows no other.
+        # vLLM's default is to abort all requests at once. The number must be an integer.
         engine_args.shutdown_timeout = engine_args.shutdown_timeout or math.ceil(options.drain_timeout)
         patch_async_llm()

@@ -1,6 +1,7 @@
-"""Our flags in the parser of `vllm serve`.
+"""Adds our flags to the parser of `vllm serve`.
 
-Imported by every process that parses vLLM's flags: nothing of vLLM or the fleet is imported until one of ours is set.
+Every process that parses vLLM's flags imports this module, so it imports vLLM and the fleet only once one of our flags
+is given.
 """
 
 import argparse
@@ -17,15 +18,14 @@ from vllm_omni_plugin.integration.patching import patch_function
 GROUP = "OmniConfig"
 _ANY_VLLM = "--omni-any-vllm"
 ANY_VLLM_PATTERN = re.compile(r"--omni[-_]any[-_]vllm$")
-"""Matches the flag on a command line."""
 _PIPELINE = re.compile(r"--omni[-_]pipeline(=|$)")
 CONFIG = "--config"
-"""Names a file with more of the command line, which vLLM reads."""
+"""vLLM's flag for a file with more arguments."""
 _OURS = re.compile(r"--omni[^=]*")
 
 
 def add_omni_flags(arg_utils: Any) -> None:
-    """Make vLLM's parser take our flags, and its `EngineArgs` read them. Idempotent.
+    """Make vLLM's parser accept our flags, and `EngineArgs` read them. Idempotent.
 
     Args:
         arg_utils: the module `vllm.engine.arg_utils`.
@@ -35,14 +35,14 @@ def add_omni_flags(arg_utils: Any) -> None:
     patch_parser(arg_utils.FlexibleArgumentParser)
 
 
-def _add_cli_args(own: Any, parser: Any) -> Any:
-    parser = own(parser)
+def _add_cli_args(original: Any, parser: Any) -> Any:
+    parser = original(parser)
     add_group(parser)
     return parser
 
 
 class FleetFlagAction(argparse.Action):
-    """Stores a flag's value, and takes over what vLLM's command line does once it is known that it is for us."""
+    """Stores the value of one of our flags. The first of them on a command line also patches `vllm serve`."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, takes_value: bool, **kwargs: Any) -> None:
         super().__init__(option_strings, dest, nargs=None if takes_value else 0, **kwargs)
@@ -54,7 +54,6 @@ class FleetFlagAction(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Called by argparse when it meets the flag."""
         require_supported_version(parser, namespace)
         from vllm_omni_plugin.integration.processes.serve_command import patch_serve_command
 
@@ -63,9 +62,9 @@ class FleetFlagAction(argparse.Action):
 
 
 def require_supported_version(parser: Any, namespace: argparse.Namespace) -> None:
-    """End the process with one line if the installed vLLM is not one that this package is made for. Once for a line.
+    """Exit with an error if the installed vLLM is not supported; only warn if `--omni-any-vllm` is given anywhere.
 
-    With `--omni-any-vllm` anywhere on the command line or in its file there is a warning instead.
+    Does nothing from the second of our flags on.
     """
     if any(getattr(namespace, flag.destination, None) is not None for flag in FLAGS):
         return
@@ -83,7 +82,7 @@ def require_supported_version(parser: Any, namespace: argparse.Namespace) -> Non
 
 
 def add_group(parser: argparse.ArgumentParser) -> None:
-    """Add the argument group. Every default is None, so that "not given" can be told from any value."""
+    """Add the argument group. Every default is None, which means "not given"."""
     group = parser.add_argument_group(
         title=GROUP, description="A fleet of engine replicas behind this server. Any of these flags switches it on."
     )
@@ -95,15 +94,15 @@ def add_group(parser: argparse.ArgumentParser) -> None:
         try:
             group.add_argument(flag.name, *flag.aliases, **about)
         except argparse.ArgumentError:
-            # Somebody else has an alias.
+            # Another package has registered an alias.
             group.add_argument(flag.name, **about)
 
 
 def parse_fleet_flags(arguments: Sequence[str], prog: str) -> tuple[dict[str, Any], list[str]]:
-    """Read our flags alone, as vLLM's parser does, which takes seconds to import. Ends the process as argparse does.
+    """Parse only our flags, without vLLM, whose import takes seconds. Exits like argparse on an error.
 
     Returns:
-        The fields of `OmniConfig` that are given, and the arguments that are none of ours.
+        The fields of `OmniConfig` that are given, and all other arguments.
     """
     parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s ...", add_help=False)
     for flag in FLAGS:
@@ -115,25 +114,21 @@ def parse_fleet_flags(arguments: Sequence[str], prog: str) -> tuple[dict[str, An
 
 
 def patch_parser(parser_class: Any) -> None:
-    """Let vLLM's parser take `--served-model-name` and `--config` without a model beside `--omni-pipeline`. Idempotent.
-
-    Args:
-        parser_class: vLLM's `FlexibleArgumentParser`. Whatever it accepts by itself, it reads as before.
-    """
+    """Make vLLM's `FlexibleArgumentParser` accept a command line with `--omni-pipeline` and no model. Idempotent."""
     patch_function(parser_class, "parse_args", _parse_args)
 
 
-def _parse_args(own: Any, parser: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+def _parse_args(original: Any, parser: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
     try:
-        return own(parser, args, namespace)
+        return original(parser, args, namespace)
     except ValueError:
         words = list(sys.argv[1:] if args is None else args)
         if words[:1] != ["serve"] or not any(map(_PIPELINE.match, _with_config(parser, words))):
             raise
-    return own(parser, [words[0], NO_MODEL, *words[1:]], namespace)
+    return original(parser, [words[0], NO_MODEL, *words[1:]], namespace)
 
 
 def _with_config(parser: Any, words: list[str]) -> list[str]:
-    """The words and those of the file that `--config` names."""
-    behind = words[words.index(CONFIG) + 1 :][:1] if CONFIG in words else []
-    return [*words, *(word for name in behind for word in parser.load_config_file(name))]
+    """The arguments, and those of the file that `--config` names."""
+    files = words[words.index(CONFIG) + 1 :][:1] if CONFIG in words else []
+    return [*words, *(word for file in files for word in parser.load_config_file(file))]

@@ -1,28 +1,28 @@
-"""How functions of vLLM's come to do more. Imports nothing of vLLM."""
+"""Replaces functions of vLLM at run time. Imports nothing of vLLM."""
 
 from collections.abc import Callable
 from functools import wraps
 from inspect import getattr_static
 from typing import Any
 
-_EXTENDED = "_vllm_omni_plugin_extended"
+_PATCHED = "_vllm_omni_plugin_patched"
 
 
-def patch_function(owner: Any, name: str, extension: Callable[..., Any]) -> None:
-    """Call `extension` in place of a function of vLLM's from now on, with that function in front. Idempotent.
+def patch_function(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a function of vLLM by `replacement`, which gets the original function as its first argument. Idempotent.
 
     Args:
-        owner: the module or class that has it.
-        name: its name. If it is a class method, the extension gets it without its class, and then the class.
+        owner: the module or class that has the function.
+        name: of the function. For a class method, `replacement` gets the unbound function, and then the class.
     """
-    held = getattr_static(owner, name)
-    own = held.__func__ if isinstance(held, classmethod | staticmethod) else held
-    if hasattr(own, _EXTENDED):
+    attribute = getattr_static(owner, name)
+    original = attribute.__func__ if isinstance(attribute, classmethod | staticmethod) else attribute
+    if hasattr(original, _PATCHED):
         return
 
-    @wraps(own)
-    def extended(*args: Any, **kwargs: Any) -> Any:
-        return extension(own, *args, **kwargs)
+    @wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
 
-    setattr(extended, _EXTENDED, True)
-    setattr(owner, name, extended if own is held else type(held)(extended))
+    setattr(patched, _PATCHED, True)
+    setattr(owner, name, patched if original is attribute else type(attribute)(patched))

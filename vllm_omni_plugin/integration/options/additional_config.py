@@ -1,4 +1,4 @@
-"""How our options travel through vLLM: as plain data under one key of `additional_config`."""
+"""Carries our options through vLLM, under one key of its `additional_config`."""
 
 import copy
 import sys
@@ -9,26 +9,25 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 
 SHARED_DRAIN_FLAG = "omni_drained"
-"""Attribute of the parsed arguments of each of several API servers: what `HeadDrain.share` takes."""
+"""Attribute of the parsed arguments of each API server, if there are several: the argument of `HeadDrain.share`."""
 
 _EXIT_USAGE = 2
 _KEY = "vllm_omni_plugin"
 
 
 def store_options(engine_args: Any, options: OmniConfig) -> None:
-    """Put the options where vLLM hands them on to AsyncLLM."""
     engine_args.additional_config = {**(engine_args.additional_config or {}), _KEY: asdict(options)}
 
 
 def options_of(vllm_config: Any) -> OmniConfig | None:
-    """The options in a `VllmConfig`, or None if it was made without our flags."""
+    """The options in a `VllmConfig`, or None if none of our flags was given."""
     additional = vllm_config.additional_config
     plain = additional.get(_KEY) if isinstance(additional, dict) else None
     return None if plain is None else OmniConfig(**plain)
 
 
 def without_options(vllm_config: Any) -> Any:
-    """The configuration for engines, which take nothing from our options; vLLM's compile cache depends on them."""
+    """A copy without our options, for engines: they do not need them, and the key of vLLM's compile cache has them."""
     config = copy.copy(vllm_config)
     if isinstance(config.additional_config, dict):
         config.additional_config = {key: value for key, value in config.additional_config.items() if key != _KEY}
@@ -36,6 +35,6 @@ def without_options(vllm_config: Any) -> Any:
 
 
 def exit_usage_error(error: ConfigError) -> NoReturn:
-    """End the process as argparse does when options cannot be honoured."""
+    """Exit like argparse does for wrong arguments."""
     sys.stderr.write(f"vllm serve: error: {error}\n")
     raise SystemExit(_EXIT_USAGE) from None
