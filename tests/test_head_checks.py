@@ -35,11 +35,11 @@ def node(**other: Any) -> OmniConfig:
     return OmniConfig(master_address="127.0.0.1", master_port=7500, **other)
 
 
-def levels(findings: Any) -> list[Level]:
-    return [finding.level for finding in findings]
+def levels(results: Any) -> list[Level]:
+    return [result.level for result in results]
 
 
-def all_findings(answer: HeadQueryResult, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[CheckResult]:
+def all_results(answer: HeadQueryResult, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[CheckResult]:
     yield from check_head(answer, stage_id)
     if fingerprint is not None:
         yield from check_model(answer, stage_id, fingerprint)
@@ -65,12 +65,12 @@ def all_findings(answer: HeadQueryResult, stage_id: int, fingerprint: dict[str, 
 def test_only_a_certain_difference_from_the_head_is_an_error(
     answer: HeadQueryResult, fingerprint: dict[str, str] | None, expected: list[Level]
 ) -> None:
-    assert levels(all_findings(answer, 0, fingerprint)) == expected
+    assert levels(all_results(answer, 0, fingerprint)) == expected
 
 
 def test_findings_about_the_head_name_what_differs_and_what_to_do() -> None:
     other = {**FINGERPRINT, "dtype": "half"}
-    *_, model = all_findings(HeadQueryResult(FACTS), 2, other)
+    *_, model = all_results(HeadQueryResult(FACTS), 2, other)
     assert "dtype: head has float32, replica half" in model.text
     assert "start head and node with the same model and flags" in model.text
 
@@ -119,9 +119,9 @@ LISTENING = ("tcp://10.0.0.2:41000", "tcp://10.0.0.2:41001", "tcp://10.0.0.2:410
 def test_ports_that_the_head_does_not_reach_are_told_with_what_to_do(
     answer: HeadQueryResult, level: Level | None, said: str
 ) -> None:
-    findings = list(check_reachability(answer))
-    assert levels(findings) == ([] if level is None else [level])
-    assert said in "".join(finding.text for finding in findings)
+    results = list(check_reachability(answer))
+    assert levels(results) == ([] if level is None else [level])
+    assert said in "".join(result.text for result in results)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_node_whose_ports_are_not_reached_is_warned_and_starts(
 def test_a_stage_that_the_head_does_not_have_is_an_error_with_or_without_a_model(
     fingerprint: dict[str, str] | None,
 ) -> None:
-    *_, stage = all_findings(HeadQueryResult(FACTS), 1, fingerprint)
+    *_, stage = all_results(HeadQueryResult(FACTS), 1, fingerprint)
     assert stage == CheckResult(
         Level.ERROR, "stage: the head has 0, 2, replica 1: give one of the head's with --omni-stage-id"
     )

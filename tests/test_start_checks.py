@@ -40,8 +40,8 @@ def about(topic: str, *command: Any, headless: bool = False) -> list[CheckResult
     return [each for each in check_start(*command, headless) if each.text.startswith(topic)]
 
 
-def levels(findings: Any) -> list[Level]:
-    return [finding.level for finding in findings]
+def levels(results: Any) -> list[Level]:
+    return [result.level for result in results]
 
 
 @pytest.fixture
@@ -145,9 +145,9 @@ def test_a_head_alone_needs_open_files_for_its_clients_too(
     limits: tuple[int, int], replicas: int, level: Level, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
-    finding = check_head_files(replicas)
-    assert finding.level is level
-    assert said in finding.text
+    result = check_head_files(replicas)
+    assert result.level is level
+    assert said in result.text
 
 
 def test_too_few_open_files_for_the_replicas_of_a_head_end_the_command(
@@ -177,19 +177,19 @@ def socket_base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Pat
 @pytest.mark.parametrize(
     ("length", "level", "said"),
     [
-        (46, Level.OK, "they can lie in"),
-        (47, Level.WARNING, "has more than 46 characters, so those of processes that are killed stay there"),
+        (46, Level.OK, "can be used"),
+        (47, Level.WARNING, "has more than 46 characters, so sockets of killed processes are not removed"),
         (64, Level.WARNING, "TMPDIR or VLLM_RPC_BASE_PATH"),
-        (65, Level.ERROR, "has 65 characters, and a socket there may have 64: name a shorter path with TMPDIR"),
+        (65, Level.ERROR, "has 65 characters, and the limit is 64: name a shorter path with TMPDIR"),
     ],
 )
 def test_the_path_of_sockets_is_told_when_it_is_too_long(
     length: int, level: Level, said: str, socket_base: Callable[[int], Path]
 ) -> None:
     base = socket_base(length)
-    (finding,) = about("sockets", OmniConfig(), 1, 0)
-    assert finding.level is level
-    assert said in finding.text
+    (result,) = about("sockets", OmniConfig(), 1, 0)
+    assert result.level is level
+    assert said in result.text
     assert list(base.iterdir()) == []
 
 
@@ -212,7 +212,7 @@ def test_a_folder_of_sockets_that_cannot_be_used_ends_the_command(
         check_or_exit(OmniConfig(), 1, 0, headless=False)
     error = capsys.readouterr().err
     assert "No such file or directory" in error
-    assert "name a folder that can be written to with TMPDIR or VLLM_RPC_BASE_PATH" in error
+    assert "name a writable folder with TMPDIR or VLLM_RPC_BASE_PATH" in error
     # A head that has joined a fleet has no engines, and so no such sockets.
     check_or_exit(OmniConfig(), 0, 0, headless=False)
 
@@ -221,9 +221,9 @@ def test_no_temporary_folder_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
-    (finding,) = about("sockets", OmniConfig(), 1, 0)
-    assert finding.level is Level.ERROR
-    assert "No usable temporary directory found in ['/nowhere']" in finding.text
+    (result,) = about("sockets", OmniConfig(), 1, 0)
+    assert result.level is Level.ERROR
+    assert "No usable temporary directory found in ['/nowhere']" in result.text
 
 
 @pytest.mark.parametrize(
@@ -233,16 +233,16 @@ def test_no_temporary_folder_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         ({**OURS, "other": "x:y"}, "other,omni", Level.OK, "others in this environment: other"),
         ({}, None, Level.ERROR, "install vllm-omni-plugin into the environment of"),
         ({"omni": "another.package:register"}, None, Level.ERROR, "vLLM does not find it"),
-        (OURS, "other", Level.ERROR, "VLLM_PLUGINS is 'other' and leaves it out: add omni"),
+        (OURS, "other", Level.ERROR, "VLLM_PLUGINS is 'other' and does not have it: add omni"),
         (OURS, "", Level.ERROR, "add omni"),
     ],
 )
 def test_a_plugin_that_vllm_does_not_load_is_an_error(
     installed: dict[str, str], allowed: str | None, level: Level, said: str
 ) -> None:
-    finding = check_plugin(installed, allowed)
-    assert finding.level is level
-    assert said in finding.text
+    result = check_plugin(installed, allowed)
+    assert result.level is level
+    assert said in result.text
 
 
 @pytest.mark.parametrize("name", ["vllm-omni", "vllm_omni", "vLLM-Omni"])
@@ -254,10 +254,10 @@ def test_a_package_that_clashes_is_named_with_what_to_do(
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    (finding,) = check_conflicts()
-    assert finding.level is Level.WARNING
-    assert "vllm-omni is installed" in finding.text
-    assert "leave --omni out" in finding.text
+    (result,) = check_conflicts()
+    assert result.level is Level.WARNING
+    assert "vllm-omni is installed" in result.text
+    assert "leave --omni out" in result.text
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[OmniConfig]:
         asked.append(options)
         return HeadQueryResult(HeadInfo(0.0, [0], {"model": "theirs"}))
 
-    monkeypatch.setattr(doctor, "ask", ask)
+    monkeypatch.setattr(doctor, "query_head_for_node", ask)
     return asked
 
 

@@ -1,4 +1,4 @@
-"""`vllm-omni-plugin doctor`: what is wrong with this machine, and with the command line of a node."""
+"""`vllm-omni-plugin doctor`: checks this machine, and the command line of a node."""
 
 import argparse
 import os
@@ -20,29 +20,30 @@ from vllm_omni_plugin.integration.flags import ANY_VLLM_PATTERN, CONFIG, parse_f
 
 _PROG = "vllm-omni-plugin doctor"
 _DESCRIPTION = """Check this machine and, given the arguments of `vllm serve --headless`, whether a node with them would
-start and join its head. No model is loaded. Each finding is a line; the exit status is 1 if one is an error."""
+start and join its head. No model is loaded. Each check is a line of output; the exit status is 1 if one is an error."""
 _EPILOG = """Takes every argument of `vllm serve MODEL --headless`. Without MODEL, or a pipeline, the model is not
 compared with the head's."""
 _MAX_PORT = 65535
-_USUAL_WORKERS = 2
-"""Of the smallest replica that needs shared memory, where no command line says how many there are."""
-_FLAGS_FIT = CheckResult(Level.OK, "flags: they go together, and the files and addresses that they name can be used")
-_NO_MODEL = CheckResult(Level.UNKNOWN, "model: none was named, so none is compared with the head's")
+_ASSUMED_WORKERS = 2
+"""Where no command line tells: the workers of the smallest replica that needs shared memory."""
+_FLAGS_OK = CheckResult(Level.OK, "flags: valid, as are the files and addresses that they name")
+_MODEL_NOT_COMPARED = CheckResult(Level.UNKNOWN, "model: none was named, so none is compared with the head's")
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Print what is found, as it is found; returns the exit status."""
-    is_well = True
-    for finding in _examine(_with_head(arguments)):
-        # What vLLM and transformers say may take several lines.
-        sys.stdout.write(f"{finding.level:<11}{' '.join(finding.text.split())}\n")
+    """Run all checks and print each result as it comes; returns the exit status."""
+    status = 0
+    for result in _run_checks(_with_head(arguments)):
+        # Messages of vLLM and transformers may have several lines.
+        sys.stdout.write(f"{result.level:<11}{' '.join(result.text.split())}\n")
         sys.stdout.flush()
-        is_well = is_well and finding.level is not Level.ERROR
-    return 0 if is_well else 1
+        if result.level is Level.ERROR:
+            status = 1
+    return status
 
 
 def _with_head(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `vllm serve` among ours, with the flags for which `--against` is short."""
+    """The arguments of `vllm serve`: those given, with `--against` replaced by the two flags that it stands for."""
     parser = argparse.ArgumentParser(
         prog=_PROG,
         usage=f"{_PROG} [--against HOST:PORT] [ARGUMENTS OF vllm serve --headless]",
@@ -57,8 +58,8 @@ def _with_head(arguments: Sequence[str]) -> list[str]:
         metavar="HOST:PORT",
         help="the head to compare with; short for --omni-master-address HOST --omni-master-port PORT",
     )
-    ours, rest = parser.parse_known_args(arguments)
-    return [*rest, *ours.against]
+    known, rest = parser.parse_known_args(arguments)
+    return [*rest, *known.against]
 
 
 def _head(text: str) -> list[str]:
@@ -68,13 +69,13 @@ def _head(text: str) -> list[str]:
     return ["--omni-master-address", host.strip("[]"), "--omni-master-port", port]
 
 
-def _examine(arguments: Sequence[str]) -> Iterator[CheckResult]:
+def _run_checks(arguments: Sequence[str]) -> Iterator[CheckResult]:
     version = check_version(any(map(ANY_VLLM_PATTERN.match, arguments)))
     yield version
     yield from check_machine()
     if version.level is Level.ERROR:
         return
-    # Lines of ours stand on standard output, and vLLM logs there as well.
+    # vLLM logs to standard output, where our results go.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_omni_plugin.integration.checks.start_checks import (
         check_head_files,
@@ -84,21 +85,21 @@ def _examine(arguments: Sequence[str]) -> Iterator[CheckResult]:
     )
 
     if arguments:
-        yield from _examine_node(arguments)
+        yield from _check_node(arguments)
     else:
         yield check_node_files(1)
         yield check_head_files(1)
         yield check_socket_folder()
-        yield check_shared_memory(_USUAL_WORKERS)
+        yield check_shared_memory(_ASSUMED_WORKERS)
 
 
-def _examine_node(arguments: Sequence[str]) -> Iterator[CheckResult]:
+def _check_node(arguments: Sequence[str]) -> Iterator[CheckResult]:
     from vllm_omni_plugin.integration.checks.start_checks import check_start
     from vllm_omni_plugin.integration.options.flag_rules import check
 
     given, others = parse_fleet_flags(arguments, _PROG)
     answer = None
-    # The file of `--config` may name the head or the secret, too.
+    # The file of `--config` may name the head or the secret.
     if given and CONFIG not in others:
         options = OmniConfig(**given)
         try:
@@ -106,14 +107,14 @@ def _examine_node(arguments: Sequence[str]) -> Iterator[CheckResult]:
         except ConfigError as error:
             yield CheckResult(Level.ERROR, f"flags: {error}")
             return
-        # Before vLLM is imported, which takes it many seconds.
+        # Before the import of vLLM, which takes many seconds.
         answer = yield from _check_against_head(options)
         if not others and options.pipeline is None:
-            yield _FLAGS_FIT
-            yield from check_start(options, options.dp_size_local, _USUAL_WORKERS, headless=True)
-            yield _NO_MODEL
+            yield _FLAGS_OK
+            yield from check_start(options, options.dp_size_local, _ASSUMED_WORKERS, headless=True)
+            yield _MODEL_NOT_COMPARED
             return
-    yield from _examine_command(arguments, answer)
+    yield from _check_command_line(arguments, answer)
 
 
 def _check_against_head(options: OmniConfig) -> Generator[CheckResult, None, HeadQueryResult]:
@@ -131,8 +132,8 @@ def _check_against_head(options: OmniConfig) -> Generator[CheckResult, None, Hea
     return answer
 
 
-def _examine_command(arguments: Sequence[str], answer: HeadQueryResult | None) -> Iterator[CheckResult]:
-    """What only vLLM can tell of a command line; `answer`: the head's, if it was asked."""
+def _check_command_line(arguments: Sequence[str], answer: HeadQueryResult | None) -> Iterator[CheckResult]:
+    """The checks that need vLLM. `answer`: the head's, if it has been queried."""
     from vllm_omni_plugin.integration.checks.start_checks import check_start
     from vllm_omni_plugin.integration.command_line import parse_options
     from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
@@ -147,18 +148,18 @@ def _examine_command(arguments: Sequence[str], answer: HeadQueryResult | None) -
         yield CheckResult(Level.ERROR, f"flags: {error}")
         return
     if options is None:
-        yield CheckResult(Level.UNKNOWN, "flags: there is none of ours, hence no fleet: name the head with --against")
+        yield CheckResult(Level.UNKNOWN, "flags: no --omni-* flag is given: name the head with --against")
         return
-    yield _FLAGS_FIT
+    yield _FLAGS_OK
     yield from check_start(options, *local_processes(args, options), headless=True)
     if answer is None:
         answer = yield from _check_against_head(options)
     if options.pipeline is None and args.model == DEFAULT_MODEL:
-        yield _NO_MODEL
+        yield _MODEL_NOT_COMPARED
         return
     try:
         fingerprint = plan_node(args, options).fingerprint
-    # Whatever a model's configuration makes vLLM and transformers raise.
+    # vLLM and transformers raise any kind of error for a model's configuration.
     except Exception as error:
         yield CheckResult(Level.ERROR, f"model: vLLM cannot configure it: {error}")
     else:

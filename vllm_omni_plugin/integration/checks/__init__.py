@@ -1,4 +1,4 @@
-"""What is looked at before anything starts, and by `vllm-omni-plugin doctor`.
+"""Checks before a start, also run by `vllm-omni-plugin doctor`.
 
 Start with `start_checks`.
 """

@@ -1,11 +1,11 @@
-"""What a check has found, in one line."""
+"""The result of one check."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is. Only an error keeps a process from starting."""
+    """Severity. Only an error prevents a start."""
 
     OK = "ok"
     UNKNOWN = "not known"
@@ -15,12 +15,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line for the operator.
-
-    Attributes:
-        level: how bad it is.
-        text: what was looked at, what was found and, unless it is fine, what to do.
-    """
+    """One line for the operator: what was checked, the result and, unless it is ok, what to do."""
 
     level: Level
     text: str

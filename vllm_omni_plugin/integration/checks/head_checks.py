@@ -1,4 +1,4 @@
-"""A node compared with the head that it is to join, before it loads a model."""
+"""Compares a node with its head before the node loads a model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,18 +21,20 @@ from vllm_omni_plugin.replicas.server.attached_heads import differences
 logger = init_logger(__name__)
 
 LARGEST_CLOCK_DIFFERENCE_S = 5.0
-"""Nothing depends on it but what people read: logs, events and traces."""
+"""Only logs, events and traces depend on it."""
 
 
 def query_head_for_node(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadQueryResult:
-    """Ask the head of a node, and listen meanwhile where its replicas would, if there is place. Blocks for 2 s at most,
-    and for 2 s more where the head does not reach the node.
+    """Query the head, and meanwhile listen on the replicas' ports, so that the head can test whether it reaches them.
+
+    Blocks for up to 2 s, and for up to 2 s more if the head does not reach the node. If the ports cannot be bound, they
+    are not tested.
 
     Args:
         coordinator: the head's ZMQ address.
-        options: of the node, secured.
-        address: where its replicas listen.
-        replicas: how many there are.
+        options: of the node, from `with_secret`.
+        address: on which the replicas listen.
+        replicas: number of replicas.
     """
     secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
     with _listening(options, address, REPLICA_PORTS * replicas) as listeners:
@@ -43,7 +45,7 @@ def query_head_for_node(coordinator: str, options: OmniConfig, address: str, rep
 @contextmanager
 def _listening(options: OmniConfig, address: str, count: int) -> Iterator[Sequence[Listener]]:
     listeners: Sequence[Listener] = ()
-    # What is wrong is told by `check_start`.
+    # `check_start` reports the error.
     with suppress(ConfigError):
         ports = None if options.replica_ports is None else PortRange.parse(options.replica_ports)
         listeners = listen_on_ports(address, ports, count)
@@ -54,42 +56,39 @@ def _listening(options: OmniConfig, address: str, count: int) -> Iterator[Sequen
 
 
 def require_fitting_head(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadQueryResult:
-    """Ask the head of a node before anything else is done; arguments as of `ask`.
+    """Query the head as `query_head_for_node` does, and log the results. Returns the answer, for `require_same_model`.
 
-    What cannot be compared, as the head may come later, is no error, nor are ports that it does not reach yet.
-
-    Returns:
-        Its answer, for `require_same_model`.
+    A head that does not answer is no error, since it may start later. Ports that it does not reach are a warning.
 
     Raises:
         RefusedByHeadError: the head would refuse the node's replicas, whatever their model is.
     """
     answer = query_head_for_node(coordinator, options, address, replicas)
     _refuse_errors(check_head(answer, options.stage_id))
-    for finding in check_reachability(answer):
-        _log(finding)
+    for result in check_reachability(answer):
+        _log(result)
     return answer
 
 
 def require_same_model(answer: HeadQueryResult, stage_id: int, fingerprint: Mapping[str, str]) -> None:
-    """Compare the node's fingerprint with that in the head's answer. Raises RefusedByHeadError if they differ."""
+    """Raise RefusedByHeadError if the node's fingerprint differs from the one in the head's answer."""
     _refuse_errors(check_model(answer, stage_id, fingerprint))
 
 
-def _refuse_errors(findings: Iterator[CheckResult]) -> None:
-    for finding in findings:
-        if finding.level is Level.ERROR:
-            raise RefusedByHeadError(finding.text)
-        _log(finding)
+def _refuse_errors(results: Iterator[CheckResult]) -> None:
+    for result in results:
+        if result.level is Level.ERROR:
+            raise RefusedByHeadError(result.text)
+        _log(result)
 
 
-def _log(finding: CheckResult) -> None:
-    log = logger.info if finding.level in (Level.OK, Level.UNKNOWN) else logger.warning
-    log("Before the start: %s", finding.text)
+def _log(result: CheckResult) -> None:
+    log = logger.info if result.level in (Level.OK, Level.UNKNOWN) else logger.warning
+    log("Before the start: %s", result.text)
 
 
 def check_head(answer: HeadQueryResult, stage_id: int) -> Iterator[CheckResult]:
-    """What the head's answer to the question about a stage says about a node, whatever its model is."""
+    """Check everything in the head's answer except the ports and the model."""
     if answer.refused:
         yield CheckResult(
             Level.ERROR,
@@ -99,9 +98,9 @@ def check_head(answer: HeadQueryResult, stage_id: int) -> Iterator[CheckResult]:
     elif answer.info is None:
         yield CheckResult(Level.UNKNOWN, f"head: {answer.problem}; secret, clock and model are not compared with it")
     else:
-        # A head without a secret names no stages.
+        # A head without a secret does not tell its stages.
         accepted = "secret" if answer.info.stages else "node"
-        yield CheckResult(Level.OK, f"head: it answers, so it is reached and accepts this {accepted}")
+        yield CheckResult(Level.OK, f"head: it answers and accepts this {accepted}")
         yield _clock(answer.clock_ahead)
         if answer.info.stages and stage_id not in answer.info.stages:
             theirs = ", ".join(map(str, answer.info.stages))
@@ -112,14 +111,14 @@ def check_head(answer: HeadQueryResult, stage_id: int) -> Iterator[CheckResult]:
 
 
 def check_reachability(answer: HeadQueryResult) -> Iterator[CheckResult]:
-    """What the head's answer says about the node's ports: whether heads would get to its replicas."""
+    """Check whether the head reaches the node's ports."""
     if answer.info is None or not answer.listening:
         return
     if answer.unreached is None:
         yield CheckResult(
             Level.UNKNOWN,
-            "ports: the head does not say whether it reaches this node, as it is of an older version, without a "
-            "secret, or asked by many",
+            "ports: not tested, because the head is of an older version, has no secret, or is testing the ports of "
+            "many other nodes",
         )
     elif answer.unreached:
         yield CheckResult(
@@ -140,34 +139,34 @@ def _by_reason(unreached: Mapping[str, str]) -> str:
 
 
 def _places(addresses: Sequence[str]) -> str:
-    """Addresses of one host, in short."""
+    """Addresses of one host as `host port 1, 2, 3`."""
     host = addresses[0].rpartition(":")[0]
     return f"{host.removeprefix('tcp://')} port {', '.join(address.rpartition(':')[2] for address in addresses)}"
 
 
 def check_model(answer: HeadQueryResult, stage_id: int, fingerprint: Mapping[str, str]) -> Iterator[CheckResult]:
-    """What the head's answer to the question about a stage says about a node's fingerprint."""
+    """Compare the node's fingerprint with the one in the head's answer."""
     if answer.info is None:
         return
     if not answer.info.stages:
-        yield CheckResult(Level.UNKNOWN, "model: the head has no secret, and then does not tell what it serves")
+        yield CheckResult(Level.UNKNOWN, "model: not compared, because a head without a secret does not tell its model")
     elif stage_id in answer.info.stages:
         if differing := differences(answer.info.fingerprint, fingerprint):
             yield CheckResult(
                 Level.ERROR,
-                f"model: it would answer differently ({'; '.join(differing)}): start head and node with the same model "
-                "and flags",
+                f"model: it differs from the head's ({'; '.join(differing)}): start head and node with the same "
+                "model and flags",
             )
         else:
-            yield CheckResult(Level.OK, "model: as the head's")
+            yield CheckResult(Level.OK, "model: same as the head's")
 
 
 def _clock(ahead: float) -> CheckResult:
     if abs(ahead) <= LARGEST_CLOCK_DIFFERENCE_S:
-        return CheckResult(Level.OK, "clock: as the head's")
+        return CheckResult(Level.OK, "clock: same as the head's")
     way = "ahead of" if ahead > 0 else "behind"
     return CheckResult(
         Level.WARNING,
-        f"clock: this machine's is {abs(ahead):.0f} s {way} the head's, so their logs and events do not fit together: "
+        f"clock: it is {abs(ahead):.0f} s {way} the head's, so times in their logs and events do not match: "
         "set both by NTP",
     )

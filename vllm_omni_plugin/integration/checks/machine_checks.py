@@ -1,4 +1,4 @@
-"""What vLLM and this package find on this machine, whatever it will run. Imports nothing of vLLM."""
+"""Checks of this machine that do not depend on what it will run. Imports nothing of vLLM."""
 
 import os
 import platform
@@ -14,14 +14,14 @@ from vllm_omni_plugin.vllm_api.versions.supported import installed_version, why_
 _GROUP = "vllm.general_plugins"
 _OWN = "omni"
 _OWN_MODULE = "vllm_omni_plugin."
-_CLASHES = {
+_CONFLICTS = {
     "vllm-omni": "it has flags of the same names, and gets every command line with --omni: leave --omni out beside ours"
 }
-"""By distribution: what goes wrong beside it, and what to do."""
+"""By distribution: the conflict, and what to do."""
 
 
 def check_version(any_vllm: bool) -> CheckResult:
-    """Whether the installed vLLM is supported, or at least wanted, by `--omni-any-vllm`."""
+    """Check whether the installed vLLM is supported; `any_vllm`: `--omni-any-vllm` is given."""
     version = installed_version()
     reason = why_unsupported(version)
     if reason is not None and any_vllm:
@@ -32,7 +32,7 @@ def check_version(any_vllm: bool) -> CheckResult:
 
 
 def check_machine() -> Iterator[CheckResult]:
-    """What is found, as it is found."""
+    """Run all checks but that of the version."""
     installed = {plugin.name: plugin.value for plugin in entry_points(group=_GROUP)}
     yield check_plugin(installed, os.environ.get("VLLM_PLUGINS"))
     yield from check_conflicts()
@@ -40,11 +40,11 @@ def check_machine() -> Iterator[CheckResult]:
 
 
 def check_plugin(installed: Mapping[str, str], allowed: str | None) -> CheckResult:
-    """Whether vLLM loads this package.
+    """Check whether vLLM loads this package.
 
     Args:
-        installed: the general plugins, by name.
-        allowed: the names that it may load, separated by commas; None: all.
+        installed: the entry points of `vllm.general_plugins`, by name.
+        allowed: the value of VLLM_PLUGINS.
     """
     if not installed.get(_OWN, "").startswith(_OWN_MODULE):
         return CheckResult(
@@ -53,34 +53,34 @@ def check_plugin(installed: Mapping[str, str], allowed: str | None) -> CheckResu
             f"{sys.executable}",
         )
     if allowed is not None and _OWN not in allowed.split(","):
-        return CheckResult(Level.ERROR, f"plugin: VLLM_PLUGINS is {allowed!r} and leaves it out: add {_OWN}")
+        return CheckResult(Level.ERROR, f"plugin: VLLM_PLUGINS is {allowed!r} and does not have it: add {_OWN}")
     others = ", ".join(sorted(set(installed) - {_OWN}))
     return CheckResult(Level.OK, f"plugin: vLLM loads it{f'; others in this environment: {others}' if others else ''}")
 
 
 def check_conflicts() -> Iterator[CheckResult]:
-    """What other distributions that are installed do to this package."""
-    for name, trouble in _CLASHES.items():
+    """Check whether a package is installed that conflicts with this one."""
+    for name, trouble in _CONFLICTS.items():
         with suppress(PackageNotFoundError):
             distribution(name)
             yield CheckResult(Level.WARNING, f"plugin: {name} is installed: {trouble}")
 
 
 def check_processor(machine: str, features: Set[str], version: str, tile_trouble: str) -> CheckResult:
-    """Whether vLLM's build for CPUs, if it is that, can use the processor.
+    """Check whether the processor can run vLLM, if that is a build for CPUs.
 
     Args:
-        machine: the processor's family.
-        features: what it can do, by Linux's names.
+        machine: the processor's architecture.
+        features: its features, as Linux names them.
         version: of vLLM.
         tile_trouble: see `request_amx`.
     """
     of_use = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if name in features]
-    told = f"processor: {machine} {' '.join(of_use)}".rstrip()
+    state = f"processor: {machine} {' '.join(of_use)}".rstrip()
     if "cpu" not in version.partition("+")[2]:
-        return CheckResult(Level.OK, told)
+        return CheckResult(Level.OK, state)
     if machine == "x86_64" and not of_use:
-        return CheckResult(Level.ERROR, f"{told}: vLLM's build for CPUs needs AVX2 at least: use another machine")
+        return CheckResult(Level.ERROR, f"{state}: vLLM's build for CPUs needs AVX2 at least: use another machine")
     if tile_trouble:
-        return CheckResult(Level.WARNING, f"{told}: {tile_trouble}")
-    return CheckResult(Level.OK, told)
+        return CheckResult(Level.WARNING, f"{state}: {tile_trouble}")
+    return CheckResult(Level.OK, state)

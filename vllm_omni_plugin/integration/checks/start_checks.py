@@ -1,4 +1,4 @@
-"""What replicas take of this machine, looked at before any of them starts. Takes milliseconds."""
+"""Checks of the resources that replicas need, before any of them starts. Takes milliseconds."""
 
 import os
 import tempfile
@@ -17,31 +17,30 @@ from vllm_omni_plugin.replicas.server.descriptor_limits import check_limits, fil
 logger = init_logger(__name__)
 
 _CONNECTIONS_OF_CLIENTS = 1024
-"""So few descriptors are all that many systems allow by default."""
+"""The default limit of file descriptors of many systems."""
 _SHORTER = "TMPDIR or VLLM_RPC_BASE_PATH"
 SHARED_MEMORY = "/dev/shm"
-SHARED_MEMORY_OF_A_WORKER = 64 * 2**20
-"""What a container has by default, and which several workers of one engine use up: queues of vLLM's, and NCCL's."""
+SHARED_MEMORY_PER_WORKER = 64 * 2**20
+"""For queues of vLLM and of NCCL. It is also all that a container has by default."""
 
 
 def check_or_exit(options: OmniConfig, replicas: int, workers: int, headless: bool) -> None:
-    """End the process as argparse does if its replicas could not start for sure; warn of what may harm them.
-
-    Args:
-        options: ours in the command line, which have been checked.
-        replicas: how many this process will run itself.
-        workers: how many worker processes vLLM will start for them.
-        headless: whether it is a node.
-    """
-    for finding in check_start(options, replicas, workers, headless):
-        if finding.level is Level.ERROR:
-            exit_usage_error(ConfigError(finding.text))
-        if finding.level is Level.WARNING:
-            logger.warning("%s", finding.text)
+    """Run `check_start`, log its warnings, and exit like argparse on its first error."""
+    for result in check_start(options, replicas, workers, headless):
+        if result.level is Level.ERROR:
+            exit_usage_error(ConfigError(result.text))
+        if result.level is Level.WARNING:
+            logger.warning("%s", result.text)
 
 
 def check_start(options: OmniConfig, replicas: int, workers: int, headless: bool) -> Iterator[CheckResult]:
-    """What is found for a command line; arguments as of `check_or_exit`."""
+    """Check whether this machine has what a command line needs.
+
+    Args:
+        options: of the command line, already checked.
+        replicas: number that this process will run itself.
+        workers: number of worker processes that vLLM will start for them.
+    """
     yield check_node_files(replicas) if headless else check_head_files(replicas)
     if headless:
         yield from _ports(options, replicas)
@@ -52,16 +51,15 @@ def check_start(options: OmniConfig, replicas: int, workers: int, headless: bool
 
 
 def check_node_files(replicas: int) -> CheckResult:
-    """Whether a node may open as many files as so many replicas need."""
     try:
         needed = check_limits(replicas)
     except ConfigError as error:
         return CheckResult(Level.ERROR, str(error))
-    return CheckResult(Level.OK, f"open files: the limit allows the {needed} that are needed here")
+    return CheckResult(Level.OK, f"open files: the limit allows the {needed} that are needed")
 
 
 def check_head_files(replicas: int) -> CheckResult:
-    """Whether a head may open as many files as so many replicas of its own need, and its clients."""
+    """Check the limit of open files, which the head's own replicas and the connections of its clients need."""
     try:
         left = files_beside_own(replicas)
     except ConfigError as error:
@@ -70,47 +68,47 @@ def check_head_files(replicas: int) -> CheckResult:
         return CheckResult(Level.OK, "open files: the limit allows those of a head and of its clients")
     return CheckResult(
         Level.WARNING,
-        f"open files: the limit leaves a head {left} for connections of its clients, and others wait: raise it "
+        f"open files: the limit leaves a head {left} for connections of its clients, and further ones wait: raise it "
         "(ulimit -n, or LimitNOFILE= of systemd)",
     )
 
 
 def check_socket_folder() -> CheckResult:
-    """Whether sockets can lie where this process and its engines will put theirs."""
+    """Check the folder for the unix sockets between this process and its engines."""
     try:
         base = socket_base()
         with tempfile.TemporaryDirectory(dir=base):
             pass
     except OSError as error:
-        return CheckResult(Level.ERROR, f"sockets: {error}: name a folder that can be written to with {_SHORTER}")
+        return CheckResult(Level.ERROR, f"sockets: {error}: name a writable folder with {_SHORTER}")
     if len(base) > LONGEST_BASE:
         return CheckResult(
             Level.ERROR,
-            f"sockets: {base} has {len(base)} characters, and a socket there may have {LONGEST_BASE}: name a shorter "
+            f"sockets: the path {base} has {len(base)} characters, and the limit is {LONGEST_BASE}: name a shorter "
             f"path with {_SHORTER}",
         )
     if len(base) > LONGEST_BASE_OF_FOLDERS:
         return CheckResult(
             Level.WARNING,
-            f"sockets: {base} has more than {LONGEST_BASE_OF_FOLDERS} characters, so those of processes that are "
-            f"killed stay there: name a shorter path with {_SHORTER}",
+            f"sockets: the path {base} has more than {LONGEST_BASE_OF_FOLDERS} characters, so sockets of killed "
+            f"processes are not removed: name a shorter path with {_SHORTER}",
         )
-    return CheckResult(Level.OK, f"sockets: they can lie in {base}")
+    return CheckResult(Level.OK, f"sockets: the folder {base} can be used")
 
 
 def check_shared_memory(workers: int) -> CheckResult:
-    """Whether the shared memory suffices for so many worker processes of vLLM's."""
+    """Check whether the shared memory is enough for the worker processes of vLLM."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
         return CheckResult(Level.UNKNOWN, f"shared memory: {SHARED_MEMORY}: {error.strerror}")
-    free, wanted = found.f_bavail * found.f_frsize, workers * SHARED_MEMORY_OF_A_WORKER
-    told = f"shared memory: {SHARED_MEMORY} has {free >> 20} MiB free"
+    free, wanted = found.f_bavail * found.f_frsize, workers * SHARED_MEMORY_PER_WORKER
+    state = f"shared memory: {SHARED_MEMORY} has {free >> 20} MiB free"
     if free >= wanted:
-        return CheckResult(Level.OK, told)
+        return CheckResult(Level.OK, state)
     return CheckResult(
         Level.WARNING,
-        f"{told}, and {workers} worker processes may take {wanted >> 20} MiB: give a container more (--shm-size of "
+        f"{state}, and {workers} worker processes may take {wanted >> 20} MiB: give a container more (--shm-size of "
         "Docker, a volume of medium Memory in Kubernetes)",
     )
 
@@ -121,7 +119,7 @@ def _ports(options: OmniConfig, replicas: int) -> Iterator[CheckResult]:
     try:
         address = bind_address(options, headless=True)
     except ConfigError:
-        # The head's name may come with the head, and only then is it known where to listen.
+        # The head's name may not resolve until the head is there, and the address to bind depends on it.
         return
     try:
         close_all(listen_on_ports(address, PortRange.parse(options.replica_ports), REPLICA_PORTS * replicas))
