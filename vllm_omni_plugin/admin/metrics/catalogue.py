@@ -188,7 +188,7 @@ METRICS = (
         ("stage", "policy", "reason"),
         "Dispatches by the reason of the decision. `bound`: only this replica was possible; `apart`: kept away from "
         "requests that may have crashed an engine, or such a request itself; `room`: to the replica where "
-        "[room was left](admission.md#the-order) for tenants under their share; `unexplained`: the policy gives no "
+        "[headroom was left](admission.md#headroom) for tenants under their share; `unexplained`: the policy gives no "
         "reasons.",
     ),
     MetricDefinition(
