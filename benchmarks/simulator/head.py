@@ -8,12 +8,11 @@ from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
 from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
-from vllm_omni_plugin.orchestrator.dispatch.head_queue import ROOM
-from vllm_omni_plugin.orchestrator.dispatch.prefill_free_replicas import PrefillFreeReplicas
+from vllm_omni_plugin.orchestrator.dispatch.head_queue import HEADROOM_REASON
+from vllm_omni_plugin.orchestrator.dispatch.headroom import Headroom
 from vllm_omni_plugin.orchestrator.dispatch.unsent_queue import RECALLS, UnsentQueue, UnsentRun
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
 
@@ -64,7 +63,7 @@ class Head:
         self._send_window = (
             SendWindow(limits, limited=True, recalls=True) if getattr(policy, "binds_late", False) else SEND_AT_ONCE
         )
-        self._clear = PrefillFreeReplicas(self._send_window, lambda: clock.now)
+        self._headroom = Headroom(self._send_window, self._run_leaves_headroom, lambda: clock.now)
         self._send = send
         self._jobs: dict[StageRun, Job] = {}
         self._runs: dict[Request, StageRun] = {}
@@ -95,7 +94,7 @@ class Head:
                 [member for member in self.serving if member is not replica], self.unreported
             )
             if self.serving:
-                for run in self.unsent.of(_member(replica)):
+                for run in self.unsent.runs_of(_member(replica)):
                     self._recall(run)
 
     def lose(self, replica: SimReplica) -> list[Job]:
@@ -103,7 +102,7 @@ class Head:
         self.hold_back(replica)
         self._tell("replica_lost", replica)
         for run in replica.in_flight.values():
-            self.unsent.take(run)
+            self.unsent.remove(run)
             if (job := self._jobs.pop(run, None)) is not None:
                 del self._runs[job.request]
         return list(replica.in_flight)
@@ -115,26 +114,25 @@ class Head:
     def dispatch(self, request: Request) -> None:
         """Choose a replica that serves, of which there must be one, and charge it; submit it there once it has room."""
         task = request.task()
-        self._place(request, task, self._soonest(request, self._choose(task)))
+        self._place(request, task, self._prefer_headroom(request, self._choose(task)))
 
     def _choose(self, task: Task) -> Decision:
         if self._decide is not None:
             return self._decide(task, self.serving)
         return Decision(self._policy.select(task, self.serving), "")
 
-    def _soonest(self, request: Request, decision: Decision) -> Decision:
-        """See `HeadQueue.soonest`."""
+    def _prefer_headroom(self, request: Request, decision: Decision) -> Decision:
+        """See `HeadQueue.prefer_headroom`."""
         few = self._send_window.short_prefill_tokens
-        if not self.unsent.any_leaves_headroom or decision.matched_tokens > few or self._leaves_headroom(request):
+        if not self.unsent.has_over_share or decision.matched_tokens > few or self._leaves_headroom(request):
             return decision
         chosen = self.serving[decision.position]
-        looked = [chosen, *self._clear.next_group(self.serving)]
-        free = [each for each in looked if self._may_take(each.ledger, request.prompt_tokens)]
-        best = min(free, key=lambda replica: replica.ledger.prefill_tokens_ahead, default=chosen)
-        return decision if best is chosen else Decision(self.serving.index(best), ROOM)
 
-    def _may_take(self, ledger: LoadLedger, tokens: int) -> bool:
-        return self._send_window.has_free_slot(ledger) and self._send_window.has_room(ledger, tokens)
+        def may_start(replica: SimReplica) -> bool:
+            return self._send_window.has_room(replica.ledger, request.prompt_tokens)
+
+        best = self._headroom.least_loaded(chosen, self.serving, may_start)
+        return decision if best is chosen else Decision(self.serving.index(best), HEADROOM_REASON)
 
     def _place(self, request: Request, task: Task, decision: Decision) -> None:
         replica = self.serving[decision.position]
@@ -162,17 +160,19 @@ class Head:
             return
         member = _member(replica)
         first = self.unsent.first_of(member)
-        has_own = first is not None and not self._run_leaves_headroom(first)
+        next_is_in_share = first is not None and not self._run_leaves_headroom(first)
         idle = not replica.ledger.pending
-        for run, waiting in self.unsent.ready(member, lambda run: self._has_room(run, replica, run.prefill_tokens)):
+        for run, waiting in self.unsent.take_sendable(
+            member, lambda run: self._has_room(run, replica, run.prefill_tokens)
+        ):
             self.bubbles += idle and not self._run_leaves_headroom(run)
             idle = False
             del self._runs[self._jobs.pop(run).request]
             replica.ledger.mark_sent(run)
             self._send(replica, waiting.request)
-        if has_own or replica not in self.serving:
+        if next_is_in_share or replica not in self.serving:
             return
-        for run in self.unsent.to_recall(self._clock.now, RECALLS, yielding=self.unsent.first_of(member) is None):
+        for run in self.unsent.next_recalls(self._clock.now, RECALLS, over_share=self.unsent.first_of(member) is None):
             if not self._has_room(run, replica, run.prefill_tokens):
                 return
             self._ask_again(run, replica)
@@ -184,13 +184,13 @@ class Head:
         decision = self._choose(run.task)
         charged_to.ledger.charge(run, self._clock.now)
         self.serving.changed(charged_to)
-        overtakes = self.unsent.any_leaves_headroom and not self._run_leaves_headroom(run)
+        overtakes = self.unsent.has_over_share and not self._run_leaves_headroom(run)
         computes_more = run.prompt_tokens - decision.matched_tokens > run.prefill_tokens
         if computes_more and self.serving[decision.position].ledger.prefill_tokens and not overtakes:
             return
         may_begin = self._may_begin(run, decision)
         if not may_begin and overtakes and decision.matched_tokens <= self._send_window.short_prefill_tokens:
-            decision = Decision(self.serving.index(replica), ROOM)
+            decision = Decision(self.serving.index(replica), HEADROOM_REASON)
             may_begin = self._may_begin(run, decision)
         if may_begin and self.serving[decision.position] is not charged_to:
             self.recalls += 1
@@ -202,12 +202,7 @@ class Head:
         return self._has_room(run, replica, tokens) and not self.unsent.is_behind(run, _member(replica), key)
 
     def _has_room(self, run: StageRun, replica: SimReplica, prefill_tokens: int) -> bool:
-        ledger, leaves_headroom = replica.ledger, self._run_leaves_headroom(run)
-        newest = ledger.newest_pending if leaves_headroom else None
-        behind_in_share = newest is not None and not self._run_leaves_headroom(newest)
-        if not self._send_window.has_room(ledger, prefill_tokens, leaves_headroom, behind_in_share):
-            return False
-        return not (leaves_headroom and self._clear.must_stay_free(replica, self.serving))
+        return self._headroom.has_room(run, replica, prefill_tokens, self.serving)
 
     def _run_leaves_headroom(self, run: StageRun) -> bool:
         return self._leaves_headroom(run.request.engine_inputs)
@@ -229,7 +224,7 @@ class Head:
         """It waits no longer, and is not charged to the replica any more that it waited for."""
         run = self._runs.pop(job.request)
         del self._jobs[run]
-        waiting = self.unsent.take(run)
+        waiting = self.unsent.remove(run)
         assert waiting is not None
         replica = cast(SimReplica, waiting.member)
         replica.release(job)

@@ -59,7 +59,7 @@ def start_bad(nodes: NodeFleet, tmp_path: Path) -> Iterator[StartBad]:
 @pytest.mark.parametrize(
     ("what", "complaint"),
     [
-        ("outputs", "is lost (an output of it, of request "),
+        ("outputs", "is lost (its output for request "),
         ("ready", "cannot be attached to: what its engine said when it was ready cannot be used"),
     ],
 )

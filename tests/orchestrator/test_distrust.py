@@ -46,7 +46,7 @@ async def test_its_other_requests_move_and_the_one_that_failed_does_not(
     await poison(fleet, 1)
     assert status(fleet) == ["up", "out", "up"]
     assert fleet.pool.member(1).status is ReplicaStatus.ERROR
-    assert "Replica 0.1 is lost (an output of it, of request bad, could not be processed: IndexEr" in caplog.text
+    assert "Replica 0.1 is lost (its output for request bad could not be processed: IndexEr" in caplog.text
     assert sorted(fleet.orchestrator.request_states) == ["begun", "new"]
     for request_id in ("begun", "new"):
         link, attempt = fleet.attempt(request_id)
@@ -66,7 +66,7 @@ async def test_one_request_that_is_sent_again_and_again_takes_out_one_replica_at
     for replica_id in (1, 2, 1):
         await poison(fleet, replica_id)
     assert status(fleet) == ["out", "up", "up"]
-    assert "Replica 1 of stage 0 serves on, since the same came from 0.0 lately" in caplog.text
+    assert "Replica 0.1 stays in service, since 0.0 sent bad outputs lately" in caplog.text
     fleet.join(fleet.pool.member(0))
     fleet.now += REMEMBERED_S - 1.0
     await poison(fleet, 0)

@@ -267,12 +267,15 @@ def test_what_waits_of_one_tenant_stays_in_order_when_it_had_to_leave_room_for_a
     line = UnsentQueue(lambda run: run.request_id[0] in yielding)
     for name, ticket in tickets.items():
         line.add(runs[name], UnsentRun(member, None, ticket))
-    assert [*line.ready(member, lambda run: False)] == []
+    assert [*line.take_sendable(member, lambda run: False)] == []
     yielding.remove("b")
-    assert [run.request_id for run, _ in line.ready(member, lambda run: run.request_id[0] == "b")] == ["b0", "b1"]
+    assert [run.request_id for run, _ in line.take_sendable(member, lambda run: run.request_id[0] == "b")] == [
+        "b0",
+        "b1",
+    ]
     assert line.is_behind(runs["b1"], member, come(rules, "b")) is False
     yielding.clear()
-    assert [run.request_id for run, _ in line.ready(member, lambda run: True)] == ["a0", "a1"]
+    assert [run.request_id for run, _ in line.take_sendable(member, lambda run: True)] == ["a0", "a1"]
 
 
 def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_from_then_on() -> None:
@@ -282,26 +285,26 @@ def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_fro
     for name, run in runs.items():
         line.add(run, UnsentRun(member, None, come(rules, name)))
     yielding.remove("b")
-    assert [*line.to_recall(1.0, 2, yielding=True)] == [runs["a"], runs["b"]]
-    assert [*line.to_recall(2.0, 2, yielding=False)] == [runs["b"]]
+    assert [*line.next_recalls(1.0, 2, over_share=True)] == [runs["a"], runs["b"]]
+    assert [*line.next_recalls(2.0, 2, over_share=False)] == [runs["b"]]
     yielding.add("b")
-    assert [*line.to_recall(3.0, 2, yielding=False)] == []
+    assert [*line.next_recalls(3.0, 2, over_share=False)] == []
 
 
 def test_what_a_later_stage_does_leaves_the_place_of_what_waits_alone() -> None:
     classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
     plan = AdmissionConfig(classes=classes, max_waiting_requests=1)
     gate = AdmissionGate(StagePool(0, LeastTokensBalancer()), plan, OrchestratorMetrics(), lambda: 0.0)
-    turned_away: list[StageRun] = []
+    evicted: list[StageRun] = []
 
     def comes(name: str, priority: int) -> tuple[StageRun, Ticket]:
-        ticket = gate.enter(SubmitRequest(FakeRequest(name, priority=priority), 0.0))
+        ticket = gate.issue_ticket(SubmitRequest(FakeRequest(name, priority=priority), 0.0))
         run = StageRun(name, None, 0.0, ticket=ticket)
-        gate.wait(run, ticket, lambda run, error: turned_away.append(run))
+        gate.enqueue(run, ticket, lambda run, error: evicted.append(run))
         return run, ticket
 
     run, ticket = comes("a", 1)
     gate.started(ticket.for_later_stage())
-    gate.leave(ticket.for_later_stage())
+    gate.dequeue(ticket.for_later_stage())
     comes("b", 0)
-    assert turned_away == [run]
+    assert evicted == [run]

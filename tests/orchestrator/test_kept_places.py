@@ -12,7 +12,7 @@ from tests.fakes.pipelines import DISAGGREGATED
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.errors import MessageTooLargeError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch import hold_queue
-from vllm_omni_plugin.orchestrator.dispatch.suspects import TRIAL_OUTPUTS
+from vllm_omni_plugin.orchestrator.dispatch.suspects import CLEARING_OUTPUTS
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 
@@ -75,7 +75,7 @@ async def test_what_is_pushed_out_while_no_replica_serves_is_not_sent_when_one_d
         assert [name for name, _ in await fleet.read()] == ["c"]
         assert got(fleet.links[1]) == "de"
         assert list(fleet.orchestrator.request_states) == ["a", "b", "d", "e", "f"]
-    assert "is given up" not in caplog.text
+    assert "has failed" not in caplog.text
 
 
 async def test_what_a_lost_replica_had_not_got_goes_on_without_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ async def on_trial(fleet: FakeFleet) -> None:
 async def test_what_waits_for_a_replica_with_a_suspect_on_trial_is_sent_there_after_it() -> None:
     async with late(replicas=2, send_window=SendWindow(limited=True)) as fleet:
         await on_trial(fleet)
-        for token in range(TRIAL_OUTPUTS - 1):
+        for token in range(CLEARING_OUTPUTS - 1):
             fleet.say("p", token)
         assert got(fleet.links[1]) == "abpcde"
 

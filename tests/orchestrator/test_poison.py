@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.policies import NotingPolicy
 from vllm_omni_plugin.errors import QueryOfDeathError, RequestLostError
-from vllm_omni_plugin.orchestrator.dispatch.suspects import TRIAL_OUTPUTS
+from vllm_omni_plugin.orchestrator.dispatch.suspects import CLEARING_OUTPUTS
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 
 STEP_S = 0.02
@@ -213,7 +213,7 @@ async def test_requests_common_to_two_crashes_get_no_third_replica_and_one_error
         fleet.lose(0)
         # Both have passed their trials, and have come together by another loss.
         for name in "ab":
-            for token in range(TRIAL_OUTPUTS):
+            for token in range(CLEARING_OUTPUTS):
                 fleet.say(name, token)
         kept, other = (fleet.orchestrator.request_states[name].runs[0].replica_id for name in "ab")
         assert kept is not None
@@ -239,7 +239,7 @@ async def crash_twice(fleet: FakeFleet, late: str) -> tuple[int, int]:
     """
     fleet.lose(0)
     for name in fleet.orchestrator.request_states:
-        for token in range(TRIAL_OUTPUTS if name != late else 0):
+        for token in range(CLEARING_OUTPUTS if name != late else 0):
             fleet.say(name, token)
     third = fleet.orchestrator.request_states[late].runs[0].replica_id or 0
     fleet.kill(third)
@@ -290,7 +290,7 @@ async def test_of_two_replicas_that_a_request_may_go_to_it_is_tried_at_the_one_w
             await fleet.submit(name)
         fleet.lose(0)
         for replica_id in (1, 2):
-            for token in range(TRIAL_OUTPUTS):
+            for token in range(CLEARING_OUTPUTS):
                 fleet.say("ab"[replica_id - 1], token)
         # Both have passed their trials, and come together.
         fleet.kill(1)

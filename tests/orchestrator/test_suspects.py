@@ -39,7 +39,7 @@ async def begin(fleet: FakeFleet, request_id: str, replica_id: int) -> None:
 
 def end_trial(fleet: FakeFleet, request_id: str) -> None:
     """A suspect has had so many outputs that it is on trial no longer."""
-    for token in range(suspects.TRIAL_OUTPUTS):
+    for token in range(suspects.CLEARING_OUTPUTS):
         fleet.say(request_id, token)
 
 
@@ -270,7 +270,7 @@ async def test_a_request_that_makes_engines_say_what_cannot_be_used_gets_no_thir
 
 
 async def test_suspects_wait_for_a_while_only_and_of_several_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspects, "WAIT_S", 0.02)
+    monkeypatch.setattr(suspects, "MAX_ISOLATION_WAIT_S", 0.02)
     async with FakeFleet(replicas=3, replica_wait=LONG) as fleet:
         fleet.orchestrator.replica_lost(fleet.pool.member(2), "cut off")
         for name in "abc":
@@ -316,7 +316,7 @@ async def test_a_replica_that_is_found_dead_when_a_suspect_answers_there_does_no
         die(fleet, 0)
         link, attempt = fleet.attempt("a")
         link.broken = True
-        tokens = range(suspects.TRIAL_OUTPUTS)
+        tokens = range(suspects.CLEARING_OUTPUTS)
         for token in tokens:
             link.output(attempt, token)
         await eventually(lambda: not fleet.pool.serving, "the failure to send the next one")

@@ -229,7 +229,7 @@ class Orchestrator:
         elif outputs.scheduler_stats is not None:
             self.output_async_queue.give_later(outputs)
         # Now, since the replica may turn out to be dead, and whose output this was may end with it.
-        if ended := self._dispatchers[stage_id].has_room(member):
+        if ended := self._dispatchers[stage_id].send_waiting(member):
             self._runs_ended(stage_id, ended)
 
     async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes, told: bool = False) -> None:
@@ -282,7 +282,7 @@ class Orchestrator:
         """Give a replica no new requests; those in flight go on. Nothing to do if it is held back for this reason."""
         if reason not in member.held_back:
             self.stage_pools[member.stage_id].hold_back(member, reason)
-            self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].held_back(member))
+            self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].recall_waiting(member))
             self.events.record(EventKind.DRAIN, HOLDS[reason][0], member)
 
     def release_hold(self, member: PoolMember, reason: str) -> None:
@@ -313,7 +313,7 @@ class Orchestrator:
     def others_charged(self, member: PoolMember, work: Work | None) -> None:
         """What the other heads have on a replica is other than before, see `StagePool.join`: it may have room now."""
         self.stage_pools[member.stage_id].join(member, work)
-        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].has_room(member))
+        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].send_waiting(member))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""
@@ -355,7 +355,7 @@ class Orchestrator:
             self._runs_ended(stage_id, dispatcher.tick())
 
     def _began_to_serve(self, member: PoolMember) -> None:
-        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
+        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].dispatch_held())
         self.serving_signal.notify()
 
     def _runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:

@@ -31,7 +31,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
     def __init__(
         self, api: "EngineApi", dispatcher: Dispatcher, gate: AdmissionGate, put: Callable[[Any], None]
     ) -> None:
-        super().__init__(put, gate.left)
+        super().__init__(put, gate.request_ended)
         self._api = api
         self._gate = gate
         self._dispatcher = dispatcher
@@ -49,7 +49,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
         streaming = StreamingInputState() if request.resumable else None
         movable = self._api.make_movable(request)
         try:
-            ticket = self._gate.enter(message)
+            ticket = self._gate.issue_ticket(message)
         except RequestRefusedError as error:
             refuse(message, error, self._put)
             return

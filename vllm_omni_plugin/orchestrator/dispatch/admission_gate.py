@@ -1,4 +1,4 @@
-"""Where requests come in: the rules of one head, and which requests have not gone to an engine yet."""
+"""Admission of requests to the fleet: each gets its ticket here, and is refused here if it may not wait."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,40 +12,34 @@ from vllm_omni_plugin.orchestrator.requests.load_ledger import NO_WORK, Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
-RefuseRun = Callable[[StageRun, RequestRefusedError], None]
-"""Ends a run of its stage, whose request is refused."""
+EvictRun = Callable[[StageRun, RequestRefusedError], None]
+"""Ends a waiting run of a stage, to make room for another request."""
 
 _NO_TERMS = RequestTerms()
 
 
 class AdmissionGate:
-    """Gives each request its ticket, and sees that it is judged once, whatever stages it runs through.
+    """Gives each request its ticket, and lets `Admission` judge it once, whatever stages it runs through.
 
-    Most come in at one stage. Where that is a prefill, those that skip it come in at the stage behind; what waits at
-    either is one queue to `Admission`, whose questions are answered here (`StageView`) with what the first of them
-    does. Lives on the orchestrator's loop; does no I/O.
+    Most requests enter at one stage. If that stage is a prefill, requests that skip it enter at the decode stage. What
+    waits at either stage is one queue to `Admission`. The first of the two stages answers its questions (`StageView`).
+    Lives on the orchestrator's loop; does no I/O.
 
     Args:
-        pool: replicas of the stage at which requests come in.
-        plan: who may come in, and in what order they wait.
-        metrics: what it counts.
-        clock: monotonic seconds.
-
-    Attributes:
-        admission: the rules.
+        pool: the replicas of the stage at which requests enter.
     """
 
     def __init__(
-        self, pool: StagePool, plan: AdmissionConfig, metrics: OrchestratorMetrics, clock: Callable[[], float]
+        self, pool: StagePool, config: AdmissionConfig, metrics: OrchestratorMetrics, clock: Callable[[], float]
     ) -> None:
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
-        # Of what waits here alone: while nothing does, requests leave at the rate at which they come.
+        # Only of waiting requests: while none waits, requests leave at the rate at which they come.
         self._flow = StageFlow(clock)
-        # By the number of its ticket, what waits, and how it is turned away if it must make room.
-        self._waiting: dict[int, tuple[StageRun, RefuseRun]] = {}
-        self.admission = Admission(plan, self)
+        # By the number of the ticket.
+        self._waiting: dict[int, tuple[StageRun, EvictRun]] = {}
+        self.admission = Admission(config, self)
 
     @property
     def dispatch_rate(self) -> float:
@@ -75,11 +69,11 @@ class AdmissionGate:
             return {}
         return {each.name: Backlog(*exchange.others_waiting(each.name)) for each in self.admission.config.classes}
 
-    def enter(self, message: SubmitRequest) -> Ticket:
-        """A new request has come. Its ticket must be given to `left` in the end.
+    def issue_ticket(self, message: SubmitRequest) -> Ticket:
+        """The ticket of a new request, which must be given to `request_ended` in the end.
 
         Raises:
-            RequestRefusedError: its tenant is at a limit.
+            RequestRefusedError: the tenant is at a limit.
         """
         terms, priority = message.terms or _NO_TERMS, message.request.priority
         ticket = self.admission.new_ticket(terms, priority, message.prompt_tokens, self._clock())
@@ -88,63 +82,61 @@ class AdmissionGate:
             raise ticket
         return ticket
 
-    def wait(self, run: StageRun, ticket: Ticket, turn_away: RefuseRun) -> None:
-        """A request begins to wait, unless it has waited or started before; others may be turned away for it.
+    def enqueue(self, run: StageRun, ticket: Ticket, evict: EvictRun) -> None:
+        """Let a request wait; others may be evicted for it. A request that has waited or started is not judged again.
 
         Args:
-            run: what waits.
-            ticket: its ticket.
-            turn_away: how this run is turned away, if another one needs its place.
+            evict: ends this run, if it has to make room later.
 
         Raises:
-            RequestRefusedError: it may not wait.
+            RequestRefusedError: the request may not wait.
         """
         if ticket.phase not in (TicketPhase.NEW, TicketPhase.ADMITTED):
             return
         outcome = self.admission.enqueue(ticket, self._clock())
         if isinstance(outcome, RequestRefusedError):
             raise outcome
-        self._waiting[ticket.number] = run, turn_away
+        self._waiting[ticket.number] = run, evict
         self._flow.sent(self._clock())
-        self._tell_others(ticket.class_name)
-        for pushed_out, refusal in outcome:
-            other, turn_other_away = self._waiting[pushed_out.number]
-            self._forget(pushed_out)
-            turn_other_away(other, refusal)
+        self._report_backlog(ticket.class_name)
+        for evicted, refusal in outcome:
+            evicted_run, evict_it = self._waiting[evicted.number]
+            self._drop(evicted)
+            evict_it(evicted_run, refusal)
 
     def started(self, ticket: Ticket) -> None:
-        """An engine has got a request, or its work in one of the stages."""
+        """An engine has got the request, or its work in one of the stages."""
         if ticket.phase is TicketPhase.WAITING:
             del self._waiting[ticket.number]
             self._flow.first_output(self._clock(), 0, None)
-            self._tell_others(ticket.class_name)
+            self._report_backlog(ticket.class_name)
         self.admission.started(ticket)
 
-    def leave(self, ticket: Ticket) -> None:
-        """A request waits no longer, if it did, and no engine gets it."""
+    def dequeue(self, ticket: Ticket) -> None:
+        """The request does not wait any more, if it did, and no engine has got it."""
         if ticket.phase is TicketPhase.WAITING:
-            self._forget(ticket)
+            self._drop(ticket)
             self.admission.dequeue(ticket)
 
-    def overdue(self, ticket: Ticket) -> RequestRefusedError:
-        """A request has waited as long as it may. Returns what its client is told."""
+    def expire(self, ticket: Ticket) -> RequestRefusedError:
+        """The request's deadline has passed. Returns the error for its client."""
         if ticket.phase is TicketPhase.WAITING:
-            self._forget(ticket)
+            self._drop(ticket)
         return self.admission.expire(ticket, self._clock())
 
-    def left(self, ticket: Ticket, output_tokens: int) -> None:
-        """A request is over, in whatever way, after so many tokens of answer."""
-        self.leave(ticket)
+    def request_ended(self, ticket: Ticket, output_tokens: int) -> None:
+        """The request has ended, in whatever way, with so many tokens of answer."""
+        self.dequeue(ticket)
         self.admission.ended(ticket, output_tokens, self._clock())
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _drop(self, ticket: Ticket) -> None:
         del self._waiting[ticket.number]
         self._flow.dropped(self._clock())
-        self._tell_others(ticket.class_name)
+        self._report_backlog(ticket.class_name)
 
-    def _tell_others(self, class_name: str) -> None:
+    def _report_backlog(self, class_name: str) -> None:
         if self._pool.exchange is not None:
-            self._pool.exchange.set_waiting(class_name, partial(self._waiting_of, class_name))
+            self._pool.exchange.set_waiting(class_name, partial(self._backlog_of, class_name))
 
-    def _waiting_of(self, class_name: str) -> Work:
+    def _backlog_of(self, class_name: str) -> Work:
         return Work(*self.admission.backlog_by_class().get(class_name, NO_WORK))

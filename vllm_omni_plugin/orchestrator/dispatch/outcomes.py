@@ -1,4 +1,4 @@
-"""What comes of the runs of one stage: outputs that are new to their clients, and ends of other kinds, each once."""
+"""The outputs and ends of the runs of one stage."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -13,24 +13,19 @@ from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics,
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RequestPhase, RunEnded, StageRun
 
 if TYPE_CHECKING:
-    # Imports vLLM, which nothing here does.
+    # It imports vLLM.
     from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 logger = init_logger(__name__)
 
 
 class Outcomes:
-    """Takes in what replicas say of runs, and ends runs. A part of `Dispatcher`.
+    """Accepts outputs of replicas, and ends runs, each once. A part of `Dispatcher`.
 
     Args:
-        pool: the stage's replicas.
-        api: see `EngineApi`.
-        metrics: what it counts.
-        queue: of the stage.
-        refused: of the stage.
-        head_tag: what the engine-side ids of this head have in them, and no others.
-        forget: lets go of a run wherever it may wait.
-        freed: told of each replica where something was aborted.
+        head_tag: part of all engine-side ids of this head, and of no others.
+        remove: removes a run from wherever it may wait.
+        freed: called with each replica where a run was aborted.
     """
 
     def __init__(
@@ -39,34 +34,34 @@ class Outcomes:
         api: "EngineApi",
         metrics: OrchestratorMetrics,
         queue: HeadQueue,
-        refused: PausedRuns,
+        paused: PausedRuns,
         head_tag: str,
-        forget: Callable[[StageRun], None],
+        remove: Callable[[StageRun], None],
         freed: Callable[[PoolMember], None],
     ) -> None:
         self._pool = pool
         self._api = api
         self._metrics = metrics
         self._queue = queue
-        self._refused = refused
+        self._paused = paused
         self._head_tag = head_tag
-        self._forget = forget
+        self._remove = remove
         self._freed = freed
         self._ended: list[RunEnded] = []
 
     def accept(self, member: PoolMember, outputs: Iterable[Any]) -> list[Accepted]:
-        """A message came from a replica.
+        """Take the outputs of a message of a replica.
 
         Returns:
-            What of it is to be delivered: outputs of current attempts that have not been delivered yet, under the
-            client's ids. What is finished is released, anything else dropped.
+            The outputs to be delivered, under the client's ids: those of current attempts that are new to the client.
+            Finished runs are released.
         """
         accepted = []
         for output in outputs:
             run = member.in_flight.get(output.request_id)
             if run is None:
                 if self._head_tag not in output.request_id and output.finish_reason is None:
-                    # Another head has left it behind, and nobody else would end it.
+                    # It belongs to a head that is gone, and no other process would end it.
                     self._abort_at(member, [output.request_id])
                 continue
             output.request_id = run.request_id
@@ -79,18 +74,18 @@ class Outcomes:
                     continue
                 accepted.append((run, output))
             except Exception as error:
-                self.give_up(run, error)
+                self.fail_unexpectedly(run, error)
         return accepted
 
     def take_ended(self) -> Sequence[RunEnded]:
-        """Those that have ended otherwise than by an output or an abort, since this was asked last."""
+        """The runs that have ended otherwise than by an output or an abort, since the last call."""
         if not self._ended:
             return ()
         ended, self._ended = self._ended, []
         return ended
 
     def abort(self, runs: Iterable[StageRun]) -> None:
-        """End these runs and tell their replicas. Nothing to do for those that have ended."""
+        """End these runs, and abort them at their replicas. Ignores runs that have ended."""
         by_member: dict[PoolMember, list[str]] = {}
         for run in [run for run in runs if not run.closed]:
             if run.replica_id is not None and run.sent:
@@ -101,7 +96,7 @@ class Outcomes:
             self._freed(member)
 
     def complete(self, run: StageRun, outputs: Any | None = None) -> None:
-        """A run is over without a last output of its engine; see `RunEnded`."""
+        """End a run without a last output of its engine; see `RunEnded`."""
         self._end(run)
         self._ended.append(RunEnded(run, outputs))
 
@@ -109,9 +104,7 @@ class Outcomes:
         """End a run with an error, unless it has ended; its engine may have some of it.
 
         Args:
-            run: the run.
-            error: for its client.
-            refused: whether it is that no replica serves.
+            refused: whether the reason is that no replica serves.
         """
         if run.closed:
             return
@@ -122,67 +115,67 @@ class Outcomes:
         self.abort((run,))
         self._ended.append(RunEnded(run, error=error))
 
-    def give_up(self, run: StageRun, error: Exception) -> None:
-        """What is wrong with one request, or with our handling of it, ends that request and nothing else."""
-        logger.error("Request %s is given up: %s", run.request_id, error, exc_info=error)
+    def fail_unexpectedly(self, run: StageRun, error: Exception) -> None:
+        """End one run for an error that was not expected; other runs go on."""
+        logger.error("Request %s has failed: %s", run.request_id, error, exc_info=error)
         self.fail(run, error if isinstance(error, OmniError) else OmniError(f"The request failed: {error!r}"))
 
     def _take(self, member: PoolMember, run: StageRun, output: Any) -> bool:
-        """Take in an output of a current attempt. Returns whether it is to be delivered."""
+        """Take an output of a current attempt. Returns whether it is to be delivered."""
         tokens, finished = output.new_token_ids, output.finish_reason is not None
         cut_short = finished and self._api.cut_short(output)
-        if cut_short and self._goes_on_elsewhere(member, run, output):
+        if cut_short and self._retries_elsewhere(member, run, output):
             return False
         if not (run.has_output or cut_short):
-            self._begin(member, run, output)
-        # Counted whether the client gets it or not.
+            self._take_first(member, run, output)
+        # Counted even if the client has these tokens already.
         member.ledger.add_tokens(run, len(tokens))
-        if run.skipping_delivered and not self._fit(run, output, cut_short):
+        if run.skipping_delivered and not self._skip_delivered(run, output, cut_short):
             return False
         run.deliver(output.new_token_ids, finished, cut_short)
         if finished and run.finished:
             self._end(run)
         return True
 
-    def _goes_on_elsewhere(self, member: PoolMember, run: StageRun, output: Any) -> bool:
-        """An engine has cut a request short. Returns whether it has only refused it, and another may take it."""
+    def _retries_elsewhere(self, member: PoolMember, run: StageRun, output: Any) -> bool:
+        """An engine has cut a run short. Returns whether it has only refused the run, and another engine may accept."""
         if run.streaming is not None:
-            # Chunks that were on their way begin the session anew there, and nobody would end that.
+            # Chunks on their way would begin the session anew there, and nothing would end it.
             self._abort_at(member, [run.engine_request_id])
         may_move = not run.has_output and self._api.refused(output) and not self._api.transfers_cache(run.request)
-        if not may_move or not self._refused.refuse(run, member):
+        if not may_move or not self._paused.add(run, member):
             return False
-        self._queue.must_start(run)
+        self._queue.watch_deadline(run)
         return True
 
-    def _begin(self, member: PoolMember, run: StageRun, output: Any) -> None:
+    def _take_first(self, member: PoolMember, run: StageRun, output: Any) -> None:
         cached_tokens = self._api.cached_tokens(output)
         self._pool.begin(member, run, cached_tokens)
         if cached_tokens is not None:
             self._metrics.matched_tokens += run.decision.matched_tokens
             self._metrics.cached_tokens += cached_tokens
 
-    def _fit(self, run: StageRun, output: Any, cut_short: bool) -> bool:
-        """Fit output of a moved request to what was delivered before. Returns whether anything of it is new."""
+    def _skip_delivered(self, run: StageRun, output: Any, cut_short: bool) -> bool:
+        """Remove what was delivered before from an output of a moved run. Returns whether anything of it is new."""
         tokens, finished = output.new_token_ids, output.finish_reason is not None
         try:
-            swallow = len(tokens) if cut_short else run.skip_delivered(tokens, finished)
+            skip = len(tokens) if cut_short else run.skip_delivered(tokens, finished)
         except RequestLostError as error:
             self._metrics.diverged += 1
             self.fail(run, error)
             return False
-        self._metrics.swallowed_tokens += swallow
+        self._metrics.swallowed_tokens += skip
         if run.finished:
-            # The last turn of a session, of which nothing was missing.
+            # It was the last turn of a session, and all of it was delivered.
             self.complete(run)
             return False
         if run.skipping_delivered and not cut_short:
             return False
-        self._api.trim_repeated(output, swallow)
+        self._api.trim_repeated(output, skip)
         return True
 
     def _abort_at(self, member: PoolMember, engine_request_ids: Sequence[str]) -> None:
-        # A replica that turns out to be dead has nothing left to abort.
+        # A dead replica has nothing to abort.
         with suppress(ReplicaError):
             if member.client is not None:
                 member.client.abort_requests(engine_request_ids)
@@ -191,4 +184,4 @@ class Outcomes:
         run.abort()
         run.closed = True
         self._pool.release(run)
-        self._forget(run)
+        self._remove(run)

@@ -1,4 +1,4 @@
-"""Requests that engines may have died of: each is tried apart from the others, and none gets a third replica."""
+"""Requests that engines may have crashed of: each is run apart from the others, and none gets a third replica."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -8,31 +8,30 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, StageRun
 
-WAIT_S = 10.0
-"""Seconds that a suspect waits for a replica without another one. Where many wait, most of them are innocent."""
-TRIAL_OUTPUTS = 4
-"""New outputs of a replica that end a trial there. One is not enough: what an engine has computed ahead is lost with
-it, so of two engines that die at the same token the second may have sent more."""
+MAX_ISOLATION_WAIT_S = 10.0
+"""Seconds that a suspect waits for a replica of its own. If many wait, most of them are innocent."""
+CLEARING_OUTPUTS = 4
+"""New outputs of a replica that end a suspect's isolation there. One is not enough: what an engine has computed ahead
+is lost with it, so of two engines that crash at the same token the second may have sent more."""
 
 
 class Suspects:
     """The suspects of one stage. Lives on the orchestrator's loop.
 
-    When an engine crashes, or says what cannot be used, each request in flight there may be the cause. These are the
-    suspects, to their end, or until another one is found to be the cause. Each is tried at another replica until it has
-    had some new output of it, if possible where no other suspect is tried and where no new request goes meanwhile.
+    When an engine crashes, or sends unusable messages, each request in flight there is a suspect, to its end or until
+    another request is found to be the culprit. A suspect is *isolated*: at its next replica, until it has had some new
+    outputs, there is no other suspect if possible, and no new request.
 
-    If a second replica crashes, those that were in flight on both are looked at. The only one that is on trial there,
-    or else the only one at all, is guilty: it fails, and both losses are its doing and nobody else's. The others get no
-    third replica either, whether one was found guilty or not, but may go back to those that crashed under them.
+    If a second replica crashes, the requests that were in flight on both are candidates. If one candidate alone was
+    isolated there, or if there is one candidate alone, it is the culprit: it fails, and both losses count for it only.
+    The other candidates get no third replica either, whether a culprit was found or not. They may go back to the
+    replicas that crashed under them.
 
     Args:
-        pool: the stage's replicas.
-        wake_at: asks for calls of `next_free` at this time, in monotonic seconds.
-        clock: monotonic seconds.
+        wake_at: asks for calls of `take_ready` at this time, in monotonic seconds.
 
     Attributes:
-        tries: who is tried where, by the replica's id; none is empty.
+        isolated: the suspects that are isolated at a replica, by its id; no set is empty.
     """
 
     def __init__(
@@ -44,159 +43,158 @@ class Suspects:
         self._pool = pool
         self._wake_at = wake_at
         self._clock = clock
-        self._line = HoldQueue(WAIT_S, wake_at)
+        self._queue = HoldQueue(MAX_ISOLATION_WAIT_S, wake_at)
+        # Runs that waited in the queue and are suspects no more.
         self._cleared: dict[StageRun, None] = {}
-        self.tries: dict[int, set[StageRun]] = {}
+        self.isolated: dict[int, set[StageRun]] = {}
 
     def __len__(self) -> int:
-        """How many wait for a replica without another one."""
-        return len(self._line) + len(self._cleared)
+        """How many suspects wait for a replica of their own."""
+        return len(self._queue) + len(self._cleared)
 
-    def avoided(self, run: StageRun, refused: Collection[int] = ()) -> Collection[int]:
-        """Ids of the replicas to which a request does not go if others serve.
+    def avoided_replicas(self, run: StageRun, refused: Collection[int] = ()) -> Collection[int]:
+        """Ids of the replicas to which a run does not go while others serve.
 
-        These are where suspects are tried, and for a suspect also those that it may have crashed, with all on their
-        machines if that leaves any: one that is broken would make it guilty. For a request under which two replicas
-        have crashed they are all others, too.
+        A run avoids replicas where suspects are isolated. A suspect also avoids the replicas that crashed under it, and
+        all on their machines if others are left: a broken replica would make it the culprit. A run under which two
+        replicas have crashed avoids all others.
 
         Args:
-            run: the request.
-            refused: ids of those that have refused it.
+            refused: ids of replicas that have refused the run.
 
         Raises:
-            NoReplicaError: none of those to which it may go serves.
+            NoReplicaError: no replica serves to which the run may go.
         """
         serving = {member.replica_id for member in self._pool.serving}
-        others = serving.difference(member.replica_id for member in self._open_to(run))
+        others = serving.difference(member.replica_id for member in self._allowed(run))
         if run.confined_to and others == serving:
             raise NoReplicaError("None of the replicas that crashed under this request serves again.")
-        tried, suspected = set(self.tries), run.unexplained_crashes
-        if suspected:
-            crashed = {loss.replica.replica_id for loss in suspected}
-            machines = {loss.replica.machine for loss in suspected}
+        isolating, losses = set(self.isolated), run.unexplained_crashes
+        if losses:
+            crashed = {loss.replica.replica_id for loss in losses}
+            machines = {loss.replica.machine for loss in losses}
             beside = {member.replica_id for member in self._pool.serving if member.machine in machines}
-            wishes = [tried | crashed | beside, tried | crashed, tried]
+            wishes = [isolating | crashed | beside, isolating | crashed, isolating]
         else:
-            # One that is kept apart to its end would take a replica from all others for as long.
-            wishes = [{place for place in tried if any(not _has_had_outputs(run) for run in self.tries[place])}]
+            # A suspect that stays isolated to its end would keep its replica from all others for as long.
+            wishes = [{each for each in isolating if not all(map(_has_enough_outputs, self.isolated[each]))}]
         for wish in (*wishes, set[int]()):
             avoided = others.union(wish, refused)
             if not serving <= avoided:
                 return avoided
         return others
 
-    def can_go(self, run: StageRun) -> bool:
-        """Whether a replica serves to which a request may go."""
-        return bool(self._open_to(run))
+    def has_replica_for(self, run: StageRun) -> bool:
+        """Whether a replica serves to which a run may go."""
+        return bool(self._allowed(run))
 
     def hold(self, run: StageRun) -> bool:
-        """Let a suspect wait if others are tried at all replicas that it may go to. Returns whether it waits."""
-        must_wait = self._all_tried(self._open_to(run))
-        if not self._on_trial(run) or not (must_wait or len(self._line)):
+        """Let a suspect wait if suspects are isolated at all replicas that it may go to. Returns whether it waits."""
+        must_wait = self._all_isolating(self._allowed(run))
+        if not self._needs_isolation(run) or not (must_wait or len(self._queue)):
             return False
         if not must_wait:
-            # Those in front of it may have to wait, as they may not go everywhere.
+            # The runs in front of it may have to wait, since they may not go everywhere.
             self._wake_at(self._clock())
-        return self._line.hold(run, self._clock())
+        return self._queue.hold(run, self._clock())
 
-    def begin(self, run: StageRun, member: PoolMember) -> None:
-        """A suspect is sent to a replica."""
-        if self._on_trial(run):
-            self.tries.setdefault(member.replica_id, set()).add(run)
+    def dispatched(self, run: StageRun, member: PoolMember) -> None:
+        """A suspect goes to a replica."""
+        if self._needs_isolation(run):
+            self.isolated.setdefault(member.replica_id, set()).add(run)
 
-    def heard(self, member: PoolMember, accepted: Iterable[Accepted]) -> None:
-        """New outputs came from a replica where suspects are tried."""
+    def count_outputs(self, member: PoolMember, accepted: Iterable[Accepted]) -> None:
+        """New outputs came from a replica where suspects are isolated."""
         for run, _ in accepted:
-            if run in self.tries.get(member.replica_id, ()):
+            if run in self.isolated.get(member.replica_id, ()):
                 run.outputs_since_crash += 1
-                if not self._on_trial(run):
-                    self.forget(run)
+                if not self._needs_isolation(run):
+                    self.remove(run)
 
-    def engine_failed(self, runs: Iterable[StageRun], loss: Loss) -> None:
-        """An engine failed with these requests in flight. Who may have caused it is noted with them and the loss."""
+    def engine_crashed(self, runs: Iterable[StageRun], loss: Loss) -> None:
+        """An engine crashed with these runs in flight: record the suspects, and the culprit if it is known now."""
         sent = [run for run in runs if run.sent]
         twice = [run for run in sent if self._crashed_before(run, loss)]
-        tried = self.tries.get(loss.replica.replica_id, ())
-        likely = [run for run in twice if run in tried] or twice
+        isolated = self.isolated.get(loss.replica.replica_id, ())
+        candidates = [run for run in twice if run in isolated] or twice
         for run in sent:
-            if loss.others and run.has_output and run not in tried:
+            if loss.others and run.has_output and run not in isolated:
                 run.excused_losses.append(loss)
             run.crash_losses.append(loss)
             run.outputs_since_crash = 0
-        # Where other heads had requests, too, one that has begun before may be beside the one that it was.
-        if len(likely) == 1 and not (loss.others and likely[0].produced):
-            self._blame(likely[0])
+        # If other heads had requests there, one of those is as likely as a run that has delivered something.
+        if len(candidates) == 1 and not (loss.others and candidates[0].produced):
+            self._set_culprit(candidates[0])
 
-    def lost(self, member: PoolMember) -> None:
-        """A replica is lost; who was tried there is to be tried again."""
-        self.tries.pop(member.replica_id, None)
+    def replica_lost(self, member: PoolMember) -> None:
+        """A replica is lost; the suspects that were isolated there must be isolated again."""
+        self.isolated.pop(member.replica_id, None)
 
-    def forget(self, run: StageRun) -> None:
-        """A suspect's trial is over, or it has ended: the next one may go where it was."""
-        self._line.remove(run)
+    def remove(self, run: StageRun) -> None:
+        """A suspect's isolation is over, or it has ended: the next suspect may go to its replica."""
+        self._queue.remove(run)
         self._cleared.pop(run, None)
-        if run.replica_id in self.tries:
-            tried = self.tries[run.replica_id]
-            tried.discard(run)
-            if not tried:
-                del self.tries[run.replica_id]
-        if len(self._line):
-            # Not at once: where the next one is sent may turn out to be dead, with the rest of what is dealt with here.
+        if run.replica_id in self.isolated:
+            isolated = self.isolated[run.replica_id]
+            isolated.discard(run)
+            if not isolated:
+                del self.isolated[run.replica_id]
+        if len(self._queue):
+            # Not in this call: sending may show that the next replica is dead, too.
             self._wake_at(self._clock())
 
-    def next_free(self) -> StageRun | None:
-        """The next one that waits and need not any longer, in order; it waits no more. To be asked until there is none.
+    def take_ready(self) -> StageRun | None:
+        """Remove and return the next run that need not wait any more, in order. To be called until there is none.
 
-        Because a replica is free for it, because another one is guilty, or because it has waited long enough.
+        A replica is free for it, or another run is the culprit, or it has waited long enough.
         """
         if self._cleared:
             run = next(iter(self._cleared))
             del self._cleared[run]
             return run
-        if not self._all_tried(self._pool.serving):
-            for run in self._line:
-                if not self._all_tried(self._open_to(run)):
-                    self._line.remove(run)
+        if not self._all_isolating(self._pool.serving):
+            for run in self._queue:
+                if not self._all_isolating(self._allowed(run)):
+                    self._queue.remove(run)
                     return run
-        return self._line.take_overdue(self._clock())
+        return self._queue.take_overdue(self._clock())
 
-    def _on_trial(self, run: StageRun) -> bool:
-        suspected = run.unexplained_crashes
-        # A stage with one replica would serve nobody else meanwhile, so it crashes once more before that.
-        if len(suspected) <= (len(self._pool.members) == 1):
+    def _needs_isolation(self, run: StageRun) -> bool:
+        losses = run.unexplained_crashes
+        # A stage with one replica would serve nothing else meanwhile, so it has to crash twice.
+        if len(losses) <= (len(self._pool.members) == 1):
             return False
-        return len({loss.replica for loss in suspected}) > 1 or not _has_had_outputs(run)
+        return len({loss.replica for loss in losses}) > 1 or not _has_enough_outputs(run)
 
-    def _open_to(self, run: StageRun) -> Sequence[PoolMember]:
-        """The replicas that serve and to which a request may go."""
+    def _allowed(self, run: StageRun) -> Sequence[PoolMember]:
+        """The replicas that serve and to which a run may go."""
         confined_to = run.confined_to
         if not confined_to:
             return self._pool.serving
         return [member for member in self._pool.serving if member in confined_to]
 
-    def _all_tried(self, members: Sequence[PoolMember]) -> bool:
-        """Whether suspects are tried at all of these; not if there is none, since who finds none waits as all do."""
-        # Most often the lengths say all.
-        return 0 < len(members) <= len(self.tries) and all(member.replica_id in self.tries for member in members)
+    def _all_isolating(self, members: Sequence[PoolMember]) -> bool:
+        """Whether suspects are isolated at all of these replicas; False without replicas: the run is held then."""
+        # Comparing the numbers is enough most often.
+        count = len(members)
+        return 0 < count <= len(self.isolated) and all(member.replica_id in self.isolated for member in members)
 
     def _crashed_before(self, run: StageRun, loss: Loss) -> bool:
-        """Whether a crash before this one counts against a request: of another replica, if there is one."""
-        suspected = run.unexplained_crashes
-        return any(before.replica is not loss.replica for before in suspected) or bool(
-            suspected and not self._pool.serving
-        )
+        """Whether an earlier crash counts against a run: one of another replica, if there is another one."""
+        losses = run.unexplained_crashes
+        return any(before.replica is not loss.replica for before in losses) or bool(losses and not self._pool.serving)
 
-    def _blame(self, guilty: StageRun) -> None:
-        for loss in guilty.unexplained_crashes:
-            loss.culprit = guilty
-        # Who is not suspected of anything else need not wait, nor is a replica kept for it.
-        for run in [run for run in self._line if not self._on_trial(run)]:
-            self._line.remove(run)
+    def _set_culprit(self, culprit: StageRun) -> None:
+        for loss in culprit.unexplained_crashes:
+            loss.culprit = culprit
+        # Runs that are not suspected of another crash neither wait nor need a replica of their own.
+        for run in [run for run in self._queue if not self._needs_isolation(run)]:
+            self._queue.remove(run)
             self._cleared[run] = None
-        for tried in [*self.tries.values()]:
-            for run in [run for run in tried if not self._on_trial(run)]:
-                self.forget(run)
+        for isolated in [*self.isolated.values()]:
+            for run in [run for run in isolated if not self._needs_isolation(run)]:
+                self.remove(run)
 
 
-def _has_had_outputs(run: StageRun) -> bool:
-    return run.outputs_since_crash >= TRIAL_OUTPUTS
+def _has_enough_outputs(run: StageRun) -> bool:
+    return run.outputs_since_crash >= CLEARING_OUTPUTS

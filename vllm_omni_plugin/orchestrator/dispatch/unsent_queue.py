@@ -1,4 +1,4 @@
-"""Requests that are charged to a replica and wait at the head until it can begin them."""
+"""Runs that are charged to a replica and wait at the head until the replica has room for them."""
 
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
@@ -8,18 +8,18 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 RECALLS = 4
-"""Requests that are asked anew where they would go, when a replica has room and nobody waits for it."""
-RECALL_S = 0.02
-"""Seconds until a request that has waited for its replica rather than go elsewhere is asked again."""
+"""Runs that are offered to another replica at once, when that replica has room."""
+RECALL_INTERVAL_S = 0.02
+"""Seconds until a run that stayed with its replica is offered again."""
 
 
 class UnsentRun(NamedTuple):
-    """One that waits.
+    """A run in the queue.
 
     Attributes:
-        member: the replica that it is charged to.
-        request: what is to be sent to it.
-        key: its place in the order.
+        member: the replica that the run is charged to.
+        request: what is to be sent.
+        key: the run's place in the order.
     """
 
     member: PoolMember
@@ -27,13 +27,10 @@ class UnsentRun(NamedTuple):
     key: Any
 
 
-class _MemberLine:
-    """What waits for one replica, by groups of which all or none leave room for others: those of one tenant and class.
+class _ReplicaQueue:
+    """The unsent runs of one replica, by tenant and class: all runs of such a group are over their share, or none is.
 
-    The first of all is found in O(1); that of each further group costs as much as there are groups.
-
-    Attributes:
-        groups: those with something in them.
+    The first of all runs is found in O(1); the first of each further group costs as much as there are groups.
     """
 
     def __init__(self) -> None:
@@ -41,167 +38,165 @@ class _MemberLine:
         self._firsts: IndexedHeap[Hashable] = IndexedHeap()
 
     def __iter__(self) -> Iterator[StageRun]:
-        return (run for order in self.groups.values() for run in order)
+        return (run for group in self.groups.values() for run in group)
 
     def add(self, run: StageRun, key: Any) -> None:
-        group = _group(key)
-        self.groups.setdefault(group, IndexedHeap()).add(run, key)
-        self._note_first(group)
+        name = _group_name(key)
+        self.groups.setdefault(name, IndexedHeap()).add(run, key)
+        self._update_first(name)
 
     def discard(self, run: StageRun, key: Any) -> None:
-        group = _group(key)
-        self.groups[group].discard(run)
-        self._note_first(group)
+        name = _group_name(key)
+        self.groups[name].discard(run)
+        self._update_first(name)
 
     def firsts(self) -> Iterator[tuple[Any, StageRun]]:
-        """The first of each group with its key, in order."""
+        """The first run of each group with its key, in order."""
         first = self._firsts.first()
         if first is None:
             return
         yield self._first_of(first[1])
         if len(self._firsts) > 1:
-            for group in list(self._firsts)[1:]:
-                yield self._first_of(group)
+            for name in list(self._firsts)[1:]:
+                yield self._first_of(name)
 
-    def _first_of(self, group: Hashable) -> tuple[Any, StageRun]:
-        first = self.groups[group].first()
+    def _first_of(self, name: Hashable) -> tuple[Any, StageRun]:
+        first = self.groups[name].first()
         assert first is not None
         return first
 
-    def _note_first(self, group: Hashable) -> None:
-        first = self.groups[group].first()
+    def _update_first(self, name: Hashable) -> None:
+        first = self.groups[name].first()
         if first is None:
-            del self.groups[group]
-            self._firsts.discard(group)
+            del self.groups[name]
+            self._firsts.discard(name)
         else:
-            self._firsts.add(group, first[0])
+            self._firsts.add(name, first[0])
 
 
-def _group(key: Any) -> Hashable:
+def _group_name(key: Any) -> Hashable:
     return (key.tenant.name, key.class_name) if isinstance(key, Ticket) else None
 
 
 class UnsentQueue:
-    """The requests of one stage that wait at this head, in an order that is the same for all replicas.
+    """The unsent runs of one stage, in an order that is the same for all replicas.
 
-    Each is charged to a replica, as the policy chose, and sent when that one has room: so a policy sees all there is to
-    do, as if everything were sent at once, and which of the waiting goes first, whether it goes elsewhere, or is
-    refused, is decided as late as can be.
+    Each run is charged to a replica, as the policy chose, and sent when the replica has room. So a policy sees all
+    work, and it is decided late which run goes first, goes elsewhere or is refused. Runs within their
+    share overtake over-share runs.
 
     Args:
-        leaves_headroom: whether a run leaves room for others at its replica; those that do not overtake those that do.
+        leaves_headroom: whether a run is over its share. It may change while the run waits.
     """
 
     def __init__(self, leaves_headroom: Callable[[StageRun], bool]) -> None:
         self._leaves_headroom = leaves_headroom
-        self._waiting: dict[StageRun, UnsentRun] = {}
-        self._by_member: dict[PoolMember, _MemberLine] = {}
-        # First those that were not asked yet whether they go elsewhere, then the others, by when they were asked.
-        self._recalls: IndexedHeap[StageRun] = IndexedHeap()
-        # Those that need not leave room for others, as far as was known when they were asked last.
-        self._unyielding_recalls: IndexedHeap[StageRun] = IndexedHeap()
+        self._unsent: dict[StageRun, UnsentRun] = {}
+        self._by_member: dict[PoolMember, _ReplicaQueue] = {}
+        # Runs that may be recalled, by when they were offered last (0: never) and by their order. A run is in the heap
+        # of the share that it had then.
+        self._over_share_recalls: IndexedHeap[StageRun] = IndexedHeap()
+        self._in_share_recalls: IndexedHeap[StageRun] = IndexedHeap()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._unsent)
 
     def __contains__(self, run: StageRun) -> bool:
-        return run in self._waiting
+        return run in self._unsent
 
     @property
-    def any_leaves_headroom(self) -> bool:
-        """Whether some wait that leave room for others and may go to another replica, as far as was known last."""
-        return len(self._recalls) > 0
+    def has_over_share(self) -> bool:
+        """Whether over-share runs wait that may be recalled, as far as was known when they were offered last."""
+        return len(self._over_share_recalls) > 0
 
-    def add(self, run: StageRun, waiting: UnsentRun, recallable: bool = True) -> None:
-        """It waits from here on.
-
-        Args:
-            run: of whom nothing is at an engine.
-            waiting: for whom, with what and where in the order.
-            recallable: whether it may go to another replica.
-        """
-        self._waiting[run] = waiting
-        self._by_member.setdefault(waiting.member, _MemberLine()).add(run, waiting.key)
+    def add(self, run: StageRun, unsent: UnsentRun, recallable: bool = True) -> None:
+        """Add a run of which no engine has anything; `recallable`: it may go to another replica."""
+        self._unsent[run] = unsent
+        self._by_member.setdefault(unsent.member, _ReplicaQueue()).add(run, unsent.key)
         if recallable:
-            recalls = self._recalls if self._leaves_headroom(run) else self._unyielding_recalls
-            recalls.add(run, (0.0, waiting.key))
+            self._recalls_of(run).add(run, (0.0, unsent.key))
 
-    def take(self, run: StageRun) -> UnsentRun | None:
-        """It waits no longer. Returns what it waited for, None if it did not wait."""
-        waiting = self._waiting.pop(run, None)
-        if waiting is not None:
-            line = self._by_member[waiting.member]
-            line.discard(run, waiting.key)
-            if not line.groups:
-                del self._by_member[waiting.member]
-            self._recalls.discard(run)
-            self._unyielding_recalls.discard(run)
-        return waiting
+    def remove(self, run: StageRun) -> UnsentRun | None:
+        """Remove a run. Returns None if it is not in the queue."""
+        unsent = self._unsent.pop(run, None)
+        if unsent is not None:
+            queue = self._by_member[unsent.member]
+            queue.discard(run, unsent.key)
+            if not queue.groups:
+                del self._by_member[unsent.member]
+            self._over_share_recalls.discard(run)
+            self._in_share_recalls.discard(run)
+        return unsent
 
     def first_of(self, member: PoolMember) -> StageRun | None:
-        """The next one that a replica is to get, None if nobody waits for it."""
+        """The run that a replica is to get next."""
         return next((run for _, run in self._firsts(member)), None)
 
     def is_behind(self, run: StageRun, member: PoolMember, key: Any) -> bool:
-        """Whether somebody waits for a replica that goes before this one, which would have this place in the order."""
-        leaves_headroom = self._leaves_headroom(run)
-        for place, first in self._firsts(member):
-            if place > key:
+        """Whether another run of a replica goes before this run, which would have this place in the order."""
+        over_share = self._leaves_headroom(run)
+        for first_key, first in self._firsts(member):
+            if first_key > key:
                 return False
-            if leaves_headroom or not self._leaves_headroom(first):
+            if over_share or not self._leaves_headroom(first):
                 return True
         return False
 
-    def ready(self, member: PoolMember, may_go: Callable[[StageRun], bool]) -> Iterator[tuple[StageRun, UnsentRun]]:
-        """Take those that wait for a replica, one by one, as long as they may go; each is to be sent at once."""
-        while (run := self._first_to_go(member, may_go)) is not None:
-            waiting = self.take(run)
-            assert waiting is not None
-            yield run, waiting
+    def take_sendable(
+        self, member: PoolMember, may_send: Callable[[StageRun], bool]
+    ) -> Iterator[tuple[StageRun, UnsentRun]]:
+        """Remove the runs of a replica that may be sent, one by one. Each must be sent before the next is asked for."""
+        while (run := self._first_sendable(member, may_send)) is not None:
+            unsent = self.remove(run)
+            assert unsent is not None
+            yield run, unsent
 
-    def _first_to_go(self, member: PoolMember, may_go: Callable[[StageRun], bool]) -> StageRun | None:
+    def _first_sendable(self, member: PoolMember, may_send: Callable[[StageRun], bool]) -> StageRun | None:
         for _, run in self._firsts(member):
-            if may_go(run):
+            if may_send(run):
                 return run
             if not self._leaves_headroom(run):
-                # Nobody overtakes it.
+                # No run overtakes it.
                 return None
         return None
 
     def _firsts(self, member: PoolMember) -> Iterator[tuple[Any, StageRun]]:
-        line = self._by_member.get(member)
-        return iter(()) if line is None else line.firsts()
+        queue = self._by_member.get(member)
+        return iter(()) if queue is None else queue.firsts()
 
-    def of(self, member: PoolMember) -> list[StageRun]:
-        """All that wait for a replica, in order."""
-        line = self._by_member.get(member)
-        return [] if line is None else sorted(line, key=lambda run: self._waiting[run].key)
+    def runs_of(self, member: PoolMember) -> list[StageRun]:
+        """All unsent runs of a replica, in order."""
+        queue = self._by_member.get(member)
+        return [] if queue is None else sorted(queue, key=lambda run: self._unsent[run].key)
 
-    def to_recall(self, now: float, most: int, yielding: bool) -> Iterator[StageRun]:
-        """Those that may go to another replica, in order; each not again before `RECALL_S` have passed.
+    def next_recalls(self, now: float, most: int, over_share: bool) -> Iterator[StageRun]:
+        """Runs to be offered to another replica, at most so many, and each once in `RECALL_INTERVAL_S`.
 
         Args:
             now: monotonic seconds.
-            most: how many at most.
-            yielding: whether, behind the others, those are asked, too, that leave room for others.
+            most: how many heap entries are looked at.
+            over_share: whether over-share runs are offered, too, behind the others.
         """
         for _ in range(most):
-            order = self._unyielding_recalls
-            first = _due(order, now)
-            if first is None and yielding:
-                order = self._recalls
-                first = _due(order, now)
+            heap = self._in_share_recalls
+            first = _due(heap, now)
+            if first is None and over_share:
+                heap = self._over_share_recalls
+                first = _due(heap, now)
             if first is None:
                 return
             (_, key), run = first
-            # As it is now: it may have been otherwise when it was asked last.
-            leaves_headroom = self._leaves_headroom(run)
-            order.discard(run)
-            (self._recalls if leaves_headroom else self._unyielding_recalls).add(run, (now, key))
-            if yielding or not leaves_headroom:
+            heap.discard(run)
+            # The run's share may have changed since it was offered last.
+            current = self._recalls_of(run)
+            current.add(run, (now, key))
+            if over_share or current is self._in_share_recalls:
                 yield run
 
+    def _recalls_of(self, run: StageRun) -> IndexedHeap[StageRun]:
+        return self._over_share_recalls if self._leaves_headroom(run) else self._in_share_recalls
 
-def _due(recalls: IndexedHeap[StageRun], now: float) -> tuple[Any, StageRun] | None:
-    first = recalls.first()
-    return None if first is None or (first[0][0] and first[0][0] + RECALL_S > now) else first
+
+def _due(heap: IndexedHeap[StageRun], now: float) -> tuple[Any, StageRun] | None:
+    first = heap.first()
+    return None if first is None or (first[0][0] and first[0][0] + RECALL_INTERVAL_S > now) else first

@@ -56,7 +56,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(put, gate.left)
+        super().__init__(put, gate.request_ended)
         pipeline = self._pipeline = input_builder.pipeline
         self.pause_sequence = PauseSequence(pipeline, self.states.values)
         self._apis = input_builder.apis
@@ -147,7 +147,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         plan = self._default_plan if message.call is None else plan_request(self._pipeline, message.call)
         if plan.front is not None:
             self._apis[plan.front].check_answerable(message.request)
-        return PipelineRequestState.of(message, plan, self._gate.enter(message), self._pipeline.stages)
+        return PipelineRequestState.of(message, plan, self._gate.issue_ticket(message), self._pipeline.stages)
 
     def _is_unfinished(self, state: PipelineRequestState) -> bool:
         """Safe to call from any thread."""

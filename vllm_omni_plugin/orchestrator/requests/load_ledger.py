@@ -34,7 +34,7 @@ class LoadLedger:
         requests: see `ReplicaLoad`; so are `others` and `prefill_tokens`.
         unsent: requests of this head that are charged and not sent.
         pending_tokens: prompt tokens of this head's pending requests that are still to be computed.
-        prefill_free_since: monotonic seconds since which `PrefillFreeReplicas` keeps prompts away; None: it does not.
+        prefill_free_since: monotonic seconds since which `Headroom` keeps prompts away; None: it does not.
     """
 
     def __init__(self, cache: CacheSize = UNKNOWN_CACHE) -> None:

@@ -1,0 +1,103 @@
+"""Headroom: what requests over their share leave free for requests within theirs."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+
+GROUP_SIZE = 8
+"""Replicas of a group at least. In a smaller fleet a prefill-free replica costs more than it brings."""
+MAX_PREFILL_FREE_S = 1.0
+"""Seconds for which a replica is kept free of prefills at most, while no other replica of its group is free."""
+
+
+class _Replica(Protocol):
+    @property
+    def replica_id(self) -> int: ...
+
+    @property
+    def ledger(self) -> LoadLedger: ...
+
+
+R = TypeVar("R", bound=_Replica)
+
+
+class Headroom:
+    """Decides which replica has room for a request, and keeps headroom of the fleet.
+
+    A request is *over its share* if `Admission.leaves_headroom` says so, and otherwise *within its share*. At each
+    replica `SendWindow` leaves headroom. In addition one replica of each group is kept free of prefills of over-share
+    requests: otherwise each engine may be in the middle of one, and a request within its share has to wait for its end.
+    A group has 8 to 15 replicas; a smaller fleet has none. Each operation looks at one group.
+
+    Args:
+        leaves_headroom: whether a run is over its share.
+    """
+
+    def __init__(
+        self, send_window: SendWindow, leaves_headroom: Callable[[StageRun], bool], clock: Callable[[], float]
+    ) -> None:
+        self._send_window = send_window
+        self._leaves_headroom = leaves_headroom
+        self._clock = clock
+        self._turn = 0
+
+    def has_room(self, run: StageRun, replica: R, prefill_tokens: int, serving: Sequence[R]) -> bool:
+        """Whether a run may be sent to a replica now.
+
+        Args:
+            prefill_tokens: tokens of the run's prompt that the replica has to compute.
+            serving: the replicas that serve, in order of their ids.
+        """
+        ledger = replica.ledger
+        if not self._leaves_headroom(run):
+            return self._send_window.has_room(ledger, prefill_tokens)
+        newest = ledger.newest_pending
+        in_front = newest is not None and not self._leaves_headroom(newest)
+        return self._send_window.has_room(
+            ledger, prefill_tokens, leaves_headroom=True, behind_in_share=in_front
+        ) and not self._stays_prefill_free(replica, serving)
+
+    def least_loaded(self, chosen: R, serving: Sequence[R], may_start: Callable[[R], bool]) -> R:
+        """The replica where a request within its share waits for the fewest prompt tokens.
+
+        Looked at are the policy's choice, which is preferred among equals, and one group, another one at each call.
+        """
+        self._turn += 1
+        group = _group(serving, self._turn % _groups(serving))
+        candidates = (each for each in (chosen, *group) if self._send_window.has_free_slot(each.ledger))
+        startable = (each for each in candidates if may_start(each))
+        return min(startable, key=lambda each: each.ledger.prefill_tokens_ahead, default=chosen)
+
+    def _stays_prefill_free(self, replica: R, serving: Sequence[R]) -> bool:
+        """Whether a replica gets no over-share prefill, since it is the last prefill-free replica of its group."""
+        ledger = replica.ledger
+        # An idle replica gets a prefill. So does a replica from which no output is certain to come: only outputs cause
+        # this question to be asked again.
+        if len(serving) < GROUP_SIZE or ledger.pending or not ledger.outputs_every_step:
+            return False
+        place = bisect_left(serving, replica.replica_id, key=lambda each: each.replica_id)
+        group = _group(serving, place * _groups(serving) // len(serving))
+        if any(self._is_prefill_free(each.ledger) for each in group if each is not replica):
+            ledger.prefill_free_since = None
+            return False
+        if ledger.prefill_free_since is None:
+            ledger.prefill_free_since = self._clock()
+        return self._clock() - ledger.prefill_free_since < MAX_PREFILL_FREE_S
+
+    def _is_prefill_free(self, ledger: LoadLedger) -> bool:
+        """Whether a replica could begin a prefill with its next step, as far as this head's own requests tell."""
+        return not ledger.pending and self._send_window.has_free_slot(ledger)
+
+
+def _groups(serving: Sequence[R]) -> int:
+    return max(1, len(serving) // GROUP_SIZE)
+
+
+def _group(serving: Sequence[R], number: int) -> Sequence[R]:
+    groups, count = _groups(serving), len(serving)
+    # The first place of a group is the first that `place * groups // count` maps to it.
+    return serving[-(-number * count // groups) : -(-(number + 1) * count // groups)]
