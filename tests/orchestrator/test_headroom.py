@@ -294,7 +294,9 @@ def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_fro
 def test_what_a_later_stage_does_leaves_the_place_of_what_waits_alone() -> None:
     classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
     plan = AdmissionConfig(classes=classes, max_waiting_requests=1)
-    gate = AdmissionGate(StagePool(0, LeastTokensBalancer()), plan, OrchestratorMetrics(), lambda: 0.0)
+    metrics = OrchestratorMetrics()
+    metrics.queued_in[0] = lambda: 0
+    gate = AdmissionGate(StagePool(0, LeastTokensBalancer()), plan, metrics, lambda: 0.0)
     evicted: list[StageRun] = []
 
     def comes(name: str, priority: int) -> tuple[StageRun, Ticket]:
