@@ -208,17 +208,27 @@ def _wait_until_idle(server: Server) -> None:
 
 
 def start_api_servers(model: Path, log: Path) -> ApiServers:
-    """Two API servers and two local replicas, each on a core of its own."""
+    """Two API servers with admission and two local replicas, each on a core of its own."""
     # All that any of its processes leaves behind is in one folder. Its name is short for the sake of ipc sockets.
     scratch = tempfile.mkdtemp(prefix="api-")
+    plan = admission_plan(model)
+    plan.write_text(PLAN)
     # What still runs is aborted at the end, as with vLLM alone.
-    flags = (*TWO_REPLICAS, *FEATURES, "--api-server-count", "2", "--omni-drain-timeout", "0")
+    several = ("--api-server-count", "2", "--omni-drain-timeout", "0")
+    flags = (*TWO_REPLICAS, *FEATURES, *several, "--omni-admission", str(plan))
     # A connection that is to a certain process may wait for its turn.
     patient = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
     environment = {**ALL_ROUTES, **patient}
     return ApiServers(model, log, *flags, scratch=scratch, **environment).__enter__()
 
 
+def admission_plan(model: Path) -> Path:
+    """The admission file of `api_servers`."""
+    return model.with_name("admission.yaml")
+
+
+PLAN = "classes:\n  - name: only\n"
+"""What `admission_plan` says before each test and after it."""
 BLOCK = 32
 SMALL_CACHE = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "60")
 KV_AWARE = ("--omni-lb-policy", "kv-aware", "--enable-prompt-tokens-details")
@@ -226,6 +236,7 @@ ADAPTER = "storyteller"
 ADMIN_KEY = "admin-key-of-these-tests"
 AS_ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 OF_TRACES = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+STEP_TOKENS = 1024
 FEATURES = (
     # The one that models are served in, and on processors with AMX another kernel.
     *("--dtype", "bfloat16"),
@@ -236,6 +247,8 @@ FEATURES = (
     "--enable-lora",
     # Serves /inference/v1/generate.
     "--enable-scale-out",
+    # So that a few long prompts are all that an engine is sent ahead.
+    *("--max-num-batched-tokens", str(STEP_TOKENS)),
 )
 RUNNING_EACH = 2
 """Requests that an engine of `vision_fleet` runs at once."""
