@@ -141,7 +141,9 @@ def test_the_request_has_the_last_word_on_sampling_and_the_file_the_first(own: A
 def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
     first = stage_api.build(source(), StageInput(token_ids=[3, 4]), {}, for_client=False, part=CHUNK)
-    second = stage_api.build(source(), StageInput(token_ids=[5]), {}, for_client=False, part=CHUNK._replace(held=8))
+    second = stage_api.build(
+        source(), StageInput(token_ids=[5]), {}, for_client=False, part=CHUNK._replace(session_tokens=8)
+    )
     assert [(chunk.resumable, chunk.sampling_params.max_tokens) for chunk in (first, second)] == [(True, 6)] * 2
     assert [stage_api.session_tokens(chunk) for chunk in (first, second)] == [8, 7]
     end = stage_api.build_end(source())
@@ -150,9 +152,11 @@ def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
 
 def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    chunk = stage_api.build(source(), StageInput(token_ids=[5] * 4), {}, for_client=False, part=CHUNK._replace(held=26))
+    chunk = stage_api.build(
+        source(), StageInput(token_ids=[5] * 4), {}, for_client=False, part=CHUNK._replace(session_tokens=26)
+    )
     assert chunk.sampling_params.max_tokens == 2
-    message = refused(stage_api, StageInput(token_ids=[5] * 4), part=InputPart(resumable=True, held=28))
+    message = refused(stage_api, StageInput(token_ids=[5] * 4), part=InputPart(resumable=True, session_tokens=28))
     assert message == (
         "Stage 'refiner': the input has 4 tokens, after 28 of its session, and its model takes at most 3"
     )

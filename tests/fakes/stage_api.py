@@ -62,7 +62,7 @@ class FakeStageApi(FakeEngineApi):
         part: InputPart = WHOLE,
     ) -> Any:
         self._stumble("build")
-        self.held.append(part.held)
+        self.held.append(part.session_tokens)
         tokens = list(given.token_ids or map(ord, given.text or ""))
         if len(tokens) > ROOM:
             raise StageInputError(f"Stage {self._stage.name!r}: the input is too long")

@@ -175,7 +175,7 @@ class FakeHead(FakeFleet):
         client.start()
         async with asyncio.timeout(10):
             await self.fleet_calls.wait_synced()
-            await self.orchestrator.admit(member, client, b"", told)
+            await self.orchestrator.prepare_replica(member, client, b"", told)
         self.pool.serve(member, client, link.input_addr, link.output_addr)
         return [(method, args) for _, method, args in link.calls]
 

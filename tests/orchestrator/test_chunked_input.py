@@ -25,16 +25,16 @@ def tokens(*token_ids: int) -> StageOutput:
     return StageOutput(token_ids)
 
 
-def pieces(size: int, *outputs: StageOutput, end: bool = True) -> list[OutputChunk]:
-    """What an input of some size makes of these outputs, the last of which ends the stage in front."""
-    chunks = ChunkedInput(size)
+def chunks_of(size: int, *outputs: StageOutput, end: bool = True) -> list[OutputChunk]:
+    """The chunks of these outputs, the last of which ends the upstream stage."""
+    chunked = ChunkedInput(size)
     for position, output in enumerate(outputs, start=1):
-        chunks.add(output, last=end and position == len(outputs))
-    return list(chunks.pieces)
+        chunked.add(output, last=end and position == len(outputs))
+    return list(chunked.chunks)
 
 
 def sizes(cut: list[OutputChunk]) -> list[int]:
-    return [len(piece.outputs) for piece in cut]
+    return [len(chunk.outputs) for chunk in cut]
 
 
 @pytest.mark.parametrize(
@@ -49,18 +49,18 @@ def sizes(cut: list[OutputChunk]) -> list[int]:
     ],
 )
 def test_what_counts_as_the_size_of_an_output(output: Any, expected: list[int]) -> None:
-    assert sizes(pieces(2, output, output, output)) == expected
+    assert sizes(chunks_of(2, output, output, output)) == expected
 
 
 @given(size=st.integers(1, 5), lengths=st.lists(st.integers(0, 7), min_size=1, max_size=30))
-def test_pieces_are_the_output_in_order_as_small_as_allowed_and_only_the_last_is_short(
+def test_chunks_are_the_output_in_order_as_small_as_allowed_and_only_the_last_is_short(
     size: int, lengths: list[int]
 ) -> None:
     numbers = iter(range(1000))
     outputs = [tokens(*(next(numbers) for _ in range(length))) for length in lengths]
-    cut = pieces(size, *outputs)
-    assert [output for piece in cut for output in piece.outputs] == outputs
-    assert [piece.number for piece in cut] == list(range(len(cut)))
-    assert [piece.last for piece in cut] == [False] * (len(cut) - 1) + [True]
-    assert all(len(joined(piece.outputs).token_ids) >= size for piece in cut[:-1])
-    assert all(sum(len(output.token_ids) for output in piece.outputs[:-1]) < size for piece in cut)
+    cut = chunks_of(size, *outputs)
+    assert [output for chunk in cut for output in chunk.outputs] == outputs
+    assert [chunk.number for chunk in cut] == list(range(len(cut)))
+    assert [chunk.last for chunk in cut] == [False] * (len(cut) - 1) + [True]
+    assert all(len(joined(chunk.outputs).token_ids) >= size for chunk in cut[:-1])
+    assert all(sum(len(output.token_ids) for output in chunk.outputs[:-1]) < size for chunk in cut)

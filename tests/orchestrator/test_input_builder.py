@@ -20,7 +20,7 @@ from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 
-def preparation_of(
+def builder_of(
     stages: tuple[Stage, ...], prompt_text: Callable[[Any], str] = lambda request: "hi"
 ) -> StageInputBuilder:
     return StageInputBuilder(Pipeline(stages), [FakeStageApi(each) for each in stages], prompt_text)
@@ -39,13 +39,13 @@ async def outcome(
 ) -> Any:
     """What becomes of work; raises what it raises."""
     done: asyncio.Future[Callable[[], Any]] = asyncio.get_running_loop().create_future()
-    input_builder.prepare(stage, work, wanted, done.set_result)
+    input_builder.run_on_thread(stage, work, wanted, done.set_result)
     return (await done)()
 
 
 @pytest.fixture
 def input_builder() -> Any:
-    input_builder = preparation_of(CHAIN)
+    input_builder = builder_of(CHAIN)
     yield input_builder
     input_builder.close()
 
@@ -53,7 +53,7 @@ def input_builder() -> Any:
 def test_a_transform_that_does_not_exist_is_found_at_the_start() -> None:
     broken = (CHAIN[0], stage(1, "refiner", "text", "thinker", final=True, transform="tests.fakes.transforms:missing"))
     with pytest.raises(ConfigError, match="has no missing"):
-        preparation_of(broken)
+        builder_of(broken)
 
 
 def test_the_prompts_text_is_made_once_and_only_for_those_who_may_read_it() -> None:
@@ -66,10 +66,12 @@ def test_the_prompts_text_is_made_once_and_only_for_those_who_may_read_it() -> N
     built_in = (SPEECH[0], stage(1, "talker", "tokens", "thinker", transform="tokens", final=True, async_chunk=True))
     for stages, expected in ((SPEECH, ["r"]), (built_in, [])):
         made.clear()
-        input_builder = preparation_of(stages, prompt_text)
+        input_builder = builder_of(stages, prompt_text)
         state = state_of(stages, stages[-1].output, talker=lambda transfer: seen.append(transfer.prompt))
         for number in range(3):
-            input_builder.chunk(state, stages[1], ChunkedInput(1), OutputChunk((StageOutput((1,)),), number, False))
+            input_builder.build_chunk(
+                state, stages[1], ChunkedInput(1), OutputChunk((StageOutput((1,)),), number, False)
+            )
         input_builder.close()
         assert made == expected
     assert seen == ["hi"] * 3
@@ -79,17 +81,17 @@ def test_a_prompt_whose_text_cannot_be_made_fails_where_it_is_needed() -> None:
     def prompt_text(request: Any) -> str:
         raise ValueError("no text")
 
-    input_builder, state = preparation_of(SPEECH, prompt_text), state_of(SPEECH, "audio", talker=lambda transfer: None)
+    input_builder, state = builder_of(SPEECH, prompt_text), state_of(SPEECH, "audio", talker=lambda transfer: None)
     with pytest.raises(ValueError, match="no text"):
-        input_builder.chunk(state, SPEECH[1], ChunkedInput(1), OutputChunk((StageOutput((1,)),), 0, False))
+        input_builder.build_chunk(state, SPEECH[1], ChunkedInput(1), OutputChunk((StageOutput((1,)),), 0, False))
     input_builder.close()
 
 
 def test_a_transform_knows_the_request_and_the_chunk() -> None:
     seen: list[Any] = []
-    input_builder, state = preparation_of(SPEECH), state_of(SPEECH, "audio", talker=seen.append, voice="alto")
+    input_builder, state = builder_of(SPEECH), state_of(SPEECH, "audio", talker=seen.append, voice="alto")
     chunks = ChunkedInput(1)
-    input_builder.chunk(state, SPEECH[1], chunks, OutputChunk((StageOutput((1,)), StageOutput((2,))), 3, True))
+    input_builder.build_chunk(state, SPEECH[1], chunks, OutputChunk((StageOutput((1,)), StageOutput((2,))), 3, True))
     input_builder.close()
     (transfer,) = seen
     assert (transfer.request_id, transfer.stage, list(transfer.prompt_token_ids)) == ("r", "talker", [1, 2])
@@ -99,7 +101,7 @@ def test_a_transform_knows_the_request_and_the_chunk() -> None:
 
 def test_outputs_that_cannot_be_joined_fail_where_they_are_joined() -> None:
     """Not on the loop, where tensors of different shapes would stop every request."""
-    input_builder, state = preparation_of(FAN_OUT), state_of(FAN_OUT, "text", "image")
+    input_builder, state = builder_of(FAN_OUT), state_of(FAN_OUT, "text", "image")
 
     class Broken:
         @property
@@ -108,15 +110,15 @@ def test_outputs_that_cannot_be_joined_fail_where_they_are_joined() -> None:
 
     state.readers[0] = Broken()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="shapes differ"):
-        input_builder.whole(state, FAN_OUT[2])
+        input_builder.build_whole(state, FAN_OUT[2])
     input_builder.close()
 
 
 def test_the_end_of_work_after_the_end_of_the_loop_is_nobodys_concern() -> None:
-    gate, input_builder = threading.Event(), preparation_of(CHAIN)
+    gate, input_builder = threading.Event(), builder_of(CHAIN)
 
     async def begin() -> None:
-        input_builder.prepare(CHAIN[1], lambda: gate.wait(30), lambda: True, lambda outcome: None)
+        input_builder.run_on_thread(CHAIN[1], lambda: gate.wait(30), lambda: True, lambda outcome: None)
 
     asyncio.run(begin())
     input_builder.close()

@@ -159,21 +159,21 @@ async def test_an_engine_that_dies_while_it_hangs_is_started_again(node: Node) -
 
 async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(node: Node) -> None:
     first, second = node.pool.members
-    engine, admitting, admitted = node.engine_of(0), asyncio.Event(), asyncio.Event()
+    engine, preparing, prepared = node.engine_of(0), asyncio.Event(), asyncio.Event()
 
-    async def admit(*_: object) -> None:
-        admitting.set()
-        await admitted.wait()
+    async def prepare(*_: object) -> None:
+        preparing.set()
+        await prepared.wait()
 
-    node.orchestrator.admit = admit  # type: ignore[method-assign]
+    node.orchestrator.prepare_replica = prepare  # type: ignore[method-assign]
     ToldProbe.made[0].hangs()
     ToldProbe.made[0].answers()
     await take_back(engine)
-    await admitting.wait()
+    await preparing.wait()
     serving: list[int] = []
     serving_signal = node.orchestrator.serving_signal
     serving_signal.notify = lambda: serving.append(len(node.pool.serving))  # type: ignore[method-assign]
-    admitted.set()
+    prepared.set()
     node.replicas.leave(first)
     await eventually(lambda: engine.process.ended)
     assert (serving, node.pool.members) == ([], (second,))

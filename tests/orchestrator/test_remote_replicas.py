@@ -216,7 +216,7 @@ async def test_a_replica_whose_ready_response_cannot_be_used_is_refused_and_told
     await fleet.read()
     assert [change.replica_id for change in fleet.changes] == [0]
     assert [replica.closed for replica in fleet.attachments] == [False, True]
-    refused = "Replica 0.1 cannot be attached to: what its engine said when it was ready cannot be used: not a"
+    refused = "Replica 0.1 cannot be attached to: its engine's ready response is invalid: not a"
     assert refused in caplog.text
     monkeypatch.setattr(Attachment, "ready_response", b"ready")
     fleet.pause_over.set()

@@ -50,7 +50,7 @@ def test_who_answers_what_is_waited_for_and_whose_sampling_the_clients_own_is(
     stages: Sequence[Stage], modalities: list[str], front: int | None, finals: set[int], sampled: int | None
 ) -> None:
     plan = plan_of(stages, modalities)
-    assert (plan.front, plan.finals, plan.client_sampled) == (front, finals, sampled)
+    assert (plan.answer_stage, plan.finals, plan.client_sampled) == (front, finals, sampled)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_is_read_here_and_what_the_call_is_told(
 ) -> None:
     plan = plan_of(stages, modalities, outputs)
     assert plan.shown == shown
-    assert plan.read == read
+    assert plan.readable == read
 
 
 def test_what_the_pipeline_does_not_put_out_is_refused() -> None:

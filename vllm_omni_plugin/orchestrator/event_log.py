@@ -1,4 +1,4 @@
-"""What happens to the fleet, as this head sees it: one line of the log each, and the last ones for who asks."""
+"""Events of the fleet as this head sees them: each is one line of the log, and the last 1,000 are kept."""
 
 import logging
 import secrets
@@ -16,14 +16,11 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 logger = init_logger(__name__)
 
 MAX_EVENTS = 1000
-"""Events that are kept."""
 MAX_REASON = 1000
-"""Characters of a reason. Replicas give some, and each is kept and sent to all viewers."""
+"""Characters. Reasons may come from replicas, and are kept and sent to all viewers."""
 
 
 class EventKind(StrEnum):
-    """What happened."""
-
     ATTACH = "attach"
     DETACH = "detach"
     LOST = "lost"
@@ -39,7 +36,7 @@ _LINES = {
     EventKind.ATTACH: (logging.INFO, "%(who)s serves (%(reason)s)."),
     EventKind.DETACH: (logging.INFO, "%(who)s has left: %(reason)s."),
     EventKind.LOST: (logging.ERROR, "%(who)s is lost (%(reason)s) with %(requests)d requests in flight."),
-    EventKind.MOVE: (logging.INFO, "%(who)s is lost: %(requests)d of its requests go on elsewhere."),
+    EventKind.MOVE: (logging.INFO, "%(who)s is lost: %(requests)d of its requests continue on other replicas."),
     EventKind.DRAIN: (logging.INFO, "%(who)s gets no new requests: %(reason)s."),
     EventKind.RESUME: (logging.INFO, "%(who)s may get new requests again: %(reason)s."),
     EventKind.REFUSE: (logging.WARNING, "%(who)s cannot be attached to: %(reason)s"),
@@ -50,16 +47,15 @@ _LINES = {
 
 @dataclass(frozen=True, slots=True)
 class FleetEvent:
-    """One thing that happened.
+    """An event of one replica, of a stage, or of the head.
 
     Attributes:
-        id: `<log>-<number>`: the name of the log that has it, and a number that grows by one with each of its events.
+        id: `<log>-<number>`: the name of the log, and the event's number in it, from 1.
         time: unix seconds.
-        kind: what happened.
-        stage: the stage; None: it concerns the head as a whole.
-        replica: `<stage>.<replica>`; None: it concerns no single replica.
-        reason: why, in words: one line of at most `MAX_REASON` characters.
-        requests: how many requests it concerns.
+        stage: None: the event concerns the whole head.
+        replica: `<stage>.<replica>`; None: the event concerns no single replica.
+        reason: one line of at most `MAX_REASON` characters.
+        requests: number of requests concerned.
     """
 
     id: str
@@ -72,14 +68,14 @@ class FleetEvent:
 
 
 class EventLog:
-    """Logs what happens, and keeps the last `MAX_EVENTS`. May be used from any thread.
+    """Logs events, and keeps the last `MAX_EVENTS`. May be used from any thread.
 
     Args:
         clock: unix seconds.
-        name: of this log, by which its ids differ from those of any other process; None: a random one.
+        name: begins all ids of this log; None: a random name, different in each process.
 
     Attributes:
-        on_event: called after each event, on the thread where it happened; None while nobody looks.
+        on_event: called after each event, on the thread where it happened.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, name: str | None = None) -> None:
@@ -100,15 +96,12 @@ class EventLog:
         requests: int = 0,
         level: int | None = None,
     ) -> None:
-        """Something has happened: to a replica, to all of a stage, or, with neither, to this head.
+        """Record an event of a replica, of a stage, or, with neither, of this head.
 
         Args:
-            kind: what.
-            reason: why, in words; it ends the sentence of the log.
-            replica: the replica.
-            stage: of a replica that has no number here.
-            requests: how many requests it concerns.
-            level: of the line in the log, if not the usual one of this kind.
+            reason: ends the sentence of the log line.
+            stage: of a replica that has no id here.
+            level: of the log line; None: the level of this kind.
         """
         name = None if replica is None else replica.name
         stage = stage if replica is None else replica.stage_id
@@ -117,21 +110,21 @@ class EventLog:
             event_id = f"{self._name}-{next(self._numbers)}"
             self._events.append(FleetEvent(event_id, self._clock(), kind, stage, name, reason, requests))
         usual, line = _LINES[kind]
-        # Who formats logs as JSON gets the fields, too.
+        # Fields for JSON log formatters.
         fields = {"omni_event": kind.value, "omni_stage": stage, "omni_replica": name, "omni_requests": requests}
-        words = {"who": _who(name, stage), "reason": reason, "requests": requests}
-        logger.log(usual if level is None else level, line, words, extra=fields, stacklevel=2)
+        values = {"who": _subject(name, stage), "reason": reason, "requests": requests}
+        logger.log(usual if level is None else level, line, values, extra=fields, stacklevel=2)
         if (on_event := self.on_event) is not None:
             on_event()
 
     def after(self, event_id: str = "") -> list[FleetEvent]:
-        """The events behind one, oldest first; all that are kept if that one is not, or is of another log."""
+        """The events after this one, oldest first; all events if this id is unknown."""
         with self._lock:
             events = tuple(self._events)
         return list(takewhile(lambda event: event.id != event_id, reversed(events)))[::-1]
 
 
-def _who(replica: str | None, stage: int | None) -> str:
+def _subject(replica: str | None, stage: int | None) -> str:
     if replica is not None:
         return f"Replica {replica}"
     return "This head" if stage is None else f"A replica of stage {stage}"

@@ -1,4 +1,4 @@
-"""Runs an orchestrator, and what it is told beside requests: calls, operators' wishes, and news of the coordinator."""
+"""Runs an orchestrator, and handles all its messages but requests: operator calls, membership, other heads' work."""
 
 import asyncio
 from concurrent.futures import Future
@@ -20,7 +20,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CoordinatorMessage,
     Explain,
     ManageReplica,
-    Membership,
     RegisterRemoteReplica,
     ReplaceAdmission,
     UnregisterRemoteReplica,
@@ -31,13 +30,11 @@ logger = init_logger(__name__)
 
 
 class FleetControl:
-    """Runs an orchestrator, and does what comes by its `rpc_async_queue`, in order. Lives on the orchestrator's loop.
+    """Runs an orchestrator, and handles the messages of its `rpc_async_queue`. Lives on the orchestrator's loop.
 
     Args:
-        orchestrator: this head's.
-        fleet_calls: makes operators' calls.
-        remote_replicas: keeps the replicas of other processes; None in a head that nobody can join.
-        exchange: hears of other heads' work; likewise.
+        remote_replicas: the replicas of other processes; None in a fleet that nothing can join.
+        exchange: the work of other heads; None likewise.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class FleetControl:
         self._exchange = exchange
 
     async def run(self) -> None:
-        """Run the orchestrator, and serve the queue until it is closed; then cancel what still runs."""
+        """Run the orchestrator and serve the queue until it is closed; then cancel open calls."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._orchestrator.run(), name="omni-requests")
@@ -65,13 +62,13 @@ class FleetControl:
             await self._fleet_calls.close()
 
     async def _serve(self) -> None:
-        """Run each call of the queue as a task of its own, and do at once whatever else there is in it."""
+        """Run each operator call as a task; handle all other messages at once, in order."""
         replies: dict[asyncio.Task[None], Future[list[Any]]] = {}
         try:
             while True:
                 for message in await self._orchestrator.rpc_async_queue.get_batch():
                     if not isinstance(message, CallReplicas):
-                        self._do(message)
+                        self._handle(message)
                         continue
                     task = asyncio.create_task(self._serve_call(message), name=f"omni-call-{message.method}")
                     replies[task] = message.reply
@@ -94,18 +91,26 @@ class FleetControl:
                 message.reply.set_result(results)
 
     async def _call(self, message: CallReplicas) -> list[Any]:
-        method, args, order = message.method, message.args, self._orchestrator.pause_sequence
+        method, args, sequence = message.method, message.args, self._orchestrator.pause_sequence
         every = range(len(self._pools))
-        if order is None or message.stages is not None:
+        if sequence is None or message.stages is not None:
             return await self._fleet_calls.call(method, args, every if message.stages is None else message.stages)
         results = []
         staffed = {stage_id for stage_id, stage in enumerate(self._orchestrator.stage_calls) if stage.members}
-        async with aclosing(order.turns(method, args, staffed)) as turns:
-            async for stage_ids in turns:
+        async with aclosing(sequence.steps(method, args, staffed)) as steps:
+            async for stage_ids in steps:
                 results += await self._fleet_calls.call(method, args, every if stage_ids is None else stage_ids)
         return results
 
-    def _do(self, message: Membership | Explain | ReplaceAdmission | CoordinatorMessage) -> None:
+    def _handle(
+        self,
+        message: RegisterRemoteReplica
+        | UnregisterRemoteReplica
+        | ManageReplica
+        | Explain
+        | ReplaceAdmission
+        | CoordinatorMessage,
+    ) -> None:
         reply = message.reply if isinstance(message, Explain | ManageReplica | ReplaceAdmission) else None
         if reply is not None and not reply.set_running_or_notify_cancel():
             return
@@ -121,12 +126,12 @@ class FleetControl:
                     admission.replace(message.config)
                     message.reply.set_result(config_changes(before, message.config))
                 case RegisterRemoteReplica() | UnregisterRemoteReplica():
-                    self._list_changed(message)
+                    self._update_remote(message)
                 case _:
-                    self._hear(message)
+                    self._handle_coordinator_message(message)
         except Exception as error:
             if reply is None or not isinstance(error, OmniError):
-                logger.exception("A message could not be dealt with: %r", message)
+                logger.exception("A message could not be handled: %r", message)
             if reply is not None and not reply.done():
                 reply.set_exception(error)
 
@@ -145,7 +150,7 @@ class FleetControl:
         else:
             message.reply.set_result(None)
 
-    def _list_changed(self, message: RegisterRemoteReplica | UnregisterRemoteReplica) -> None:
+    def _update_remote(self, message: RegisterRemoteReplica | UnregisterRemoteReplica) -> None:
         if self._remote_replicas is None:
             logger.error("A head without --omni-master-address cannot take remote replicas: %r", message)
         elif isinstance(message, RegisterRemoteReplica):
@@ -153,12 +158,12 @@ class FleetControl:
         else:
             self._remote_replicas.unregister(message)
 
-    def _hear(self, message: CoordinatorMessage) -> None:
+    def _handle_coordinator_message(self, message: CoordinatorMessage) -> None:
         assert self._exchange is not None
         if isinstance(message, PeerUpdate):
             others_work = self._exchange.take(message)
             for pool in self._pools:
                 pool.set_heads(self._exchange.heads)
             for member, work in others_work:
-                self._orchestrator.others_charged(member, work)
+                self._orchestrator.update_other_heads_work(member, work)
         self._fleet_calls.handle(message)

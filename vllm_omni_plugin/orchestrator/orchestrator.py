@@ -1,4 +1,4 @@
-"""The orchestrator: takes requests from AsyncLLM, gives each to a replica, brings the outputs back."""
+"""The orchestrator: takes requests from AsyncLLM, sends each to a replica, and returns the outputs."""
 
 import asyncio
 import threading
@@ -43,20 +43,20 @@ from vllm_omni_plugin.pipeline import Modality
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 if TYPE_CHECKING:
-    # Imports vLLM, which nothing here does.
+    # Imports vLLM; the modules of this package must not.
     from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 MAX_QUEUED_REQUESTS = 4096
 """Requests in the queue above which AsyncLLM waits."""
 MAX_QUEUED_OUTPUTS = 4096
-"""Output messages AsyncLLM has not taken yet before the replicas' sockets are left unread."""
+"""Messages in the queue above which the replicas' sockets are not read."""
 
 
 class ServingSignal:
-    """Wakes coroutines when the fleet can serve. Nothing is polled.
+    """Wakes coroutines, on any loop, when the fleet can serve.
 
     Args:
-        can_serve: whether it can; safe to call from any thread.
+        can_serve: safe to call from any thread.
     """
 
     def __init__(self, can_serve: Callable[[], bool]) -> None:
@@ -66,25 +66,25 @@ class ServingSignal:
 
     async def wait(self) -> None:
         """Return once the fleet can serve."""
-        news = asyncio.Event()
-        place = (asyncio.get_running_loop(), news)
+        changed = asyncio.Event()
+        waiter = (asyncio.get_running_loop(), changed)
         with self._lock:
-            self._waiting.add(place)
+            self._waiting.add(waiter)
         try:
             while not self._can_serve():
-                await news.wait()
-                news.clear()
+                await changed.wait()
+                changed.clear()
         finally:
             with self._lock:
-                self._waiting.discard(place)
+                self._waiting.discard(waiter)
 
     def notify(self) -> None:
-        """A replica has begun to take requests."""
+        """A replica has begun to serve: wake all who wait."""
         with self._lock:
-            for loop, news in self._waiting:
-                # A loop that has ended waits for nothing, and the others are to be told all the same.
+            for loop, changed in self._waiting:
+                # A loop may have ended.
                 with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(news.set)
+                    loop.call_soon_threadsafe(changed.set)
 
 
 class Orchestrator:
@@ -92,29 +92,28 @@ class Orchestrator:
 
     Args:
         stage_pools: one pool per stage, by stage id.
-        apis: see `EngineApi`, by stage id.
-        migration_limit: moves a request may make, in each stage.
+        apis: by stage id.
+        migration_limit: moves that a request may make in each stage.
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
-        input_builder: of a pipeline, whose stages have these pools and APIs; None: one stage answers everything.
-        admission_config: who may come in, and in what order they wait; None: everybody, in the order of arrival.
+        input_builder: of the pipeline whose stages have these pools; None: one stage answers all requests.
+        admission_config: limits and order of requests; None: no limits, order of arrival.
 
     Attributes:
-        request_async_queue: `SubmitRequest`, `AbortRequests` and `OutputUnusable`, in order.
-        output_async_queue: vLLM's `EngineCoreOutputs`, `RequestFailed`, `ReplicaJoined` and `ReplicaLeft`.
-        rpc_async_queue: `CallReplicas`, changes of membership, `ManageReplica` among them, `Explain`,
-            `ReplaceAdmission`, and what other heads say; `FleetControl` takes them.
+        request_async_queue: messages about requests (`RequestMessage`).
+        output_async_queue: vLLM's `EngineCoreOutputs`, and messages to AsyncLLM.
+        rpc_async_queue: all other messages (`RpcMessage`); `FleetControl` handles them.
         events: what has happened to replicas.
-        drained: replicas that an operator drained, whether they are here or not.
-        serving_signal: wakes those who wait until `can_serve` holds.
+        drained: replicas that an operator drained, attached to this head or not.
+        serving_signal: wakes coroutines that wait for `can_serve`.
         request_states: unfinished requests by the client's id.
-        stage_pools: the pools; their `members` and `serving` may be read from any thread.
-        stage_calls: calls to the replicas of each stage, by stage id.
-        pause_sequence: how the stages of a pipeline come to rest; None: all at once.
-        admission: who may come in, see `AdmissionGate`.
-        entry_pool: of the stage where requests come in, as far as they do not skip it.
-        needed_pools: those that must serve for a plain request to be answered.
-        async_chunk: whether a stage may start on parts of its input.
+        stage_pools: their `members` and `serving` may be read from any thread.
+        stage_calls: operator calls of each stage, by stage id.
+        pause_sequence: the order in which a pipeline's stages are paused; None without a pipeline.
+        admission: the rules of admission; see `AdmissionGate`.
+        entry_pool: of the stage where requests are admitted, unless they skip it.
+        needed_pools: the pools that a plain request needs.
+        async_chunk: whether any stage may start on parts of its input.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Orchestrator:
         self._clock = clock
         self._put = self.output_async_queue.give
         self._bad_outputs = BadOutputs(stage_pools, clock, self.distrust)
-        # A handle does not say when it is due: what uvloop returns for a time that has come has no such method.
+        # The loop's time beside its handle: uvloop's handle for a time that has passed has no `when`.
         self._timer: tuple[float, asyncio.Handle] | None = None
         self._closed = False
         moves, prefills, fed = MoveBudget(clock), set[int](), set[int]()
@@ -149,7 +148,7 @@ class Orchestrator:
             pipeline = input_builder.pipeline
             self.async_chunk = any(stage.async_chunk for stage in pipeline.stages)
             prefills = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
-            # What only a prefill precedes may come here from its client.
+            # A stage whose only input is a prefill may also get requests directly from the client.
             fed = {stage.id for stage in pipeline.stages if {up.id for up in pipeline.upstream(stage)} - prefills}
             needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
             self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
@@ -158,7 +157,7 @@ class Orchestrator:
         self.admission = gate.admission
         self._dispatchers = []
         for pool, api in zip(stage_pools, apis, strict=True):
-            # A prefill that cannot be done at once is left to the stage behind it.
+            # A prefill that cannot be dispatched at once is skipped: the decode stage computes the prompt.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
             arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, gate, pool.stage_id in fed)
             self._dispatchers.append(Dispatcher(pool, api, *arguments))
@@ -174,28 +173,24 @@ class Orchestrator:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
+        """Stages of the pipeline, 1 without one."""
         return len(self.stage_pools)
 
     @property
     def can_serve(self) -> bool:
-        """Whether every stage that requests need has a replica that takes them. Safe to read from any thread."""
+        """Whether every needed stage has a replica that takes requests. Safe to read from any thread."""
         return all(pool.serving for pool in self.needed_pools)
 
     async def wait_until_idle(self) -> bool:
-        """Return once no request is unfinished, in any stage, nor handed over and not taken yet.
-
-        Returns:
-            False if `run` has ended, and has dropped what was unfinished.
-        """
+        """Return once no request is unfinished or queued. False: `run` has ended and has dropped requests."""
         while not self._closed and (self.request_states or len(self.request_async_queue)):
             await self._requests.wait_until_empty()
-            # What has been handed over is taken in the loop's next turns.
+            # Queued requests are taken in the loop's next turns.
             await asyncio.sleep(0)
         return not self._closed
 
     async def run(self) -> None:
-        """Serve requests until their queue is closed. Sleeps while nothing comes."""
+        """Serve requests until their queue is closed."""
         try:
             await self._requests.serve(self.request_async_queue, self._bad_outputs.handle)
         finally:
@@ -206,7 +201,7 @@ class Orchestrator:
                 self._timer[1].cancel()
 
     def close_queues(self) -> None:
-        """End `run` and release everybody who waits on a queue. Idempotent, from any thread."""
+        """End `run` and wake everyone who waits on a queue. Idempotent, from any thread."""
         self.request_async_queue.close()
         for message in self.rpc_async_queue.close():
             if isinstance(message, CallReplicas | ManageReplica | Explain | ReplaceAdmission):
@@ -214,7 +209,7 @@ class Orchestrator:
         self.output_async_queue.close()
 
     def outputs_received(self, member: PoolMember, outputs: Any) -> None:
-        """Outputs came from a replica: release what finished, restore the client's ids, hand them over."""
+        """Release the finished requests among a replica's outputs, restore the client's ids, send them to AsyncLLM."""
         stage_id, requests = member.stage_id, self._requests
         accepted, ended = self._dispatchers[stage_id].accept(member, outputs.outputs)
         if ended:
@@ -228,49 +223,41 @@ class Orchestrator:
             self._put(outputs)
         elif outputs.scheduler_stats is not None:
             self.output_async_queue.give_later(outputs)
-        # Now, since the replica may turn out to be dead, and whose output this was may end with it.
+        # Last, because sending may show that the replica is dead, which may end the requests of these outputs.
         if ended := self._dispatchers[stage_id].send_waiting(member):
             self._runs_ended(stage_id, ended)
 
-    async def admit(self, member: PoolMember, client: StageClient, ready_response: bytes, told: bool = False) -> None:
-        """See that a replica that attaches can do what its stage is for, and tell it what the others were told.
+    async def prepare_replica(
+        self, member: PoolMember, client: StageClient, ready_response: bytes, up_to_date: bool = False
+    ) -> None:
+        """Check that a replica can do its stage's task, and replay the state that operator calls have left.
 
-        The caller must let the replica serve without awaiting anything in between.
+        The caller must call `replica_serves` in the same step of the loop, without an await in between.
 
         Args:
-            member: the replica.
-            client: speaks to its engine.
-            ready_response: what its engine said of itself when it was ready. AsyncLLM's side relies on it.
-            told: whether another head has told it everything.
+            ready_response: its engine's, as vLLM encoded it.
+            up_to_date: whether another head has replayed everything.
 
         Raises:
-            ReplicaError: it cannot, it cannot be brought up to date, or what its engine said cannot be read.
+            ReplicaError: the replica lacks the task, cannot be brought up to date, or its response is invalid.
         """
         api = self._apis[member.stage_id]
         try:
             api.cache_size(ready_response)
         except WireError as error:
-            raise ReplicaError(f"what its engine said when it was ready cannot be used: {error}") from error
+            raise ReplicaError(f"its engine's ready response is invalid: {error}") from error
         task = api.pooling_task
         if task is not None and task not in (tasks := await client.call("get_supported_tasks")):
             known = ", ".join(tasks)
             raise ReplicaError(
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
-        await self.stage_calls[member.stage_id].bring_up_to_date(client, told, remote=member.remote)
+        await self.stage_calls[member.stage_id].bring_up_to_date(client, up_to_date, remote=member.remote)
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
     ) -> None:
-        """A replica takes requests from now on, over this client, unless it is held back.
-
-        Args:
-            member: the replica.
-            client: speaks to its engine.
-            input_addr: where its requests go.
-            output_addr: where its outputs come from.
-            ready_response: what its engine said of itself when it was ready.
-        """
+        """A replica takes requests from now on, over this client, unless it is held back."""
         member.changed_at = self._clock()
         cache = self._apis[member.stage_id].cache_size(ready_response)
         serves = self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, cache)
@@ -279,14 +266,14 @@ class Orchestrator:
             self._began_to_serve(member)
 
     def hold_back(self, member: PoolMember, reason: str) -> None:
-        """Give a replica no new requests; those in flight go on. Nothing to do if it is held back for this reason."""
+        """Send a replica no new requests; those in flight go on. Idempotent for each reason."""
         if reason not in member.held_back:
             self.stage_pools[member.stage_id].hold_back(member, reason)
             self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].recall_waiting(member))
             self.events.record(EventKind.DRAIN, HOLDS[reason][0], member)
 
     def release_hold(self, member: PoolMember, reason: str) -> None:
-        """See that a replica takes requests again, unless it is held back for another reason, too."""
+        """End a hold; the replica takes requests again unless it is held back for another reason."""
         if reason in member.held_back:
             self.events.record(EventKind.RESUME, HOLDS[reason][1], member)
         if self.stage_pools[member.stage_id].release_hold(member, reason):
@@ -299,33 +286,33 @@ class Orchestrator:
         member.changed_at = self._clock()
         others = pool.others_at(member)
         orphans = pool.lose(member, status)
-        # The others were charged to it, but it never had them.
-        had = [run for run in orphans if run.sent]
-        loss = Loss(member, reason, len(had), others)
-        self.events.record(EventKind.LOST, reason, member, requests=len(had))
+        # The other orphans were charged to it, but not sent yet.
+        sent = [run for run in orphans if run.sent]
+        loss = Loss(member, reason, len(sent), others)
+        self.events.record(EventKind.LOST, reason, member, requests=len(sent))
         ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
-        moved = sum(not run.closed for run in had)
+        moved = sum(not run.closed for run in sent)
         if moved:
             self.events.record(EventKind.MOVE, reason, member, requests=moved)
         self._runs_ended(member.stage_id, ended)
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
 
-    def others_charged(self, member: PoolMember, work: Work | None) -> None:
-        """What the other heads have on a replica is other than before, see `StagePool.join`: it may have room now."""
+    def update_other_heads_work(self, member: PoolMember, work: Work | None) -> None:
+        """The other heads have a new amount of work on a replica, see `StagePool.join`: it may have room now."""
         self.stage_pools[member.stage_id].join(member, work)
         self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].send_waiting(member))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
-        """A replica that was not there at the start is about to serve: tell AsyncLLM's side."""
+        """A replica that came after the start is about to serve: notify AsyncLLM."""
         self._put(ReplicaJoined(member.stage_id, member.replica_id, ready_response))
 
     def replica_left(self, member: PoolMember) -> None:
-        """A lost replica does not come back: forget it, and tell AsyncLLM's side."""
+        """A lost replica does not come back: remove it, and notify AsyncLLM."""
         self.stage_pools[member.stage_id].remove(member)
         self._put(ReplicaLeft(member.stage_id, member.replica_id))
 
     def distrust(self, member: PoolMember, reason: str) -> None:
-        """Take out a replica that does what others do not, so that it starts afresh."""
+        """Take out a replica whose state or outputs are wrong; its engine is reset or restarted."""
         client = member.client
         if client is not None:
             self.replica_lost(member, reason, ReplicaStatus.ERROR)
@@ -337,7 +324,7 @@ class Orchestrator:
         return self.stage_pools[question.stage_id].explain(question.task, queue_position)
 
     def _wake_at(self, time: float) -> None:
-        """See that `_tick` comes at this time, or before."""
+        """Schedule `_tick` for this time, or earlier."""
         if self._closed:
             return
         loop = asyncio.get_running_loop()
@@ -360,7 +347,7 @@ class Orchestrator:
 
     def _runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         for run, _, error in ended:
-            # Not of one that another one was to blame for, and that waited for its two replicas in vain.
+            # Skip requests whose crashes another request caused: they only waited too long for their two replicas.
             if isinstance(error, QueryOfDeathError) and any(loss.culprit in (None, run) for loss in run.crash_losses):
                 crashes = ", ".join(
                     f"replica {loss.replica.name} with {loss.requests - 1} others in flight ({loss.reason})"

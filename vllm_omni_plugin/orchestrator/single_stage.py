@@ -12,21 +12,14 @@ from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner, r
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 
 if TYPE_CHECKING:
-    # Imports vLLM, which nothing here does.
+    # Imports vLLM; the modules of this package must not.
     from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 _STAGE = 0
 
 
 class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
-    """Gives each request to the dispatcher of its stage.
-
-    Args:
-        api: see `EngineApi`.
-        dispatcher: of the stage.
-        gate: where requests come in.
-        put: gives an item to AsyncLLM's side.
-    """
+    """Gives each request to the dispatcher of the only stage."""
 
     def __init__(
         self, api: "EngineApi", dispatcher: Dispatcher, gate: AdmissionGate, put: Callable[[Any], None]
@@ -44,7 +37,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
             if run.streaming is not None:
                 self.runs_ended(_STAGE, self._dispatcher.add_chunk(run, request))
                 return
-            # Two attempts under one client id could not be told apart; the newer one is the one that is waited for.
+            # Outputs of two requests with one id could not be told apart. The client waits for the newer request.
             self.abort((request.request_id,), whole=True)
         streaming = StreamingInputState() if request.resumable else None
         movable = self._api.make_movable(request)

@@ -1,4 +1,4 @@
-"""The thread that the orchestrator lives in: started and closed from AsyncLLM's side."""
+"""The orchestrator's thread, started and closed from AsyncLLM's thread."""
 
 import asyncio
 import threading
@@ -17,20 +17,19 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 logger = init_logger(__name__)
 
-_VLLM_GRACE_S = 5.0
-"""Seconds that vLLM gives engines to end when nobody says how long."""
-_LAST_GRACE_S = 10.0
-"""Seconds beyond the engines' own time that closing may take before the thread is left behind."""
+_DEFAULT_ENGINE_TIMEOUT_S = 5.0
+"""vLLM's default for the end of an engine."""
+_THREAD_TIMEOUT_S = 10.0
+"""Seconds that closing may take beyond the engines' timeout before the thread is abandoned."""
 
 
 class OrchestratorThread:
-    """Owns the thread, its event loop, the orchestrator and the keepers of its replicas; ends them in reverse order.
+    """Owns the thread, its event loop, the orchestrator and its replicas; ends them in reverse order.
 
     Args:
-        orchestrator: lives on the thread's loop; its queues are the way to it.
-        control: runs it.
-        local_replicas: keeps the replicas of this node.
-        remote_replicas: keeps those of other processes; None if there cannot be any.
+        orchestrator: lives on the thread's loop; other threads reach it by its queues.
+        control: runs the orchestrator.
+        remote_replicas: None in a fleet that nothing can join.
     """
 
     def __init__(
@@ -49,12 +48,12 @@ class OrchestratorThread:
         self._stop: asyncio.Future[float | None] | None = None
         self._running = threading.Event()
         self._finishing: Future[float] | None = None
-        self._hurrying = False
+        self._wait_cancelled = False
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
 
     def start(self) -> list[list[bytes]]:
-        """Start everything; returns the ready responses of the local engines, by stage, when all serve. Blocks.
+        """Start the thread; returns the ready responses of the local engines, by stage, when all serve. Blocks.
 
         Raises:
             ReplicaError: a local engine did not start. Nothing is left running.
@@ -63,55 +62,55 @@ class OrchestratorThread:
         try:
             return self._started.result()
         except BaseException:
-            # KeyboardInterrupt while the model loads, too.
+            # Also KeyboardInterrupt while the model loads.
             self.close(timeout=0.0)
             raise
 
     def wait_for_requests(self, timeout: float) -> float:
-        """Wait up to `timeout` seconds until no request is unfinished, and start no engine again. Blocks.
+        """Wait up to `timeout` seconds until no request is unfinished; restart no engine from now on. Blocks.
 
         Returns:
-            The seconds that are left; 0 if requests are, or nothing can finish any more.
+            The seconds left; 0 if requests are unfinished, or the orchestrator has ended.
         """
         if not self._thread.is_alive():
             return 0.0
         self._running.wait()
         if self._loop is None:
             return 0.0
-        waiting = self._let_finish(timeout)
+        waiting = self._wait_for_requests(timeout)
         try:
             finishing = self._finishing = asyncio.run_coroutine_threadsafe(waiting, self._loop)
         except RuntimeError:
-            # The loop has ended since.
+            # The loop has just ended.
             waiting.close()
             return 0.0
-        if self._hurrying:
+        if self._wait_cancelled:
             finishing.cancel()
         try:
-            return finishing.result(timeout + _LAST_GRACE_S)
+            return finishing.result(timeout + _THREAD_TIMEOUT_S)
         except (CancelledError, TimeoutError):
-            # The orchestrator has failed or hangs, and finishes nothing any more; or `cancel_wait` was called.
+            # The orchestrator has failed or hangs, or `cancel_wait` was called.
             return 0.0
 
     def cancel_wait(self) -> None:
-        """End `wait_for_requests` now, or as soon as it is called, from another thread. Never blocks."""
-        self._hurrying = True
+        """End `wait_for_requests` now, or as soon as it is called. Never blocks; from any thread."""
+        self._wait_cancelled = True
         if self._finishing is not None:
             self._finishing.cancel()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the engines, each after `timeout` seconds (None: vLLM's default), then the thread. Blocks; idempotent."""
+        """End the engines within `timeout` seconds (None: vLLM's default), then the thread. Blocks; idempotent."""
         with self._closing:
             if not self._thread.is_alive():
                 return
             self._running.wait()
             if self._loop is not None:
-                # It may have ended by itself, or end now.
+                # The loop may have ended.
                 with suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._request_stop, timeout)
-            self._thread.join((_VLLM_GRACE_S if timeout is None else timeout) + _LAST_GRACE_S)
+            self._thread.join((_DEFAULT_ENGINE_TIMEOUT_S if timeout is None else timeout) + _THREAD_TIMEOUT_S)
             if self._thread.is_alive():
-                logger.error("The orchestrator thread did not end in time; it is left to the end of the process.")
+                logger.error("The orchestrator thread did not end in time; it ends with the process.")
 
     def _request_stop(self, timeout: float | None) -> None:
         if self._stop is not None and not self._stop.done():
@@ -151,7 +150,7 @@ class OrchestratorThread:
             self._orchestrator.close_queues()
             await serving
 
-    async def _let_finish(self, timeout: float) -> float:
+    async def _wait_for_requests(self, timeout: float) -> float:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + timeout
         self._local_replicas.disable_restarts()
@@ -163,7 +162,7 @@ class OrchestratorThread:
         return max(0.0, ends_at - loop.time()) if finished else 0.0
 
     async def _start(self) -> bool:
-        """Start the local replicas unless told to stop first. Returns whether they all serve."""
+        """Start the local replicas unless `close` is called before. Returns whether they all serve."""
         assert self._stop is not None
         starting = asyncio.create_task(self._local_replicas.start(), name="omni-start")
         awaited: list[asyncio.Future[Any]] = [starting, self._stop]

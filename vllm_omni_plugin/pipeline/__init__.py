@@ -1,6 +1,6 @@
-"""Pipelines: several stages with a pool of replicas each, and what follows from their graph.
+"""Pipelines: the stage graph of a YAML file, its checks and its drawing, and transforms between stages.
 
-Knows files and graphs only; may import the foundation. Start with `loading`, then `graph`.
+Imports neither vLLM nor torch. Start with `loading`, then `graph`.
 """
 
 from vllm_omni_plugin.pipeline.drawing import mermaid, summary

@@ -1,4 +1,4 @@
-"""Checks of a pipeline's graph. Each raises PipelineError with the place of the first fault."""
+"""Checks of a pipeline's graph. Each check raises PipelineError at the first fault."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
@@ -8,7 +8,7 @@ from vllm_omni_plugin.pipeline.stage import Modality, PipelineError, Stage
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
-    """Check everything but the transforms, in the order in which one check relies on another."""
+    """Run all checks but those of transforms. Later checks rely on earlier ones."""
     _check_ids(stages)
     _check_names(stages)
     _check_inputs(stages)
@@ -77,7 +77,6 @@ def _check_entry(stages: Sequence[Stage]) -> None:
 
 
 def _check_chunks_and_caches(stages: Sequence[Stage]) -> None:
-    """Check that chunks and KV caches can pass between the stages."""
     by_name = {stage.name: stage for stage in stages}
     for index, stage in enumerate(stages):
         for is_wrong, key, message in _rules(stage, [by_name[name] for name in stage.inputs]):
@@ -86,7 +85,7 @@ def _check_chunks_and_caches(stages: Sequence[Stage]) -> None:
 
 
 def _rules(stage: Stage, upstream: Iterable[Stage]) -> Iterator[tuple[bool, str, str]]:
-    """What may be wrong with a stage and whether it is, with the key that is to blame."""
+    """All rules for a stage: whether it breaks the rule, the key at fault, and the message."""
     if stage.output is Modality.KV_CACHE:
         yield not stage.is_vllm, "output", "only vLLM's engine puts out a KV cache"
         yield stage.final, "final", "a KV cache leaves no pipeline: a stage must take it"
@@ -103,19 +102,14 @@ def _rules(stage: Stage, upstream: Iterable[Stage]) -> Iterator[tuple[bool, str,
         count = len(stage.inputs)
         yield not count, "async_chunk", "no stage's chunks reach a stage without inputs"
         yield count > 1, "async_chunk", f"chunks come from one stage, and this one has {count} inputs"
-        # Its first answer could otherwise fill the model's whole context, and leave no room for the next chunk.
+        # Otherwise the first answer could fill the model's context and leave no room for the next chunk.
         unbounded = stage.is_vllm and "max_tokens" not in stage.sampling
         key = "sampling" if stage.sampling else "async_chunk"
         yield unbounded, key, "set 'max_tokens', which bounds the answer to each chunk"
 
 
 def ancestors(inputs: Mapping[str, Iterable[str]], ends: Iterable[str]) -> set[str]:
-    """Return the names in `ends` and all from which a path leads to one of them.
-
-    Args:
-        inputs: for every name, those with an edge to it.
-        ends: where the paths end.
-    """
+    """Return the names in `ends` and all their direct and indirect inputs."""
     reached: set[str] = set()
     pending = list(ends)
     while pending:

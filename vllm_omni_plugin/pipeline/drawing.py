@@ -1,4 +1,4 @@
-"""A pipeline as a picture and as a table."""
+"""A pipeline as a Mermaid flow chart and as a table."""
 
 import re
 
@@ -11,10 +11,10 @@ _SPECIAL = re.compile(r"[^A-Za-z0-9_ ./:-]")
 
 
 def mermaid(pipeline: Pipeline) -> str:
-    """Return a Mermaid flow chart: the same text for the same pipeline.
+    """Return a Mermaid flow chart; the same pipeline always gives the same text.
 
-    Boxes are stages; arrows carry the transform, and are dotted where chunks travel; rounded ends are the request and
-    the final outputs.
+    Boxes are stages. Arrows have the name of the transform, and are dotted for chunks. Rounded boxes are the request
+    and the final outputs.
     """
     lines = ["flowchart LR", '  request(["request"])']
     lines += [f'  s{stage.id}["{_label(stage)}"]' for stage in pipeline.stages]

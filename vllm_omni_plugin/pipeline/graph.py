@@ -1,4 +1,4 @@
-"""The graph of the stages of a pipeline."""
+"""The stage graph of a pipeline."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -6,30 +6,27 @@ from functools import cached_property
 from graphlib import TopologicalSorter
 from operator import attrgetter
 
-from vllm_omni_plugin.documents import Place
 from vllm_omni_plugin.pipeline.checks import ancestors, check_stages
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transforms import fitting_transform
 
-_FRONT_OUTPUTS = (
+_ANSWER_OUTPUTS = (
     frozenset({Modality.TEXT}),
     frozenset({Modality.TOKENS}),
     frozenset({Modality.SCORES, Modality.EMBEDDING}),
 )
-"""Outputs with which a stage can answer through vLLM's server, in order of preference."""
+"""Outputs of stages that can answer through vLLM's server, in order of preference."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages whose outputs are inputs of others, without cycles. Every stage leads to a final output.
+    """An acyclic graph of stages. Every stage leads to a final output.
 
     Attributes:
-        stages: in the order of their ids, so that a stage's id is its index, whatever order they were given in.
+        stages: a stage's id is its index here, in whatever order the stages were given.
 
     Raises:
-        PipelineError: an id, name or input is wrong, there is a cycle, no stage is final, a stage reaches no final
-            one, a transform, chunks or a KV cache do not fit, or no stage can read a prompt. Its place counts stages
-            as they were given.
+        PipelineError: a stage or the graph is invalid, see `checks`. Its place counts stages as they were given.
     """
 
     stages: tuple[Stage, ...]
@@ -42,7 +39,7 @@ class Pipeline:
 
     @cached_property
     def levels(self) -> tuple[tuple[Stage, ...], ...]:
-        """The stages by depth: each level comes after all inputs of its stages. Lower ids come first in a level."""
+        """The stages by depth: all inputs of a level's stages are in earlier levels. Sorted by id in a level."""
         sorter = TopologicalSorter({stage.id: [up.id for up in self.upstream(stage)] for stage in self.stages})
         sorter.prepare()
         levels: list[tuple[Stage, ...]] = []
@@ -54,39 +51,39 @@ class Pipeline:
 
     @cached_property
     def order(self) -> tuple[Stage, ...]:
-        """The stages in topological order; lower ids come first in a level."""
+        """The stages in topological order, those of one level by id."""
         return tuple(stage for level in self.levels for stage in level)
 
     @cached_property
     def modalities(self) -> tuple[Modality, ...]:
-        """What a request can ask for: the modalities of the final outputs, in topological order."""
+        """The modalities that a request can ask for: those of the final stages, in topological order."""
         return tuple(dict.fromkeys(stage.output for stage in self.order if stage.final))
 
     @cached_property
     def default_modalities(self) -> tuple[Modality, ...]:
-        """What a request gets that does not say what it wants: text if there is any, else everything."""
+        """The output of a request without `modalities`: text if the pipeline has text, else everything."""
         return (Modality.TEXT,) if Modality.TEXT in self.modalities else self.modalities
 
     @cached_property
     def entry(self) -> Stage:
-        """The stage whose model reads the request's prompt: vLLM's without inputs, the one with the lowest id."""
+        """The stage whose model reads the prompt: the vLLM stage without inputs that has the lowest id."""
         return next(stage for stage in self.stages if stage.is_vllm and not stage.inputs)
 
     @cached_property
     def prompt_stage(self) -> Stage:
-        """The stage that answers the request's prompt: the entry, or the one that its KV cache is handed to."""
+        """The stage that answers the prompt: the entry, or the decode stage behind it if it is a prefill."""
         return self.downstream(self.entry)[0] if self.entry.output is Modality.KV_CACHE else self.entry
 
     def answer_stage_of(self, modalities: Collection[str]) -> Stage | None:
         """Return the stage that answers through vLLM's server when these modalities are asked for.
 
-        The last final stage that puts out text; without one among what is asked for, the last of tokens, or else the
-        last of scores or embeddings, which vLLM's pooling routes return. None: what is asked for goes another way.
+        That is the last final stage with text; without text, the last with tokens; else the last with scores or
+        embeddings, which vLLM's pooling routes return. None: no stage answers through vLLM.
         """
-        for outputs in _FRONT_OUTPUTS:
+        for outputs in _ANSWER_OUTPUTS:
             wanted = outputs.intersection(modalities)
-            if front := [stage for stage in self.order if stage.final and stage.output in wanted]:
-                return front[-1]
+            if stages := [stage for stage in self.order if stage.final and stage.output in wanted]:
+                return stages[-1]
         return None
 
     def sampled_by_client(self, modalities: Collection[str]) -> Stage | None:
@@ -94,20 +91,14 @@ class Pipeline:
 
         The stage of `answer_stage_of`, or `prompt_stage` if that is a Python stage. None without an answering stage.
         """
-        front = self.answer_stage_of(modalities)
-        return front if front is None or front.is_vllm else self.prompt_stage
+        answering = self.answer_stage_of(modalities)
+        return answering if answering is None or answering.is_vllm else self.prompt_stage
 
     def needed_for(self, modalities: Collection[str]) -> tuple[Stage, ...]:
-        """Return the stages that a request runs through: all final ones of these modalities and what leads to them.
-
-        Args:
-            modalities: those asked for, at least one.
-
-        Returns:
-            The stages in topological order.
+        """Return the stages for these modalities, in topological order: their final stages and all inputs of these.
 
         Raises:
-            ValueError: none is asked for, or one that no final stage puts out.
+            ValueError: there is no modality, or no final stage has it.
         """
         missing = [modality for modality in modalities if modality not in self.modalities]
         if missing or not modalities:
@@ -122,20 +113,16 @@ class Pipeline:
         return self._by_name[name]
 
     def upstream(self, stage: Stage) -> tuple[Stage, ...]:
-        """Return the stages whose outputs it gets, in the order of its inputs."""
+        """The stages whose outputs it gets, in the order of its inputs."""
         return tuple(map(self.stage, stage.inputs))
 
     def downstream(self, stage: Stage) -> tuple[Stage, ...]:
-        """Return the stages that get its output, in the order of their ids."""
+        """The stages that get its output, by id."""
         return tuple(other for other in self.stages if stage.name in other.inputs)
 
     def transform_of(self, stage: Stage) -> str | None:
-        """Return what turns the outputs of `upstream(stage)` into its input; None: it gets the request as it is.
-
-        A `BuiltInTransform` or `package.module:function`: the stage's own, else the built-in one that fits.
-        """
-        place: Place = ("stages", stage.id)
-        return fitting_transform(stage, self.upstream(stage), place)
+        """The name of the transform of its input: its own, or the default; None: it gets the request as it is."""
+        return fitting_transform(stage, self.upstream(stage), ("stages", stage.id))
 
     @cached_property
     def _by_name(self) -> dict[str, Stage]:

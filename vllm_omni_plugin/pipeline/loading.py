@@ -1,4 +1,4 @@
-"""From a YAML file to a pipeline. Everything that can be wrong with the file is found out here."""
+"""Loads and checks the YAML file of a pipeline."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _WHOLE_NUMBERS = ("id", "replicas", "chunk_size", "min_prompt_tokens")
 
 
 StageCheck = Callable[[Pipeline, Stage], None]
-"""Looks at one stage more closely. Raises PipelineError with the place in that stage."""
+"""An additional check of one stage. Raises PipelineError with the place in that stage."""
 
 
 _OUT_OF_PLACE = {
@@ -38,13 +38,13 @@ def schema() -> Mapping[str, Any]:
 
 
 def load_pipeline(path: str | os.PathLike[str], checks: Iterable[StageCheck] = ()) -> Pipeline:
-    """Read and check a pipeline's file, which `schema.json` and docs/pipelines.md describe.
+    """Load and check a pipeline's file, which `schema.json` and docs/pipelines.md describe.
 
     Args:
-        checks: what else must be right with each stage, in this order.
+        checks: additional checks of each stage, in this order.
 
     Raises:
-        ConfigError: one line that names the file, and where there is one the line and the key.
+        ConfigError: one line that names the file and, if known, the line and the key.
     """
     document = read(Path(path))
     validate(document, schema(), _OUT_OF_PLACE)
@@ -70,13 +70,13 @@ def _stage(document: Document, index: int, given: dict[str, Any]) -> Stage:
         "inputs": tuple(given.get("inputs", ())),
         "output": Modality(given["output"]),
     }
-    # JSON Schema counts 1.0 among the integers.
+    # For JSON Schema 1.0 is an integer.
     numbers: dict[str, Any] = {key: int(given[key]) for key in _WHOLE_NUMBERS if key in given}
     return Stage(**given | typed | numbers)
 
 
 def _engine_args(document: Document, place: Place, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with underscores in their names; what follows a dot names a part of the value and stays."""
+    """The arguments with underscores in their names, except after a dot, where a part of the value is named."""
     named: dict[str, str] = {}
     for key in given:
         name = _underscored(key)
@@ -92,7 +92,7 @@ def _underscored(key: str) -> str:
 
 
 def _as_written(document: Document, index: int, place: Place) -> Place:
-    """The place in a stage with the key as the file has it."""
+    """The place, with the key as written in the file."""
     match place:
         case ("engine_args", str(name), *rest):
             given = document.data["stages"][index]["engine_args"]

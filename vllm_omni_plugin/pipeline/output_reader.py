@@ -1,4 +1,4 @@
-"""Reading the outputs of one run of a stage, and joining consecutive ones."""
+"""Reads the engine outputs of one run of a stage, and joins consecutive outputs."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -15,14 +15,13 @@ class OutputReader(ABC):
         self._outputs: list[StageOutput] = []
 
     def read(self, output: Any, ended: bool) -> StageOutput:
-        """What an `EngineCoreOutput` adds to those before it. Cheap enough for the loop of the orchestrator.
+        """Return the new content of an `EngineCoreOutput`. Cheap: it runs on the orchestrator's loop.
 
-        Text is complete up to characters whose tokens are still to come. A stop string ends the text before it: then
-        `finish_reason` is set although the engine goes on, and the caller aborts it.
+        Text ends before a character whose tokens are incomplete, and before a stop string. At a stop string
+        `finish_reason` is set although the engine goes on; the caller must abort it.
 
         Args:
-            output: of the engine.
-            ended: the run ends with it; the end of one turn of a streaming-input session does not count.
+            ended: whether the run ends with this output. The end of a session's turn does not count.
         """
         read = self._read(output, ended)
         self._outputs.append(read)
@@ -30,16 +29,16 @@ class OutputReader(ABC):
 
     @property
     def whole(self) -> StageOutput:
-        """All that has been read, joined."""
+        """All outputs so far, joined."""
         return joined(self._outputs) if self._outputs else StageOutput()
 
     @abstractmethod
     def _read(self, output: Any, ended: bool) -> StageOutput:
-        """What `read` returns."""
+        """See `read`."""
 
 
 def joined(outputs: Sequence[StageOutput]) -> StageOutput:
-    """Consecutive outputs of one stage as one; tensors are joined along their first dimension. At least one."""
+    """Join one or more consecutive outputs of a stage; tensors are joined along their first dimension."""
     if len(outputs) == 1:
         return outputs[0]
     metadata: dict[str, Any] = {}
@@ -57,5 +56,5 @@ def joined(outputs: Sequence[StageOutput]) -> StageOutput:
 def _concatenated(tensors: list[Any]) -> Any:
     if len(tensors) < 2:
         return tensors[0] if tensors else None
-    # There are tensors, so torch has been imported.
+    # torch has been imported, since there are tensors.
     return sys.modules["torch"].cat(tensors)

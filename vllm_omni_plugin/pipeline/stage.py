@@ -13,7 +13,7 @@ VLLM_ENGINE = "vllm"
 
 
 class Modality(StrEnum):
-    """What a stage puts out."""
+    """The output of a stage."""
 
     TEXT = "text"
     TOKENS = "tokens"
@@ -33,24 +33,21 @@ class Stage:
     `schema.json` says which values are allowed; `Pipeline` checks how stages fit together.
 
     Attributes:
-        id: number of the stage; those of a pipeline are 0, 1, 2, ...
+        id: the ids of a pipeline are 0, 1, 2, ...
         name: identifier, unique in the pipeline.
         engine: `VLLM_ENGINE`, or `package.module:Class` of a Python engine.
-        output: what it puts out.
         model: vLLM's model; None for a Python engine.
         engine_args: vLLM's engine arguments by the names of their long flags, with underscores.
-        options: what the Python engine's class is constructed with.
-        inputs: names of the stages whose outputs it gets; none: it gets the request itself.
-        transform: what turns those outputs into its input: a `BuiltInTransform` or `package.module:function`; None:
-            whatever fits, see `Pipeline.transform_of`.
-        replicas: how many the head runs itself; with 0 the stage waits for headless nodes.
+        options: constructor arguments of the Python engine's class.
+        inputs: names of the upstream stages; none: the stage gets the request itself.
+        transform: a `BuiltInTransform` or `package.module:function`; None: the default, see `Pipeline.transform_of`.
+        replicas: replicas that the head runs itself; with 0 the stage waits for headless nodes.
         policy: load-balancing policy of its pool.
-        policy_config: options of that policy.
-        sampling: sampling parameters, unless the request has its own.
-        final: whether its output is one of the pipeline's.
-        async_chunk: whether it starts on chunks of its input while that still runs.
-        chunk_size: how many of the input's tokens, or rows of a tensor, make a chunk.
-        min_prompt_tokens: for a stage that puts out a KV cache; requests with shorter prompts skip it.
+        sampling: default sampling parameters.
+        final: whether its output is an output of the pipeline.
+        async_chunk: whether it starts on chunks of its input before the upstream stage has ended.
+        chunk_size: minimum tokens, or rows of a tensor, of a chunk.
+        min_prompt_tokens: for a prefill; requests with shorter prompts skip it.
     """
 
     id: int
@@ -73,7 +70,7 @@ class Stage:
 
     @property
     def is_vllm(self) -> bool:
-        """Whether vLLM runs it."""
+        """Whether the stage runs in vLLM's engine."""
         return self.engine == VLLM_ENGINE
 
 

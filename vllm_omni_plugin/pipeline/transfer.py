@@ -1,4 +1,4 @@
-"""What passes from stage to stage, and the type of transforms, which turn outputs into inputs."""
+"""The data that passes from stage to stage, and the type of transforms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """What a stage has put out for a request: all of it, or one chunk.
+    """The output of a stage for a request: all of it, or one chunk.
 
     Attributes:
-        token_ids: tokens of its model, without those of the prompt.
-        text: the same as text, where the stage's output is text.
+        token_ids: output tokens, without the prompt.
+        text: the same as text, if the stage's output is text.
         tensor: a `torch.Tensor` on the CPU: embeddings or hidden states `[rows, width]`, scores `[classes]`, samples
-            `[samples]`, or any other tensor of a Python stage; None if there is none.
-        metadata: plain data (what JSON can hold) that belongs to it.
-        finish_reason: why the stage ended (`stop`, `length`); None for a chunk that is not the last.
+            `[samples]`, or any tensor of a Python stage; None if there is none.
+        metadata: plain data, as in JSON.
+        finish_reason: `stop` or `length`; None for a chunk that is not the last.
     """
 
     token_ids: Sequence[int] = ()
@@ -27,14 +27,13 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True)
 class StageInput:
-    """What a stage shall compute on. vLLM's engine takes one of tokens, text and embeddings, a Python stage any.
+    """The input of a stage. A vLLM engine takes exactly one of tokens, text and embeddings; a Python stage takes any.
 
     Attributes:
-        token_ids: a prompt of tokens.
-        text: a prompt of text, tokenised by the stage's own tokenizer.
-        tensor: for vLLM: embeddings in place of a prompt, `[tokens, hidden size]`.
+        text: tokenised by the stage's own tokenizer.
+        tensor: for vLLM: prompt embeddings, `[tokens, hidden size]`.
         metadata: plain data for a Python stage.
-        sampling: sampling parameters of this request, over those of the stage.
+        sampling: sampling parameters that override the stage's.
     """
 
     token_ids: Sequence[int] | None = None
@@ -45,17 +44,17 @@ class StageInput:
 
 
 class InputPart(NamedTuple):
-    """Which part of a stage's input a request of its engine brings.
+    """The part of a stage's input that an engine request contains.
 
     Attributes:
         resumable: it is a chunk of a streaming-input session.
-        last: with `resumable`, no chunk with content will follow.
-        held: with `resumable`, tokens that the session has at most before this chunk.
+        last: with `resumable`: no chunk with content follows.
+        session_tokens: with `resumable`: the most tokens that the session can have before this chunk.
     """
 
     resumable: bool = False
     last: bool = True
-    held: int = 0
+    session_tokens: int = 0
 
 
 WHOLE = InputPart()
@@ -63,16 +62,16 @@ WHOLE = InputPart()
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a transform is told about the request and the chunk that it works on.
+    """What a transform knows about the request and the chunk that it works on.
 
     Attributes:
         request_id: the client's id.
         stage: name of the stage that gets the input.
-        prompt_token_ids: the request's prompt, in tokens of the model that it was made for.
-        prompt: the same as text, without special tokens; "" where it is unknown.
-        params: what the client gave for stages to read, such as `voice`; plain data.
-        chunk: number of the chunk, from 0; always 0 where the stage waits for whole outputs.
-        last: whether nothing follows; always true where the stage waits for whole outputs.
+        prompt_token_ids: the request's prompt, in tokens of the entry stage's model.
+        prompt: the same as text, without special tokens; "" if unknown.
+        params: plain data from the client, such as `voice`.
+        chunk: number of the chunk, from 0; 0 for a whole output.
+        last: whether this is the last chunk; true for a whole output.
         memory: kept from chunk to chunk of one request; empty at first.
     """
 
@@ -89,7 +88,7 @@ class Transfer:
 Transform = Callable[[Mapping[str, StageOutput], Transfer], Any]
 """Turns outputs, by the names of their stages, into the next stage's input.
 
-Returns a `StageInput`, or as a shorthand for one a str, a sequence of token ids, or a tensor; None for a chunk that
-gives nothing yet. It runs on a thread of its own and may block; the same output must give the same input, since a
-request whose replica is lost is sent again.
+Returns a `StageInput`; or a str, a sequence of token ids or a tensor as a shorthand for one; or None for a chunk that
+gives no input yet. It runs on a thread and may block. The same output must give the same input, because a request
+whose replica is lost is sent again.
 """

@@ -1,4 +1,4 @@
-"""Transforms: the built-in ones and what they fit, those of users found by name, and a check of what they return."""
+"""Built-in transforms and the outputs that they take, lookup of users' transforms, and checks of their results."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -15,32 +15,30 @@ from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer
 
 
 class BuiltInTransform(StrEnum):
-    """Transforms that come with the plugin; each takes the output of one stage."""
+    """Transforms of the plugin; each takes the output of one stage."""
 
     TOKENS = "tokens"
-    """The tokens as they are, for a model that reads them."""
+    """The tokens as they are, for a model with the same vocabulary."""
     TEXT = "text"
-    """The text, tokenised anew by the next model."""
+    """The text, which the next stage tokenises."""
     PROMPT_EMBEDS = "prompt_embeds"
-    """The vectors in place of a prompt's embeddings."""
+    """Vectors as prompt embeddings."""
     KV_TRANSFER = "kv_transfer"
-    """The KV cache of the request's prompt, which engines hand over by a KV connector."""
+    """The KV cache of the prompt, which engines transfer by a KV connector."""
 
 
 def tokens(outputs: Mapping[str, StageOutput], transfer: Transfer) -> Sequence[int] | None:
-    """The tokens of the one stage as they are; None if there are none."""
     (output,) = outputs.values()
     return output.token_ids or None
 
 
 def text(outputs: Mapping[str, StageOutput], transfer: Transfer) -> str | None:
-    """The text of the one stage; None if there is none."""
     (output,) = outputs.values()
     return output.text or None
 
 
 def prompt_embeds(outputs: Mapping[str, StageOutput], transfer: Transfer) -> Any:
-    """The vectors of the one stage, `[rows, width]`, in place of a prompt's embeddings; a single vector is one row."""
+    """The vectors, `[rows, width]`; a single vector becomes one row."""
     (output,) = outputs.values()
     tensor = output.tensor
     return tensor[None] if tensor is not None and tensor.ndim == 1 else tensor
@@ -62,14 +60,14 @@ _FITTING = {
     Modality.LATENT: (BuiltInTransform.PROMPT_EMBEDS,),
     Modality.KV_CACHE: (BuiltInTransform.KV_TRANSFER,),
 }
-"""What can take an output; the first is the default."""
+"""Transforms that take an output; the first is the default."""
 
 
 def fitting_transform(stage: Stage, upstream: Sequence[Stage], place: Place) -> str | None:
-    """Return the transform in front of a stage; None: it gets the request as it is.
+    """Return the transform of a stage's input; None: the stage gets the request as it is.
 
     Raises:
-        PipelineError: the stage names none and none fits, or it names one that does not.
+        PipelineError: the named transform does not take the input, or no default does.
     """
     named = stage.transform
     gets_cache = any(up.output is Modality.KV_CACHE for up in upstream)
@@ -100,10 +98,7 @@ def _misfit(named: str | None, upstream: Sequence[Stage], fitting: Sequence[str]
 
 
 def resolve_transform(name: str) -> Transform | None:
-    """Return the transform of this name; None for `kv_transfer`, where engines exchange the data themselves.
-
-    Args:
-        name: a `BuiltInTransform`, or `package.module:function`, which is imported.
+    """Import and return the transform of this name; None for `kv_transfer`, which engines do themselves.
 
     Raises:
         ConfigError: there is no such function, or it cannot be called with outputs and a `Transfer`.
@@ -128,7 +123,7 @@ def _imported(name: str) -> Any:
     module_name, _, path = name.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:  # the module runs whatever its author wrote
+    except Exception as error:  # a user's module may raise anything
         message = f"the transform {name!r} cannot be imported: {type(error).__name__}: {error}"
         raise ConfigError(message) from error
     try:
@@ -138,10 +133,10 @@ def _imported(name: str) -> Any:
 
 
 def check_input(returned: Any, stage: str) -> StageInput | None:
-    """Return what a transform returned as a `StageInput`; None if it returned None.
+    """Return the result of a transform as a `StageInput`; None for None.
 
     Raises:
-        StageError: it is nothing that can be an input, or holds nothing to compute on.
+        StageError: the result cannot be an input, or is empty.
     """
     if returned is None:
         return None
@@ -153,7 +148,6 @@ def check_input(returned: Any, stage: str) -> StageInput | None:
 
 
 def _from_shorthand(returned: Any) -> StageInput | None:
-    """The input that a shorthand stands for; None if it is no shorthand."""
     if isinstance(returned, str):
         return StageInput(text=returned)
     if _is_tensor(returned):
@@ -164,7 +158,7 @@ def _from_shorthand(returned: Any) -> StageInput | None:
 
 
 def _fault(given: Any) -> str:
-    """What is wrong with an input, "" if nothing is."""
+    """What is wrong with an input, or ""."""
     if given.text is not None and not isinstance(given.text, str):
         return f"returned {_type_of(given.text)} as text"
     if given.token_ids is not None and not _are_tokens(given.token_ids):
@@ -185,7 +179,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    # Importing torch to ask would take seconds, and some of the processes that read pipelines have no use for it.
+    # Without torch, whose import takes seconds.
     return callable(getattr(value, "numel", None)) and hasattr(value, "dtype")
 
 

@@ -142,7 +142,7 @@ class LocalReplicas:
         """Tell a replica what the others were told, and let it serve."""
         if engine.client.is_interrupted:
             await engine.client.reset()
-        await self._orchestrator.admit(member, engine.client, engine.ready_response)
+        await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response)
         if engine.lost.done():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")
         self._orchestrator.replica_serves(

@@ -124,7 +124,7 @@ class RemoteReplicaKeeper:
         try:
             member.incarnation = replica.incarnation
             is_everything = await self._fleet_calls.wait_synced()
-            await self._orchestrator.admit(member, replica.client, replica.ready_response, replica.synced)
+            await self._orchestrator.prepare_replica(member, replica.client, replica.ready_response, replica.synced)
             if is_everything:
                 replica.report_synced()
             if replica.lost.done():

@@ -1,4 +1,4 @@
-"""Requests of a pipeline: from stage to stage, whole or in chunks.
+"""Requests of a pipeline: how they go from stage to stage, whole or in chunks.
 
 Imports `orchestrator.requests` and `orchestrator.dispatch`. Start with `pipeline_requests`.
 """

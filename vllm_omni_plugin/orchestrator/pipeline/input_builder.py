@@ -1,4 +1,4 @@
-"""Making the inputs of stages on threads, so that the orchestrator's loop never waits for it."""
+"""Builds the inputs of stages on threads, so that the orchestrator's loop never waits for a transform."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.errors import StageError, StageInputError
 from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput, OutputChunk
@@ -17,19 +17,19 @@ from vllm_omni_plugin.pipeline.transfer import InputPart, StageInput, StageOutpu
 from vllm_omni_plugin.pipeline.transforms import check_input, resolve_transform
 
 if TYPE_CHECKING:
-    # Imports vLLM, which nothing here does.
+    # Imports vLLM; the modules of this package must not.
     from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 
-_THREADS = 2
-"""For each stage, so that one slow transform does not keep the other requests of its stage waiting."""
+_THREADS_PER_STAGE = 2
+"""More than one, so that a slow transform does not block the other requests of its stage."""
 
 
 class DaemonThreads:
-    """Runs calls in order. Unlike those of a `ThreadPoolExecutor`, its threads do not keep the process from ending.
+    """Runs calls in order on daemon threads: unlike a `ThreadPoolExecutor`, they let the process end.
 
     Args:
-        count: calls that run at once, at most.
-        name: the threads' names begin with it.
+        count: maximum number of threads.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -40,7 +40,7 @@ class DaemonThreads:
         self._closed = False
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Run a call, which must not raise. Nothing happens once this is closed."""
+        """Run a call, which must not raise. Does nothing after `close`."""
         if self._closed:
             return
         self._calls.put(call)
@@ -49,7 +49,7 @@ class DaemonThreads:
             self._started += 1
 
     def close(self) -> None:
-        """Drop what waits; what runs ends by itself, and then its thread. Idempotent."""
+        """Drop the queued calls; each thread ends after its current call. Idempotent."""
         self._closed = True
         with suppress(Empty):
             while True:
@@ -63,45 +63,16 @@ class DaemonThreads:
             if call is None:
                 return
             call()
-            # What it holds is not to live until the next one comes.
+            # Otherwise its references would live until the next call.
             del call
 
 
-class RunRequests(NamedTuple):
-    """What begins a stage's run.
-
-    Attributes:
-        request: of its engine.
-        first_request: what the first attempt sends in its place, if anything.
-    """
-
-    request: Any
-    first_request: Any = None
-
-
-class ChunkRequests(NamedTuple):
-    """What a piece of the output in front becomes.
-
-    Attributes:
-        request: of the engine; None if the piece gives nothing yet.
-        end: what closes the input, with the last piece.
-    """
-
-    request: Any
-    end: Any
-
-
 class StageInputBuilder:
-    """Runs transforms and builds requests of the engines, with threads of its own for each stage.
+    """Runs transforms and builds engine requests. Each stage has threads of its own.
 
     Args:
-        pipeline: the stages.
-        apis: of the stages, by stage id.
-        prompt_text: the text of a client's request; called on those threads.
-
-    Attributes:
-        pipeline: as above.
-        apis: as above.
+        apis: by stage id.
+        prompt_text: returns the prompt of a client's request as text; called on those threads.
 
     Raises:
         ConfigError: a transform cannot be found.
@@ -117,26 +88,24 @@ class StageInputBuilder:
             for stage in pipeline.stages
             if (name := self._names[stage.id]) is not None and (transform := resolve_transform(name)) is not None
         }
-        # Those whose transforms may read the prompt's text.
+        # Stages whose transforms may read the prompt's text.
         self._readers = frozenset(self._transforms) - {
             stage_id for stage_id, name in self._names.items() if name in list(BuiltInTransform)
         }
-        self._threads = {stage.id: DaemonThreads(_THREADS, f"omni-{stage.name}") for stage in pipeline.stages}
+        self._threads = {stage.id: DaemonThreads(_THREADS_PER_STAGE, f"omni-{stage.name}") for stage in pipeline.stages}
 
-    def prepare(
+    def run_on_thread(
         self,
         stage: Stage,
         work: Callable[[], Any],
         wanted: Callable[[], bool],
         done: Callable[[Callable[[], Any]], None],
     ) -> None:
-        """Do work for a stage, then tell the running loop.
+        """Run `work` on a thread of the stage, then `done` on the running loop.
 
         Args:
-            stage: whose threads do it.
-            work: what to do.
-            wanted: whether it still is to be done when its turn comes; called on a thread.
-            done: called on the loop with what returns or raises the outcome.
+            wanted: called on the thread; if it returns False, `work` is skipped.
+            done: called with a function that returns the result of `work` or raises its error.
         """
         loop = asyncio.get_running_loop()
 
@@ -144,67 +113,74 @@ class StageInputBuilder:
             outcome: Future[Any] = Future()
             try:
                 outcome.set_result(work() if wanted() else None)
-            except BaseException as error:  # raised where the outcome is wanted
+            except BaseException as error:
                 outcome.set_exception(error)
             # The loop may have ended.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(done, outcome.result)
-            # An error refers to this frame, which must not refer to the error in turn.
+            # Breaks the reference cycle between an error and this frame.
             del outcome
 
         self._threads[stage.id].submit(run)
 
-    def whole(self, state: PipelineRequestState, stage: Stage) -> RunRequests:
-        """The input of a stage when all stages in front of it have ended. Runs on a thread.
+    def build_whole(self, state: PipelineRequestState, stage: Stage) -> tuple[Any, Any]:
+        """Build the input of a stage whose upstream stages have all ended. Runs on a thread.
+
+        Returns:
+            The engine request, and the request that the first attempt sends instead, or None.
 
         Raises:
-            StageError: it cannot be made.
+            StageError: the transform failed.
         """
         api, source = self.apis[stage.id], state.request
         sampling, for_client = _sampling(state, stage)
         if stage.output is Modality.KV_CACHE:
-            return RunRequests(api.build_root(source, {}, for_client=False))
+            return api.build_root(source, {}, for_client=False), None
         if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
             request, params = (
                 api.make_movable(api.build_root(source, sampling, for_client=for_client)),
                 state.cache_params,
             )
-            # The cache can be fetched once, so only the first attempt gets the parameters.
-            return RunRequests(request, None if params is None else api.with_kv_transfer(request, params))
+            # The cache can be fetched only once, so later attempts must not get the parameters.
+            return request, None if params is None else api.with_kv_transfer(request, params)
         if stage.id not in self._transforms:
-            return RunRequests(api.build_root(source, sampling, for_client=for_client))
+            return api.build_root(source, sampling, for_client=for_client), None
         readers = state.readers
         outputs = {upstream.name: readers[upstream.id].whole for upstream in self.pipeline.upstream(stage)}
         given = self._transformed(state, stage, outputs)
         if given is None:
             raise StageError(f"Stage {stage.name!r}: its transform {self._names[stage.id]!r} returned nothing.")
-        return RunRequests(api.build(source, given, sampling, for_client=for_client))
+        return api.build(source, given, sampling, for_client=for_client), None
 
-    def chunk(
-        self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput, piece: OutputChunk
-    ) -> ChunkRequests:
-        """A chunk of a stage's input. Runs on a thread, one at a time for each `ChunkedInput`.
+    def build_chunk(
+        self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput, chunk: OutputChunk
+    ) -> tuple[Any, Any]:
+        """Build one chunk of a stage's input. Runs on a thread; one call at a time for each `ChunkedInput`.
+
+        Returns:
+            The engine request, None if the transform returned nothing; and the request that ends the input, None
+            before the last chunk.
 
         Raises:
-            StageError: it cannot be made.
+            StageError: the transform failed.
         """
         api, source = self.apis[stage.id], state.request
         sampling, for_client = _sampling(state, stage)
-        outputs = {stage.inputs[0]: joined(piece.outputs)}
-        given = self._transformed(state, stage, outputs, chunks.memory, piece.number, piece.last)
+        outputs = {stage.inputs[0]: joined(chunk.outputs)}
+        given = self._transformed(state, stage, outputs, chunks.memory, chunk.number, chunk.last)
         request = None
-        if given is None and piece.last and not stage.is_vllm:
-            # It may have something to say when its input ends.
+        if given is None and chunk.last and not stage.is_vllm:
+            # A Python stage may produce output when its input ends.
             given = StageInput()
         if given is not None:
             request = api.build(
-                source, given, sampling, for_client=for_client, part=InputPart(True, piece.last, chunks.held)
+                source, given, sampling, for_client=for_client, part=InputPart(True, chunk.last, chunks.session_tokens)
             )
-            chunks.held += api.session_tokens(request)
-        return ChunkRequests(request, api.build_end(source) if piece.last else None)
+            chunks.session_tokens += api.session_tokens(request)
+        return request, api.build_end(source) if chunk.last else None
 
     def close(self) -> None:
-        """Wait for nothing; what runs ends by itself. Idempotent."""
+        """Drop the queued work, without waiting for running work. Idempotent."""
         for threads in self._threads.values():
             threads.close()
 
@@ -230,26 +206,26 @@ class StageInputBuilder:
         return check_input(self._transforms[stage.id](outputs, transfer), stage.name)
 
     def _prompt(self, state: PipelineRequestState) -> str:
-        # Two threads may both find it missing, and then both find the same.
+        # Two threads may both compute it, with the same result.
         if state.prompt is None:
             state.prompt = self._prompt_text(state.request)
         return state.prompt
 
 
 def _sampling(state: PipelineRequestState, stage: Stage) -> tuple[Mapping[str, Any], bool]:
-    """The request's parameters for a stage, and whether the client's own are for it, too."""
+    """The request's sampling parameters for this stage, and whether the client's own apply to it, too."""
     return state.sampling_params_list[stage.id], stage.id == state.plan.client_sampled
 
 
 def _guarded(stage: Stage, transform: Transform) -> Transform:
-    """A transform whose errors name the stage."""
+    """The transform, with errors that name the stage."""
 
     def guarded(outputs: Mapping[str, StageOutput], transfer: Transfer) -> Any:
         try:
             return transform(outputs, transfer)
         except StageInputError as error:
             raise StageInputError(f"Stage {stage.name!r}: {error}") from error
-        except BaseException as error:  # SystemExit, too, must not end the loop
+        except BaseException as error:  # a transform may raise SystemExit
             raise StageError(f"Stage {stage.name!r}: its transform failed: {type(error).__name__}: {error}") from error
 
     return guarded

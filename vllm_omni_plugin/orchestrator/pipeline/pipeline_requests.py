@@ -1,4 +1,4 @@
-"""Requests of a pipeline: each runs through the stages it needs, and their outputs become the inputs of the next."""
+"""Requests of a pipeline: each runs through the stages it needs; their outputs become inputs of the next stages."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,8 +9,8 @@ from vllm_omni_plugin.errors import NoReplicaError, OmniError, RequestRefusedErr
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput, OutputChunk
-from vllm_omni_plugin.orchestrator.pipeline.input_builder import ChunkRequests, RunRequests, StageInputBuilder
+from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, plan_request
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -28,7 +28,7 @@ from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 logger = init_logger(__name__)
 
-_NOTHING_READ = StageOutput()
+_EMPTY_OUTPUT = StageOutput()
 _END = StageOutput(finish_reason="stop")
 
 
@@ -36,15 +36,9 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     """Takes each request from stage to stage.
 
     Args:
-        input_builder: makes the inputs of stages on threads; knows the pipeline.
-        dispatchers: of the stages, by stage id.
-        gate: where requests come in.
-        put: gives an item to AsyncLLM's side.
-        metrics: counts the time spent in stages.
+        dispatchers: by stage id.
+        put: sends an item to AsyncLLM.
         clock: monotonic seconds.
-
-    Attributes:
-        pause_sequence: the order in which the stages are paused.
     """
 
     def __init__(
@@ -62,7 +56,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self._apis = input_builder.apis
         self._dispatchers = dispatchers
         self._gate = gate
-        self._preparation = input_builder
+        self._input_builder = input_builder
         self._metrics = metrics
         self._clock = clock
         self._default_plan = plan_request(pipeline, None)
@@ -72,7 +66,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def submit(self, message: SubmitRequest) -> None:
         if message.request.abort_immediately:
-            # It frees the KV cache that a prefill outside of this fleet has left; here the prefill is a stage.
+            # Such a request frees the KV cache of a prefill outside the fleet. Here the prefill is a stage.
             return
         self.abort((message.request.request_id,), whole=True)
         try:
@@ -94,7 +88,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
         for request_id in request_ids:
             state = self.states.get(request_id)
-            if state is not None and (state.call is None or whole or not self._ends_front_alone(state)):
+            if state is not None and (state.call is None or whole or not self._end_answering_stage(state)):
                 self._close_request(state, StageError("The request was aborted."))
 
     def accept_outputs(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
@@ -108,7 +102,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             if state is None:
                 continue
             if isinstance(error, RequestRefusedError):
-                # Of the request as a whole, also if this stage could be left out.
+                # A refusal by admission ends the request even at an optional stage.
                 self._fail(state, error)
             elif error is not None:
                 self._stage_failed(state, stage, type(error)(f"Stage {stage.name!r}: {error}"))
@@ -117,7 +111,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
                 if outputs.outputs:
                     self._put(outputs)
             else:
-                # A session whose input was closed after its last turn.
+                # The input of a session was closed after its last turn.
                 if stage_id == state.final_stage_id:
                     self._put(self._apis[stage_id].end(state.request_id))
                 self._pass_on(state, stage, _END, ended=True)
@@ -126,17 +120,16 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         states = list(self.states.values())
         super().close()
         for state in states:
-            self._tell_end(state, StageError("The server has shut down."))
-        self._preparation.close()
+            self._report_end(state, StageError("The server has shut down."))
+        self._input_builder.close()
 
     def _fail(self, state: PipelineRequestState, error: OmniError) -> None:
-        """End a request with an error. Nothing to do if it has ended."""
+        """End a request with an error, unless it has ended."""
         if self._is_unfinished(state):
             self._put(RequestFailed(state.request_id, error))
             self._close_request(state, error)
 
-    def _spend(self, state: PipelineRequestState, stage: Stage, part: str, seconds: float) -> None:
-        """Note what a request has spent on a part of a stage."""
+    def _add_time(self, state: PipelineRequestState, stage: Stage, part: str, seconds: float) -> None:
         timings = state.pipeline_timings.setdefault(stage.name, {})
         timings[part] = timings.get(part, 0.0) + seconds
         self._metrics.observe_stage(stage.id, stage.name, part, seconds)
@@ -145,8 +138,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         if message.request.resumable:
             raise StageInputError("A pipeline takes whole prompts: streaming input is for a fleet of one stage.")
         plan = self._default_plan if message.call is None else plan_request(self._pipeline, message.call)
-        if plan.front is not None:
-            self._apis[plan.front].check_answerable(message.request)
+        if plan.answer_stage is not None:
+            self._apis[plan.answer_stage].check_answerable(message.request)
         return PipelineRequestState.of(message, plan, self._gate.issue_ticket(message), self._pipeline.stages)
 
     def _is_unfinished(self, state: PipelineRequestState) -> bool:
@@ -154,85 +147,86 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         return self.states.get(state.request_id) is state
 
     def _state_of(self, stage_id: int, run: StageRun) -> PipelineRequestState | None:
-        """The unfinished request that a run is part of."""
+        """The unfinished request that this run belongs to."""
         state = self.states.get(run.request_id)
         return state if state is not None and state.runs.get(stage_id) is run else None
 
     def _begin(self, state: PipelineRequestState, stage: Stage) -> None:
-        """All stages in front of this one have ended."""
+        """Begin a stage whose upstream stages have all ended, or skip it if it is a prefill that cannot help."""
         if stage.output is Modality.KV_CACHE:
             tokens = len(state.request.prompt_token_ids or ())
             if tokens < stage.min_prompt_tokens or not self._dispatchers[stage.id].can_dispatch:
                 self._end(state, stage)
                 return
         state.stage_submit_ts[stage.id] = self._clock()
-        work = partial(self._preparation.whole, state, stage)
-        self._prepare(state, stage, work, partial(self._start_run, state, stage, None))
+        work = partial(self._input_builder.build_whole, state, stage)
+        self._run_on_thread(state, stage, work, partial(self._start_run, state, stage, None))
 
     def _start_run(
-        self, state: PipelineRequestState, stage: Stage, session: StreamingInputState | None, given: RunRequests
+        self, state: PipelineRequestState, stage: Stage, session: StreamingInputState | None, requests: tuple[Any, Any]
     ) -> None:
-        """The input of a stage, or the first chunk of it, is ready."""
-        api = self._apis[stage.id]
+        """Submit the run of a stage: with its whole input, or as a session with the first chunk."""
+        api, (request, first_request) = self._apis[stage.id], requests
         run = state.runs[stage.id] = StageRun(
             state.request_id,
-            api.make_movable(given.request),
+            api.make_movable(request),
             self._clock(),
             streaming=session,
             dispatches=state.dispatches,
-            first_request=given.first_request,
+            first_request=first_request,
             ticket=state.ticket_at(stage),
         )
-        if stage.id in state.plan.read:
+        if stage.id in state.plan.readable:
             state.readers[stage.id] = api.reader(run.request)
         self.runs_ended(stage.id, self._dispatchers[stage.id].submit(run))
         self.pause_sequence.note_progress()
 
-    def _add_output(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
-        """The stage in front of one that works on chunks has put something out; with `last`, it has ended."""
+    def _add_input(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
+        """Add an upstream output to the input of a stage that works on chunks."""
         chunks = state.chunked_inputs.get(stage.id)
         if chunks is None:
             chunks = state.chunked_inputs[stage.id] = ChunkedInput(stage.chunk_size)
             state.stage_submit_ts[stage.id] = self._clock()
         chunks.add(output, last)
-        self._make_next_chunk(state, stage, chunks)
+        self._build_next_chunk(state, stage, chunks)
 
-    def _make_next_chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput) -> None:
-        piece = chunks.take()
-        if piece is not None:
-            work = partial(self._preparation.chunk, state, stage, chunks, piece)
-            self._prepare(state, stage, work, partial(self._chunk_made, state, stage, chunks, piece))
+    def _build_next_chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput) -> None:
+        chunk = chunks.next_chunk()
+        if chunk is not None:
+            work = partial(self._input_builder.build_chunk, state, stage, chunks, chunk)
+            self._run_on_thread(state, stage, work, partial(self._chunk_built, state, stage, chunks, chunk.last))
 
-    def _chunk_made(
-        self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput, piece: OutputChunk, chunk: ChunkRequests
+    def _chunk_built(
+        self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput, last: bool, requests: tuple[Any, Any]
     ) -> None:
         chunks.busy = False
-        if chunk.request is not None:
-            self._send_chunk(state, stage, chunks, chunk.request)
-        if piece.last and not chunks.begun:
+        request, end = requests
+        if request is not None:
+            self._send_chunk(state, stage, chunks, request)
+        if last and not chunks.begun:
             raise StageError(f"Stage {stage.name!r}: its transform returned nothing for the whole input.")
-        if chunk.end is not None and self._is_unfinished(state):
-            self._send_chunk(state, stage, chunks, chunk.end)
+        if end is not None and self._is_unfinished(state):
+            self._send_chunk(state, stage, chunks, end)
         if self._is_unfinished(state):
-            self._make_next_chunk(state, stage, chunks)
+            self._build_next_chunk(state, stage, chunks)
 
     def _send_chunk(self, state: PipelineRequestState, stage: Stage, chunks: ChunkedInput, chunk: Any) -> None:
         if not chunks.begun:
             chunks.begun = True
-            self._start_run(state, stage, StreamingInputState(replayable=True), RunRequests(chunk))
+            self._start_run(state, stage, StreamingInputState(replayable=True), (chunk, None))
             return
         run = state.runs[stage.id]
         if not run.finished:
             self.runs_ended(stage.id, self._dispatchers[stage.id].add_chunk(run, chunk))
 
-    def _prepare(
+    def _run_on_thread(
         self, state: PipelineRequestState, stage: Stage, work: Callable[[], Any], then: Callable[[Any], None]
     ) -> None:
-        """Do work for a stage on its threads, then pass the result to `then` on the loop."""
-        done = partial(self._prepared, state, stage, self._clock(), then)
-        self._preparation.prepare(stage, work, partial(self._is_unfinished, state), done)
+        """Run `work` on a thread of the stage, then pass its result to `then` on the loop."""
+        done = partial(self._input_built, state, stage, self._clock(), then)
+        self._input_builder.run_on_thread(stage, work, partial(self._is_unfinished, state), done)
 
-    def _prepared(
+    def _input_built(
         self,
         state: PipelineRequestState,
         stage: Stage,
@@ -242,24 +236,24 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     ) -> None:
         if not self._is_unfinished(state):
             return
-        self._spend(state, stage, "transfer", self._clock() - began)
+        self._add_time(state, stage, "transfer", self._clock() - began)
         try:
             then(outcome())
         except OmniError as error:
             self._stage_failed(state, stage, error)
-        except Exception as error:  # of one request, which must not stop the others
-            logger.exception("Stage %r cannot go on with request %s.", stage.name, state.request_id)
+        except Exception as error:  # must not stop other requests
+            logger.exception("Stage %r failed request %s.", stage.name, state.request_id)
             self._stage_failed(state, stage, StageError(f"Stage {stage.name!r}: its input could not be made: {error}"))
 
     def _take_one(self, stage_id: int, run: StageRun, output: Any) -> Any | None:
-        """The output for vLLM's server, if any; other stages and the call get theirs."""
+        """Handle one output; returns the output for AsyncLLM, if any."""
         state, stage = self._state_of(stage_id, run), self._pipeline.stages[stage_id]
         if state is None:
             return None
         try:
             return self._take(state, stage, run, output)
-        except Exception as error:  # of one request, which must not stop the others
-            logger.exception("Stage %r cannot go on with request %s.", stage.name, state.request_id)
+        except Exception as error:  # must not stop other requests
+            logger.exception("Stage %r failed request %s.", stage.name, state.request_id)
             self._fail(state, StageError(f"Stage {stage.name!r}: its output could not be read: {error}"))
             return None
 
@@ -267,8 +261,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         api = self._apis[stage.id]
         if stage.id not in state.answered and run.dispatched_at is not None:
             state.answered.add(stage.id)
-            self._spend(state, stage, "queue", run.dispatched_at - run.submitted_at)
-            self._spend(state, stage, "first_output", self._clock() - run.dispatched_at)
+            self._add_time(state, stage, "queue", run.dispatched_at - run.submitted_at)
+            self._add_time(state, stage, "first_output", self._clock() - run.dispatched_at)
         if output.finish_reason is not None and api.cut_short(output):
             return self._cut_short(state, stage, output)
         if stage.output is Modality.KV_CACHE:
@@ -277,30 +271,30 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
                 self._end(state, stage)
             return None
         read, answer = self._read(state, stage, run, output), None
-        if stage.id == state.plan.front:
+        if stage.id == state.plan.answer_stage:
             answer = self._answer(state, stage, run, output, read)
         self._pass_on(state, stage, read, run.finished)
         return answer
 
     def _read(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any) -> StageOutput:
-        """The content of an output, if a stage or the call needs it."""
+        """The content of an output; empty if neither a stage nor the call needs it."""
         reader = state.readers.get(stage.id)
         if reader is None:
-            return _NOTHING_READ
+            return _EMPTY_OUTPUT
         read = reader.read(output, run.finished)
         if read.finish_reason is not None and not run.finished:
-            # It ends at a stop string, which the engine does not know.
+            # The output ends at a stop string, which the engine does not know.
             self._dispatchers[stage.id].abort((run,))
         return read
 
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
-        """The output for vLLM's server of the stage that answers through it."""
+        """The output of the answering stage for AsyncLLM."""
         api, cached_tokens = self._apis[stage.id], state.cached_tokens
         if cached_tokens is not None and run.attempts == 1 and stage.id in self._decodes:
-            # Any later attempt computes the prompt itself, and reports the right number.
+            # Later attempts compute the prompt themselves, and report the right number.
             api.set_cached_tokens(output, cached_tokens)
         if not run.finished:
-            # The end of one turn of the session; vLLM's server expects one answer only.
+            # The end of a turn, not of the session: vLLM's server expects one answer.
             output.finish_reason = None
         return api.answer(output, read)
 
@@ -311,17 +305,17 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             state.call.put(StageEvent(stage.name, read))
         for downstream in plan.downstream[stage.id]:
             if downstream.async_chunk:
-                self._add_output(state, downstream, read, ended)
+                self._add_input(state, downstream, read, ended)
         if ended:
             self._end(state, stage)
 
     def _end(self, state: PipelineRequestState, stage: Stage) -> None:
-        """A stage has ended: those that waited for it begin, or the request is complete."""
+        """A stage has ended: begin the stages that waited for it, or complete the request."""
         state.ended[stage.id] = now = self._clock()
         self.pause_sequence.note_progress()
         run = state.runs.get(stage.id)
         if run is not None and run.dispatched_at is not None:
-            self._spend(state, stage, "run", now - run.dispatched_at)
+            self._add_time(state, stage, "run", now - run.dispatched_at)
         if stage.id in state.final_output_stage_ids:
             state.finished_final_output_stage_ids.add(stage.id)
         if state.finished:
@@ -344,7 +338,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             self._fail(state, error)
 
     def _cut_short(self, state: PipelineRequestState, stage: Stage, output: Any) -> Any | None:
-        """An engine has ended a request early."""
+        """Handle the last output of a request that its engine ended early."""
         if self._apis[stage.id].refused(output):
             self._fail(state, NoReplicaError(f"Stage {stage.name!r} is paused. Please try again later."))
             return None
@@ -352,9 +346,9 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             self._end(state, stage)
             return None
         reader = state.readers.get(stage.id)
-        read = _NOTHING_READ if reader is None else reader.read(output, True)
+        read = _EMPTY_OUTPUT if reader is None else reader.read(output, True)
         if "error" in read.metadata:
-            # A Python stage reports its error, and whether the request or the stage is at fault.
+            # The error of a Python stage; its status says whether the request or the stage is at fault.
             kind = StageInputError if read.metadata.get("status") == HTTPStatus.BAD_REQUEST else StageError
             self._fail(state, kind(read.metadata["error"]))
             return None
@@ -369,32 +363,32 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         return output
 
     def _close_request(self, state: PipelineRequestState, error: Exception | None) -> None:
-        """Nothing more comes for a request: abort what its stages still do. Without an error it is complete."""
+        """End a request and abort its stages' runs. Without an error it is complete."""
         self._drop(state.request_id)
         self.pause_sequence.note_progress()
         for stage_id, run in state.runs.items():
             self._dispatchers[stage_id].abort((run,))
-        self._tell_end(state, error)
+        self._report_end(state, error)
 
-    def _tell_end(self, state: PipelineRequestState, error: Exception | None) -> None:
+    def _report_end(self, state: PipelineRequestState, error: Exception | None) -> None:
         for stage_id, run in state.runs.items():
             if run.dispatched_at is not None and stage_id not in state.answered:
-                self._spend(state, self._pipeline.stages[stage_id], "queue", run.dispatched_at - run.submitted_at)
+                self._add_time(state, self._pipeline.stages[stage_id], "queue", run.dispatched_at - run.submitted_at)
         if state.traced:
             times = state.stage_times(self._pipeline.stages, self._clock())
             self._put(RequestStages(state.request_id, times))
         if state.call is not None:
             state.call.put(PipelineCallEnded(error, state.pipeline_timings))
 
-    def _ends_front_alone(self, state: PipelineRequestState) -> bool:
-        """End the front stage, since vLLM's server wants no more of it. False if its client has left altogether."""
-        front = state.final_stage_id
-        if front is None or front in state.ended:
-            return front is not None
-        stage = self._pipeline.stages[front]
-        if front not in state.runs or (stage.is_vllm and front in state.readers):
-            # A stop string would have ended the stage here as well, so the client must have left.
+    def _end_answering_stage(self, state: PipelineRequestState) -> bool:
+        """End the answering stage, whose answer vLLM's server has ended. False: the client has left."""
+        stage_id = state.final_stage_id
+        if stage_id is None or stage_id in state.ended:
+            return stage_id is not None
+        stage = self._pipeline.stages[stage_id]
+        if stage_id not in state.runs or (stage.is_vllm and stage_id in state.readers):
+            # The reader would have found a stop string, so the client must have left.
             return False
-        self._dispatchers[front].abort((state.runs[front],))
+        self._dispatchers[stage_id].abort((state.runs[stage_id],))
         self._pass_on(state, stage, _END, ended=True)
         return True

@@ -1,4 +1,4 @@
-"""A request on its way through the stages of a pipeline, and which of them it needs."""
+"""The state of an unfinished request, and the plan of the pipeline stages that it needs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,53 +19,48 @@ from vllm_omni_plugin.pipeline.output_reader import OutputReader
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """What all requests for the same outputs have in common.
+    """The stages that a request runs through; the same for all requests for the same outputs.
 
     Attributes:
         roots: stages that begin with the request itself, in topological order.
-        entries: where the request comes in: the first root that is vLLM's, and behind it, if it is a prefill, the stage
-            that goes on from there and may also begin.
-        downstream: for each stage that is needed those that get its output and are needed.
-        front: the stage that answers through vLLM's server, None if none does.
+        entries: where the request is admitted: the first vLLM root and, if that is a prefill, its decode stage.
+        downstream: for each needed stage, the needed stages that get its output.
+        answer_stage: the stage that answers through vLLM's server; None: no stage does.
         client_sampled: see `Pipeline.sampled_by_client`.
-        finals: stages after which the request is complete.
-        read: stages whose outputs somebody here reads.
+        finals: stages that complete the request.
+        readable: stages whose outputs this head reads, for a transform or for the call.
         shown: stages whose outputs are sent to the call.
     """
 
     roots: tuple[Stage, ...]
     entries: tuple[int, ...]
     downstream: Mapping[int, tuple[Stage, ...]]
-    front: int | None
+    answer_stage: int | None
     client_sampled: int | None
     finals: frozenset[int]
-    read: frozenset[int]
+    readable: frozenset[int]
     shown: frozenset[int]
 
 
 def plan_request(pipeline: Pipeline, call: PipelineCall | None) -> RequestPlan:
-    """The plan of a request.
-
-    Args:
-        pipeline: the stages.
-        call: what it asks for; None: what the pipeline puts out by default.
+    """The plan of a request; without a call, for the default output of the pipeline.
 
     Raises:
-        ValueError: it asks for what the pipeline does not put out.
+        ValueError: the call asks for a modality that the pipeline does not have.
     """
     modalities = call.modalities if call is not None else pipeline.default_modalities
     needed = pipeline.needed_for(modalities)
     ids = {stage.id for stage in needed}
     downstream = {stage.id: tuple(d for d in pipeline.downstream(stage) if d.id in ids) for stage in needed}
-    front_stage = pipeline.answer_stage_of(modalities)
-    front = None if front_stage is None else front_stage.id
+    answering = pipeline.answer_stage_of(modalities)
+    answer_stage = None if answering is None else answering.id
     wanted = {stage.id for stage in needed if stage.final and stage.output in modalities}
     if call is None:
-        finals, shown = frozenset(wanted if front is None else {front}), frozenset[int]()
+        finals, shown = frozenset(wanted if answer_stage is None else {answer_stage}), frozenset[int]()
     else:
         finals = frozenset(wanted)
-        shown = (finals - {front}) | {stage.id for stage in needed if stage.name in call.outputs}
-    read = {
+        shown = (finals - {answer_stage}) | {stage.id for stage in needed if stage.name in call.outputs}
+    readable = {
         stage.id
         for stage in needed
         if stage.id in shown or not stage.is_vllm or (downstream[stage.id] and stage.output is not Modality.KV_CACHE)
@@ -76,7 +71,9 @@ def plan_request(pipeline: Pipeline, call: PipelineCall | None) -> RequestPlan:
     entries = (entry.id, *(stage.id for stage in behind))
     sampled = pipeline.sampled_by_client(modalities)
     client_sampled = None if sampled is None else sampled.id
-    return RequestPlan(roots, entries, downstream, front, client_sampled, finals, frozenset(read), frozenset(shown))
+    return RequestPlan(
+        roots, entries, downstream, answer_stage, client_sampled, finals, frozenset(readable), frozenset(shown)
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -85,19 +82,18 @@ class OrchestratorRequestState:
 
     Attributes:
         request: vLLM's `EngineCoreRequest` as the client submitted it.
-        submitted_at: monotonic seconds at which it was submitted.
-        ticket: its place in the order of all.
-        final_stage_id: the stage that answers through vLLM's server; None if what the client wants does not come from
-            there.
+        submitted_at: monotonic seconds.
+        ticket: its place in the order of admission.
+        final_stage_id: the stage that answers through vLLM's server; None: no stage does.
         final_output_stage_ids: stages whose output the client wants.
-        finished_final_output_stage_ids: those of them that have ended.
-        sampling_params_list: sampling parameters of the request, by stage id; {} where it has none for a stage.
-        stage_submit_ts: monotonic seconds at which each stage was given its first input, by stage id.
-        pipeline_timings: seconds by stage name: `transfer` in transforms and building inputs, `queue` until dispatch,
-            `first_output` from dispatch to the first output, `run` from dispatch to the end.
-        mm_features: processed multimodal inputs of the prompt, as vLLM leaves them.
-        call: what the client wants of a pipeline; None for a plain request.
-        runs: what stages do for it, by stage id; one for each that has begun.
+        finished_final_output_stage_ids: the stages among these that have ended.
+        sampling_params_list: the request's sampling parameters for each stage, by stage id; {} for none.
+        stage_submit_ts: monotonic seconds at which each stage got its first input, by stage id.
+        pipeline_timings: seconds by stage name and part. `transfer`: transforms and building inputs; `queue`: until
+            the dispatch; `first_output`: from there to the first output; `run`: from the dispatch to the end.
+        mm_features: processed multimodal inputs of the prompt.
+        call: None for a plain request.
+        runs: by stage id, of the stages that have begun.
     """
 
     request: Any
@@ -121,30 +117,28 @@ class OrchestratorRequestState:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of the answer so far, of the stage where it came in."""
+        """Tokens of the answer so far."""
         return len(self.runs[0].produced)
 
     @property
     def finished(self) -> bool:
-        """Whether everything that the client wants has been put out."""
+        """Whether all outputs that the client wants are complete."""
         return self.finished_final_output_stage_ids >= self.final_output_stage_ids
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PipelineRequestState(OrchestratorRequestState):
-    """One that runs through the stages of a pipeline.
+    """A request of a pipeline.
 
     Attributes:
-        plan: the stages that it needs.
-        dispatches: see `SubmitRequest`.
-        traced: see `SubmitRequest`.
-        readers: read the outputs of the stages in `plan.read` that have begun, by stage id.
-        chunked_inputs: inputs of stages that work on chunks, by stage id.
-        answered: stages that have put something out.
+        dispatches: see `SubmitRequest`, as is `traced`.
+        readers: of the stages in `plan.readable` that have begun, by stage id.
+        chunked_inputs: of stages that work on chunks, by stage id.
+        answered: stages that have produced output.
         ended: monotonic seconds at which stages ended, by stage id.
-        cache_params: what a prefill said of the KV cache that it left; None if nothing, or there was none.
-        cached_tokens: prompt tokens that the prefill found cached; None if there was no prefill.
-        prompt: the request's as text; None until a transform needs it.
+        cache_params: transfer parameters of the prefill's KV cache; None without a prefill.
+        cached_tokens: prompt tokens that the prefill found cached; None without a prefill.
+        prompt: the prompt as text; None until a transform needs it.
     """
 
     plan: RequestPlan
@@ -162,14 +156,13 @@ class PipelineRequestState(OrchestratorRequestState):
     def of(
         cls, message: SubmitRequest, plan: RequestPlan, ticket: Ticket, stages: Sequence[Stage]
     ) -> "PipelineRequestState":
-        """The state of a request that has just been submitted."""
         request, call = message.request, message.call
         sampling = {} if call is None else call.sampling
         return cls(
             request,
             message.submitted_at,
             ticket,
-            final_stage_id=plan.front,
+            final_stage_id=plan.answer_stage,
             final_output_stage_ids=plan.finals,
             sampling_params_list=tuple(sampling.get(stage.name, {}) for stage in stages),
             mm_features=request.mm_features,
@@ -181,23 +174,18 @@ class PipelineRequestState(OrchestratorRequestState):
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of the answer so far, of the stage where it came in or, behind a prefill, that goes on from there."""
+        """Tokens of the answer so far, of the last stage in `RequestPlan.entries`."""
         run = self.runs.get(self.plan.entries[-1])
         return 0 if run is None else len(run.produced)
 
     def ticket_at(self, stage: Stage) -> Ticket:
-        """Its place in the order at a stage, where it may be refused only if it comes in there."""
+        """The request's ticket at a stage. Only at an entry stage may the request still be refused."""
         if stage.id in self.plan.entries and self.ticket.phase is not TicketPhase.STARTED:
             return self.ticket
         return self.ticket.for_later_stage()
 
     def stage_times(self, stages: Sequence[Stage], now: float) -> tuple[StageTimes, ...]:
-        """When the stages that have begun worked for it, in the order of their beginnings.
-
-        Args:
-            stages: of the pipeline, by stage id.
-            now: monotonic seconds; the end of those that have not ended.
-        """
+        """The times of the stages that have begun, in that order; `now` is the end of unended stages."""
         ended, timings = self.ended, self.pipeline_timings
         return tuple(
             StageTimes(

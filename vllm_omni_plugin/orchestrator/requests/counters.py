@@ -1,4 +1,4 @@
-"""What the orchestrator counts, in plain numbers and histograms that any thread may read."""
+"""Counters and histograms of one orchestrator. Any thread may read them."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from vllm_omni_plugin.errors import QueryOfDeathError
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 _MAX_REASONS = 64
-"""Reasons and fallbacks that are told apart. They label metrics, and a third party's policy may invent any number."""
+"""Distinct reasons that are counted. They label metrics, and a third-party policy may produce any number of them."""
 _OTHER_REASON = "other"
 _BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
 HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "queue_time_seconds": (
         (),
-        "Seconds from a request's arrival at the orchestrator to its first dispatch; what it is held for counts.",
+        "Seconds from a request's arrival at the orchestrator to its first dispatch, including the time it is held.",
     ),
     "hold_time_seconds": ((), "Seconds that accepted requests waited because no replica could serve."),
     "stage_seconds": (
@@ -33,9 +33,9 @@ class WaitingCounts(NamedTuple):
     """Requests of one stage that wait to be sent.
 
     Attributes:
-        held: for a replica that serves.
-        paused: because engines are paused and refuse them.
-        moving: for their turn to move, since their replica is lost.
+        held: because no replica serves.
+        paused: because paused engines refuse them.
+        moving: because their replica is lost, and moves are limited in rate.
     """
 
     held: int
@@ -46,33 +46,31 @@ class WaitingCounts(NamedTuple):
 class OrchestratorMetrics:
     """Counters of one orchestrator since its start.
 
+    AsyncLLM's thread writes `waiting`, `refused_before_accept` and `refused_on_arrival`; the client of the coordinator
+    writes `has_session`; the orchestrator's thread writes all others.
+
     Attributes:
-        queue_time: seconds between the submission of a request and its first dispatch.
-        hold_time: seconds that requests waited because no replica served, each time they had to.
-        moves_by_way: requests sent again to another replica because theirs was lost, by how they went on there.
-        swallowed_tokens: tokens that replays repeated and nobody got a second time.
-        diverged: replays that did not repeat what had been delivered; these are among `lost`.
+        queue_time: see `HISTOGRAMS`, as are `hold_time` and `stage_seconds`.
+        moves_by_way: requests sent again to another replica because theirs was lost.
+        swallowed_tokens: tokens that replays repeated and clients did not get twice.
+        diverged: replays that did not repeat what had been delivered; `lost` includes them.
         lost: requests that ended with an error because their replica was lost.
         queries_of_death: requests that ended with an error because engines seemed to die of them.
-        waiting_in: by stage, says how many of its requests wait now.
-        queued_in: by stage, says how many of its requests wait at this head for the replica they are charged to.
-        refused: requests refused because no replica could serve, after they had been accepted.
-        refused_before_accept: requests refused for the same reason before that.
+        waiting_in: by stage, returns how many of its requests wait now.
+        queued_in: by stage, returns how many of its requests wait at this head for the replica they are charged to.
+        refused: accepted requests that were refused because no replica could serve.
+        refused_before_accept: requests refused for the same reason before they were accepted.
         decisions: dispatches by stage, policy and reason.
-        fallbacks: those among them that a policy decided by something less than its rule, by stage, policy and what.
-        bubbles: times a replica had begun all it had got while requests waited here for it.
-        recalls: requests that waited for a replica and went to another one, which could begin them earlier.
-        refusals: requests that found the queue full, waited too long or whose tenant was at a limit, by stage,
-            reason and status of HTTP.
-        refused_on_arrival: those of whom that was clear before they were accepted, in the same way.
-        matched_tokens: prompt tokens that policies expected to be cached where they sent them, of the attempts whose
-            engine said how many were.
-        cached_tokens: prompt tokens that these engines said they had cached.
-        stage_seconds: what requests spent in stages of a pipeline, by its id and name and by part: `transfer`,
-            `queue`, `first_output`, `run`; see `OrchestratorRequestState.pipeline_timings`.
-        has_session: whether the coordinator answers this head; None where there is none. Written by its client's.
-        waiting: requests that are held for that reason now, before that. It, `refused_before_accept` and
-            `refused_on_arrival` are written by AsyncLLM's thread, all else by ours.
+        fallbacks: dispatches where a policy could not apply its main rule, by stage, policy and fallback.
+        bubbles: times a replica had begun all its requests while others waited here for it.
+        recalls: requests that waited for a replica and went to another that could begin them earlier.
+        refusals: requests refused by admission, by stage, reason and HTTP status.
+        refused_on_arrival: the `refusals` that were clear before the request was accepted.
+        matched_tokens: prompt tokens that policies expected in the caches of the chosen replicas. Counts only attempts
+            whose engine reported its cached tokens.
+        cached_tokens: prompt tokens that these engines reported as cached.
+        has_session: whether this head has a session with the coordinator; None without a coordinator.
+        waiting: requests that are held before they are accepted.
     """
 
     def __init__(self) -> None:
@@ -100,11 +98,11 @@ class OrchestratorMetrics:
         self.waiting = 0
 
     def observe_stage(self, stage_id: int, name: str, part: str, seconds: float) -> None:
-        """Count what a request has spent in one part of a stage."""
+        """Observe the time of a request in one part of a stage, see `HISTOGRAMS`."""
         self.stage_seconds.labels(str(stage_id), name, part).observe(seconds)
 
     def count_failure(self, error: Exception, refused: bool = False) -> None:
-        """Count a request that ends with this error; `refused`: because it waited in vain, or might not wait."""
+        """Count a request that ends with this error; `refused`: it found no replica, or no place to wait."""
         if isinstance(error, QueryOfDeathError):
             self.queries_of_death += 1
         elif refused:
@@ -114,38 +112,38 @@ class OrchestratorMetrics:
 
     @property
     def held(self) -> int:
-        """Requests that wait for a replica now, whatever their stage."""
+        """Requests of all stages that wait for a replica."""
         return sum(waiting().held for waiting in self.waiting_in.values())
 
     @property
     def paused(self) -> int:
-        """Requests that wait for paused engines now, whatever their stage."""
+        """Requests of all stages that wait for paused engines."""
         return sum(waiting().paused for waiting in self.waiting_in.values())
 
     @property
     def queued(self) -> int:
-        """Requests that wait at this head for the replica they are charged to, whatever their stage."""
+        """Requests of all stages that wait at this head for the replica they are charged to."""
         return sum(queued() for queued in self.queued_in.values())
 
     @property
     def moves_waiting(self) -> int:
-        """Requests that wait for their turn to move, whatever their stage."""
+        """Requests of all stages that wait to be moved."""
         return sum(waiting().moving for waiting in self.waiting_in.values())
 
     @property
     def moves(self) -> int:
-        """All moves, whatever their way."""
+        """Moves of all ways."""
         return sum(self.moves_by_way.values())
 
 
 def _histogram(name: str) -> Histogram:
     labels, meaning = HISTOGRAMS[name]
-    # In no registry: a process may have several orchestrators, and each head's collector shows its own.
+    # Not registered: a process may have several orchestrators, and each head's collector exports its own.
     return Histogram(f"vllm_omni_fleet:{name}", meaning, labels, buckets=_BUCKETS_S, registry=None)
 
 
 def count_reason(counts: dict[tuple[int, str, str], int], key: tuple[int, str, str]) -> None:
-    """Count a decision by stage, policy and reason; reasons beyond the first 64 as one."""
+    """Count a decision by stage, policy and reason; reasons after the first 64 count as `other`."""
     if key not in counts and len(counts) >= _MAX_REASONS:
         key = (*key[:2], _OTHER_REASON)
     counts[key] = counts.get(key, 0) + 1

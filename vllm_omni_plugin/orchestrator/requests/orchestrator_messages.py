@@ -1,4 +1,4 @@
-"""What crosses between AsyncLLM's event loop and the orchestrator's."""
+"""Messages between AsyncLLM's event loop, the coordinator's client and the orchestrator's loop."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,12 +14,7 @@ from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """A stage has put something out for the call.
-
-    Attributes:
-        stage: its name.
-        output: what is new; its `finish_reason` is set with the last.
-    """
+    """New output of a stage for a `PipelineCall`; the last one has a `finish_reason`. `stage` is the stage's name."""
 
     stage: str
     output: StageOutput
@@ -27,11 +22,11 @@ class StageEvent:
 
 @dataclass(frozen=True, slots=True)
 class PipelineCallEnded:
-    """Nothing more comes for the call.
+    """The last event of a `PipelineCall`.
 
     Attributes:
-        error: why it ended early; None if all stages that it needs have finished.
-        timings: by the stage's name, seconds: see `OrchestratorRequestState.pipeline_timings`.
+        error: why the call ended early; None if all needed stages have finished.
+        timings: seconds by the stage's name; see `OrchestratorRequestState.pipeline_timings`.
     """
 
     error: Exception | None
@@ -40,16 +35,16 @@ class PipelineCallEnded:
 
 @dataclass(frozen=True, slots=True)
 class PipelineCall:
-    """What the client asks of a pipeline.
+    """What a client asks of a pipeline.
 
     Attributes:
-        modalities: what it wants put out, each one of `Pipeline.modalities`.
-        put: called on the orchestrator's thread with every `StageEvent` of the stages named in `outputs` and of the
-            final ones of `modalities` that do not answer through vLLM, and finally with one `PipelineCallEnded`. Must
+        modalities: the outputs that the client wants, each one of `Pipeline.modalities`.
+        put: called on the orchestrator's thread with each `StageEvent` of the stages in `outputs` and of the final
+            stages of `modalities` that do not answer through vLLM, and at last with a `PipelineCallEnded`. Must
             not block or raise.
-        outputs: names of further stages whose output it wants to see; they run anyway.
+        outputs: names of other stages whose output the client wants to see; those stages run anyway.
         sampling: sampling parameters by the stage's name.
-        params: what transforms may read; plain data.
+        params: plain data for transforms and Python stages.
     """
 
     modalities: tuple[str, ...]
@@ -60,20 +55,20 @@ class PipelineCall:
 
 
 Dispatches = list[tuple[str, Decision]]
-"""Where a request went, as `<stage>.<replica>`, and why: one entry for each dispatch until an answer begins."""
+"""The replicas (`<stage>.<replica>`) that a request was sent to, each with the policy's decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequest:
-    """A new request, or the next chunk of a streaming-input one.
+    """A new request, or the next chunk of a streaming-input session.
 
     Attributes:
-        request: vLLM's `EngineCoreRequest`; the orchestrator reads it and never changes it.
-        submitted_at: monotonic seconds at which the client handed it over.
-        dispatches: the orchestrator's thread appends to it; None if nobody asks.
-        call: what the client wants of a pipeline; None for a request that says nothing of one.
-        traced: whether `RequestStages` shall tell what a pipeline's stages did for it.
-        terms: what its client said of its place and time; None where nobody was asked.
+        request: vLLM's `EngineCoreRequest`; the orchestrator never changes it.
+        submitted_at: monotonic seconds.
+        dispatches: a list to which the orchestrator's thread appends until the answer begins; None: not needed.
+        call: None for a plain request.
+        traced: whether to send `RequestStages` for this request.
+        terms: None: the defaults of admission.
     """
 
     request: Any
@@ -85,7 +80,7 @@ class SubmitRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of its prompt, or embeddings in their place."""
+        """Tokens of the prompt, or its embeddings."""
         request = self.request
         return len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
 
@@ -95,8 +90,8 @@ class AbortRequests:
     """The client no longer wants these requests; nothing more is delivered for them.
 
     Attributes:
-        whole: with everything that a pipeline does for them. Otherwise, of a request with a `PipelineCall`, only what
-            answers through vLLM's server, which aborts what it ends at a stop string, too.
+        whole: abort all stages of a pipeline. Otherwise, a request with a `PipelineCall` ends only its answering stage,
+            because vLLM's server also aborts an answer that it ends at a stop string.
     """
 
     request_ids: tuple[str, ...]
@@ -105,12 +100,11 @@ class AbortRequests:
 
 @dataclass(frozen=True, slots=True)
 class OutputUnusable:
-    """AsyncLLM's side could not process an output. Comes after the `AbortRequests` of the request.
+    """AsyncLLM could not process an output. Comes after the `AbortRequests` of the request.
 
     Attributes:
-        request_id: the request.
-        engine_index: of the replica that sent it.
-        reason: what was raised over it.
+        engine_index: of the replica that sent the output.
+        reason: the exception.
     """
 
     request_id: str
@@ -119,16 +113,11 @@ class OutputUnusable:
 
 
 RequestMessage = SubmitRequest | AbortRequests | OutputUnusable
-"""What AsyncLLM's side says of requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A request ends with an error instead of a finish reason.
-
-    Attributes:
-        error: `NoReplicaError`, `RequestRefusedError` or `RequestLostError`, worded for the API's user.
-    """
+    """A request ends with an error instead of a finish reason; `error` is worded for the user of the API."""
 
     request_id: str
     error: Exception
@@ -139,11 +128,9 @@ class StageTimes:
     """When a stage worked for a request.
 
     Attributes:
-        stage_id: its id.
-        stage: its name.
-        began_at: monotonic seconds at which its input began to be made.
-        ended_at: monotonic seconds at which it ended, or was no longer wanted.
-        parts: seconds, see `OrchestratorRequestState.pipeline_timings`.
+        began_at: monotonic seconds at which the transform of its input began.
+        ended_at: monotonic seconds at which the stage ended or was aborted.
+        parts: seconds; see `OrchestratorRequestState.pipeline_timings`.
     """
 
     stage_id: int
@@ -155,7 +142,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestStages:
-    """A traced request has ended in all its stages. Comes once for each, around its last output."""
+    """A traced request has ended in all its stages. Comes once for each, before or after its last output."""
 
     request_id: str
     stages: tuple[StageTimes, ...]
@@ -163,10 +150,10 @@ class RequestStages:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJoined:
-    """A replica that was not there at the start serves from now on; comes before its first outputs.
+    """A replica that came after the start begins to serve; comes before its first outputs.
 
     Attributes:
-        ready_response: what its engine said of itself when it was ready, as vLLM encoded it.
+        ready_response: its engine's, as vLLM encoded it.
     """
 
     stage_id: int
@@ -184,13 +171,13 @@ class ReplicaLeft:
 
 @dataclass(frozen=True, slots=True)
 class CallReplicas:
-    """A utility call for every replica of some stages.
+    """An operator call: a utility call to every replica of some stages.
 
     Attributes:
         method: method of vLLM's engine core.
-        args: its positional arguments, plain data or structs that vLLM's encoder knows.
-        reply: receives a list of results, one per replica that answered, in order of stages and replicas, or the error.
-        stages: the stages, in order; None: all.
+        args: positional arguments, plain data or structs that vLLM's encoder knows.
+        reply: gets the answers of all replicas that accepted the call, in order of stages and replicas, or the error.
+        stages: in order; None: all.
     """
 
     method: str
@@ -201,11 +188,11 @@ class CallReplicas:
 
 @dataclass(frozen=True, slots=True)
 class RegisterRemoteReplica:
-    """A replica of another process is there, or has changed: attach to it, or act on its new status.
+    """A replica of another process has joined or changed: attach to it, or act on its new status.
 
     Attributes:
         info: as the coordinator published it.
-        accepts: whether it takes new requests; False: suspected of being dead, or draining.
+        accepts: whether it takes new requests; False: it is a suspect or draining.
     """
 
     info: ReplicaInfo
@@ -214,7 +201,7 @@ class RegisterRemoteReplica:
 
 @dataclass(frozen=True, slots=True)
 class UnregisterRemoteReplica:
-    """A replica is no longer in the coordinator's list: its requests move, and what belongs to it is freed."""
+    """A replica is no longer in the coordinator's list: its requests move, and its id is freed."""
 
     stage_id: int
     input_addr: str
@@ -224,14 +211,11 @@ class UnregisterRemoteReplica:
 
 @dataclass(frozen=True, slots=True)
 class ManageReplica:
-    """The administrator's wish for one replica.
+    """An operator's action on one replica.
 
     Attributes:
-        action: drain: no new requests; resume: undo that; remove: its requests move, it ends and does not come back.
-        stage_id: its stage.
-        replica_id: its id in that stage.
-        reply: done when the wish is granted (not when a drain has come to its end), or the `ReplicaError` that says
-            why it is not.
+        action: drain: no new requests; resume: undo a drain; remove: move its requests and end it for good.
+        reply: done when the action has begun on all heads (a drain may take longer), or a `ReplicaError`.
     """
 
     action: Literal["drain", "resume", "remove"]
@@ -254,15 +238,13 @@ class ReplaceAdmission:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A decision that was not carried out.
+    """A decision that a policy would make now.
 
     Attributes:
         policy: the policy's name.
-        decision: what it would decide.
-        replicas: those it could choose from, as `<stage>.<replica>`, and their loads, at the positions that the
-            decision speaks of.
-        may_begin: whether the chosen one could begin it in its next steps, so that it would be sent at once.
-        queue_position: where it would stand in the queue otherwise.
+        replicas: the candidates, as `<stage>.<replica>`, and their loads; `decision.position` is an index into them.
+        may_begin: whether the chosen replica has room, so that the request would be sent at once.
+        queue_position: where the request would wait otherwise.
     """
 
     policy: str
@@ -274,14 +256,11 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """The question where a request would go now. Nothing is run or remembered.
+    """Asks where a request would go now. Nothing is sent or remembered.
 
     Attributes:
-        stage_id: the stage that is asked.
-        task: what its policy may know of the request.
-        reply: the explanation, or the `NoReplicaError` or `NoExplanationError` why there is none.
-        terms: what its client would say.
-        priority: OpenAI's; None if it is not known.
+        reply: the explanation, or a `NoReplicaError` or `NoExplanationError`.
+        priority: OpenAI's; None: unknown.
     """
 
     stage_id: int
@@ -291,8 +270,14 @@ class Explain:
     priority: int | None
 
 
-Membership = RegisterRemoteReplica | UnregisterRemoteReplica | ManageReplica
-"""What changes who serves."""
 CoordinatorMessage = Welcome | PeerWork | HeadLeft | SessionLost | CallMessageToHead
-"""What a head hears of the coordinator, but for replicas."""
-RpcMessage = CallReplicas | Membership | Explain | ReplaceAdmission | CoordinatorMessage
+"""What the coordinator sends to a head, besides the replica list."""
+RpcMessage = (
+    CallReplicas
+    | RegisterRemoteReplica
+    | UnregisterRemoteReplica
+    | ManageReplica
+    | Explain
+    | ReplaceAdmission
+    | CoordinatorMessage
+)

@@ -1,4 +1,4 @@
-"""The unfinished requests, and what AsyncLLM's side says of them."""
+"""The table of unfinished requests, and the handling of AsyncLLM's messages about them."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -23,28 +23,27 @@ logger = init_logger(__name__)
 
 
 class RequestState(Protocol):
-    """What is looked at of an unfinished request."""
+    """An unfinished request."""
 
     ticket: Ticket
-    """Its place in the order of all."""
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of its answer so far."""
+        """Tokens of the answer so far."""
 
 
 S = TypeVar("S", bound=RequestState)
 
 
 class RequestOwner(ABC, Generic[S]):
-    """Owns all unfinished requests; `SingleStageRequests` and `PipelineRequests` say how. Nothing in it blocks.
+    """Owns all unfinished requests. Subclasses: `SingleStageRequests`, `PipelineRequests`. Nothing in it blocks.
 
     Args:
-        put: gives an item to AsyncLLM's side.
-        left: gives back the ticket of a request that has ended, with the number of its answer's tokens.
+        put: sends an item to AsyncLLM.
+        left: takes the ticket of an ended request, and the number of tokens of its answer.
 
     Attributes:
-        states: unfinished requests by the client's id; only `_drop` takes one out.
+        states: unfinished requests by the client's id; only `_drop` removes entries.
     """
 
     def __init__(self, put: Callable[[Any], None], left: Callable[[Ticket, int], None]) -> None:
@@ -54,18 +53,13 @@ class RequestOwner(ABC, Generic[S]):
         self._empty: asyncio.Future[None] | None = None
 
     async def wait_until_empty(self) -> None:
-        """Return once no request is unfinished. One at a time may wait."""
+        """Return once no request is unfinished. Only one coroutine may wait at a time."""
         while self.states:
             self._empty = asyncio.get_running_loop().create_future()
             await self._empty
 
     async def serve(self, queue: ThreadQueue[RequestMessage], on_unusable: Callable[[OutputUnusable], None]) -> None:
-        """Take what AsyncLLM's side says of requests, in order, until the queue is closed.
-
-        Args:
-            queue: of these messages.
-            on_unusable: called with what it says of a replica instead.
-        """
+        """Handle the messages in order until the queue is closed; `on_unusable` gets those about bad outputs."""
         while True:
             try:
                 batch = await queue.get_batch()
@@ -80,7 +74,7 @@ class RequestOwner(ABC, Generic[S]):
                     else:
                         on_unusable(message)
                 except Exception as error:
-                    self._fail_alone(message, error)
+                    self._fail_one(message, error)
 
     @abstractmethod
     def submit(self, message: SubmitRequest) -> None:
@@ -88,31 +82,27 @@ class RequestOwner(ABC, Generic[S]):
 
     @abstractmethod
     def fail(self, message: SubmitRequest, error: OmniError) -> None:
-        """End a request that `submit` raised an error of, whatever of it has begun."""
+        """End a request for which `submit` raised an error."""
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
-        """The client does not want these any more; see `AbortRequests`. Unknown ids are those that have just ended."""
+        """Abort requests, see `AbortRequests`. Unknown ids are ignored: those requests have ended."""
 
     @abstractmethod
     def accept_outputs(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
-        """A stage has put something out.
-
-        Returns:
-            The outputs that go to vLLM's server.
-        """
+        """Take outputs of a stage; returns the outputs that go to AsyncLLM."""
 
     @abstractmethod
     def runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
-        """These runs have ended, as the stage's dispatcher returned."""
+        """Take the runs that the stage's dispatcher has ended."""
 
     def close(self) -> None:
-        """Give up what still waits. Idempotent."""
+        """Drop all requests. Idempotent."""
         for request_id in list(self.states):
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> S | None:
-        """Take out a request that has ended, if it is there."""
+        """Remove a request that has ended, if it is in the table."""
         state = self.states.pop(request_id, None)
         if state is not None:
             self._left(state.ticket, state.answer_tokens)
@@ -120,20 +110,20 @@ class RequestOwner(ABC, Generic[S]):
             self._empty.set_result(None)
         return state
 
-    def _fail_alone(self, message: RequestMessage, error: Exception) -> None:
-        """What is wrong with one message, or with our handling of it, ends that request and nothing else."""
+    def _fail_one(self, message: RequestMessage, error: Exception) -> None:
+        """An error over one message must end at most the request of that message."""
         if not isinstance(message, SubmitRequest):
-            logger.error("%r could not be dealt with.", message, exc_info=error)
+            logger.error("%r could not be handled.", message, exc_info=error)
             return
         logger.error("Request %s cannot be served.", message.request.request_id, exc_info=error)
         try:
             self.fail(message, OmniError(f"The request failed: {error!r}"))
         except Exception:
-            logger.exception("Nor could its client be told of that.")
+            logger.exception("The client of request %s could not be notified.", message.request.request_id)
 
 
 def refuse(message: SubmitRequest, error: OmniError, put: Callable[[Any], None]) -> None:
-    """End a request that cannot be begun."""
+    """End a request that cannot begin."""
     put(RequestFailed(message.request.request_id, error))
     if message.call is not None:
         message.call.put(PipelineCallEnded(error))

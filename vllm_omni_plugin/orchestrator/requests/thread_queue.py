@@ -1,4 +1,4 @@
-"""Bounded one-way queues between the event loops of two threads."""
+"""A bounded queue from any thread to one event loop."""
 
 import asyncio
 import threading
@@ -11,23 +11,21 @@ from vllm_omni_plugin.errors import OmniError
 T = TypeVar("T")
 
 _Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Event]
-"""A loop of any thread, and what somebody on it waits for."""
+"""A loop of any thread, and the event that a coroutine on it waits for."""
 
 
 class QueueClosedError(OmniError):
-    """The queue's owner has closed it; what was in it is gone."""
+    """The queue's owner has closed it; its items are dropped."""
 
 
 class ThreadQueue(Generic[T]):
-    """Hands items from any thread to the one event loop that takes them, in order.
+    """Passes items from any thread to the one event loop that takes them, in order.
 
-    An idle queue costs nothing: the consumer sleeps in its loop until the first item wakes it, and takes all that has
-    come by then, so a burst is one wake-up. Producers that find the queue full wait in their own loops.
-
-    All methods but `close` raise QueueClosedError if the queue is or becomes closed.
+    The first item wakes the consumer, which takes all items at once, so a burst is one wake-up. Producers wait in
+    their own loops while the queue is full. All methods but `close` raise QueueClosedError if the queue is closed.
 
     Args:
-        maxsize: items held before `put` waits. `force_put` exceeds it, for items whose number is bounded elsewhere.
+        maxsize: items above which `put` waits. `force_put` may exceed it.
     """
 
     def __init__(self, maxsize: int) -> None:
@@ -44,7 +42,7 @@ class ThreadQueue(Generic[T]):
         return len(self._items)
 
     def force_put(self, item: T) -> bool:
-        """Add an item whatever the length, from any thread; never waits. Returns whether `put` would wait now."""
+        """Add an item whatever the length, from any thread; returns whether `put` would wait now."""
         with self._lock:
             if self._closed:
                 raise QueueClosedError("the queue is closed")
@@ -84,15 +82,15 @@ class ThreadQueue(Generic[T]):
                     self._items.clear()
                     producers, self._producers = self._producers, []
                     break
-                news = asyncio.Event()
-                self._consumer = (asyncio.get_running_loop(), news)
-            await news.wait()
+                added = asyncio.Event()
+                self._consumer = (asyncio.get_running_loop(), added)
+            await added.wait()
         for producer in producers:
             _wake(producer)
         return batch
 
     def close(self) -> list[T]:
-        """Release everybody who waits. Idempotent, from any thread. Returns what was queued."""
+        """Wake everyone who waits. Idempotent, from any thread. Returns the items that were queued."""
         with self._lock:
             self._closed = True
             dropped = list(self._items)
@@ -106,6 +104,6 @@ class ThreadQueue(Generic[T]):
 
 def _wake(waiter: _Waiter) -> None:
     loop, event = waiter
-    # A loop that has ended waits for nothing; it may end between a look at it and the call.
+    # The loop may have ended.
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(event.set)

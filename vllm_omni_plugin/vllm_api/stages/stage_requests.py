@@ -149,7 +149,7 @@ class VllmStageApi(StageApi):
 
     def _processed(self, source: Any, prompt: Mapping[str, Any], params: Any, part: InputPart = WHOLE) -> Any:
         """What vLLM's input processing makes of it, with no more tokens than the model has room for."""
-        room = self._room(length_of(prompt), part.held)
+        room = self._room(length_of(prompt), part.session_tokens)
         if not self._is_pooling:
             params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
             params.min_tokens = min(params.min_tokens, params.max_tokens)
