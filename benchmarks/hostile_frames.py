@@ -52,7 +52,7 @@ STORM_S = 40.0
 LOOKS = 20
 """At the memory of processes, between two calls."""
 MIB = 2**20
-TROUBLE = re.compile(r"Traceback|could not be handled|Assertion|Fatal|serves no more|is lost")
+TROUBLE = re.compile(r"Traceback|could not be handled|Assertion|Fatal|is out of service|is lost")
 
 
 def main() -> None:

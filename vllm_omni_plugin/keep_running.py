@@ -1,4 +1,4 @@
-"""Keeping something running that may end: it is started again after pauses that grow while it keeps ending."""
+"""Restarts a process or connection whenever it ends, with exponential backoff."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,13 +6,9 @@ from contextlib import AbstractAsyncContextManager
 
 
 class Backoff:
-    """Pauses between restarts, in seconds. Each is twice the one before, since a single end is most often an accident,
-    but what keeps ending must not take the machine's time from what serves.
+    """Pauses between restarts, in seconds. Each pause is twice the previous one, from `first` to `longest`.
 
-    Args:
-        first: the shortest pause.
-        longest: the longest one.
-        healthy_after: time in service after which the pauses begin with the first one again.
+    After `healthy_after` seconds in service the pauses start with `first` again.
     """
 
     def __init__(self, first: float = 1.0, longest: float = 60.0, healthy_after: float = 60.0) -> None:
@@ -21,7 +17,7 @@ class Backoff:
         self._healthy_after = healthy_after
 
     def after(self, served: float) -> float:
-        """The pause after something has served for so many seconds, 0.0 if it did not start."""
+        """The next pause. `served`: seconds in service, 0.0 after a failed start."""
         if served >= self._healthy_after:
             self._next = self._first
         pause = self._next
@@ -37,17 +33,15 @@ async def keep_running(
     *,
     must_start: bool = True,
 ) -> None:
-    """Start something, wait for its end, start it again: until `pause` returns False, or until cancelled.
+    """Start, wait for the end, pause, restart: until `pause` returns False, or until cancelled.
 
     Args:
-        start: starts it when entered, returns when it serves, and frees what is left of it when exited. The value is
-            awaited for the reason of its end.
-        backoff: how long to pause before each restart.
+        start: a context manager that starts the work and frees its resources. Its value is awaited for the reason of
+            the end.
         clock: monotonic seconds.
-        pause: waits so many seconds; is told the reason of the end, or the error if it did not start. Returns whether
-            to start again.
-        must_start: whether an error of the first start is raised, because the next start would fail like it. Every
-            later error is a reason to try again, whatever it is, since nobody else would.
+        pause: sleeps for the given seconds; also gets the reason of the end, or the error of the start. Returns whether
+            to restart.
+        must_start: raise an error of the first start. All later errors lead to a restart.
     """
     has_served = False
     while True:
@@ -58,7 +52,7 @@ async def keep_running(
                 reason: str | Exception = await end
                 served = clock() - served_since
         except Exception as error:
-            # A fault in freeing what is left must not turn a cancellation into a restart.
+            # An error while resources are freed must not turn a cancellation into a restart.
             if (must_start and not has_served) or _is_cancelled():
                 raise
             reason = error

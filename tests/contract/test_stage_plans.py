@@ -16,7 +16,7 @@ from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, s
 from vllm_omni_plugin.integration.options.additional_config import options_of, store_options, without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.integration.processes.headless import plan_node
-from vllm_omni_plugin.replicas.engine.engine_start import SharingProcess
+from vllm_omni_plugin.stages.stage_process import StageProcess
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 
@@ -122,7 +122,7 @@ def test_a_head_shares_memory_with_the_python_stages_that_it_alone_uses(tmp_path
     *_, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
     process = vocoder.make_launcher(lambda _pid: None, False, for_others).start(0)
     try:
-        assert isinstance(process, SharingProcess)
+        assert isinstance(process, StageProcess)
         assert (process.memory is None) == for_others
     finally:
         process.shutdown(0.0)

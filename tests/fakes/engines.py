@@ -76,7 +76,7 @@ class Plan:
 
 
 class FakeEngine(FakeProcess):
-    """Satisfies `Starting`, and is the peer of the head's sockets from then on."""
+    """Satisfies `Process`, and is the peer of the head's sockets from then on."""
 
     def __init__(self, pid: int, identity: bytes, plan: Plan) -> None:
         super().__init__(pid)

@@ -28,4 +28,4 @@ async def test_requests_go_on_when_their_replica_sends_what_is_no_message(
     assert await fleet.read() == [("a", "stop"), ("b", "stop")]
     assert (fleet.tokens["a"], fleet.tokens["b"]) == ([11, 12], [11, 12])
     name = bad.input_addr.removeprefix("memory://replica-").removesuffix("/in")
-    assert f"Replica 0.{name} is lost (it sent a message that cannot be used: " in caplog.text
+    assert f"Replica 0.{name} is lost (it sent an invalid message: " in caplog.text

@@ -264,7 +264,7 @@ async def test_a_request_that_makes_engines_say_what_cannot_be_used_gets_no_thir
             fleet.now += 1.0
             fleet.attempt("p")[0].say(b"garbage")
         [(_, error)] = await fleet.read()
-        assert str(error).count("it sent a message that cannot be used") == 2
+        assert str(error).count("it sent an invalid message") == 2
         assert "it gets no third replica" in str(error)
         assert len(fleet.pool.serving) == 1
 

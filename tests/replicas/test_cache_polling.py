@@ -31,7 +31,7 @@ def test_the_second_answer_to_a_question_asked_twice_is_ignored() -> None:
     sent: list[ToServer] = []
     mirror = Mirror()
     follower = CachePollClient(LEASE, sent.append, mirror.take)
-    follower.ask()
+    follower.poll()
     assert sent == [PollCache(LEASE, BEGINNING)] * 2
     answer = changes(BEGINNING, Cursor(3, 3), 1, restart=True)
     follower.take(answer)
@@ -58,10 +58,10 @@ async def test_what_changes_in_the_pause_after_an_answer_is_told_at_its_end(monk
     sent: list[Any] = []
     followers, log = CachePollServer(lambda peer, message: sent.append(message)), CacheLog()
     lease = Lease(LEASE, slot=0, peer=b"head", head_id="head", ends_at=0.0)
-    followers.read(log)
-    followers.follow(lease, BEGINNING)
+    followers.set_log(log)
+    followers.poll(lease, BEGINNING)
     log.append(CacheChange(restart=True))
-    followers.follow(lease, sent[-1].cursor)
+    followers.poll(lease, sent[-1].cursor)
     for key in (1, 2, 3):
         log.append(CacheChange([key]))
     assert len(sent) == 1

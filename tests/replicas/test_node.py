@@ -49,7 +49,7 @@ async def test_the_first_signal_drains_and_the_second_ends(signum: signal.Signal
     assert [await server.told.get() for server in servers] == ["drain", "drain"]
     os.kill(os.getpid(), signum)
     told = [await server.told.get() for server in servers]
-    assert told == [f"its node was told twice to leave ({signum.name})"] * 2
+    assert told == [f"its node received a second {signum.name}"] * 2
     for server in servers:
         server.end.set_result(None)
     await node

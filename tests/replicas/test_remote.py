@@ -160,7 +160,7 @@ async def test_draining_and_its_end_are_reported(head: RemoteHead, server: FakeS
     [
         (Status(LEASE, ReplicaStatus.ERROR, "its engine died", engine_failed=True), "its engine died", True),
         (Status(LEASE, ReplicaStatus.ERROR, "its engine hangs"), "its engine hangs", False),
-        (Status(LEASE, ReplicaStatus.DOWN), "its server says down", False),
+        (Status(LEASE, ReplicaStatus.DOWN), "its server reports down", False),
         (Expired(LEASE), "its server has ended this head's lease", False),
     ],
 )
@@ -179,7 +179,7 @@ async def test_a_server_that_ends_the_lease_is_a_loss(
 async def test_how_an_engine_ended_is_its_servers_word_though_another_sign_of_it_comes_first(
     head: RemoteHead, server: FakeServer, monkeypatch: pytest.MonkeyPatch, sign: Callable[[FakeServer], None]
 ) -> None:
-    monkeypatch.setattr(remote_module, "_SERVER_SAYS_WHY_S", 20.0)
+    monkeypatch.setattr(remote_module, "_GRACE_S", 20.0)
     async with head.attached(server.info) as replica:
         sign(server)
         # The sign comes in less time than these take.
@@ -201,7 +201,7 @@ async def test_messages_about_another_lease_and_garbage_change_nothing(
         server.tell(Status(LEASE, ReplicaStatus.DRAINING))
         await eventually(lambda: ReplicaStatus.DRAINING in head.statuses)
         assert head.deaths == []
-    assert caplog.text.count("Dropped a frame") == 1
+    assert caplog.text.count("Dropped an invalid frame") == 1
 
 
 async def test_what_the_engine_said_before_its_loss_is_still_delivered(head: RemoteHead, server: FakeServer) -> None:

@@ -17,14 +17,12 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 class Peer:
     """A client, its link, and what it reported."""
 
-    def __init__(self, patience: float = 0.0) -> None:
+    def __init__(self, grace: float = 0.0) -> None:
         self.link = FakeLink()
         self.outputs: list[FakeOutputs] = []
         self.deaths: list[str] = []
         self.fault: Exception | None = None
-        self.client = StageClient(
-            self.link, FakeEngineApi(), 7, self._on_outputs, self.deaths.append, patience=patience
-        )
+        self.client = StageClient(self.link, FakeEngineApi(), 7, self._on_outputs, self.deaths.append, grace=grace)
         self.client.start()
 
     def _on_outputs(self, outputs: FakeOutputs) -> None:
@@ -130,7 +128,7 @@ async def test_death_is_told_once_with_its_first_reason(peer: Peer) -> None:
 
 
 async def test_the_engines_own_word_of_its_death_counts_where_nobody_says_more_in_time() -> None:
-    peer = Peer(patience=0.01)
+    peer = Peer(grace=0.01)
     peer.link.say_dead()
     peer.link.say_dead()
     assert peer.deaths == []
@@ -149,7 +147,7 @@ async def test_a_client_that_is_closed_before_somebody_says_more_tells_of_one_en
         return timers[-1]
 
     monkeypatch.setattr(loop, "call_later", call_later)
-    peer = Peer(patience=60.0)
+    peer = Peer(grace=60.0)
     peer.link.say_dead()
     [timer] = timers
     assert not timer.cancelled()

@@ -1,1 +1,1 @@
-"""Engine replicas as the head sees them: links, the client that speaks over them, and how local ones are started."""
+"""Engine replicas: their links and clients, local engines, and the replica server that shares an engine."""

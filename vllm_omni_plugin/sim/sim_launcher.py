@@ -54,7 +54,7 @@ class EngineHost:
 
 
 class SimProcess:
-    """Satisfies `engine_start.Process` and `Starting`. Safe to use from any thread.
+    """Satisfies `engine_start.Process`. Safe to use from any thread.
 
     Args:
         host: where the engine runs; must outlive it.

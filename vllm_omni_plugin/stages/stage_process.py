@@ -52,7 +52,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class StageProcess:
-    """Satisfies `replicas.engine.engine_start.Process` and `Starting`. Ends with this process at the latest.
+    """Satisfies `replicas.engine.engine_start.Process`. Ends with this process at the latest.
 
     Not a `multiprocessing.Process`: that runs the parent's main module again in the child, and with it imports all of
     vLLM.

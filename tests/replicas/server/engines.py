@@ -28,7 +28,7 @@ class SlotCodec(FakeEngineApi):
 
 
 class ServedFakeEngine(FakeProcess):
-    """Satisfies `Starting`. Answers utility calls with False; what it says of requests is the test's.
+    """Satisfies `Process`. Answers utility calls with False; what it says of requests is the test's.
 
     Attributes:
         frames: all messages that reached it, in order.

@@ -122,7 +122,7 @@ class Head:
         assert isinstance(status, Status), status
         return status
 
-    async def beat(self) -> FromServer:
+    async def renew(self) -> FromServer:
         await self.say(RenewLease(self.attached.lease))
         return await self.hear()
 

@@ -38,7 +38,7 @@ async def test_requests_and_outputs_pass_between_head_and_engine(head: Head, nod
     assert await head.read_ids(3) == ["a", "b", "c"]
     assert head.attached.ready_response == b'"ready"'
     assert head.attached.client_index == 0
-    assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
+    assert await head.renew() == Status(head.attached.lease, ReplicaStatus.UP)
 
 
 async def test_two_heads_have_slots_of_their_own(node: Node) -> None:
@@ -57,7 +57,7 @@ async def test_the_next_heads_hear_that_an_engine_was_told_everything_until_its_
     async with node.attached() as first:
         assert not first.attached.synced
         await first.say(StateSynced(first.attached.lease))
-        await first.beat()
+        await first.renew()
         async with node.attached() as second:
             assert second.attached.synced
             await let_go(second)
@@ -69,7 +69,7 @@ async def test_the_next_heads_hear_that_an_engine_was_told_everything_until_its_
 async def let_go(head: Head) -> None:
     """Detach, and return once the replica has read it: the next head's connection may be faster than this one."""
     await head.detach()
-    assert await head.beat() == Expired(head.attached.lease)
+    assert await head.renew() == Expired(head.attached.lease)
 
 
 async def test_an_engine_that_is_started_anew_because_an_output_could_not_be_taken_back_was_told_nothing(
@@ -140,7 +140,7 @@ async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartN
         node.engine.say(0, "orphan")
         await eventually(lambda: node.engine.aborted == ["orphan"])
         await eventually(lambda: (HEAD_SLOTS, "abort_requests") in node.engine.calls)
-        assert await head.beat() == Expired(lease)
+        assert await head.renew() == Expired(lease)
 
 
 async def test_a_head_that_cannot_be_let_go_costs_the_engine_and_the_next_silent_head_is_noticed(
@@ -160,10 +160,10 @@ async def test_a_head_that_cannot_be_let_go_costs_the_engine_and_the_next_silent
 async def test_a_lease_is_good_on_its_own_connection_only(node: Node) -> None:
     async with node.attached() as head, node.head() as other:
         other.attached = head.attached
-        assert await other.beat() == Expired(head.attached.lease)
+        assert await other.renew() == Expired(head.attached.lease)
         await other.detach()
         await other.leave()
-        assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
+        assert await head.renew() == Status(head.attached.lease, ReplicaStatus.UP)
 
 
 async def test_outputs_for_a_former_head_never_reach_the_next(node: Node) -> None:
@@ -183,9 +183,9 @@ async def test_a_head_that_attaches_anew_gives_up_what_it_had(head: Head, node: 
     former = head.attached
     await head.attach(info.incarnation)
     head.attached, current = former, head.attached
-    assert await head.beat() == Expired(former.lease)
+    assert await head.renew() == Expired(former.lease)
     head.attached = current
-    assert isinstance(await head.beat(), Status)
+    assert isinstance(await head.renew(), Status)
 
 
 async def test_outputs_of_an_unleased_slot_are_taken_and_their_requests_aborted(node: Node) -> None:

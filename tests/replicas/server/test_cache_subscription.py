@@ -140,7 +140,7 @@ async def test_a_question_is_answered_when_there_is_something_to_say(publisher: 
     assert (beginning.since, beginning.restart, beginning.stored) == (BEGINNING, True, b"")
     await follow(head, beginning.cursor)
     # Answered at once, so the question before it is not.
-    await head.beat()
+    await head.renew()
     publisher.publish(stored(TOKENS, 1, 2))
     change = await changes(head)
     assert (change.since, change.restart, unpack_keys(change.stored)) == (beginning.cursor, False, tuple(KEYS))
@@ -151,7 +151,7 @@ async def test_after_its_lease_a_head_is_told_nothing_more(publisher: FakePublis
     await follow(head, (await changes(head)).cursor)
     lease = head.attached.lease
     await head.detach()
-    assert await head.beat() == Expired(lease)
+    assert await head.renew() == Expired(lease)
     publisher.publish(stored(TOKENS, 1, 2))
     await asyncio.sleep(0)
-    assert await head.beat() == Expired(lease)
+    assert await head.renew() == Expired(lease)

@@ -46,7 +46,7 @@ async def test_a_proxy_that_cannot_be_opened_leaves_nothing_on_the_loop(
     outputs.close()
     before = set(os.listdir("/proc/self/fd"))
     with contextlib.closing(inputs), pytest.raises(OSError, match="Bad file descriptor"):
-        DataProxy(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/hub", slot)
+        DataProxy(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/forwarder", slot)
     # The slot's own thread may not have noticed yet that its connection is gone.
     slot.context.destroy(linger=0)
     # What earlier tests had may end meanwhile.
@@ -78,7 +78,7 @@ async def test_a_relay_to_a_head_that_reads_nothing_is_closed_at_once(
     tmp_path: Path, slot: "zmq.Socket[bytes]", open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
     inputs, outputs = listen_on_ports("127.0.0.1", None, 2)
-    proxy = DataProxy(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/hub", slot)
+    proxy = DataProxy(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/forwarder", slot)
     head, engine = open_socket(zmq.PULL), open_socket(zmq.PUSH)
     head.rcvhwm = 1
     head.plain_username, head.plain_password = PLAIN_USERNAME.encode(), b"c" * 40
@@ -94,16 +94,16 @@ async def test_a_relay_to_a_head_that_reads_nothing_is_closed_at_once(
 def test_the_hub_of_an_engine_that_reads_nothing_is_closed_at_once(
     tmp_path: Path, open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
-    hub = InputForwarder(f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/local")
+    forwarder = InputForwarder(f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/local")
     engine, writer = open_socket(zmq.DEALER), open_socket(zmq.PUSH)
     engine.rcvhwm = 1
     engine.identity = b"engine"
-    engine.connect(hub.engine_addr)
+    engine.connect(forwarder.engine_addr)
     engine.send(b"ready")
-    assert hub.router.poll(20_000)
-    assert hub.router.recv_multipart()[1] == b"ready"
-    hub.start()
-    writer.connect(hub.local_addr)
+    assert forwarder.router.poll(20_000)
+    assert forwarder.router.recv_multipart()[1] == b"ready"
+    forwarder.start()
+    writer.connect(forwarder.local_addr)
     fill(writer, [b"engine", bytes(20_000)], 2000)
     assert engine.poll(20_000)
-    hub.close()
+    forwarder.close()

@@ -35,9 +35,9 @@ async def test_heads_hear_of_a_loss_before_the_coordinator_that_cannot_tell_why(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    turn_away, say = AttachedHeads.turn_away, Announcer.say
-    monkeypatch.setattr(AttachedHeads, "turn_away", lambda *args: (told.append("heads"), turn_away(*args)))
-    monkeypatch.setattr(Announcer, "say", lambda *args, **more: (told.append(args[1]), say(*args, **more)))
+    detach_all, announce = AttachedHeads.detach_all, Announcer.announce
+    monkeypatch.setattr(AttachedHeads, "detach_all", lambda *args: (told.append("heads"), detach_all(*args)))
+    monkeypatch.setattr(Announcer, "announce", lambda *args, **more: (told.append(args[1]), announce(*args, **more)))
     async with node.attached() as head:
         node.engine.process.die()
         assert (await head.hear_status()).status is ReplicaStatus.ERROR
@@ -72,9 +72,9 @@ async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: 
     async with node.head() as head:
         await head.attach(before.incarnation)
         node.engine.hang()
-        status = await head.beat()
+        status = await head.renew()
         while isinstance(status, Status) and status.status is ReplicaStatus.UP:
-            status = await head.beat()
+            status = await head.renew()
         assert isinstance(status, Status)
         assert (status.status, status.engine_failed) == (ReplicaStatus.ERROR, False)
         assert "has not answered for" in status.reason

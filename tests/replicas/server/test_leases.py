@@ -14,7 +14,7 @@ def test_a_slot_is_free_again_only_when_cleaned() -> None:
     granted(leases, "a")
     assert leases.end(leases.current[0])
     assert granted(leases, "b") == -1
-    leases.cleaned(0)
+    leases.free(0)
     assert granted(leases, "b") == 0
 
 
@@ -26,7 +26,7 @@ def test_a_lease_number_is_never_used_twice() -> None:
         lease = leases.current[0]
         numbers.append(lease.lease_id)
         leases.end(lease)
-        leases.all_clean()
+        leases.free_all()
     assert len(set(numbers)) == 3
 
 

@@ -57,7 +57,7 @@ async def test_an_idle_replica_leaves_at_once_and_its_engine_has_time_to_end(nod
     assert node.engine.process.shutdowns == [None]
 
 
-@pytest.mark.parametrize(("leave", "why"), [("drain", "draining: it is leaving"), ("stop_now", "down: it was told")])
+@pytest.mark.parametrize(("leave", "why"), [("drain", "draining: it is draining"), ("stop_now", "down: it was told")])
 async def test_a_head_that_comes_while_an_idle_replica_leaves_is_told_so(
     node: Node, monkeypatch: pytest.MonkeyPatch, leave: str, why: str
 ) -> None:
@@ -128,7 +128,7 @@ async def test_draining_before_the_engine_is_ready_gives_up_its_start(node: Node
 async def test_an_engine_that_dies_when_its_replica_is_to_leave_is_not_started_again(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch, leave: str
 ) -> None:
-    monkeypatch.setattr(replica_server, "_LAST_WORDS_S", 5.0)
+    monkeypatch.setattr(replica_server, "_LINGER_S", 5.0)
     node = await start_node()
     async with node.attached() as head:
         getattr(node.server, leave)()

@@ -49,7 +49,7 @@ SAMPLES = [
 
 async def works(node: Node, head: Head) -> None:
     """The lease stands and both directions pass, and only what this head sent has reached the engine."""
-    assert await head.beat() == Status(head.attached.lease, ReplicaStatus.UP)
+    assert await head.renew() == Status(head.attached.lease, ReplicaStatus.UP)
     await head.add("mine")
     await eventually(lambda: any(b"mine" in frames[-1] for frames in node.engine.frames))
     node.engine.say(head.attached.client_index, "mine")
@@ -213,7 +213,7 @@ async def test_a_head_whose_lease_is_over_cannot_write_any_more(start_node: Star
         await eventually(lambda: any(b"before" in frames[-1] for frames in node.engine.frames))
         former = head.inputs, head.attached
         await head.detach()
-        assert isinstance(await head.beat(), Expired)
+        assert isinstance(await head.renew(), Expired)
         async with node.attached() as next_head:
             assert former[1] is not None
             assert next_head.attached.input_addr == former[1].input_addr
@@ -229,9 +229,9 @@ async def test_a_head_that_takes_nothing_loses_its_lease(start_node: StartNode) 
         head.outputs.close()
         _, head.outputs = await head.connect(head.attached, head.credential, rcvhwm=1, rcvbuf=4096)
         node.engine.say(0, *["x" * 10_000] * 3000)
-        answer = await head.beat()
+        answer = await head.renew()
         while isinstance(answer, Status) and answer.status is ReplicaStatus.UP:
-            answer = await head.beat()
+            answer = await head.renew()
         assert isinstance(answer, Status)
-        assert "took nothing for too long" in answer.reason
+        assert "did not read for too long" in answer.reason
         await eventually(lambda: node.engine.aborted)

@@ -1,4 +1,4 @@
-"""One replica as a head sees it: the client of its engine, however the link was opened.
+"""The client of one replica in a head.
 
 Imports `replicas.links`, `replicas.control` and `replicas.kv_events`. Start with `stage_client`.
 """

@@ -1,4 +1,4 @@
-"""A replica behind a replica server: attaching to it, staying attached, noticing its loss."""
+"""A remote replica: attaching to its replica server, renewing the lease, detecting its loss."""
 
 import asyncio
 import time
@@ -41,20 +41,20 @@ logger = init_logger(__name__)
 _WINDOW_S = 60.0
 
 _MAX_SOCKETS = 16384
-"""Nine for each replica, with those that watch the others; ZMQ's own limit would end at 113 replicas."""
-_SERVER_SAYS_WHY_S = 1.0
-"""An engine's own word of its death and the end of its connections take shorter ways; its server knows how it ended."""
+"""A replica takes nine, monitor sockets included. ZMQ's default limit would allow 113 replicas."""
+_GRACE_S = 1.0
+"""How long to wait for the server's status after the engine reported its death or its connection broke. Only the server
+knows the engine's exit status, but its message may arrive later."""
 
 OnOutputs = Callable[[Any], None]
 OnStatus = Callable[[ReplicaStatus], None]
 
 
 class ClockOffset:
-    """Estimates how far a sender's monotonic clock is behind ours, from the times at which its messages arrive.
+    """Estimates the offset between a sender's monotonic clock and ours from the arrival times of its messages.
 
-    Each message says that the offset is at most its arrival minus its timestamp, the excess being its time on the way;
-    the smallest of many is closest to the truth (as in NTP's clock filter, RFC 5905 section 10). Only the last one to
-    two minutes count, since clocks drift apart.
+    Arrival time minus timestamp is the offset plus the transit time, so the smallest difference is the best estimate
+    (NTP's clock filter, RFC 5905 section 10). Only the last one to two minutes count, since clocks drift.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ClockOffset:
         self._smallest = self._smallest_before = float("inf")
 
     def observe(self, timestamp: float, now: float) -> float:
-        """Seconds to add to the sender's times, given a message of `timestamp` that arrived at `now`."""
+        """Add a message; returns the seconds to add to the sender's times."""
         if now >= self._window_ends_at:
             self._window_ends_at = now + _WINDOW_S
             self._smallest_before, self._smallest = self._smallest, float("inf")
@@ -71,9 +71,9 @@ class ClockOffset:
 
 
 def rebase(outputs: Any, offset: ClockOffset, now: float) -> None:
-    """Tell all times of an `EngineCoreOutputs` that arrived at `now` in our clock.
+    """Convert all times of an `EngineCoreOutputs` to our clock.
 
-    vLLM takes intervals between them, and a request that moved has times of two engines.
+    vLLM subtracts these times from each other, and a request that moved has times of two engines.
     """
     seconds = offset.observe(outputs.timestamp, now)
     outputs.timestamp += seconds
@@ -84,10 +84,10 @@ def rebase(outputs: Any, offset: ClockOffset, now: float) -> None:
 
 
 class AttachRefusedError(ReplicaError):
-    """The replica's server said no.
+    """The replica server refused the lease.
 
     Attributes:
-        lasting: asking again is of no use until one end is started anew.
+        lasting: a retry will fail until the head or the server is restarted.
     """
 
     def __init__(self, reason: str, lasting: bool) -> None:
@@ -96,7 +96,6 @@ class AttachRefusedError(ReplicaError):
 
 
 def attaching_context() -> Context:
-    """A context for the sockets of many replicas."""
     context: Context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
     return context
@@ -104,18 +103,16 @@ def attaching_context() -> Context:
 
 @dataclass(frozen=True)
 class AttachSettings:
-    """What all attachments of one head have in common.
+    """Settings of all attachments of one head.
 
     Attributes:
-        codecs: see `StageClient`; by stage.
-        head_id: names this process to servers and in their logs; no other has it.
+        codecs: by stage; see `StageClient`.
+        head_id: unique id of this process, for servers and their logs.
         fingerprints: this head's configuration by stage, see `vllm_api.launch.model_fingerprint`.
-        heartbeat_interval: seconds between signs of life.
-        heartbeat_timeout: seconds without one after which a server is lost; also how long attaching may take.
-        max_message_bytes: the largest message of an engine.
-        secrets: what servers and heads of this fleet know, None where links are open.
-        clock: monotonic seconds.
-        context: makes the sockets, nine for each replica.
+        heartbeat_interval: seconds between renewals of a lease.
+        heartbeat_timeout: seconds without an answer after which a server is lost; also the limit for attaching.
+        max_message_bytes: limit of one message of an engine.
+        secrets: the fleet's secrets, None if links are not authenticated.
     """
 
     codecs: Mapping[int, Codec]
@@ -133,12 +130,10 @@ class RemoteReplica:
     """A lease of one replica. Made by `attach_remote`; lives on the loop that made it.
 
     Attributes:
-        client: speaks to the engine.
-        ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
-        incarnation: the one that this is a lease of.
-        synced: whether another head has told the engine what operators have told the fleet.
-        lost: done with the reason when the lease has ended, or the engine.
-        on_lost: called with the reason in the same step; does nothing unless replaced.
+        ready_response: the engine's ready response, as vLLM encoded it.
+        synced: see `Attached`.
+        lost: done with the reason when the lease or the engine has ended.
+        on_lost: called with the reason when `lost` is set; does nothing unless replaced.
     """
 
     client: StageClient
@@ -157,21 +152,19 @@ class RemoteReplica:
         self._offset = ClockOffset()
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
-        self.on_lost: Callable[[str], None] = _nothing
+        self.on_lost: Callable[[str], None] = lambda reason: None
         self._answer: asyncio.Future[Attached | AttachRefused] = loop.create_future()
         self._control: ControlClient | None = None
         self._lease: int | None = None
         self._link: RemoteLink | None = None
-        self._beats_unanswered = 0
-        self._next_beat: asyncio.TimerHandle | None = None
-        self._follower: CachePollClient | None = None
+        self._unanswered = 0
+        self._next_renewal: asyncio.TimerHandle | None = None
+        self._cache_polls: CachePollClient | None = None
 
     async def attach(self) -> None:
-        """Get a lease, open the data connections, see the engine answer. Not limited in time.
+        """Get a lease, open the data connections and wait for an answer of the engine. Has no time limit.
 
-        Raises:
-            AttachRefusedError: the server said no.
-            ReplicaError: the server or its engine is lost, or the handshake was refused.
+        Raises as `attach_remote`.
         """
         settings = self._settings
         self._control = await open_control_link(
@@ -209,25 +202,25 @@ class RemoteReplica:
             self._rebase,
             self._end,
             lease.client_index,
-            _SERVER_SAYS_WHY_S,
+            _GRACE_S,
         )
-        self._beat()
+        self._renew()
         await self._link.established()
         self.client.start()
         if self.lost.done():
             raise ReplicaError(self.lost.result())
-        # Connections that are open prove nothing of the engine behind them.
+        # Open connections do not prove that the engine is alive.
         await self.client.call("is_sleeping")
 
     def subscribe_cache(self, on_change: OnCacheChange) -> None:
-        """Tell what the engine has cached, all of it and then what changes, if it reports that. Once, when attached."""
+        """Report the engine's cached blocks, first all and then changes, if the engine reports them. Call once."""
         if not publishes_cache_events(self.ready_response):
             logger.info("Replica %s does not report what its prefix cache holds.", self._name)
         elif self._control is not None and self._lease is not None:
-            self._follower = CachePollClient(self._lease, self._control.send, on_change)
+            self._cache_polls = CachePollClient(self._lease, self._control.send, on_change)
 
     async def why_late(self) -> str:
-        """What attaching was waiting for, for the log of a head that gave up."""
+        """Why attaching took too long, as a clause for the log."""
         address = self._info.control_addr
         seconds = f"within {self._settings.heartbeat_timeout:g} s"
         if self._control is None:
@@ -237,27 +230,27 @@ class RemoteReplica:
         return f"its engine did not answer {seconds}"
 
     def report_synced(self) -> None:
-        """Other heads need not tell the engine what operators have told the fleet."""
-        self._say(StateSynced)
+        """Tell the server that the engine has received all recorded operator calls."""
+        self._send(StateSynced)
 
     def leave(self) -> None:
-        """Tell the server to end the engine, for good, once its heads are done with it."""
-        self._say(DrainReplica)
+        """Ask the server to drain the replica, stop its engine and not restart it."""
+        self._send(DrainReplica)
 
     def close(self) -> None:
-        """Give the lease back and free everything. What still runs is aborted by the server. Idempotent."""
-        if self._next_beat is not None:
-            self._next_beat.cancel()
+        """End the lease and close all sockets. The server aborts running requests. Idempotent."""
+        if self._next_renewal is not None:
+            self._next_renewal.cancel()
         self._answer.cancel()
-        self.on_lost = _nothing
+        self.on_lost = lambda reason: None
         if self._link is not None:
             self.client.close()
-        self._say(Detach)
+        self._send(Detach)
         self._lease = None
         if self._control is not None:
             self._control.close()
 
-    def _say(self, kind: type[StateSynced] | type[DrainReplica] | type[Detach]) -> None:
+    def _send(self, kind: type[StateSynced] | type[DrainReplica] | type[Detach]) -> None:
         if self._control is not None and self._lease is not None:
             self._control.send(kind(self._lease))
 
@@ -268,15 +261,15 @@ class RemoteReplica:
                     self._lease = message.lease if isinstance(message, Attached) else None
                     self._answer.set_result(message)
             case Status(lease=lease) if lease == self._lease:
-                self._beats_unanswered = 0
+                self._unanswered = 0
                 if self._link is not None:
                     self.client.answered_at = self._settings.clock()
                 if message.status in (ReplicaStatus.UP, ReplicaStatus.DRAINING):
                     self._on_status(message.status)
                 else:
-                    self._lose(message.reason or f"its server says {message.status.value}", message.engine_failed)
-            case CacheChanges(lease=lease) if lease == self._lease and self._follower is not None:
-                self._follower.take(message)
+                    self._lose(message.reason or f"its server reports {message.status.value}", message.engine_failed)
+            case CacheChanges(lease=lease) if lease == self._lease and self._cache_polls is not None:
+                self._cache_polls.take(message)
             case Expired(lease=lease) if lease == self._lease:
                 self._lose("its server has ended this head's lease")
 
@@ -284,25 +277,25 @@ class RemoteReplica:
         rebase(outputs, self._offset, self._settings.clock())
         self._on_outputs(outputs)
 
-    def _beat(self) -> None:
-        """Ask for a sign of life. Beats without answer are counted, so a head that was itself late blames nobody."""
+    def _renew(self) -> None:
+        """Renew the lease. Unanswered messages are counted, not timed: a head that was late itself loses no replica."""
         assert self._control is not None
         assert self._lease is not None
         self._control.drain()
         if self.lost.done():
             return
         settings = self._settings
-        if self._beats_unanswered * settings.heartbeat_interval >= settings.heartbeat_timeout:
+        if self._unanswered * settings.heartbeat_interval >= settings.heartbeat_timeout:
             self._lose(f"its server has not answered for {settings.heartbeat_timeout:g} s")
             return
-        self._beats_unanswered += 1
+        self._unanswered += 1
         self._control.send(RenewLease(self._lease))
-        if self._follower is not None:
-            self._follower.ask()
-        self._next_beat = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._beat)
+        if self._cache_polls is not None:
+            self._cache_polls.poll()
+        self._next_renewal = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._renew)
 
     def _data_connection_lost(self) -> None:
-        # What the engine has still said is good, and need not be computed again elsewhere.
+        # Outputs that have arrived are valid and need not be computed again.
         self.client.drain()
         most = self._settings.max_message_bytes // 2**20
         self.client.mark_dead_after_grace(
@@ -320,7 +313,7 @@ class RemoteReplica:
     def _end(self, reason: str) -> None:
         if self.lost.done():
             return
-        self._follower = None
+        self._cache_polls = None
         self.lost.set_result(reason)
         if not self._answer.done():
             self._answer.set_exception(ReplicaError(reason))
@@ -333,15 +326,12 @@ async def attach_remote(
     """Attach to a replica; returns when its engine has answered.
 
     Args:
-        info: as the coordinator published it.
-        replica_id: its id in this head.
-        settings: of this head.
-        on_outputs: see `StageClient`; the times in them are in our clock.
-        on_status: called with UP or DRAINING when the server says so.
+        on_outputs: see `StageClient`; times are converted to our clock.
+        on_status: called with UP or DRAINING when the server reports it.
 
     Raises:
-        AttachRefusedError: the server said no.
-        ReplicaError: it cannot be reached, did not answer in time, refused the handshake, or was lost meanwhile.
+        AttachRefusedError: the server refused the lease.
+        ReplicaError: the server cannot be reached, did not answer in time, refused the handshake, or was lost.
     """
     replica = RemoteReplica(info, replica_id, settings, on_outputs, on_status)
     try:
@@ -359,8 +349,4 @@ async def attach_remote(
 
 
 AttachRemote = Callable[[ReplicaInfo, int, AttachSettings, OnOutputs, OnStatus], Awaitable[RemoteReplica]]
-"""What `attach_remote` is."""
-
-
-def _nothing(reason: str) -> None:
-    """Before anybody wants to know of a loss, and afterwards."""
+"""Signature of `attach_remote`."""

@@ -1,4 +1,4 @@
-"""The link to an engine behind a replica server, whose two sockets we connect to."""
+"""The link to a remote engine: tcp connections to two sockets of its replica server."""
 
 import secrets
 from collections.abc import Callable
@@ -26,11 +26,11 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class DataCredential:
-    """What a head shows on the data sockets of one attachment.
+    """Authenticates a head on the data sockets of one lease.
 
     Attributes:
-        public: what the server is told to admit, 40 characters: a CURVE public key (Z85), or a random word.
-        secret: the secret half of the key (Z85), or "" where links are not encrypted.
+        public: sent to the server in `Attach`, 40 characters: a CURVE public key (Z85), or a random string.
+        secret: the secret half of the key (Z85), or "" if links are not encrypted.
     """
 
     public: str
@@ -38,14 +38,13 @@ class DataCredential:
 
     @classmethod
     def new(cls, encrypted: bool) -> Self:
-        """A credential that nobody else has."""
         if not encrypted:
             return cls(secrets.token_hex(20), "")
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
-    def show(self, socket: Socket, data_key: str) -> None:
-        """Use it for a socket's connections, made from now on to the holder of `data_key`."""
+    def apply(self, socket: Socket, data_key: str) -> None:
+        """Use the credential for a socket's future connections to the server with the public key `data_key`."""
         if self.secret:
             socket.curve_serverkey = data_key.encode()
             socket.curve_publickey = self.public.encode()
@@ -56,14 +55,11 @@ class DataCredential:
 
 
 class RemoteLink(Link):
-    """Over tcp, for the time of one lease. Lives on the running event loop.
+    """The link of one lease. Lives on the running event loop.
 
     Args:
-        context: makes the sockets.
-        lease: where to connect, and as whom.
-        credential: the one that the lease was granted for.
-        max_output_bytes: the engine's largest message.
-        on_lost: called with the reason when a connection breaks after both were established.
+        max_output_bytes: limit of one message of the engine.
+        on_lost: called when a connection breaks after it was established.
 
     Raises:
         ReplicaError: an address or key of the lease is not valid.
@@ -87,8 +83,8 @@ class RemoteLink(Link):
         try:
             for socket, address in zip(self._sockets, (self.input_addr, self.output_addr), strict=True):
                 self._connections.append(Connection(socket, on_lost))
-                credential.show(socket, lease.data_key)
-                # What is sent to us for requests is a handshake.
+                credential.apply(socket, lease.data_key)
+                # On the input socket the server sends only handshakes.
                 socket.maxmsgsize = (
                     HANDSHAKE_FRAME_BYTES if socket is self.input_socket else max_output_bytes + CURVE_BYTES
                 )
@@ -98,11 +94,7 @@ class RemoteLink(Link):
             raise ReplicaError(f"cannot connect to {self.input_addr} and {self.output_addr}: {error}") from error
 
     async def established(self) -> None:
-        """Return when both directions are open.
-
-        Raises:
-            ReplicaError: one cannot be reached, or refused us; says which.
-        """
+        """Return when both connections are open; raises `ReplicaError` with the address that failed."""
         for connection, address in zip(self._connections, (self.input_addr, self.output_addr), strict=True):
             try:
                 await connection.established
@@ -129,10 +121,10 @@ class RemoteLink(Link):
 
 
 def _connect(socket: Socket, address: str) -> None:
-    # Unbounded, as vLLM's own are: requests are bounded before they come here, and outputs by the reader's pauses.
+    # Unbounded, as in vLLM: requests are bounded before they reach this socket, and outputs by the reader's pauses.
     socket.sndhwm = socket.rcvhwm = 0
     socket.ipv6 = "[" in address
     socket.connect_timeout = _CONNECT_TIMEOUT_MS
-    # What is queued for one peer must not reach its successor.
+    # Messages queued for this server must not reach the next process that listens at the address.
     socket.reconnect_ivl = NEVER_RECONNECT
     socket.connect(address)

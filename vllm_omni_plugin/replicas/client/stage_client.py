@@ -1,4 +1,4 @@
-"""The one client of an engine replica: the engine-core protocol over a link, however that link was opened."""
+"""The client of an engine replica: vLLM's engine-core protocol over a link."""
 
 import asyncio
 import itertools
@@ -17,7 +17,6 @@ logger = init_logger(__name__)
 _REPORTED = "the engine reported its own death"
 _MAX_DETAIL_CHARS = 300
 
-
 _LONG_CALLS = frozenset(
     {
         "add_lora",
@@ -30,11 +29,11 @@ _LONG_CALLS = frozenset(
         "wake_up",
     }
 )
-"""Methods in which engines move, load or save weights, or whatever a user likes."""
+"""Calls that may take long: they move, load or save weights, or run code of a user."""
 
 
 class Codec(Protocol):
-    """How calls become frames and frames outputs; `vllm_api.requests.engine_api.EngineApi` in service."""
+    """Encodes requests and calls, decodes outputs. Implemented by `vllm_api.requests.engine_api.EngineApi`."""
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int) -> Frames: ...
 
@@ -51,21 +50,21 @@ class StageClient:
     """Talks to one engine replica. Lives on one event loop.
 
     Args:
-        link: the open link; the client owns it from here on.
-        codec: encodes and decodes; may be shared between the clients of one loop.
-        name: of the replica, in errors and logs.
+        link: an open link; the client closes it.
+        codec: may be shared between the clients of one loop.
+        name: name of the replica in errors and logs.
         on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
-        on_dead: called at most once, with the reason, when the replica is dead, or has said what cannot be used.
-        client_index: which of the engine's outputs is the link's, for an engine that several clients share.
-        patience: seconds that somebody who knows more has to call `mark_dead` after the engine reported its own death
-            or `mark_dead_after_grace` was called.
+        on_dead: called at most once, with the reason, when the replica is dead or has sent an invalid message.
+        client_index: the engine's output that belongs to the link, if several clients share the engine.
+        grace: seconds to wait for a `mark_dead` with a better reason, after the engine reported its own death or
+            `mark_dead_after_grace` was called.
 
     Attributes:
-        engine_failed: whether it is dead because the engine crashed by itself or said what cannot be used.
-        is_reading: whether what the engine says is read, and not left in the socket by `pause_reading`.
+        engine_failed: the replica is dead because the engine crashed by itself or sent an invalid message.
+        is_reading: False from `pause_reading` to `resume_reading`.
         answered_at: monotonic seconds of the last answer to a probe, of the engine or its server; 0 before the first.
             Set by the caller that probes.
-        is_interrupted: whether what the engine says of requests is dropped, from `interrupt` to `reset`.
+        is_interrupted: outputs of requests are dropped, from `interrupt` to `reset`.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class StageClient:
         on_outputs: Callable[[Any], None],
         on_dead: Callable[[str], None],
         client_index: int = 0,
-        patience: float = 0.0,
+        grace: float = 0.0,
     ) -> None:
         self._link = link
         self._codec = codec
@@ -84,13 +83,13 @@ class StageClient:
         self._on_outputs = on_outputs
         self._on_dead = on_dead
         self._client_index = client_index
-        self._patience = patience
-        self._last_word: asyncio.TimerHandle | None = None
-        # Begun anywhere: an answer to another client of the same engine must not be taken for one of ours.
+        self._grace = grace
+        self._death_timer: asyncio.TimerHandle | None = None
+        # Random start: an answer to another client of the same engine must not match one of our calls.
         self._call_ids = itertools.count(secrets.randbits(48))
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._long_calls = 0
-        # Apart from calls, since these fail when the engine hangs, and the end of that has to be heard of.
+        # Separate from calls: `interrupt` fails calls, but the answer to a probe shows that the hang is over.
         self._probes: dict[int, asyncio.Future[Any]] = {}
         self.is_reading = True
         self.answered_at = 0.0
@@ -107,27 +106,23 @@ class StageClient:
         self._link.start_reading(self._receive)
 
     def add_request(self, request: Any, engine_request_id: str) -> None:
-        """Submit an `EngineCoreRequest` under an id that must be new to the engine, or vLLM's engine dies of it.
+        """Submit an `EngineCoreRequest`. A repeated engine request id would crash vLLM's engine.
 
         Raises:
-            MessageTooLargeError: the replica takes no message of this size.
+            MessageTooLargeError: the message is larger than the replica accepts.
             ReplicaError: the replica is dead.
         """
         self._send(self._codec.encode_add(request, engine_request_id, self._client_index))
 
     def abort_requests(self, engine_request_ids: Sequence[str]) -> None:
-        """Abort requests by their engine-side ids; those already finished are ignored by the engine.
-
-        Raises:
-            ReplicaError: the replica is dead.
-        """
+        """Abort requests; the engine ignores finished ones. Raises `ReplicaError` if the replica is dead."""
         self._send(self._codec.encode_abort(engine_request_ids))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core and return its result.
 
         Raises:
-            ReplicaError: the engine refused or failed the call, or died before it answered.
+            ReplicaError: the call was refused or failed, or the engine died before it answered.
         """
         is_long = method in _LONG_CALLS
         self._long_calls += is_long
@@ -137,30 +132,27 @@ class StageClient:
             self._long_calls -= is_long
 
     async def probe(self) -> None:
-        """Returns when the engine's own loop has answered, which it does between two steps; see `Probe`.
+        """Return when the engine's main loop has answered, which it does between two steps; see `Probe`.
 
         Raises:
-            ReplicaError: as `call`, but for `interrupt`, and not for an engine that was told to end, which refuses all.
+            ReplicaError: as `call`, except that `interrupt` does not fail it, and that an engine which shuts down and
+                refuses all calls counts as alive.
         """
         await self._ask(self._probes, "is_sleeping", ())
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are calls that may keep the engine's loop for long. Others say nothing, and may be many."""
+        """Whether a call is open that may block the engine's main loop for long."""
         return self._long_calls > 0
 
     def interrupt(self, reason: str) -> None:
-        """The engine hangs: fail open calls with `reason`, and drop what it says of requests until `reset`."""
+        """Fail open calls because the engine hangs, and drop outputs of requests until `reset`."""
         self.is_interrupted = True
         self._fail(self._calls, ReplicaError(f"replica {self._name} hangs: {reason}"))
 
     async def reset(self) -> None:
-        """Abort every request and end any pause or sleep, for heads that know nothing of what was before.
-
-        Raises:
-            ReplicaError: as `call`.
-        """
-        # vLLM's scheduler takes None for all requests.
+        """Abort every request and end a pause or sleep, before new heads use the engine. Raises as `call`."""
+        # None means all requests to vLLM's scheduler.
         await self.call("abort_requests", None)
         self.is_interrupted = False
         if await self.call("is_sleeping"):
@@ -172,32 +164,31 @@ class StageClient:
         self._link.pause_reading()
 
     def resume_reading(self) -> None:
-        """Go on reading after `pause_reading`."""
         self.is_reading = True
         self._link.resume_reading()
 
     def drain(self) -> None:
-        """Handle what the replica sent before it died. Call before `mark_dead` when its process has exited."""
+        """Handle messages that the replica sent before it died. Call before `mark_dead` when its process has exited."""
         self._link.drain()
 
     def mark_dead(self, reason: str, engine_failed: bool = False) -> None:
-        """Fail open calls and refuse new ones with `reason`; the first reason stays. Tells `on_dead`."""
+        """Fail open calls, refuse new ones, call `on_dead`. Only the first call has an effect."""
         if self._dead_reason is not None:
             return
         self._dead_reason, self.engine_failed = reason, engine_failed
-        if self._last_word is not None:
-            self._last_word.cancel()
+        if self._death_timer is not None:
+            self._death_timer.cancel()
         self._fail(self._calls, self._dead_error())
         self._fail(self._probes, self._dead_error())
         self._on_dead(reason)
 
     def mark_dead_after_grace(self, reason: str, engine_failed: bool = False) -> None:
-        """`mark_dead`, unless somebody who knows more does so within `patience`; of several calls the first counts."""
-        if not self._patience:
+        """Call `mark_dead` after the grace time, unless another caller does before. Only the first call counts."""
+        if not self._grace:
             self.mark_dead(reason, engine_failed)
-        elif self._dead_reason is None and self._last_word is None:
+        elif self._dead_reason is None and self._death_timer is None:
             mark_dead = partial(self.mark_dead, reason, engine_failed)
-            self._last_word = asyncio.get_running_loop().call_later(self._patience, mark_dead)
+            self._death_timer = asyncio.get_running_loop().call_later(self._grace, mark_dead)
 
     def close(self) -> None:
         """Close the link; open calls fail. Idempotent."""
@@ -237,7 +228,7 @@ class StageClient:
 
     def _receive(self, frames: list[Any]) -> None:
         if self._dead_reason is not None:
-            # Its requests are elsewhere by now, and its statistics would count as those of a replica that serves.
+            # Its requests have moved, and its statistics would count as those of a serving replica.
             return
         if self._codec.is_engine_dead(frames):
             self.mark_dead_after_grace(_REPORTED, engine_failed=True)
@@ -249,10 +240,10 @@ class StageClient:
             elif not self.is_interrupted:
                 self._on_outputs(outputs)
         except WireError as error:
-            # What was in it is lost, so nothing that follows can be delivered.
-            self.mark_dead(f"it sent a message that cannot be used: {str(error)[:_MAX_DETAIL_CHARS]}", True)
+            # The outputs in this message are lost, so later ones cannot be delivered.
+            self.mark_dead(f"it sent an invalid message: {str(error)[:_MAX_DETAIL_CHARS]}", True)
         except Exception as error:
-            # Of one replica: it must not end the reading of the others, nor let its requests wait for what was lost.
+            # The error must not affect other replicas, and the requests must not wait for lost outputs.
             logger.exception("Outputs of replica %s could not be handled.", self._name)
             self.mark_dead(f"its outputs could not be handled: {str(error)[:_MAX_DETAIL_CHARS]}", True)
 
@@ -263,7 +254,7 @@ class StageClient:
         if reply.failure_message is None:
             future.set_result(reply.result.result)
         elif reply.failure_message == SHUTTING_DOWN and reply.call_id in self._probes:
-            # Its loop has answered, and finishes the requests that it has.
+            # The engine shuts down after its running requests. Its main loop has answered.
             future.set_result(None)
         else:
             kind = NotAllowedError if reply.failure_message.startswith(NOT_ALLOWED) else ReplicaError

@@ -1,4 +1,4 @@
-"""Why an address cannot be reached, in words for whoever looks after the network."""
+"""Explains in an error message why an address cannot be reached."""
 
 import asyncio
 import errno
@@ -10,7 +10,7 @@ _LAST_PORT = 65535
 
 
 async def why_unreachable(address: str) -> str:
-    """Try a plain connection to `tcp://host:port`; returns a clause: from where, and what came of it."""
+    """Try to connect to `tcp://host:port`; returns a clause with our source address and the result."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
     if not port.isdecimal() or int(port) > _LAST_PORT:
@@ -29,7 +29,7 @@ async def why_unreachable(address: str) -> str:
 
 
 def _source_address(host: str) -> str:
-    """The address of ours from which the system would reach a numeric address; the host's name for any other."""
+    """The local address from which the system would reach a numeric address; for a name, our host name."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.inet_pton(family, host)

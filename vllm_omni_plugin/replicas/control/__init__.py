@@ -1,4 +1,4 @@
-"""What a head and a replica server say to each other beside the data path: attach, lease, beat, leave.
+"""The control connection of a head and a replica server: attach, renew the lease, detach.
 
 Imports `replicas.links` and `replicas.kv_events`. Start with `lease_messages`.
 """

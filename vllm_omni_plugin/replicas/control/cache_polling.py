@@ -1,4 +1,4 @@
-"""How a head follows what a remote replica has cached: long polling over the control link, from both ends."""
+"""How a head receives the changes of a remote replica's prefix cache: long polling over the control connection."""
 
 import asyncio
 import struct
@@ -14,7 +14,7 @@ logger = init_logger(__name__)
 
 _KEY_BYTES = 8
 _PAUSE_S = 0.04
-"""Between answers: an engine reports with each step, and a head that took each report would do little else."""
+"""Pause between answers. An engine reports changes with each step; one answer per step would load the head too much."""
 
 
 class CachePollServer:
@@ -23,38 +23,36 @@ class CachePollServer:
     A lease has at most one open poll. Lives on the running event loop.
 
     Args:
-        send: sends a message to a routing id of the control link.
+        send: sends a message to a routing id of the control connection.
     """
 
     def __init__(self, send: Callable[[bytes, FromServer], None]) -> None:
         self._send = send
         self._log = CacheLog()
-        self._waiting: dict[int, tuple[Lease, Cursor]] = {}
+        self._polls: dict[int, tuple[Lease, Cursor]] = {}
         self._pause: asyncio.TimerHandle | None = None
 
-    def read(self, log: CacheLog) -> None:
-        """Tell of this engine from now on."""
+    def set_log(self, log: CacheLog) -> None:
+        """Answer from the log of another engine from now on."""
         self._log.on_change = lambda: None
         self._log = log
         log.on_change = self._answer_all
 
-    def follow(self, lease: Lease, cursor: Cursor) -> None:
-        """A head asks for what comes after its cursor."""
-        self._waiting[lease.lease_id] = (lease, cursor)
+    def poll(self, lease: Lease, cursor: Cursor) -> None:
+        self._polls[lease.lease_id] = (lease, cursor)
         self._answer_all()
 
-    def forget(self, lease: Lease) -> None:
-        """The lease has ended."""
-        self._waiting.pop(lease.lease_id, None)
+    def remove(self, lease: Lease) -> None:
+        self._polls.pop(lease.lease_id, None)
 
     def _answer_all(self) -> None:
         if self._pause is not None:
             return
-        answered = [self._answer(lease, cursor) for lease, cursor in list(self._waiting.values())]
+        answered = [self._answer(lease, cursor) for lease, cursor in list(self._polls.values())]
         if any(answered):
-            self._pause = asyncio.get_running_loop().call_later(_PAUSE_S, self._go_on)
+            self._pause = asyncio.get_running_loop().call_later(_PAUSE_S, self._end_pause)
 
-    def _go_on(self) -> None:
+    def _end_pause(self) -> None:
         self._pause = None
         self._answer_all()
 
@@ -62,7 +60,7 @@ class CachePollServer:
         part = self._log.since(since)
         if part is None:
             return False
-        del self._waiting[lease.lease_id]
+        del self._polls[lease.lease_id]
         cursor, change = part
         stored, removed = pack_keys(change.stored), pack_keys(change.removed)
         self._send(
@@ -75,9 +73,8 @@ class CachePollClient:
     """The head's end, for one lease.
 
     Args:
-        lease: its number.
-        send: sends a message on the control link.
-        on_change: told of every change, in order.
+        send: sends a message on the control connection.
+        on_change: called with every change, in order.
     """
 
     def __init__(self, lease: int, send: Callable[[ToServer], None], on_change: Callable[[CacheChange], None]) -> None:
@@ -85,10 +82,10 @@ class CachePollClient:
         self._send = send
         self._on_change = on_change
         self._cursor = BEGINNING
-        self.ask()
+        self.poll()
 
     def take(self, message: CacheChanges) -> None:
-        """An answer has come. One that came before, because it was asked for twice, is ignored."""
+        """Handle an answer. A second answer to the same poll is ignored."""
         if message.since != self._cursor:
             return
         try:
@@ -100,18 +97,17 @@ class CachePollClient:
             return
         self._cursor = message.cursor
         self._on_change(change)
-        self.ask()
+        self.poll()
 
-    def ask(self) -> None:
-        """Ask for what comes next; again, now and then, because the question or its answer may have been lost."""
+    def poll(self) -> None:
+        """Request the next changes; repeated with each heartbeat, since the poll or its answer may be lost."""
         self._send(PollCache(self._lease, self._cursor))
 
 
 def pack_keys(keys: Sequence[int]) -> bytes:
-    """Block keys as the control link carries them."""
     return struct.pack(f"<{len(keys)}Q", *keys)
 
 
 def unpack_keys(packed: bytes) -> Sequence[int]:
-    """The keys in `packed`. Raises `struct.error` unless it has eight bytes for each."""
+    """Raises `struct.error` if the length is not a multiple of the size of a key."""
     return struct.unpack(f"<{len(packed) // _KEY_BYTES}Q", packed)

@@ -1,4 +1,4 @@
-"""The control connection of a head and a replica server, from both ends."""
+"""The control connection of a head and a replica server: both ends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,28 +24,25 @@ from vllm_omni_plugin.replicas.links.replica_ports import Listener
 
 logger = init_logger(__name__)
 
-# A link cut without a word is noticed in about a second, and one that heals is opened again as fast.
+# The head detects a silent connection loss within about a second, and reconnects as fast.
 _CHECK_MS = 250
 _CHECK_TIMEOUT_MS = 800
 _RECONNECT_MS = 100
 _CONNECT_TIMEOUT_MS = 1000
-# The last words to a server that is still there are worth this much of the closing head's time.
+# How long a closing head waits for its last messages to leave.
 _LINGER_MS = 500
 _QUEUE_MESSAGES = 64
-# A head on a link that was cut without a word is forgotten after this time, instead of TCP's quarter of an hour.
+# The server detects a silent connection loss after this time; TCP alone would take a quarter of an hour.
 _LINK_CHECK_MS = 5000
 _LINK_TIMEOUT_MS = 15000
 
 
 class ControlClient:
-    """Sends and receives the messages of `control`. Lives on the running event loop.
+    """The head's end. Lives on the running event loop.
 
     Args:
-        context: makes the socket.
-        address: the server's control address.
-        secrets: what the server and we know, None where links are open.
-        attempt: which of the secrets to show.
-        on_message: called with each message of the server.
+        secrets: the fleet's secrets, None if links are not authenticated.
+        attempt: index of the secret to use.
         on_lost: called when the connection breaks after it was established.
 
     Raises:
@@ -80,7 +77,7 @@ class ControlClient:
         self._reader.resume()
 
     def send(self, message: ToServer) -> None:
-        """Queue a message; dropped if there is no connection and too much is queued already."""
+        """Queue a message. It is dropped if the queue is full because there is no connection."""
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -92,7 +89,7 @@ class ControlClient:
         self._reader.drain()
 
     def close(self) -> None:
-        """Stop reading; what was sent may still go out for half a second. Idempotent."""
+        """Stop reading. Queued messages may still leave for half a second. Idempotent."""
         if not self._socket.closed:
             self.connection.close()
             self._reader.pause()
@@ -106,7 +103,7 @@ class ControlClient:
         except WireError as error:
             self._invalid_frames += 1
             if self._invalid_frames == 1:
-                logger.warning("Dropped a frame of %s, and will drop more without a word: %s", self._address, error)
+                logger.warning("Dropped an invalid frame of %s; further ones are not logged: %s", self._address, error)
             return
         self._on_message(message)
 
@@ -118,14 +115,14 @@ async def open_control_link(
     on_message: Callable[[FromServer], None],
     on_lost: Callable[[], None],
 ) -> ControlClient:
-    """Connect with the first of our secrets that the server takes, waiting as long as nobody answers.
+    """Connect with the first secret that the server accepts. Waits without limit while no server answers.
 
     Raises:
-        ReplicaError: the address is not valid, or the server takes none of them.
+        ReplicaError: the address is not valid, or the server accepts none of the secrets.
     """
     refusal: HandshakeRefusedError | None = None
     for attempt in range(secrets.count if secrets else 1):
-        # A socket whose handshake was refused may never connect again, so each secret gets a fresh one.
+        # A socket may not connect again after a refused handshake, so each secret needs a new socket.
         link = ControlClient(context, address, secrets, attempt, on_message, on_lost)
         try:
             await link.connection.established
@@ -141,12 +138,11 @@ async def open_control_link(
 
 
 class ControlServer:
-    """A ROUTER that is read on the running loop.
+    """The server's end: a ROUTER that is read on the running loop.
 
     Args:
-        listener: the port to answer on.
-        secrets: whose holders may connect; None admits everybody who can reach the port.
-        on_message: called with the sender's routing id and its message. What it raises is logged, and reading goes on.
+        secrets: heads must know one of them; None admits every peer that can reach the port.
+        on_message: called with the sender's routing id and its message. Its exceptions are logged.
     """
 
     def __init__(
@@ -175,16 +171,16 @@ class ControlServer:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Frames dropped so far, by reason."""
+        """Number of dropped frames by reason."""
         return self._drops.counts
 
     def send(self, peer: bytes, message: FromServer) -> None:
-        """Send to a head; dropped if it has gone or does not read."""
+        """Send to a head. The message is dropped if the head is gone or its queue is full."""
         self._router.send_multipart((peer, encode(message)), zmq.NOBLOCK)
         self._reader.look_again()
 
     def close(self, linger: float) -> None:
-        """Stop; what was sent has up to `linger` seconds to leave, which this waits for."""
+        """Close the socket; blocks up to `linger` seconds until queued messages have left."""
         self._reader.pause()
         self._router.close(linger=int(linger * 1000))
         if self._zap_handler is not None:
@@ -204,5 +200,5 @@ class ControlServer:
         try:
             self._on_message(frames[0].bytes, message)
         except Exception:
-            # A fault in handling one message must not end the reading of those that follow.
+            # An error in one message must not stop the handling of later ones.
             logger.exception("A message of a head at %s could not be handled.", address)

@@ -1,4 +1,4 @@
-"""What a head and a replica server say to each other beside the data path: attaching, staying attached, leaving.
+"""Messages of the control connection between a head and a replica server: attach, renew the lease, detach, status.
 
 UTF-8 JSON, one message per frame, as on the coordinator's wire. The head's socket is a DEALER, the server's a ROUTER.
 """
@@ -13,10 +13,10 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import decode_strict
 from vllm_omni_plugin.replicas.kv_events.cache_log import MAX_PART, Cursor
 
 PROTOCOL_VERSION = 4
-"""Of the messages below and of the data path. Ends that differ do not work together."""
+"""Version of these messages and of the data path. A head and a server with different versions do not work together."""
 
 CONTROL_ROLE = "replica"
-"""Of the keys derived from a secret: those of control sockets."""
+"""Role for which the CURVE keys of control sockets are derived from the secret."""
 
 MAX_CONTROL_BYTES = 256 * 1024
 MAX_TEXT_CHARS = 4096
@@ -28,14 +28,13 @@ Keys = Annotated[bytes, Meta(max_length=8 * MAX_PART)]
 
 
 class Attach(Struct, frozen=True, tag="attach"):
-    """Head to server: may I send requests to this replica?
+    """Head to server: requests a lease of this replica.
 
     Attributes:
-        protocol: `PROTOCOL_VERSION` of the head.
-        incarnation: the incarnation of the replica that the head means, from the replica list.
+        incarnation: the incarnation that the head has in its replica list.
         head_id: names the head process in the server's log.
-        credential: what the head will show on the data sockets, made for this attachment only: the public half of a
-            CURVE key pair (Z85) where links are encrypted, else a random word of the same length.
+        credential: authenticates the head on the data sockets, made for this lease only: the public half of a CURVE
+            key pair (Z85) if links are encrypted, else a random string of the same length.
         fingerprint: the head's configuration, see `vllm_api.launch.model_fingerprint`.
     """
 
@@ -47,37 +46,37 @@ class Attach(Struct, frozen=True, tag="attach"):
 
 
 class RenewLease(Struct, frozen=True, tag="beat"):
-    """Head to server, every heartbeat interval: I am here and hold this lease."""
+    """Head to server, every heartbeat interval: renews the lease. The server answers with `Status`."""
 
     lease: int
 
 
 class Detach(Struct, frozen=True, tag="detach"):
-    """Head to server: I am done with this replica. What still runs for me may be aborted."""
+    """Head to server: ends the lease. The server aborts the requests that are still running for this head."""
 
     lease: int
 
 
 class DrainReplica(Struct, frozen=True, tag="leave"):
-    """Head to server, on behalf of its administrator: drain, end the engine, do not come back."""
+    """Head to server, for an operator: drain the replica, stop its engine and do not restart it."""
 
     lease: int
 
 
 class StateSynced(Struct, frozen=True, tag="told"):
-    """Head to server: the engine has been told everything that the fleet's operators have told the others."""
+    """Head to server: the engine has received all operator calls that the fleet has recorded."""
 
     lease: int
 
 
 class PollCache(Struct, frozen=True, tag="follow"):
-    """Head to server: tell me what the engine has cached, from here on, as soon as there is something to tell.
+    """Head to server: requests the changes of the engine's prefix cache after a cursor.
 
-    Answered by one `CacheChanges`. A head sends the next one then, or the same again if the answer may be lost.
+    The server answers with one `CacheChanges` as soon as there are changes. The head then sends the next poll. It sends
+    the same poll again if the answer may be lost.
 
     Attributes:
-        lease: the head's.
-        cursor: that of the last answer, or `cache_log.BEGINNING`.
+        cursor: cursor of the last answer, or `cache_log.BEGINNING`.
     """
 
     lease: int
@@ -85,19 +84,19 @@ class PollCache(Struct, frozen=True, tag="follow"):
 
 
 class Attached(Struct, frozen=True, tag="attached"):
-    """Server to head: you hold a lease.
+    """Server to head: grants a lease.
 
     Attributes:
-        lease: names it from here on.
-        input_addr: where to connect a PUSH for requests: frames are (identity, request type, payload...).
-        output_addr: where to connect a PULL for outputs of requests sent with `client_index`; yours alone.
+        lease: id of the lease in all further messages.
+        input_addr: where the head connects a PUSH for requests: frames are (identity, request type, payload...).
+        output_addr: where the head connects a PULL for its outputs. No other head receives them.
         client_index: to put into every request and utility call.
         identity: ZMQ identity of the engine, the first frame of every message to it.
-        ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
-        max_message_bytes: what one message to the engine may have at most, all of its frames together.
-        data_key: public CURVE key (Z85) of the data sockets, or "" where links are not encrypted.
+        ready_response: the engine's ready response, as vLLM encoded it.
+        max_message_bytes: limit of one message to the engine, all frames together.
+        data_key: public CURVE key (Z85) of the data sockets, or "" if links are not encrypted.
         fingerprint: the server's configuration.
-        synced: whether a head has said `StateSynced` of this engine, and it has had heads ever since.
+        synced: whether a head has sent `StateSynced` for this engine, and the engine has had a head ever since.
     """
 
     lease: int
@@ -113,11 +112,11 @@ class Attached(Struct, frozen=True, tag="attached"):
 
 
 class AttachRefused(Struct, frozen=True, tag="refused"):
-    """Server to head: no, and why.
+    """Server to head: refuses a lease.
 
     Attributes:
-        reason: for both ends' logs; names what differs and both values.
-        lasting: asking again is of no use until one end is started anew.
+        reason: for the logs of both ends; names each field that differs and both values.
+        lasting: a retry will fail until the head or the server is restarted.
     """
 
     reason: Text
@@ -125,14 +124,13 @@ class AttachRefused(Struct, frozen=True, tag="refused"):
 
 
 class Status(Struct, frozen=True, tag="status"):
-    """Server to head: answers each `RenewLease`, and comes unasked on every change.
+    """Server to head: answers each `RenewLease`; also sent on every change.
 
     Attributes:
-        lease: the head's.
-        status: UP; DRAINING: send nothing new and detach when done; ERROR or DOWN: the engine is lost or not trusted,
-            and the lease with it.
-        reason: why, unless UP.
-        engine_failed: whether the engine crashed by itself, and was not ended from outside, hung or told to leave.
+        status: UP; DRAINING: send no new requests, and detach when all are finished; ERROR or DOWN: the engine is lost
+            or hangs, and the lease has ended.
+        reason: why the status is not UP.
+        engine_failed: whether the engine crashed by itself. False if it was ended from outside, hangs or drains.
     """
 
     lease: int
@@ -142,22 +140,19 @@ class Status(Struct, frozen=True, tag="status"):
 
 
 class Expired(Struct, frozen=True, tag="expired"):
-    """Server to head: I know of no such lease (any more). Attach again."""
+    """Server to head: this lease does not exist or has ended."""
 
     lease: int
 
 
 class CacheChanges(Struct, frozen=True, tag="cache_changes"):
-    """Server to head: what changed in the engine's prefix cache.
+    """Server to head: what changed in the engine's prefix cache. The fields after `cursor` are those of `CacheChange`.
 
     Attributes:
-        lease: the head's.
-        since: the cursor that this answers.
-        cursor: where to follow on.
-        stored: see `CacheChange`; keys of eight bytes each, little endian.
-        removed: likewise.
-        restart: see `CacheChange`.
-        complete: see `CacheChange`.
+        since: cursor of the poll that this answers.
+        cursor: cursor for the next poll.
+        stored: block keys, eight bytes each, little endian.
+        removed: as `stored`.
     """
 
     lease: int
@@ -178,15 +173,14 @@ _from_server: msgspec.json.Decoder[FromServer] = msgspec.json.Decoder(FromServer
 
 
 def encode(message: ToServer | FromServer) -> bytes:
-    """The message as one frame."""
     return _encoder.encode(message)
 
 
 def decode_to_server(frame: bytes) -> ToServer:
-    """The head's message in a frame; raises `WireError` naming the field and what is wrong with it."""
+    """Raises `WireError`, which names the field and its fault."""
     return decode_strictly(_to_server, frame, "control message", MAX_CONTROL_BYTES)
 
 
 def decode_from_server(frame: bytes) -> FromServer:
-    """The server's message in a frame; raises `WireError` naming the field and what is wrong with it."""
+    """Raises `WireError`, which names the field and its fault."""
     return decode_strictly(_from_server, frame, "control message", MAX_CONTROL_BYTES)

@@ -1,4 +1,4 @@
-"""Which head holds which output slot of an engine, and until when: a pure table without sockets or clocks."""
+"""Which head holds which output slot of an engine, and until when: a table without sockets or clocks."""
 
 import itertools
 from dataclasses import dataclass
@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One head's right to one output slot.
+    """One head's right to use one output slot.
 
     Attributes:
-        lease_id: names it on the wire; never used twice.
+        lease_id: id on the wire; never reused.
         slot: index of the slot, which is the head's `client_index`.
-        peer: ZMQ routing id of the control connection on which it was granted. It is good on that connection only.
-        head_id: which head.
-        ends_at: when it ends, unless its holder gives a sign of life before.
+        peer: ZMQ routing id of the control connection that got the lease. The lease is valid on that connection only.
+        ends_at: when the lease ends, unless the head renews it before.
     """
 
     lease_id: int
@@ -26,12 +25,12 @@ class Lease:
 class Leases:
     """The slots of one engine. Times are monotonic seconds given by the caller.
 
-    A slot whose lease ended is not free before `cleaned`: until then outputs of the former holder may come on it. The
-    lowest free slot is taken, since slot 0 needs no further ports.
+    The slot of an ended lease is not free before `free`: outputs of its former head may still arrive on it. The lowest
+    free slot is used first, since slot 0 needs no further ports.
 
     Args:
-        slots: how many there are.
-        timeout: seconds without a beat after which a lease ends.
+        slots: number of slots.
+        timeout: seconds after which a lease ends that is not renewed.
     """
 
     def __init__(self, slots: int, timeout: float) -> None:
@@ -50,11 +49,11 @@ class Leases:
         return list(self._leases.values())
 
     def superseded(self, peer: bytes, head_id: str) -> list[Lease]:
-        """The leases that this head still has from an earlier attachment. It attaches anew because it lost them."""
+        """The leases that this head still has from an earlier attachment, which it has lost."""
         return [lease for lease in self.current if lease.peer == peer or lease.head_id == head_id]
 
     def grant(self, peer: bytes, head_id: str, now: float) -> Lease | None:
-        """Give a free slot to a head, or None if there is none."""
+        """Lease a free slot to a head; None if no slot is free."""
         if not self._free:
             return None
         slot = min(self._free)
@@ -64,32 +63,31 @@ class Leases:
         return lease
 
     def find(self, lease_id: int, peer: bytes) -> Lease | None:
-        """The lease of that number if it is this peer's, else None."""
+        """The lease with this id if it belongs to this peer, else None."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.peer == peer else None
 
-    def beat(self, lease: Lease, now: float) -> None:
-        """Its holder is there."""
+    def renew(self, lease: Lease, now: float) -> None:
         lease.ends_at = now + self._timeout
 
     def expired(self, now: float, late_by: float = 0.0) -> list[Lease]:
-        """The leases whose holders were silent for too long; the caller ends them.
+        """The leases that were not renewed in time. The caller ends them.
 
-        `late_by`: seconds by which the caller itself comes later than it meant to. Beats may have waited unread for as
-        long, so all leases get that much more time.
+        `late_by`: seconds by which the caller itself is late. Renewals may have waited unread for that long, so all
+        leases are extended by it.
         """
         for lease in self._leases.values():
             lease.ends_at += late_by
         return [lease for lease in self.current if lease.ends_at <= now]
 
     def end(self, lease: Lease) -> bool:
-        """Take a lease back; False if it had ended before. Its slot is free after `cleaned`."""
+        """End a lease; False if it had ended before."""
         return self._leases.pop(lease.lease_id, None) is not None
 
-    def cleaned(self, slot: int) -> None:
-        """Nothing of its former holder can come on a slot any more."""
+    def free(self, slot: int) -> None:
+        """Make a slot available: no output of its former head can arrive any more."""
         self._free.add(slot)
 
-    def all_clean(self) -> None:
-        """A new engine: all slots are free. No lease may be left."""
+    def free_all(self) -> None:
+        """Make all slots available, for a new engine. There must be no lease."""
         self._free = set(range(self._slots))

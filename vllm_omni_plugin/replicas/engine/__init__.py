@@ -1,4 +1,4 @@
-"""An engine of this node: started, probed, restarted, ended.
+"""Starts, probes, restarts and stops the engines of this node.
 
 Imports `replicas.client`. Start with `engine_keeper`.
 """

@@ -1,4 +1,4 @@
-"""Keeping one engine of this node in service, for the head or the replica server that has it, and probing it."""
+"""Keeps one engine of this node in service: starts, probes and restarts it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,23 +13,21 @@ from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
 
 _LONG_STEPS = 4.0
-"""How many times the longest answer seen an engine may take: it answers between steps only, and steps differ."""
+"""Limit of an answer, as a multiple of the longest answer seen: an engine answers between steps, and steps differ."""
 _FADE = 0.99
-"""What is left of the longest answer with each later one, or one compilation would hide every hang from then on."""
+"""Decay of the longest answer with each later one. Otherwise one compilation would hide all later hangs."""
 _LONG_CALL_S = 300.0
-"""What an engine may take for a long call that it was sent before, in which it answers nothing."""
+"""Limit of an answer while a long call is open."""
 
 
 class Probe:
-    """Asks an engine at intervals, once at a time, and says when it hangs and when it is back.
+    """Probes an engine periodically, one probe at a time, and reports hangs and recoveries.
 
     Args:
-        engine: is asked by `StageClient.probe`.
-        interval: seconds between an answer and the next question.
-        timeout: seconds an answer may take, unless answers that took long were seen; see `limit`.
+        interval: seconds between an answer and the next probe.
+        timeout: seconds an answer may take at least; see `limit`.
         on_hang: called with the reason when an answer is overdue.
-        on_answer: awaited when an overdue answer has come after all, before the next question.
-        clock: monotonic seconds.
+        on_answer: awaited when an overdue answer has arrived, before the next probe.
     """
 
     def __init__(
@@ -49,60 +47,60 @@ class Probe:
         self._on_answer = on_answer
         self._clock = clock
         self._longest = 0.0
-        # Whether the time of the answer that is awaited says something of the engine's steps.
-        self._is_fair = True
+        # Whether the time of the current answer measures the engine's steps.
+        self._measures_steps = True
 
     @property
     def limit(self) -> float:
-        """Seconds after which a question that is not answered means a hang.
+        """Seconds without an answer that count as a hang.
 
-        An answer that came later than that counts as one that took so long: what looked like a hang may have been one
-        of many long steps, and then requests would move from one engine to the next and end nowhere.
+        A later answer counts as one of exactly this time, so the limit grows: the engine may have long steps, and
+        otherwise its requests would move from engine to engine without end.
         """
         return max(self._timeout, _LONG_STEPS * self._longest)
 
     async def run(self) -> str:
-        """Probe until the engine is lost; returns the reason. An engine that fails the question is given up."""
+        """Probe until the engine is lost; returns the reason. An engine that refuses a probe is marked lost."""
         lost = self._engine.lost
         while not lost.done():
             await asyncio.wait({lost}, timeout=self._interval)
             if not lost.done():
                 try:
-                    await self._ask()
+                    await self._probe()
                 except ReplicaError as error:
                     self._engine.mark_lost(f"its engine cannot be probed: {error}")
         return lost.result()
 
-    async def _ask(self) -> None:
+    async def _probe(self) -> None:
         asked_at, limit, is_busy = self._clock(), self.limit, self._client.is_busy
-        patience = max(limit, _LONG_CALL_S) if is_busy else limit
-        self._is_fair = not is_busy
+        timeout = max(limit, _LONG_CALL_S) if is_busy else limit
+        self._measures_steps = not is_busy
         answer = asyncio.ensure_future(self._client.probe())
         try:
-            is_overdue = not await self._comes(answer, patience)
+            is_overdue = not await self._arrives(answer, timeout)
             if is_overdue:
-                self._on_hang(f"its engine has not answered for {patience:.1f} s")
+                self._on_hang(f"its engine has not answered for {timeout:.1f} s")
             await answer
             self._client.answered_at = self._clock()
         finally:
             answer.cancel()
         self._longest *= _FADE
-        if self._is_fair:
+        if self._measures_steps:
             self._longest = max(self._longest, min(self._clock() - asked_at, limit))
         if is_overdue:
             await self._on_answer()
 
-    async def _comes(self, answer: "asyncio.Future[None]", patience: float) -> bool:
-        """Whether the answer comes in time. Time in which this process could not have read it does not count."""
+    async def _arrives(self, answer: "asyncio.Future[None]", timeout: float) -> bool:
+        """Whether the answer arrives in time. Time in which this process did not read does not count."""
         while True:
             waits_from = self._clock()
-            answered, _ = await asyncio.wait({answer}, timeout=patience)
+            answered, _ = await asyncio.wait({answer}, timeout=timeout)
             if answered:
                 return True
-            late_by = self._clock() - waits_from - patience
+            late_by = self._clock() - waits_from - timeout
             if self._client.is_reading and late_by <= self._interval:
                 return False
-            self._is_fair = False
+            self._measures_steps = False
 
 
 E = TypeVar("E", bound=Engine)
@@ -110,12 +108,11 @@ E = TypeVar("E", bound=Engine)
 
 @dataclass(frozen=True)
 class Timing:
-    """What keepers go by.
+    """Times of an `EngineKeeper`.
 
     Attributes:
-        heartbeat_interval: seconds between questions to an engine whether it still answers.
-        heartbeat_timeout: seconds without an answer after which it hangs; see `Probe`.
-        clock: monotonic seconds.
+        heartbeat_interval: seconds between probes.
+        heartbeat_timeout: seconds without an answer that count as a hang; see `Probe`.
         delay: sleeps between restarts.
     """
 
@@ -126,26 +123,25 @@ class Timing:
 
 
 class EngineKeeper(Generic[E]):
-    """Starts an engine, asks it at intervals whether it answers, and starts it again when it is lost.
+    """Starts an engine, probes it, and restarts it when it is lost.
 
-    An engine that hangs is taken out of service but not killed, since a long step looks the same. It is put back into
-    service when it has answered.
+    An engine that hangs is taken out of service but not killed, since a long step looks the same. It returns to service
+    when it answers.
 
     Args:
-        name: of the replica, for the name of the task.
+        name: name of the replica, for the name of the task.
         start: starts the engine and returns when it is ready.
-        serve: puts an engine into service that is new, or that hung and has answered. If it raises, the engine is
-            ended and started again.
-        withdraw: takes it out of service, told the reason and whether it hangs. Called in the step in which that is
-            known, and not while the engine is ended in order.
-        on_restart: told in how many seconds an engine is started again that was lost or did not start, and why.
-        executor: where its end is waited for.
-        timing: how often to ask, and when to restart.
+        serve: puts an engine into service that is new, or that hung and answers again. If it raises, the engine is
+            restarted.
+        suspend: takes the engine out of service; gets the reason and whether the engine hangs. Called at once, but not
+            while the engine is shut down.
+        on_restart: called before a restart with the pause in seconds and the reason.
+        executor: waits for the end of the engine.
 
     Attributes:
-        ready: done with the engine once the first one serves; as `running`, there from `begin` on.
-        running: the task that keeps it; done when the engine is not to be started again, or with the error of the
-            first start.
+        ready: result is the first engine that is in service. `ready` and `running` exist after `begin`.
+        running: the task of the keeper; done when the engine is not restarted any more, or with the error of the first
+            start.
     """
 
     ready: "asyncio.Future[E]"
@@ -156,7 +152,7 @@ class EngineKeeper(Generic[E]):
         name: str,
         start: Callable[[], Awaitable[E]],
         serve: Callable[[E], Awaitable[None]],
-        withdraw: Callable[[E, str, bool], None],
+        suspend: Callable[[E, str, bool], None],
         on_restart: Callable[[float, str | Exception], None],
         executor: Executor,
         timing: Timing,
@@ -164,7 +160,7 @@ class EngineKeeper(Generic[E]):
         self._name = name
         self._start = start
         self._serve = serve
-        self._withdraw = withdraw
+        self._suspend = suspend
         self._on_restart = on_restart
         self._executor = executor
         self._timing = timing
@@ -173,18 +169,18 @@ class EngineKeeper(Generic[E]):
         self._stopping = False
 
     def begin(self) -> None:
-        """Start the engine in the background, on the running loop. To be called once."""
+        """Start the engine in the background, on the running loop. Call once."""
         self.ready = asyncio.get_running_loop().create_future()
         keeping = keep_running(self._engine, Backoff(), self._timing.clock, self._pause)
         self.running = asyncio.create_task(keeping, name=f"omni-replica-{self._name}")
 
     def disable_restarts(self) -> None:
-        """An engine that is lost from here on stays away."""
+        """Do not restart the engine after its next end."""
         self._restarting = False
 
     def stop(self, timeout: float | None) -> None:
-        """End the engine, which has `timeout` seconds (None: vLLM's default); see `running`. Idempotent."""
-        # A second cancellation would break off the waiting for a process that is just being spawned.
+        """Shut the engine down within `timeout` seconds (None: vLLM's default); await `running`. Idempotent."""
+        # A second cancellation would interrupt the wait for a process that is just being spawned.
         if not self._stopping:
             self._stopping, self._grace = True, timeout
             self.running.cancel()
@@ -193,7 +189,7 @@ class EngineKeeper(Generic[E]):
     async def _engine(self) -> AsyncIterator[Awaitable[str]]:
         engine = await self._start()
         try:
-            engine.on_lost = lambda reason: self._withdraw(engine, reason, False)
+            engine.on_lost = lambda reason: self._suspend(engine, reason, False)
             await self._serve(engine)
             if not self.ready.done():
                 self.ready.set_result(engine)
@@ -202,19 +198,19 @@ class EngineKeeper(Generic[E]):
                 engine,
                 timing.heartbeat_interval,
                 timing.heartbeat_timeout,
-                lambda reason: self._withdraw(engine, reason, True),
-                partial(self._take_back, engine),
+                lambda reason: self._suspend(engine, reason, True),
+                partial(self._resume, engine),
                 timing.clock,
             ).run()
         finally:
-            # One that was lost has nothing to finish; nor have, in a lockstep group, those that are lost with it.
+            # A lost engine has no requests to finish, and neither have the other engines of its lockstep group.
             await finish(engine.close(self._executor, 0.0 if engine.lost.done() else self._grace))
 
-    async def _take_back(self, engine: E) -> None:
+    async def _resume(self, engine: E) -> None:
         try:
             await self._serve(engine)
         except Exception as error:
-            engine.mark_lost(f"it hung, and could not be taken back: {error}")
+            engine.mark_lost(f"it hung, and could not be put back into service: {error}")
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         if self._restarting:
@@ -224,7 +220,7 @@ class EngineKeeper(Generic[E]):
 
 
 async def finish(work: Awaitable[Any]) -> None:
-    """Wait for what may not be left half done, however often the caller is cancelled meanwhile."""
+    """Await work that must complete, even if the caller is cancelled meanwhile; the cancellation is raised after it."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,9 +1,8 @@
-"""Ends the engines of a process that was killed: a child process of its own, which outlives its owner by a moment.
+"""Kills the engines of a process that was killed. A child process does it, which outlives its parent by a moment.
 
-Engines survive the death of whoever started them. The child, ``python -m vllm_omni_plugin.replicas.engine.reaper``, is
-told their process ids on its standard input; when the owner has gone it kills each of them with all its descendants. It
-holds a descriptor of every process, so that a number that has gone to another process meanwhile is never touched. Needs
-the standard library only.
+Engines survive the death of their parent. The child, ``python -m vllm_omni_plugin.replicas.engine.reaper``, gets their
+process ids on its standard input. When its parent has ended, it kills each engine with all its descendants. It holds a
+pidfd of every engine, so it never kills another process that got the same id. It needs the standard library only.
 """
 
 import contextlib
@@ -17,11 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_DEATH_TAKES_AT_MOST_S = 5.0
+_KILL_TIMEOUT_S = 5.0
 
 
 class Reaper:
-    """The owner's end. To be closed; the child starts with the first engine. All methods are thread-safe."""
+    """Starts the child with the first engine, and sends it process ids. Must be closed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +29,7 @@ class Reaper:
         self._closed = False
 
     def watch(self, pid: int) -> None:
-        """Have a child process of this one killed, with its descendants, if it outlives this one or `close`.
+        """Kill this child process and its descendants if it outlives this process or `close`.
 
         Raises:
             RuntimeError: the reaper is closed.
@@ -39,19 +38,19 @@ class Reaper:
             if self._closed:
                 raise RuntimeError("the reaper is closed")
             self._pids.append(pid)
-            news = [pid]
+            added = [pid]
             if self._child is None or self._child.poll() is not None:
-                # In place of one that has ended. It is told of all but those whose number may be another's by now.
+                # A new child gets all process ids except those that may belong to other processes by now.
                 self._end_child()
-                ours = _children(os.getpid())
-                self._child, news = self._start(), [each for each in self._pids if each in ours]
+                current = _children(os.getpid())
+                self._child, added = self._start(), [each for each in self._pids if each in current]
             assert self._child.stdin is not None
-            # A child that ends at this moment is replaced with the next process to be watched.
+            # A child that ends at this moment is replaced at the next call.
             with contextlib.suppress(BrokenPipeError):
-                self._child.stdin.write(b"".join(b"%d\n" % each for each in news))
+                self._child.stdin.write(b"".join(b"%d\n" % each for each in added))
 
     def close(self) -> None:
-        """Kill what still runs of the watched processes and wait for that. Idempotent."""
+        """Kill the watched processes that still run, and wait for their end. Idempotent."""
         with self._lock:
             self._closed = True
             self._end_child()
@@ -66,52 +65,51 @@ class Reaper:
             [sys.executable, "-m", __name__, str(os.getpid())],
             stdin=subprocess.PIPE,
             bufsize=0,
-            # A session of its own, so that no signal from a terminal ends it before the engines it is there for.
+            # A new session, so that a signal from the terminal does not end it before the engines.
             start_new_session=True,
         )
 
 
 class _Watched:
-    """The child's end: processes by descriptor."""
+    """In the child: the watched processes by pidfd."""
 
-    def __init__(self, owner: int, owner_has_gone: Callable[[], bool]) -> None:
-        self._owner = owner
-        self._owner_has_gone = owner_has_gone
+    def __init__(self, parent: int, parent_has_ended: Callable[[], bool]) -> None:
+        self._parent = parent
+        self._parent_has_ended = parent_has_ended
         self._pids: dict[int, int] = {}
 
     def add(self, pid: int) -> None:
-        """Watch a process, if it is there and the owner's child. Of an owner that has gone nobody is the child."""
+        """Watch a process if it exists and is a child of the parent, or if the parent has ended."""
         for fd in [fd for fd in self._pids if _has_exited(fd)]:
             del self._pids[fd]
             os.close(fd)
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(pid)
-            if pid in _children(self._owner) or self._owner_has_gone():
+            if pid in _children(self._parent) or self._parent_has_ended():
                 self._pids[fd] = pid
             else:
                 os.close(fd)
 
     def kill(self) -> None:
-        """Kill all with their descendants and wait until they have ended."""
         for fd, pid in self._pids.items():
             _kill_tree(pid, fd)
-        deadline = time.monotonic() + _DEATH_TAKES_AT_MOST_S
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
         for fd in self._pids:
             select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
 
 
 def main() -> None:
-    """Kill the processes named on standard input, a line each, when it ends or when the owner (first argument) does."""
-    owner = int(sys.argv[1])
+    """Kill the processes on standard input, one id per line, when the input or the parent (first argument) ends."""
+    parent = int(sys.argv[1])
     stdin = sys.stdin.fileno()
-    owner_fd = _open_parent(owner)
-    watched = _Watched(owner, lambda: owner_fd is None or _has_exited(owner_fd))
+    parent_fd = _open_parent(parent)
+    watched = _Watched(parent, lambda: parent_fd is None or _has_exited(parent_fd))
     unfinished = b""
     while True:
-        # Beside the end of standard input, because another child of the owner may hold a copy of its other end.
-        sources = [stdin] if owner_fd is None else [stdin, owner_fd]
-        # What is in the pipe of an owner that has gone is all there will be.
-        readable, _, _ = select.select(sources, [], [], None if owner_fd is not None else 0)
+        # The end of standard input is not enough: another child of the parent may hold a copy of the pipe.
+        sources = [stdin] if parent_fd is None else [stdin, parent_fd]
+        # If the parent has ended, read only what is in the pipe.
+        readable, _, _ = select.select(sources, [], [], None if parent_fd is not None else 0)
         if stdin not in readable:
             break
         chunk = os.read(stdin, 4096)
@@ -137,7 +135,7 @@ def _has_exited(fd: int) -> bool:
 
 def _kill_tree(pid: int, fd: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        # Stopped first, so that it starts nothing that would be missed.
+        # Stopped first, so that it cannot start further processes.
         signal.pidfd_send_signal(fd, signal.SIGSTOP)
         for child in _children(pid):
             with contextlib.suppress(ProcessLookupError):
@@ -153,7 +151,7 @@ def _children(pid: int) -> set[int]:
 
 def _parent(stat: Path) -> int | None:
     try:
-        # The name of the program, in parentheses, may hold anything; after it come state and parent (proc(5)).
+        # The program name in parentheses may contain anything; state and parent id follow it (proc(5)).
         return int(stat.read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError, ValueError):
         return None

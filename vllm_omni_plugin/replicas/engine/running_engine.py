@@ -1,4 +1,4 @@
-"""An engine of this node that is ready: its process, our client of it, and its end."""
+"""A running engine of this node: its process, its client, and the detection of its end."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,36 +11,28 @@ from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.engine.engine_start import (
     Launcher,
     Process,
-    SharingProcess,
     crashed,
-    explained,
     start_engine,
+    with_exit_reason,
 )
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener, OnCacheChange, listen_to_cache
 from vllm_omni_plugin.replicas.links.link import IpcLink, Link
+from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
 
 
 class Engine:
     """One engine. Made by `start_local_engine` or `start_served_engine`; lives on the loop that made it.
 
     Args:
-        process: the engine's.
-        ready_response: what the engine said of itself when it was ready, as vLLM encoded it.
-        link: the way to it for `client`, which owns the link.
-        codec: see `StageClient`.
-        name: of the replica, in errors and logs.
-        on_outputs: see `StageClient`.
-        client_index: see `StageClient`.
+        ready_response: the engine's ready response, as vLLM encoded it.
+        link, codec, name, on_outputs, client_index: see `StageClient`.
 
     Attributes:
-        client: speaks to the engine. What makes it dead makes the engine lost.
-        ready_response: as given.
-        input_addr: where the client sends.
-        output_addr: where the client receives.
-        lost: done with the reason when the engine has exited, announced its death, or was given up. By then
-            `client.engine_failed` says whether it crashed by itself.
-        on_lost: called with the reason in the same step; does nothing unless replaced.
+        client: the engine is lost when its client is dead.
+        lost: done with the reason when the engine has exited, reported its death, or was marked lost. By then
+            `client.engine_failed` is set.
+        on_lost: called with the reason when `lost` is set; does nothing unless replaced.
     """
 
     def __init__(
@@ -71,21 +63,21 @@ class Engine:
         return self._process.pid
 
     def mark_lost(self, reason: str, engine_failed: bool = False) -> None:
-        """The engine cannot be used any more; the first reason stands."""
+        """Treat the engine as lost. Only the first call has an effect."""
         self.client.mark_dead(reason, engine_failed)
 
     def subscribe_cache(self, on_change: OnCacheChange) -> None:
-        """Tell what the engine has cached, from its start on, if it reports that; nobody who was told before."""
+        """Report the changes of the engine's prefix cache since its start, if it reports them; to one callback only."""
         if self._listener is not None:
             self._listener.close()
         self._listener = listen_to_cache(self.ready_response, on_change, f"engine {self.pid}")
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
-        """End the engine, reap its process, free the sockets. Outputs are still read while the engine ends.
+        """Shut the engine down and close the sockets. Outputs are read until the engine has ended.
 
         Args:
-            executor: where the blocking wait runs.
-            timeout: seconds the engine may take to end, or None for vLLM's default; then it is killed.
+            executor: runs the blocking wait.
+            timeout: seconds until the engine is killed, or None for vLLM's default.
         """
         self._stop_watching()
         self.on_lost = lambda reason: None
@@ -107,7 +99,7 @@ class Engine:
     def _end(self, reason: str) -> None:
         self._stop_watching()
         self.client.engine_failed = crashed(self._process, self.client.engine_failed)
-        reason = explained(reason, self._process)
+        reason = with_exit_reason(reason, self._process)
         self.lost.set_result(reason)
         self.on_lost(reason)
 
@@ -125,19 +117,7 @@ async def start_local_engine(
     on_outputs: Callable[[Any], None],
     stage_id: int = 0,
 ) -> Engine:
-    """Start an engine whose requests are all of this process; returns when it is ready.
-
-    Args:
-        launcher: starts the process.
-        codec: see `StageClient`.
-        executor: where the blocking parts run: spawning, and waiting for the model to load.
-        replica_id: index of the engine among those of its stage on this node.
-        on_outputs: see `StageClient`.
-        stage_id: its stage.
-
-    Raises:
-        ReplicaError: the engine ended before it was ready.
-    """
+    """Start an engine that only this process uses. Arguments and errors as `start_engine` and `StageClient`."""
     link = IpcLink(new_ipc_address(), new_ipc_address(), launcher.identity(replica_id))
     try:
         process, ready_response = await start_engine(
@@ -146,6 +126,8 @@ async def start_local_engine(
     except BaseException:
         link.close()
         raise
-    if isinstance(process, SharingProcess) and process.memory is not None:
-        link.share(process.memory)
+    # Only Python stages have shared memory.
+    memory: SharedMemory | None = getattr(process, "memory", None)
+    if memory is not None:
+        link.share(memory)
     return Engine(process, ready_response, link, codec, f"{stage_id}.{replica_id}", on_outputs)

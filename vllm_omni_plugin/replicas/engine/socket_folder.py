@@ -1,7 +1,7 @@
-"""A folder of its own for the ipc sockets of a process and its engines, so that no file of theirs is left for ever.
+"""A folder for the ipc sockets of one process and its engines, so that the sockets of a killed process are removed.
 
-vLLM puts sockets where `VLLM_RPC_BASE_PATH` says, under names that tell nothing, and a process that is killed removes
-none. The folder is locked while its owner lives; the next owner of the same user removes those that are not.
+vLLM creates sockets in `VLLM_RPC_BASE_PATH` under random names, and a process that is killed leaves them behind. A
+process locks its folder while it runs. The next process of the same user removes all folders that are not locked.
 """
 
 import atexit
@@ -17,30 +17,30 @@ from uuid import uuid4
 _BASE_PATH = "VLLM_RPC_BASE_PATH"
 _PREFIX = "omni-run-"
 LONGEST_BASE = 107 - len(f"/{uuid4()}-tcp:0")
-"""For paths of unix sockets, see unix(7)."""
+"""Limit for paths of unix sockets, see unix(7)."""
 LONGEST_BASE_OF_FOLDERS = LONGEST_BASE - len(f"/{_PREFIX}abcdefgh")
 _ATTEMPTS = 3
 
 
 def new_ipc_address() -> str:
-    """A fresh ipc address where vLLM puts its own."""
+    """A new ipc address in the folder that vLLM uses."""
     return f"ipc://{socket_base()}/{uuid4()}"
 
 
 def socket_base() -> str:
-    """Where sockets of this process, or their folder, lie.
+    """The folder of this process's sockets, or the parent of that folder.
 
     Raises:
-        FileNotFoundError: no temporary folder can be written to.
+        FileNotFoundError: no temporary folder is writable.
     """
     return os.environ.get(_BASE_PATH) or tempfile.gettempdir()
 
 
 @cache
 def use_socket_folder() -> None:
-    """Let sockets of this process, and of those that it starts from here on, lie in a folder of their own.
+    """Create a folder for the sockets of this process and its future child processes.
 
-    It is removed when this process ends in order. Not used where that would make paths too long for sockets.
+    It is removed when this process exits normally. If the path would be too long for sockets, no folder is created.
     """
     base = socket_base()
     sweep(base)
@@ -50,9 +50,9 @@ def use_socket_folder() -> None:
         try:
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         except OSError:
-            # No socket can be made there either, and what is said of that names the path.
+            # No socket can be created there either; that error will name the path.
             return
-        # Held until this process ends, however that happens. Otherwise somebody sweeps at this very moment.
+        # The lock is held until this process ends. If it fails, another process is removing the folder right now.
         if _lock(folder) is not None:
             break
     atexit.register(_remove, folder, os.getpid())
@@ -60,7 +60,7 @@ def use_socket_folder() -> None:
 
 
 def sweep(base: str) -> None:
-    """Remove the folders of this user whose owners have ended."""
+    """Remove the folders of this user whose processes have ended."""
     with suppress(OSError):
         for folder in list(Path(base).glob(f"{_PREFIX}*")):
             lock = _lock(folder)
@@ -70,7 +70,7 @@ def sweep(base: str) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds a folder of this user; None if another process does, or it is gone or no such folder."""
+    """Lock a folder of this user; returns its descriptor, or None if it is locked, missing or not such a folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -86,6 +86,6 @@ def _lock(folder: Path) -> int | None:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    # A fork of this process may end in order, too.
+    # A fork of this process runs its exit handlers too.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Listening to what one engine of this machine reports about its prefix cache."""
+"""Subscribes to the KV cache events of one engine of this machine."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,51 +19,48 @@ _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MAX_UNREAD = 10_000
 _NUMBER_BYTES = 8
 _MOST_MISSED = 1000
-"""Batches that are waited for at most, once something is known; more count as lost, even if nobody answers."""
+"""Largest gap, in batches, for which a replay is requested after the start; a larger gap counts as lost."""
 _END_OF_REPLAY = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 OnCacheChange = Callable[[CacheChange], None]
-"""Told of every change in the cache of one engine. The first one restarts. One that is not `complete` says that reports
-were lost; the next one after it, if any, restarts."""
+"""Called with every change of one engine's cache. The first change is a restart. A change that is not `complete` means
+that reports were lost; the next change after it is a restart."""
 
 
 class CacheListener:
-    """Follows one publisher of vLLM's KV cache events. Lives on the running event loop.
+    """Reads one publisher of vLLM's KV cache events. Lives on the running event loop.
 
-    A publisher numbers its batches, from 0 when its engine starts, and a connection keeps their order. Missing may be
-    those from before we listened, and those that it dropped because they were not taken in time. It remembers its last
-    batches: at a gap all from there on are asked for, and others ignored until these come.
+    A publisher numbers its batches from 0 at the start of its engine, and a connection keeps their order. Batches may
+    be missing from before the subscription, or because they were not read in time. The publisher keeps its last
+    batches: at a gap the listener requests a replay from there on, and ignores other batches until the replay arrives.
 
     Args:
-        source: the publisher.
-        on_change: see `OnCacheChange`.
-        name: of the replica, for the log.
+        name: name of the replica, for the log.
     """
 
     def __init__(self, source: CacheSource, on_change: OnCacheChange, name: str) -> None:
         self._source = source
         self._on_change = on_change
         self._name = name
-        self._names = CachedBlocks()
+        self._blocks = CachedBlocks()
         self._expected = 0
-        self._asked = False
-        self._begun = False
+        self._replaying = False
+        self._started = False
         self._complete = True
         self._warned: set[str] = set()
         self._sockets: list[tuple[zmq.Socket[bytes], SocketReader]] = []
-        self._asker: zmq.Socket[bytes] | None = None
+        self._replay_socket: zmq.Socket[bytes] | None = None
         try:
             subscriber = self._connect(zmq.SUB, source.endpoint, self._on_published)
             subscriber.setsockopt_string(zmq.SUBSCRIBE, source.topic)
             if source.replay_endpoint is not None:
-                self._asker = self._connect(zmq.DEALER, source.replay_endpoint, self._on_replayed)
-                self._ask(self._asker)
+                self._replay_socket = self._connect(zmq.DEALER, source.replay_endpoint, self._on_replayed)
+                self._request_replay(self._replay_socket)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
         for socket, reader in self._sockets:
             reader.pause()
             socket.close(linger=0)
@@ -87,8 +84,8 @@ class CacheListener:
         match frames:
             case [_, number, payload] if len(number) == _NUMBER_BYTES:
                 missed = int.from_bytes(bytes(number), "big") - self._expected
-                if self._asker is not None and missed > 0 and (missed <= _MOST_MISSED or not self._begun):
-                    self._ask(self._asker)
+                if self._replay_socket is not None and missed > 0 and (missed <= _MOST_MISSED or not self._started):
+                    self._request_replay(self._replay_socket)
                 else:
                     self._take(missed, bytes(payload))
             case _:
@@ -97,77 +94,77 @@ class CacheListener:
     def _on_replayed(self, frames: list[Any]) -> None:
         match frames:
             case [_, _, number, _] if bytes(number) == _END_OF_REPLAY:
-                self._asked = False
-                if not self._begun:
-                    self._tell(CacheChange())
+                self._replaying = False
+                if not self._started:
+                    self._notify(CacheChange())
             case [_, _, number, payload] if len(number) == _NUMBER_BYTES:
                 self._take(int.from_bytes(bytes(number), "big") - self._expected, bytes(payload))
             case _:
                 self._warn("malformed message", "the engine sent a malformed message, which is ignored")
 
-    def _ask(self, publisher: "zmq.Socket[bytes]") -> None:
-        if self._asked:
+    def _request_replay(self, publisher: "zmq.Socket[bytes]") -> None:
+        if self._replaying:
             return
-        self._asked = True
-        # Full only when nobody has taken what was asked before.
+        self._replaying = True
+        # Full only if earlier requests were not read.
         with suppress(zmq.Again):
             publisher.send_multipart((b"", self._expected.to_bytes(_NUMBER_BYTES, "big")), zmq.NOBLOCK)
         for _, reader in self._sockets:
             reader.look_again()
 
     def _take(self, missed: int, payload: bytes) -> None:
-        """The batch after so many that were expected and will not come; of a negative number, one that was taken."""
+        """Handle a batch. `missed`: batches lost before it; negative for a batch that was handled before."""
         if missed < 0:
             return
         if missed:
-            self._lose("some were lost")
+            self._report_loss("some were lost")
         self._expected += missed + 1
         self._apply(payload)
 
     def _apply(self, payload: bytes) -> None:
         try:
-            change = self._names.apply(decode_events(payload, self._skipped))
+            change = self._blocks.apply(decode_events(payload, self._skipped))
         except WireError as error:
-            self._lose("one was malformed", f": {error}")
+            self._report_loss("one was malformed", f": {error}")
             return
-        # Models with several kinds of attention may name a part of a block, too.
-        if 0 < 2 * self._source.blocks < self._names.copies:
-            self._lose("they named more blocks than the engine has")
+        # Factor 2: models with several kinds of attention may also report parts of a block.
+        if 0 < 2 * self._source.blocks < self._blocks.copies:
+            self._report_loss("they named more blocks than the engine has")
             return
         self._complete |= change.restart
         if self._complete and (change.stored or change.removed or change.restart):
-            self._tell(change)
+            self._notify(change)
 
     def _skipped(self, reason: str) -> None:
         self._warn("skipped", f"one cannot be read and is skipped: {reason}")
 
-    def _lose(self, what: str, detail: str = "") -> None:
+    def _report_loss(self, what: str, detail: str = "") -> None:
         self._warn(
             what, f"{what}{detail}; until its cache is cleared, its content is estimated from what is sent to it"
         )
-        self._names.clear()
+        self._blocks.clear()
         if self._complete:
             self._complete = False
-            self._tell(CacheChange(restart=True, complete=False))
+            self._notify(CacheChange(restart=True, complete=False))
 
-    def _tell(self, change: CacheChange) -> None:
-        if not self._begun:
-            self._begun = True
+    def _notify(self, change: CacheChange) -> None:
+        if not self._started:
+            self._started = True
             change = change._replace(restart=True)
         self._on_change(change)
 
     def _warn(self, kind: str, text: str) -> None:
-        """Say what goes wrong; what follows of the same kind is for those who look for it."""
+        """Log a warning; further ones of the same kind are logged at debug level."""
         log = logger.debug if kind in self._warned else logger.warning
         self._warned.add(kind)
         log("KV cache events of %s: %s.", self._name, text)
 
 
 def listen_to_cache(ready_response: bytes, on_change: OnCacheChange, name: str) -> CacheListener | None:
-    """A listener to an engine of this machine, or None if it reports nothing, or to where it cannot be listened to."""
+    """A listener for an engine of this machine; None if it publishes no events, or at an unusable address."""
     try:
         source = find_cache_source(ready_response)
         return CacheListener(source, on_change, name) if source else None
     except ReplicaError as error:
-        logger.warning("KV cache events of %s cannot be followed: %s.", name, error)
+        logger.warning("KV cache events of %s cannot be received: %s.", name, error)
         return None

@@ -1,4 +1,4 @@
-"""What one engine has cached, as a log that anybody can read from any point, in parts."""
+"""A log of the changes of one engine's prefix cache. Readers read it in parts, from any position."""
 
 from array import array
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from typing import NamedTuple
 from vllm_omni_plugin.balancing import CacheChange
 
 MAX_PART = 8192
-"""Changes in one part."""
+"""Most changes in one part."""
 _SHORTEST_COMPACTED = 65_536
 
 
 class Cursor(NamedTuple):
-    """How far a reader has come; `BEGINNING` for one that knows nothing.
+    """Position of a reader; a new reader starts at `BEGINNING`.
 
     Attributes:
-        epoch: which log it reads: each begins with all that was cached then.
-        position: changes of it that it has read.
+        epoch: number of the log. Each log starts with all blocks that were cached at that time.
+        position: changes that were read.
     """
 
     epoch: int
@@ -27,10 +27,10 @@ BEGINNING = Cursor(0, 0)
 
 
 class CacheLog:
-    """A log that begins anew when the cache is cleared, when reports of it are lost, and when it has become long.
+    """Starts a new log when the cache is cleared, when reports are lost, and to compact a long log.
 
-    Who reads another log than the current one gets that from its beginning, as a restart; but who had read all of a log
-    when it had become long goes on without.
+    A reader of an older log gets the current log from the beginning, as a restart. A reader that had read all of a log
+    before it was compacted continues without a restart.
 
     Attributes:
         on_change: called after every change.
@@ -46,7 +46,6 @@ class CacheLog:
         self._compacted: tuple[Cursor, Cursor] | None = None
 
     def append(self, change: CacheChange) -> None:
-        """Take in what changed."""
         if change.restart:
             self._begin(set())
         elif len(self._keys) > 4 * len(self._cached) + _SHORTEST_COMPACTED:
@@ -65,7 +64,7 @@ class CacheLog:
         self.on_change()
 
     def since(self, cursor: Cursor) -> tuple[Cursor, CacheChange] | None:
-        """Up to `MAX_PART` changes that a reader has missed, after the cursor behind them; None if none is left."""
+        """The next cursor and up to `MAX_PART` changes after `cursor`; None if there are none."""
         if self._compacted is not None and cursor == self._compacted[0]:
             cursor = self._compacted[1]
         restart = cursor.epoch != self._epoch or not 0 <= cursor.position <= len(self._keys)

@@ -1,4 +1,4 @@
-"""From an engine's own names of its cached blocks to names that every process computes alike."""
+"""Converts an engine's own hashes of cached blocks to block keys that every process computes alike."""
 
 from collections.abc import Iterable
 
@@ -14,39 +14,38 @@ from vllm_omni_plugin.replicas.kv_events.engine_events import (
 
 _TOKEN_BYTES = 4
 _MEDIA = (None, "GPU")
-"""What vLLM calls the memory that the model computes in, on a CPU too."""
+"""vLLM's name of the memory that the model uses, also on a CPU."""
 _GROUPS = (None, 0)
 _FULL_ATTENTION = (None, "full_attention", "mla_attention", "sink_full_attention")
 
 
 class CachedBlocks:
-    """The blocks that an engine has said are cached.
+    """The blocks that an engine has reported as cached.
 
-    An engine may hold several copies of a block, for it computes some of a prompt again that is cached; it reports each
-    copy that it stores and each that it evicts, and the block can be reused while one is left. A request may make vLLM
-    report the blocks that it reuses as if they were stored (`kv_cache_report_mode`); such a block is taken to be cached
-    for longer than it is.
+    An engine may store several copies of a block, since it recomputes parts of a cached prompt. It reports each copy
+    that it stores or evicts, and the block is reusable while one copy is left. With `kv_cache_report_mode` vLLM may
+    also report reused blocks as stored; such a block counts as cached for too long.
 
-    Only the first KV cache group counts, and only if it attends to everything. A hit of a hybrid model needs its other
-    groups too, so for such a model what is known here is an upper bound.
+    Only the first KV cache group counts, and only with full attention. A hit of a hybrid model needs its other groups
+    too, so for such a model this is an upper bound.
 
-    With speculative decoding a block's name may depend on the tokens behind it, too. Here blocks that differ in these
-    alone count as one, which is cached while any of them is: of a hit that is predicted the last block may be missing.
+    With speculative decoding a hash may also depend on the tokens after the block. Blocks that differ only in these
+    count as one, which is cached while one of them is, so the last block of a predicted hit may be missing.
 
     Attributes:
-        copies: how many there are of all blocks; never more than the engine has blocks, unless reports were lost.
+        copies: copies of all blocks; at most the number of the engine's blocks, unless reports were lost.
     """
 
     def __init__(self) -> None:
         self.copies = 0
         self._keys: dict[EngineHash, int] = {}
-        # Of the blocks that have more than one.
+        # Copies after the first one.
         self._further_copies: dict[EngineHash, int] = {}
-        # How many names there are for a key, where tokens behind a block count.
-        self._names: dict[int, int] = {}
+        # Hashes for each key, where the tokens after a block count.
+        self._hashes: dict[int, int] = {}
 
     def apply(self, events: Iterable[CacheEvent]) -> CacheChange:
-        """What the events of one batch, taken together, change."""
+        """The net change of the events of one batch."""
         reusable: dict[int, bool] = {}
         restart = False
         for event in events:
@@ -64,19 +63,17 @@ class CachedBlocks:
         return CacheChange(stored, removed, restart)
 
     def clear(self) -> None:
-        """Nothing is known to be cached."""
         self.copies = 0
         self._keys.clear()
         self._further_copies.clear()
-        self._names.clear()
+        self._hashes.clear()
 
     def _store(self, event: BlockStored) -> list[int]:
         parent = ROOT if event.parent_block_hash is None else self._keys.get(event.parent_block_hash)
         width = event.block_size * _TOKEN_BYTES
         tokens = memoryview(pack_tokens(event.token_ids))
         extra_keys = event.extra_keys or [None] * len(event.block_hashes)
-        # A block without tokens, whose chain was reported before we listened, or that leaves out some blocks
-        # cannot be named.
+        # No key can be computed if tokens are missing, if the parent is unknown, or if blocks were left out.
         if not width or parent is None or not len(tokens) // width == len(event.block_hashes) == len(extra_keys):
             return []
         keys: list[int] = []
@@ -84,7 +81,7 @@ class CachedBlocks:
             try:
                 parent = block_key(parent, tokens[index * width : (index + 1) * width], extra or ())
             except TypeError:
-                # A digest of embeddings in place of tokens: no prompt that we see is looked up by one.
+                # A digest of embeddings instead of tokens: no prompt that we see has such a key.
                 break
             keys.append(parent)
             self.copies += 1
@@ -93,7 +90,7 @@ class CachedBlocks:
             else:
                 self._keys[block_hash] = parent
                 if event.lookahead_token_ids is not None:
-                    self._names[parent] = self._names.get(parent, 0) + 1
+                    self._hashes[parent] = self._hashes.get(parent, 0) + 1
         return keys
 
     def _remove(self, event: BlockRemoved) -> list[int]:
@@ -107,9 +104,9 @@ class CachedBlocks:
                 self._further_copies[block_hash] = further - 1
             elif not further:
                 key = self._keys.pop(block_hash)
-                others = self._names.pop(key, 1) - 1
+                others = self._hashes.pop(key, 1) - 1
                 if others:
-                    self._names[key] = others
+                    self._hashes[key] = others
                 else:
                     keys.append(key)
         return keys

@@ -1,4 +1,4 @@
-"""What vLLM's engines publish about their prefix caches, as far as we read it, and where."""
+"""The KV cache events that vLLM's engines publish, as far as we read them, and their addresses."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from vllm_omni_plugin.errors import ReplicaError, WireError
 
 EngineHash = int | bytes
-"""How an engine names a block: only its own events know it by that name."""
+"""An engine's own hash of a block, used only in its events."""
 
 _MAX_DETAIL_CHARS = 200
 
@@ -17,18 +17,17 @@ _TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class BlockStored(Struct, frozen=True, tag=True, gc=False):
-    """Blocks that follow each other can be reused from now on.
+    """Consecutive blocks that are reusable from now on.
 
     Attributes:
-        block_hashes: the engine's names of them, in order.
-        parent_block_hash: that of the block before, None for the first of a prompt.
-        token_ids: all of theirs.
-        block_size: tokens in each; 0 where the engine does not say which they are (vLLM's OffloadingConnector).
-        medium: where they lie; None before engines said it.
-        extra_keys: for each block what tells it from others of the same tokens, see `block_keys`.
-        group_idx: which of the model's KV cache groups; None before engines said it.
-        kv_cache_spec_kind: that group's kind of attention, if the engine says it.
-        lookahead_token_ids: for each block the tokens behind it that its name depends on; None where it does on none.
+        parent_block_hash: hash of the previous block, None for the first block of a prompt.
+        token_ids: tokens of all blocks.
+        block_size: tokens of one block; 0 if the engine does not report tokens (vLLM's OffloadingConnector).
+        medium: kind of memory; None in older versions.
+        extra_keys: for each block what distinguishes it from others with the same tokens, see `block_keys`.
+        group_idx: index of the KV cache group; None in older versions.
+        kv_cache_spec_kind: the group's kind of attention, if reported.
+        lookahead_token_ids: for each block the tokens after it on which its hash depends; None if it depends on none.
     """
 
     block_hashes: list[EngineHash]
@@ -51,14 +50,14 @@ class BlockRemoved(Struct, frozen=True, tag=True, gc=False):
 
 
 class AllBlocksCleared(Struct, frozen=True, tag=True, gc=False):
-    """No block can be reused any more."""
+    """No block is reusable any more."""
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class _Batch(Struct, frozen=True, array_like=True, gc=False):
-    """What happened in one step of the engine, in order."""
+    """The events of one step, in order."""
 
     ts: float
     events: list[msgspec.Raw]
@@ -75,14 +74,10 @@ _event_decoder: msgspec.msgpack.Decoder[CacheEvent] = msgspec.msgpack.Decoder(Ca
 
 
 def decode_events(payload: bytes, on_skipped: Callable[[str], object] = lambda reason: None) -> list[CacheEvent]:
-    """The events of a batch that can be read.
-
-    Args:
-        payload: the batch.
-        on_skipped: called with the reason for each event that cannot be, of which nothing needs to be known.
+    """Decode a batch. `on_skipped` is called with the reason for each event that is invalid but not needed.
 
     Raises:
-        WireError: the batch, or what it says of evicted blocks, cannot be read; the message says why.
+        WireError: the batch, or an event about evicted blocks, is invalid.
     """
     events: list[CacheEvent] = []
     try:
@@ -92,7 +87,7 @@ def decode_events(payload: bytes, on_skipped: Callable[[str], object] = lambda r
             except _UNREADABLE as error:
                 kind = _kind_decoder.decode(raw).type
                 if kind == BlockRemoved.__name__:
-                    # Blocks that nobody knows to be gone would be counted upon.
+                    # Evicted blocks would still count as cached.
                     raise
                 on_skipped(f"{kind[:_MAX_DETAIL_CHARS]}: {str(error)[:_MAX_DETAIL_CHARS]}")
     except _UNREADABLE as error:
@@ -101,17 +96,16 @@ def decode_events(payload: bytes, on_skipped: Callable[[str], object] = lambda r
 
 
 _ANY_HOST = {"tcp://*:": "tcp://127.0.0.1:", "tcp://[::]:": "tcp://[::1]:"}
-"""What a publisher binds to be reached on every address of its machine, and the address that we take."""
+"""Wildcard addresses that a publisher binds, and the address to connect to instead."""
 
 
 class CacheSource(Struct):
-    """A publisher of cache events on this machine: vLLM's `KVEventsConfig`, as its engine resolved it.
+    """A publisher of KV cache events: vLLM's `KVEventsConfig`, as its engine resolved it.
 
     Attributes:
-        endpoint: where to subscribe.
-        replay_endpoint: where to ask for what was missed, None if nobody answers.
-        topic: what its messages begin with.
-        blocks: KV blocks of the engine.
+        endpoint: address for subscribers.
+        replay_endpoint: address for replay requests; None: no replay.
+        blocks: number of KV blocks of the engine.
     """
 
     endpoint: str
@@ -121,7 +115,7 @@ class CacheSource(Struct):
 
 
 class _ReadyResponse(Struct):
-    """What we read of vLLM's `EngineCoreReadyResponse`."""
+    """The fields of vLLM's `EngineCoreReadyResponse` that we use."""
 
     num_gpu_blocks: int = 0
     kv_events_config: CacheSource | None = None
@@ -131,15 +125,15 @@ _ready_decoder: msgspec.msgpack.Decoder[_ReadyResponse] = msgspec.msgpack.Decode
 
 
 def publishes_cache_events(ready_response: bytes) -> bool:
-    """Whether an engine reports what it has cached, wherever to."""
+    """Whether an engine publishes KV cache events, at any address."""
     return _decode(ready_response).kv_events_config is not None
 
 
 def find_cache_source(ready_response: bytes) -> CacheSource | None:
-    """Where an engine of this machine reports what it has cached; None if it does not.
+    """The publisher of an engine of this machine; None if it publishes no events.
 
     Raises:
-        ReplicaError: it reports to where we cannot be; the message says why.
+        ReplicaError: the engine publishes at an address to which we cannot subscribe.
     """
     ready = _decode(ready_response)
     publisher = ready.kv_events_config
@@ -148,7 +142,7 @@ def find_cache_source(ready_response: bytes) -> CacheSource | None:
     endpoint = _from_here(publisher.endpoint)
     if endpoint == publisher.endpoint and not endpoint.startswith("ipc://"):
         # vLLM connects to such an address instead of binding it.
-        raise ReplicaError(f"its engine sends KV cache events to {endpoint}, where only their receiver can take them")
+        raise ReplicaError(f"its engine connects to {endpoint} to publish KV cache events, instead of binding it")
     replay = publisher.replay_endpoint
     return CacheSource(endpoint, replay and _from_here(replay), publisher.topic, ready.num_gpu_blocks)
 
@@ -157,7 +151,7 @@ def _decode(ready_response: bytes) -> _ReadyResponse:
     try:
         return _ready_decoder.decode(ready_response)
     except msgspec.DecodeError:
-        # That it is no ready response is noticed by those who need more of it.
+        # Other readers of the ready response report the error.
         return _ReadyResponse()
 
 

@@ -1,4 +1,4 @@
-"""Frames to and from one engine: ipc and tcp sockets, shared memory, connections that end.
+"""Sockets to one engine: ipc and tcp links, shared memory, ports, connection state.
 
 Imports no other folder of `replicas`. Start with `link`.
 """

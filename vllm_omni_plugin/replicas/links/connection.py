@@ -1,4 +1,4 @@
-"""What becomes of a ZMQ socket's connection: established, refused, lost."""
+"""Watches the connection of a ZMQ socket: established, refused or lost."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,15 +16,15 @@ Socket = zmq.Socket[bytes]
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 NEVER_RECONNECT = -1
-"""The `reconnect_ivl` of a socket whose broken connection stays broken."""
+"""The `reconnect_ivl` of a socket that does not reconnect."""
 
 
 class HandshakeRefusedError(ReplicaError):
-    """The other end did not accept what we showed to prove ourselves, or is not who we take it for.
+    """Authentication failed, of this end or of the other end.
 
     Attributes:
-        event: which failure of the handshake a ZMQ socket monitor reported.
-        value: what it said of it.
+        event: event of the ZMQ socket monitor.
+        value: value of the event.
     """
 
     def __init__(self, event: int, value: int) -> None:
@@ -34,15 +34,15 @@ class HandshakeRefusedError(ReplicaError):
 
 
 class Connection:
-    """Watches the one connection of a socket that is about to connect. Lives on the running event loop.
+    """Watches the only connection of a socket. Lives on the running event loop.
 
     Args:
-        socket: not connected yet; the caller owns it, and closes this first.
+        socket: not connected yet. The caller closes the `Connection` before the socket.
         on_lost: called once when the connection breaks after it was established.
 
     Attributes:
-        established: done when the security handshake succeeded, or the `ReplicaError` that ended it. A socket that
-            reconnects leaves it open while nobody answers.
+        established: done when the handshake succeeded, or raises the `ReplicaError` that ended it. If the socket
+            reconnects, it stays pending while the address does not answer.
     """
 
     def __init__(self, socket: Socket, on_lost: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class Connection:
         self._monitor: Socket = socket.get_monitor_socket(_WATCHED)
         self._reader = SocketReader(self._monitor, self._on_event)
         self._reader.resume()
-        self._stands = False
+        self._is_open = False
         self._closed = False
 
     def close(self) -> None:
@@ -60,25 +60,25 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        self._stands = False
+        self._is_open = False
         self._reader.pause()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         if not self.established.cancel() and not self.established.cancelled():
-            # Nobody may have waited for it; unread, it would be reported whenever the future is collected.
+            # Mark an exception as retrieved, or asyncio would log it.
             self.established.exception()
 
     def _on_event(self, frames: list[Any]) -> None:
         message = parse_monitor_message([bytes(frame) for frame in frames])
         event = message["event"]
-        if self._stands:
+        if self._is_open:
             if event == zmq.EVENT_DISCONNECTED:
-                self._stands = False
+                self._is_open = False
                 self._on_lost()
         elif self.established.done():
             return
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._stands = True
+            self._is_open = True
             self.established.set_result(None)
         elif event & _REFUSED:
             self.established.set_exception(HandshakeRefusedError(event, message["value"]))

@@ -1,4 +1,4 @@
-"""Passing messages from one ZMQ socket to another, in C unless they are looked at, in a thread of its own."""
+"""Passes messages from one ZMQ socket to another in a thread: in C, unless they are filtered."""
 
 import contextlib
 import threading
@@ -11,14 +11,14 @@ Socket = zmq.Socket[Any]
 Context = zmq.Context[Socket]
 
 QUEUE_MESSAGES = 1000
-"""Messages that a socket of the data path may hold for a peer before it leaves the rest to the sockets before it."""
+"""Queue length of a socket of the data path. Further messages wait in the sockets before it."""
 
 
 def forwarding_context() -> Context:
-    """A context for sockets that `forward` closes.
+    """A context for sockets that `forward` closes: with linger 0.
 
-    Once it is being terminated their linger period can no longer be set, and with libzmq's default, for ever, the
-    termination would wait for a peer that takes nothing.
+    With libzmq's default the termination would wait for ever for a peer that does not read, and linger can no longer be
+    set during the termination.
     """
     context: Context = zmq.Context()
     context.setsockopt(zmq.LINGER, 0)
@@ -32,16 +32,16 @@ def forward(
     closes: Sequence[Socket],
     passes: Callable[[Sequence[Any]], bool] | None = None,
 ) -> threading.Thread:
-    """Start to pass messages from `source` to `sink` until a context of theirs is terminated.
+    """Start to pass messages from `source` to `sink` until the context of one of them is terminated.
 
-    With `passes`, which must not raise, only the messages are passed on of which it says so, in the thread.
+    With `passes`, a filter that must not raise, only the messages for which it returns True are passed.
 
-    The thread owns both sockets until it ends, and closes `closes` then: exactly those of the terminated context, since
-    the termination waits for them; that context must be a `forwarding_context`. Sockets of another context are the
-    caller's again once the thread has been joined.
+    The thread owns both sockets until it ends. Then it closes `closes`, which must be exactly the sockets of the
+    terminated context, a `forwarding_context`. Sockets of another context belong to the caller once the thread is
+    joined.
 
-    A message of several parts may be cut by the end. libzmq takes back what was written of it to a socket that closes,
-    so a `sink` in `closes` never gives its peer half a message. A `source` that is not closed may keep the other half.
+    The end may cut a multipart message. A `sink` in `closes` never delivers half a message, since libzmq rolls it back
+    when the socket closes. A `source` that is not closed may keep the other half.
     """
     thread = threading.Thread(target=_run, args=(source, sink, closes, passes), name=name, daemon=True)
     thread.start()
@@ -58,8 +58,8 @@ def _run(
                 if passes(frames):
                     sink.send_multipart(frames, copy=False)
             while True:
-                # libzmq's proxy ends with EAGAIN when a socket that was said to be readable has nothing after all, as
-                # happens where messages come while a peer is still being admitted. Nothing is lost by that.
+                # libzmq's proxy ends with EAGAIN if a readable socket has no message after all, for example while a
+                # peer is being authenticated. No message is lost.
                 with contextlib.suppress(zmq.Again):
                     zmq.proxy(source, sink)
     finally:

@@ -1,4 +1,4 @@
-"""A link to one replica: a pair of addresses that speak the engine-core protocol, as frames in and frames out."""
+"""A link to one engine: a pair of sockets that carry frames of vLLM's engine-core protocol."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -14,18 +14,14 @@ from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 Frames = Sequence[Any]
 
 _BURST = 64
-"""Messages handled before other work of the loop gets its turn."""
+"""Messages handled before other callbacks of the loop run."""
 
 
 class Link(ABC):
-    """The two directions of one engine: frames to it, frames of it. Used from one event loop only.
+    """Sends frames to one engine and reads its frames. Used from one event loop only.
 
     Attributes:
-        input_addr: where messages to the engine go.
-        output_addr: where its messages come from.
-        input_socket: what they are sent on.
-        output_socket: what is read, from `start_reading` on.
-        identity: the engine's ZMQ identity, the routing frame of every message to it.
+        identity: the engine's ZMQ identity, the first frame of every message to it.
     """
 
     input_addr: str
@@ -36,10 +32,10 @@ class Link(ABC):
     _reader: "SocketReader | None" = None
 
     def send(self, frames: Frames) -> None:
-        """Queue one message for the engine. Never blocks: the queue is unbounded, as vLLM's own is.
+        """Queue one message for the engine. Never blocks: the queue is unbounded, as in vLLM.
 
         Raises:
-            MessageTooLargeError: the other end would end the connection over it. It was not sent.
+            MessageTooLargeError: the message is larger than the other end accepts. It was not sent.
             ReplicaError: the engine is not connected, or the connection is broken.
         """
         try:
@@ -49,44 +45,36 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close both directions at once and drop what is queued. Idempotent."""
+        """Close both sockets and drop queued messages. Idempotent."""
 
     def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
-        """Call `on_message(frames)` on the running loop for every message of the engine, in order."""
+        """Call `on_message` on the running loop with the frames of every message, in order."""
         self._reader = SocketReader(self.output_socket, on_message)
         self._reader.resume()
 
     def pause_reading(self) -> None:
-        """Leave messages in the socket until `resume_reading`."""
         if self._reader is not None:
             self._reader.pause()
 
     def resume_reading(self) -> None:
-        """Undo `pause_reading`, starting with what has piled up."""
         if self._reader is not None:
             self._reader.resume()
 
     def drain(self) -> None:
-        """Handle at once every message that has arrived."""
+        """Handle every message that has arrived now."""
         if self._reader is not None:
             self._reader.drain()
 
     def _stop_reading(self) -> None:
-        """Read no more, before the socket is closed. Idempotent."""
         self.pause_reading()
         self._reader = None
 
 
 class IpcLink(Link):
-    """The link to an engine on this node, which connects to the two sockets we bind.
+    """The link to a local engine, which connects to two ipc sockets that we bind.
 
-    Args:
-        input_addr: ipc address to bind for requests (ROUTER; the engine is a DEALER with a known identity).
-        output_addr: ipc address to bind for outputs (PULL; the engine is a PUSH).
-        identity: see `Link`.
-
-    Attributes:
-        input_socket: the ROUTER, on which the one message that comes is the engine's ready response.
+    Requests go through a ROUTER (the engine is a DEALER with a known identity), outputs come through a PULL (the engine
+    is a PUSH). The only message that the ROUTER receives is the engine's ready response.
     """
 
     def __init__(self, input_addr: str, output_addr: str, identity: bytes) -> None:
@@ -103,14 +91,14 @@ class IpcLink(Link):
                 socket.setsockopt(zmq.SNDHWM, 0)
                 socket.setsockopt(zmq.RCVHWM, 0)
                 socket.bind(address)
-            # An unknown peer is an error to raise, not a message to drop: it means that the engine never connected.
+            # Raise an error if the engine is not connected, instead of dropping the message.
             self.input_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         except BaseException:
             self.close()
             raise
 
     def share(self, memory: SharedMemory) -> None:
-        """Let large frames go through memory that the engine has the other end of. Before anything is sent or read."""
+        """Pass large frames through memory that the engine has mapped too. Call before the first message."""
         self._memory = memory
 
     def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
@@ -129,10 +117,10 @@ class IpcLink(Link):
 
 
 class SocketReader:
-    """Reads a ZMQ socket on the running event loop, a burst per wake-up and without a task or future per message.
+    """Reads a ZMQ socket on the running event loop, in bursts, without a task or future per message.
 
-    The descriptor of a ZMQ socket is edge-triggered: one event may stand for many messages, and none follows until they
-    have been taken (zmq_getsockopt(3), ZMQ_FD). So every burst that ends with messages left schedules the next.
+    The descriptor of a ZMQ socket is edge-triggered: there is no further event until all messages are read
+    (zmq_getsockopt(3), ZMQ_FD). So every burst that leaves messages in the socket schedules the next burst.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[Any]], None]) -> None:
@@ -143,7 +131,7 @@ class SocketReader:
         self._reading = False
 
     def resume(self) -> None:
-        """Start or go on reading. What is already in the socket raises no event, so look at once."""
+        """Start or continue reading. Messages that are already in the socket raise no event, so check at once."""
         if self._reading:
             return
         self._reading = True
@@ -151,7 +139,6 @@ class SocketReader:
         self._schedule()
 
     def pause(self) -> None:
-        """Stop reading; idempotent."""
         if not self._reading:
             return
         self._reading = False
@@ -161,7 +148,7 @@ class SocketReader:
             self._next_burst = None
 
     def look_again(self) -> None:
-        """Call after every send on the socket that is read: a send may take in the event of a message that has come."""
+        """Call after every send on the same socket: a send may consume the event of a received message."""
         if self._reading:
             self._schedule()
 
@@ -171,7 +158,7 @@ class SocketReader:
             self._on_message(frames)
 
     def _readable(self) -> None:
-        # At once, since another turn of the loop for every message would be dear.
+        # Not scheduled, since that would cost another iteration of the loop per message.
         if self._next_burst is None:
             self._read_burst()
 
@@ -190,10 +177,10 @@ class SocketReader:
             try:
                 self._on_message(frames)
             except BaseException:
-                # The loop reports it; what is left in the socket raises no event.
+                # The loop logs the error. Messages left in the socket raise no event.
                 self._schedule()
                 raise
-            # Cheaper than the exception of a receive in vain, and most bursts have one message.
+            # Cheaper than the exception of a receive without a message, and most bursts have one message.
             if self._reading and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
         self._schedule()

@@ -1,4 +1,4 @@
-"""The tcp ports of a replica server: which may be taken, and how one is kept while ZMQ sockets come and go on it."""
+"""The tcp ports of a replica server, which stay bound while ZMQ sockets are opened and closed on them."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ ADDRESS_FLAG = "--omni-replica-address"
 PORTS_FLAG = "--omni-replica-ports"
 
 REPLICA_PORTS = 3
-"""Where heads attach, and the inputs and outputs of the first of them."""
+"""One port for control, and two for the inputs and outputs of the first head."""
 
 _BACKLOG = 128
 _EPHEMERAL = (0,)
@@ -45,14 +45,13 @@ class PortRange:
 
 
 class Listener:
-    """A tcp port that is ours from `listen_on_ports` to `close`, whichever ZMQ socket answers on it in between.
+    """A tcp port that stays bound from `listen_on_ports` to `close`, for one ZMQ socket after another.
 
-    The port listens all the time, so that no other process can take it while one lease ends and the next begins, and so
-    that it can be bound again at once. Connections that come while no ZMQ socket is there wait in the backlog.
+    No other process can take the port between two leases, and the next ZMQ socket can use it at once. Connections that
+    arrive without a ZMQ socket wait in the backlog.
 
     Attributes:
-        address: ZMQ address to announce, with the port and a numeric host.
-        socket: listens.
+        address: ZMQ address with the port and a numeric host.
     """
 
     def __init__(self, listening: socket.socket) -> None:
@@ -62,14 +61,13 @@ class Listener:
         self.address = f"tcp://[{host}]:{port}" if self._is_ipv6 else f"tcp://{host}:{port}"
 
     def bind(self, zmq_socket: "zmq.Socket[Any]") -> None:
-        """Let a ZMQ socket accept the connections to this port until it is closed."""
+        """Let a ZMQ socket accept connections to this port until the socket is closed."""
         zmq_socket.ipv6 = self._is_ipv6
-        # libzmq closes the descriptor that it is given.
+        # Duplicated, because libzmq closes the descriptor.
         zmq_socket.setsockopt(zmq.USE_FD, os.dup(self.socket.fileno()))
         zmq_socket.bind(self.address)
 
     def close(self) -> None:
-        """Give the port back. Idempotent."""
         self.socket.close()
 
 
@@ -88,10 +86,10 @@ def _first_free(host: str, ports: PortRange | None) -> Listener | None:
 
 
 def listen_on_ports(host: str, ports: PortRange | None, count: int) -> list[Listener]:
-    """Take the first `count` free ports of a range, or any free ones if None; all or none.
+    """Bind the first `count` free ports of a range, or any free ports; binds all or none.
 
     Raises:
-        ConfigError: the host is no address of this machine that heads could connect to, or too few ports are free.
+        ConfigError: the host is not an address of this machine that heads can connect to, or too few ports are free.
     """
     taken: list[Listener] = []
     try:
@@ -110,7 +108,6 @@ def listen_on_ports(host: str, ports: PortRange | None, count: int) -> list[List
 
 
 def close_all(listeners: Iterable[Listener]) -> None:
-    """Give several ports back."""
     for listener in listeners:
         listener.close()
 
@@ -129,7 +126,7 @@ def _resolve(host: str) -> tuple[int, str]:
 def _listening(family: int, address: tuple[str, int]) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        # For a port whose former connections are still waiting out their time.
+        # For a port with connections in TIME_WAIT.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(_BACKLOG)

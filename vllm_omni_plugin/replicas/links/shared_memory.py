@@ -1,8 +1,8 @@
-"""Large frames between two processes of a node, through memory that both have mapped instead of through a socket.
+"""Passes large frames between two processes of a node through shared memory instead of a socket.
 
-The memory has no name (memfd_create(2)): it is inherited, nobody else can open it, and it ends with the two processes
-however they end. It is used again and again, because fresh pages cost more than a socket does: what was sent stands in
-it until the receiver drops the last reference, and a byte for each place tells the sender of that.
+The memory has no name (memfd_create(2)): it is inherited, no other process can open it, and it is freed with the two
+processes. Pages are reused, because new pages cost more than a socket. A frame stays in the memory until the receiver
+drops its last reference; a flag byte for each unit tells the sender.
 """
 
 import ctypes
@@ -17,19 +17,19 @@ from typing import Any, Literal
 import msgspec
 
 MEMORY_NAME = "vllm-omni-frames"
-"""What lists of mappings and descriptors show; it finds nothing."""
+"""Shown in lists of mappings and descriptors; it cannot be opened by this name."""
 
 _UNIT = 512 << 10
-"""Bytes. Smaller frames are not worth it; places begin at multiples of it."""
+"""Unit of allocation in bytes. Smaller frames go through the socket."""
 
 _UNITS = 256
-"""128 MiB in each direction. Only what was used at once takes memory."""
+"""Units in each direction: 128 MiB. Only pages that were used take memory."""
 
 _LARGEST = 32 << 20
-"""Bytes. The sender waits while it copies, about 0.1 ms for each MiB; a socket copies on a thread of its own."""
+"""Largest frame in bytes. Copying blocks the sender for 0.1 ms per MiB, while a socket copies in its own thread."""
 
 _FLAGS = 4096
-"""Bytes before the first unit: whether what begins at a unit is still lent. At least `_UNITS`, and whole pages."""
+"""Bytes before the first unit, one flag for each unit: in use. At least `_UNITS`, and whole pages."""
 
 _SIZE = _FLAGS + _UNITS * _UNIT
 
@@ -40,26 +40,25 @@ _LOANS = msgspec.msgpack.Decoder(list[Loan])
 
 
 class SharedMemory:
-    """One end of the memory. Not thread-safe, but what was taken may be dropped on any thread.
+    """One end of the memory. Not thread-safe, but received frames may be dropped on any thread.
 
-    A message of which something is lent begins with an empty frame, which no other one does, and the list of its loans.
+    A message with frames in memory begins with an empty frame, as no other message does, and the list of its loans.
 
     Args:
-        fd: what `new_shared_memory` made; may be closed afterwards.
-        end: which of the two ends this is.
+        fd: from `new_shared_memory`; may be closed afterwards.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: the memory cannot be mapped.
     """
 
     def __init__(self, fd: int, end: Literal[0, 1]) -> None:
         self._outgoing = mmap.mmap(fd, _SIZE, offset=end * _SIZE)
         self._incoming = mmap.mmap(fd, _SIZE, offset=(1 - end) * _SIZE)
         self._lent: list[tuple[int, int]] = []
-        """First unit and the one behind the last of each loan, in order."""
+        """First unit and end unit of each loan, in order."""
 
     def lend(self, frames: Sequence[Any]) -> list[Any]:
-        """What to send in place of a message: large frames are copied here, unless there is no room for them."""
+        """Copy large frames into the memory, if there is room; returns the message to send instead."""
         sent = list(frames)
         loans: list[Loan] = []
         for index, frame in enumerate(frames):
@@ -73,9 +72,9 @@ class SharedMemory:
         return [b"", msgspec.msgpack.encode(loans), *sent] if loans else sent
 
     def take(self, frames: Sequence[Any]) -> list[Any]:
-        """The message behind what came; what is lent stays so until nothing refers to it.
+        """The original of a received message. Its frames stay in the memory until the last reference is dropped.
 
-        A frame whose loan is none stays empty, which no tensor is that travels as a frame.
+        A frame with an invalid loan stays empty; a tensor in a frame is never empty.
         """
         if len(frames) < 2 or memoryview(frames[0]).nbytes:
             return list(frames)
@@ -90,7 +89,7 @@ class SharedMemory:
         return message
 
     def _place(self, units: int) -> int | None:
-        """The first gap of so many units, so that pages which have been used before are used first."""
+        """Reserve the first gap of this size, so that used pages are reused first; None if there is no gap."""
         self._lent = [loan for loan in self._lent if self._outgoing[loan[0]]]
         start = 0
         for first, behind in self._lent:
@@ -109,17 +108,13 @@ class SharedMemory:
 
 
 def _give_back(flags: mmap.mmap, unit: int, borrower: int) -> None:
-    # A fork of the borrower has references of its own, which say nothing of those of the borrower.
+    # Dropped references in a fork of the borrower do not count.
     if os.getpid() == borrower:
         flags[unit] = False
 
 
 def new_shared_memory() -> int:
-    """A descriptor of new memory for two ends, neither of which can make it smaller under the other.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Create memory for two ends; returns its descriptor. Its size is sealed. Raises `OSError`."""
     fd = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, 2 * _SIZE)

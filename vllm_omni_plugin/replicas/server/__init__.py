@@ -1,4 +1,4 @@
-"""The replica server of a headless node: an engine that is shared by the heads that attach.
+"""The replica server of a headless node: an engine that several heads share.
 
 Imports all other folders of `replicas`. Start with `replica_server`.
 """

@@ -1,4 +1,4 @@
-"""What one replica server tells the coordinator, and what it tells its operator when nobody listens there."""
+"""Announces a replica to the coordinator, and logs a warning while the coordinator cannot be reached."""
 
 import asyncio
 import math
@@ -13,16 +13,15 @@ logger = init_logger(__name__)
 
 _REMIND_AFTER_S = 10.0
 
-_complained_at: dict[tuple[str, str], float] = {}
-"""When the operator was last told of an address and a reason, for all replicas of this process: they have one head."""
+_warned_at: dict[tuple[str, str], float] = {}
+"""Time of the last warning by address and reason, shared by all replicas of this process, which have the same head."""
 
 
 class Announcer:
-    """Announces a replica from now on, as UP. Lives on the loop that made it.
+    """Announces a replica, at first as UP. Lives on the loop that made it.
 
     Args:
-        settings: the node's.
-        addresses: where heads attach, where the replica takes requests, and where it gives outputs.
+        addresses: control, input and output address of the replica.
         joined: set once the coordinator has been reached.
     """
 
@@ -41,42 +40,41 @@ class Announcer:
             heartbeat_interval=settings.heartbeat_interval,
             control_addr=control_addr,
             secrets=settings.secrets,
-            on_unreachable=self._reachability_changed_elsewhere,
+            on_unreachable=self._on_client_thread,
         )
 
     @property
     def incarnation(self) -> int:
-        """The number that heads must name when they attach."""
         return self._client.incarnation
 
-    def say(self, status: ReplicaStatus, *, new_incarnation: bool = False) -> None:
-        """Announce a status; `new_incarnation`: whoever was attached must attach anew."""
+    def announce(self, status: ReplicaStatus, *, new_incarnation: bool = False) -> None:
+        """With `new_incarnation`, all heads must attach again."""
         self._client.update_info(status, new_incarnation=new_incarnation)
 
     async def close(self, executor: Executor) -> None:
-        """Announce DOWN, and give the word up to two seconds to leave."""
+        """Announce DOWN; takes up to two seconds."""
         self._closed = True
         self._stop_reminding()
         await self._loop.run_in_executor(executor, self._client.close)
 
-    def _reachability_changed_elsewhere(self, reason: str) -> None:
+    def _on_client_thread(self, reason: str) -> None:
         self._loop.call_soon_threadsafe(self._reachability_changed, reason)
 
     def _reachability_changed(self, reason: str) -> None:
         self._stop_reminding()
         if not reason:
-            logger.info("The head at %s is reached.", self._coordinator_addr)
+            logger.info("Connected to the head at %s.", self._coordinator_addr)
             self._joined.set()
         elif not self._closed:
-            self._complain(reason)
+            self._warn(reason)
 
-    def _complain(self, reason: str) -> None:
-        now, complaint = self._loop.time(), (self._coordinator_addr, reason)
-        # With some slack, since timers may come a little early.
-        if now - _complained_at.get(complaint, -math.inf) > 0.9 * _REMIND_AFTER_S:
-            _complained_at[complaint] = now
-            logger.warning("The head at %s cannot be reached: %s. Trying on.", self._coordinator_addr, reason)
-        self._reminder = self._loop.call_later(_REMIND_AFTER_S, self._complain, reason)
+    def _warn(self, reason: str) -> None:
+        now, warning = self._loop.time(), (self._coordinator_addr, reason)
+        # 0.9: timers may fire a little early.
+        if now - _warned_at.get(warning, -math.inf) > 0.9 * _REMIND_AFTER_S:
+            _warned_at[warning] = now
+            logger.warning("The head at %s cannot be reached: %s. Retrying.", self._coordinator_addr, reason)
+        self._reminder = self._loop.call_later(_REMIND_AFTER_S, self._warn, reason)
 
     def _stop_reminding(self) -> None:
         if self._reminder is not None:

@@ -1,4 +1,4 @@
-"""The heads of one replica: who may attach, what they hold, and what is put in order when they have gone."""
+"""The heads attached to one replica: admission, leases, and the cleanup after a lease has ended."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
@@ -38,12 +38,12 @@ logger = init_logger(__name__)
 _MAX_LOGGED_REFUSALS = 1024
 _NOTHING = "nothing"
 _DIFFERS = AttachRefused(
-    "it is of another version or configured differently; without a secret only its log says how", True
+    "its version or configuration differs; without a secret only the log of the replica names the difference", True
 )
 
 
 def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str]:
-    """What differs between two fingerprints, sorted, each with the field and both values."""
+    """The fields in which two fingerprints differ, sorted, each with both values."""
     return [
         f"{name}: head has {head.get(name, _NOTHING)}, replica {replica.get(name, _NOTHING)}"
         for name in sorted(head.keys() | replica.keys())
@@ -52,17 +52,17 @@ def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str
 
 
 class AttachedHeads:
-    """Answers the control link on behalf of whichever engine the replica has. Lives on one event loop.
+    """Handles the messages of the control connection and owns the leases. Lives on one event loop.
+
+    It outlives the engine: after a restart the new engine is set with `admit`.
 
     Args:
-        settings: the node's.
-        first_ports: the ports of slot 0 (inputs, outputs), which are the announced ones and stay bound. Other slots
-            have ports while they are leased.
-        send: sends a message to a routing id of the control link.
-        incarnation: the one announced now.
-        on_leave: called when a head asks, for its operator, that the replica leaves.
+        first_ports: the announced ports (inputs, outputs) for slot 0, which stay bound. Other slots have ports only
+            while they are leased.
+        send: sends a message to a routing id of the control connection.
+        incarnation: returns the announced incarnation.
+        on_drain: called when a head requests a drain for its operator.
         on_last_disconnect: called whenever the last lease has ended.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AttachedHeads:
         first_ports: list[Listener],
         send: Callable[[bytes, FromServer], None],
         incarnation: Callable[[], int],
-        on_leave: Callable[[], None],
+        on_drain: Callable[[], None],
         on_last_disconnect: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -79,63 +79,63 @@ class AttachedHeads:
         self._ports: dict[int, list[Listener]] = {0: first_ports}
         self._send = send
         self._incarnation = incarnation
-        self._on_leave = on_leave
+        self._on_drain = on_drain
         self._on_alone = on_last_disconnect
         self._clock = clock
         self._engine: ServedEngine | None = None
         self._status = ReplicaStatus.DOWN
         self._reason = "its engine is not ready"
         self._leases = Leases(HEAD_SLOTS, settings.heartbeat_timeout)
-        self._followers = CachePollServer(send)
+        self._cache_polls = CachePollServer(send)
         self._cleaning: set[asyncio.Task[None]] = set()
         self._resetting = self._synced = False
         self._last_lost: tuple[bytes, int] | None = None
         self._logged_refusals: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
-        """How many leases there are."""
+        """Number of leases."""
         return len(self._leases)
 
     def admit(self, engine: ServedEngine) -> None:
-        """Let heads attach to an engine: a new one, or the one they were turned away from."""
+        """Let heads attach to an engine: a new one, or one that hung and answers again."""
         if engine is not self._engine:
             self._engine, self._synced = engine, False
-            self._leases.all_clean()
-            self._followers.read(engine.cache_log)
+            self._leases.free_all()
+            self._cache_polls.set_log(engine.cache_log)
         self._status, self._reason = ReplicaStatus.UP, ""
 
-    def tell(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
-        """Tell all heads, who keep their leases; nobody new may attach unless it is UP."""
+    def notify(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
+        """Send a status to all heads. Leases stay. New heads may attach only if the status is UP."""
         self._status, self._reason = status, reason[:MAX_TEXT_CHARS]
         for lease in self._leases.current:
             self._send(lease.peer, Status(lease.lease_id, status, self._reason, engine_failed))
 
-    def turn_away(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
-        """Tell all heads and end their leases; nobody may attach until `admit`."""
-        self.tell(status, reason, engine_failed)
+    def detach_all(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
+        """Send a status to all heads and end their leases. No head may attach until `admit`."""
+        self.notify(status, reason, engine_failed)
         for lease in self._leases.current:
             self._end(lease, reason)
 
-    def forget_engine(self) -> None:
-        """Stop dealing with an engine that is about to be closed. Heads must have been turned away."""
+    def release_engine(self) -> None:
+        """Stop using an engine that is about to be closed. There must be no lease."""
         self._engine = None
         for task in self._cleaning:
             task.cancel()
         self._resetting = False
 
-    async def watch(self) -> None:
-        """End leases without beats, until cancelled."""
+    async def expire_leases(self) -> None:
+        """End leases that are not renewed, until cancelled."""
         interval = self._settings.heartbeat_interval
         while True:
             due_at = self._clock() + interval
             await asyncio.sleep(interval)
             try:
-                self._end_silent(due_at)
+                self._end_expired(due_at)
             except Exception:
-                # Without this watch, what lost heads hold would be theirs for ever.
-                logger.exception("Heads that are silent could not be let go; they are looked at again.")
+                # If this task ended, lost heads would keep their leases for ever.
+                logger.exception("Expired leases could not be ended; this is tried again.")
 
-    def _end_silent(self, due_at: float) -> None:
+    def _end_expired(self, due_at: float) -> None:
         now = self._clock()
         late_by = now - due_at
         for lease in self._leases.expired(now, late_by if late_by > self._settings.heartbeat_interval else 0.0):
@@ -143,46 +143,45 @@ class AttachedHeads:
             self._end(lease, f"it was silent for {self._settings.heartbeat_timeout:g} s")
 
     def handle(self, peer: bytes, message: ToServer) -> None:
-        """Answer one message of the control link."""
         if isinstance(message, Attach):
             answer = self._attach(peer, message)
             if isinstance(answer, AttachRefused):
                 self._log_refusal(message.head_id, answer)
                 if answer.lasting and self._settings.secrets is None:
-                    # Whoever can reach an open port may ask; what runs here is not everybody's to know.
+                    # Any peer may send a request to an open port, and must not learn what runs here.
                     answer = _DIFFERS
             self._send(peer, answer)
             return
         lease = self._leases.find(message.lease, peer)
         if lease is None:
             if isinstance(message, DrainReplica) and (peer, message.lease) == self._last_lost:
-                # It says so before it lets go, but over another connection than the one that is gone.
-                self._on_leave()
+                # The head sent this before it knew that its data connection, and so its lease, was lost.
+                self._on_drain()
             elif not isinstance(message, Detach):
                 self._send(peer, Expired(message.lease))
             return
         match message:
             case RenewLease():
-                self._leases.beat(lease, self._clock())
+                self._leases.renew(lease, self._clock())
                 self._send(peer, Status(lease.lease_id, self._status, self._reason))
             case PollCache():
-                self._followers.follow(lease, message.cursor)
+                self._cache_polls.poll(lease, message.cursor)
             case StateSynced():
                 self._synced = True
             case Detach():
                 self._end(lease, "it detached")
             case DrainReplica():
-                logger.info("Head %s asks this replica to leave.", lease.head_id)
-                self._on_leave()
+                logger.info("Head %s requests a drain of this replica.", lease.head_id)
+                self._on_drain()
 
     def _attach(self, peer: bytes, message: Attach) -> Attached | AttachRefused:
-        refusal = self._why_not(message)
+        refusal = self._refusal(message)
         if refusal is not None:
             return refusal
         for former in self._leases.superseded(peer, message.head_id):
             self._end(former, "it attached anew")
         if self._engine is None or self._resetting:
-            return AttachRefused("the engine is still dealing with what a former head left", lasting=False)
+            return AttachRefused("the engine is still aborting requests of a former head", lasting=False)
         lease = self._leases.grant(peer, message.head_id, self._clock())
         if lease is None:
             return AttachRefused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
@@ -190,11 +189,11 @@ class AttachedHeads:
             return self._attached(self._engine, lease, message.credential)
         except (ConfigError, OSError, zmq.ZMQError) as error:
             self._leases.end(lease)
-            self._leases.cleaned(lease.slot)
+            self._leases.free(lease.slot)
             self._close_ports(lease.slot)
             return AttachRefused(str(error), lasting=False)
 
-    def _why_not(self, message: Attach) -> AttachRefused | None:
+    def _refusal(self, message: Attach) -> AttachRefused | None:
         if message.protocol != PROTOCOL_VERSION:
             return AttachRefused(f"protocol: head has {message.protocol}, replica {PROTOCOL_VERSION}", lasting=True)
         if differing := differences(message.fingerprint, self._settings.fingerprint):
@@ -232,7 +231,7 @@ class AttachedHeads:
     def _connection_lost(self, lease: Lease) -> None:
         if self._leases.find(lease.lease_id, lease.peer) is not None:
             reason = (
-                "its connection for outputs is gone, took nothing for too long, or perhaps got more than its "
+                "its connection for outputs broke, did not read for too long, or perhaps got an output above its "
                 "--omni-max-message-size"
             )
             self._send(lease.peer, Status(lease.lease_id, ReplicaStatus.ERROR, reason))
@@ -242,7 +241,7 @@ class AttachedHeads:
     def _end(self, lease: Lease, reason: str) -> None:
         if not self._leases.end(lease):
             return
-        self._followers.forget(lease)
+        self._cache_polls.remove(lease)
         engine = self._engine
         assert engine is not None
         logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)
@@ -250,8 +249,8 @@ class AttachedHeads:
             engine.slots[lease.slot].release()
             self._close_ports(lease.slot)
         except Exception as error:
-            # All other leases end with the engine; one that is started anew has all its outputs free.
-            engine.mark_lost(f"an output could not be taken back from head {lease.head_id}: {error}")
+            # All other leases end with the engine. A new engine has all its outputs free.
+            engine.mark_lost(f"the output slot of head {lease.head_id} could not be released: {error}")
             return
         cleaning = self._start(self._clean(engine, lease.slot))
         if not self._leases:
@@ -267,16 +266,16 @@ class AttachedHeads:
         try:
             await engine.slots[slot].clean()
         except ReplicaError as error:
-            engine.mark_lost(f"an output could not be put in order: {error}")
+            engine.mark_lost(f"an output slot could not be cleaned: {error}")
         else:
-            self._leases.cleaned(slot)
+            self._leases.free(slot)
 
     async def _reset(self, engine: ServedEngine, cleaning: list["asyncio.Task[None]"]) -> None:
         await asyncio.wait(cleaning)
         try:
             await engine.client.reset()
         except ReplicaError as error:
-            engine.mark_lost(f"what its heads left could not be put in order: {error}")
+            engine.mark_lost(f"it could not be reset after its last head detached: {error}")
         else:
             self._resetting = False
 

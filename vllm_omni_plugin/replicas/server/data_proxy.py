@@ -1,4 +1,4 @@
-"""The data path of one lease: what one head sends and gets, between tcp and the engine's ipc sockets."""
+"""The data path of one lease: passes messages between the head's tcp and the engine's ipc sockets."""
 
 import asyncio
 import contextlib
@@ -30,28 +30,28 @@ DATA_ROLE = "data"
 
 
 class DataProxy:
-    """Passes requests of one head to the engine's hub and outputs of one slot to that head.
+    """Passes requests of one head to the engine and outputs of one slot to that head.
 
-    Outputs pass in C. Of what the head sends the kind is read, and calls are; what may not reach the engine is refused.
-    To load an adapter waits for its files to be read (`vllm_api.requests.adapter`), and so does what is sent after it.
+    Outputs pass in C without decoding. The head's messages are filtered, and forbidden ones are rejected. A call that
+    loads an adapter, and all messages after it, wait until the adapter's files are read (`vllm_api.requests.adapter`).
 
-    It has a ZMQ context of its own, whose end stops everything at once whatever its peers do, drops what the head has
-    not taken, and cuts the head's connections: a head whose lease is over cannot write into the engine any more.
+    The proxy has its own ZMQ context. Terminating the context stops both directions at once whatever the peers do,
+    drops unread outputs, and closes the head's connections: a head without a lease cannot write to the engine.
 
     Args:
         inputs: port on which the head sends.
         outputs: port on which the head receives.
-        credential: what the head must show; nobody else is let in.
-        settings: the node's. A head that takes nothing of what there is for it is cut off after the heartbeat timeout.
-        on_lost: called on the running loop when the head's output connection has gone.
-        hub_addr: where the engine's input takes messages.
-        slot_socket: where the engine's outputs for this slot come from. Belongs to the proxy until `close`.
+        credential: the only credential that is admitted.
+        settings: a head that does not read its outputs is disconnected after `heartbeat_timeout`.
+        on_lost: called on the running loop when the head's output connection is lost.
+        forwarder_addr: address of the engine's `InputForwarder`.
+        slot_socket: receives the engine's outputs for this slot. Belongs to the proxy until `close`.
 
     Attributes:
-        data_key: public CURVE key (Z85) of both ports, or "" where links are not encrypted.
+        data_key: public CURVE key (Z85) of both ports, or "" if links are not encrypted.
 
     Raises:
-        zmq.ZMQError: the system has no descriptors left; likewise `OSError`.
+        zmq.ZMQError: no descriptor is left; or `OSError`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DataProxy:
         credential: str,
         settings: ServerSettings,
         on_lost: Callable[[], None],
-        hub_addr: str,
+        forwarder_addr: str,
         slot_socket: Socket,
     ) -> None:
         self.data_key, self._secret_key = "", b""
@@ -74,14 +74,14 @@ class DataProxy:
             self._zap_handler = ZapHandler(self._context, settings.secrets)
             undo.callback(self._zap_handler.close)
             self._zap_handler.admit(DATA_ROLE, credential)
-            self._threads = self._open(inputs, outputs, hub_addr, slot_socket, settings, on_lost)
+            self._threads = self._open(inputs, outputs, forwarder_addr, slot_socket, settings, on_lost)
             undo.pop_all()
 
     def _open(
         self,
         inputs: Listener,
         outputs: Listener,
-        hub_addr: str,
+        forwarder_addr: str,
         slot_socket: Socket,
         settings: ServerSettings,
         on_lost: Callable[[], None],
@@ -92,25 +92,27 @@ class DataProxy:
         self._zap_handler.watch(pull, f"requests {inputs.address}")
         push = self._serve(zmq.PUSH, HANDSHAKE_FRAME_BYTES)
         push.sndhwm = QUEUE_MESSAGES
-        # The kernel closes a connection whose peer acknowledges nothing, or keeps its window shut, for so long.
+        # The kernel closes a connection whose peer acknowledges nothing, or keeps its window closed, for this time.
         push.setsockopt(zmq.TCP_MAXRT, math.ceil(settings.heartbeat_timeout * 1000))
         self._zap_handler.watch(push, f"outputs {outputs.address}", lambda: loop.call_soon_threadsafe(on_lost))
-        to_hub = self._context.socket(zmq.PUSH)
-        to_hub.sndhwm = QUEUE_MESSAGES
-        to_hub.connect(hub_addr)
+        to_forwarder = self._context.socket(zmq.PUSH)
+        to_forwarder.sndhwm = QUEUE_MESSAGES
+        to_forwarder.connect(forwarder_addr)
         to_slot = self._context.socket(zmq.PUSH)
         to_slot.connect(slot_socket.get_string(zmq.LAST_ENDPOINT))
         inputs.bind(pull)
         outputs.bind(push)
         return (
-            forward("omni-head-input", pull, to_hub, (pull, to_hub, to_slot), self._filtered(settings, to_slot)),
+            forward(
+                "omni-head-input", pull, to_forwarder, (pull, to_forwarder, to_slot), self._filtered(settings, to_slot)
+            ),
             forward("omni-head-output", slot_socket, push, (push,)),
         )
 
     def close(self) -> None:
-        """End both threads, within milliseconds; the slot's socket is the caller's again. Once only.
+        """End both threads; the slot's socket belongs to the caller again. Call once only.
 
-        Only while the files of an adapter are being read does it take longer, some tenth of a second.
+        Takes milliseconds, or some tenths of a second while the files of an adapter are being read.
         """
         self._zap_handler.close()
         self._context.term()
@@ -118,7 +120,7 @@ class DataProxy:
             thread.join()
 
     def _filtered(self, settings: ServerSettings, to_slot: Socket) -> Callable[[Sequence[Any]], bool] | None:
-        """What `forward` asks; the answers to calls that are refused go to ``to_slot``, as the engine's would."""
+        """The filter for `forward`. Answers to rejected calls go to `to_slot`, where the engine's answers go."""
         message_filter = settings.message_filter
         if message_filter is None:
             return None
@@ -126,14 +128,14 @@ class DataProxy:
 
         def passes(frames: Sequence[Any]) -> bool:
             nonlocal refused
-            # ZMQ bounds each frame, and not how many a message has.
+            # ZMQ limits the size of a frame, but not the number of frames.
             is_too_large = sum(map(len, frames[1:])) > settings.max_message_bytes
             rejection = Rejection("it is too large", ()) if is_too_large else message_filter(frames[1:])
             if rejection is None:
                 return True
             refused += 1
             if refused == 1:
-                logger.warning("A message of a head is refused, more of them without a word: %s.", rejection.reason)
+                logger.warning("Rejected a message of a head; further ones are not logged: %s.", rejection.reason)
             if rejection.answer:
                 with contextlib.suppress(zmq.Again):
                     to_slot.send_multipart(rejection.answer, zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""How many files a process with replicas may open, and how many ZMQ sockets one that serves them to others."""
+"""Limits of open files and ZMQ sockets of a process with replicas."""
 
 import errno
 import resource
@@ -10,24 +10,23 @@ from vllm_omni_plugin.curve.descriptors import NO_DESCRIPTORS_LEFT
 from vllm_omni_plugin.errors import ConfigError, OmniError
 
 _OPEN_FILES = 65535
-"""What vLLM sets for its API servers."""
-_BESIDE_REPLICAS = 64
-_BY_REPLICA = 130
-_BY_HEAD = 20
-_BY_OWN_REPLICA = 16
-"""Of a head that keeps it to itself; 10 were counted, and 30 beside them."""
+"""The soft limit that vLLM sets for its API servers."""
+_BASE_FILES = 64
+_FILES_PER_REPLICA = 130
+_FILES_PER_HEAD = 20
+_FILES_PER_OWN_REPLICA = 16
+"""Of a replica that no other head uses; 10 were measured, and 30 for the rest of the process."""
 
 
 def raise_limits(replicas: int, heads: int = 1, more: int = 0) -> None:
-    """Allow as many files and sockets as replicas need. Before the first socket of ZMQ's shared context is made.
+    """Raise the limits of files and sockets for replicas. Call before ZMQ's shared context has its first socket.
 
     Args:
-        replicas: how many this process will serve.
-        heads: how many will share each of them, as far as is known.
-        more: descriptors that each takes besides.
+        heads: expected heads of each replica.
+        more: further descriptors of each replica.
 
     Raises:
-        ConfigError: they need more than the system allows. ZMQ ends a process that has no descriptor left, at any time.
+        ConfigError: the replicas need more than the hard limit. ZMQ aborts a process that has no descriptor left.
     """
     needed = check_limits(replicas, heads, more)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -40,9 +39,9 @@ def raise_limits(replicas: int, heads: int = 1, more: int = 0) -> None:
 
 
 def check_limits(replicas: int, heads: int = 1, more: int = 0) -> int:
-    """How many open files replicas need; arguments and errors as of `raise_limits`. Changes nothing."""
+    """How many open files replicas need. Arguments and errors as `raise_limits`, but changes nothing."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _BESIDE_REPLICAS + replicas * (_BY_REPLICA + heads * _BY_HEAD + more)
+    needed = _BASE_FILES + replicas * (_FILES_PER_REPLICA + heads * _FILES_PER_HEAD + more)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ConfigError(
             f"{replicas} replicas need some {needed} open files, and this process may have {hard}: raise its limit "
@@ -52,16 +51,16 @@ def check_limits(replicas: int, heads: int = 1, more: int = 0) -> int:
 
 
 def files_beside_own(replicas: int) -> int:
-    """How many files a head with one API server may open beside what so many replicas of its own need.
+    """How many files are left for connections of a head with one API server and this many replicas.
 
     Raises:
-        ConfigError: they need more than it may open.
+        ConfigError: the replicas need more than the limit.
     """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    # vLLM raises it by itself to this number, and not at all where the hard limit is lower.
+    # vLLM raises the soft limit to this number, unless the hard limit is lower.
     allowed = max(soft, _OPEN_FILES) if hard >= _OPEN_FILES else soft
-    needed = _BESIDE_REPLICAS + replicas * _BY_OWN_REPLICA
+    needed = _BASE_FILES + replicas * _FILES_PER_OWN_REPLICA
     if needed > allowed:
         raise ConfigError(
             f"{replicas} replicas need some {needed} open files, and this process may have {allowed}: raise its soft "
@@ -70,16 +69,16 @@ def files_beside_own(replicas: int) -> int:
     return allowed - needed
 
 
-def worded(error: Exception) -> Exception:
-    """The same error, or in its place one that says what to do where no descriptor was left."""
+def with_advice(error: Exception) -> Exception:
+    """The same error, or one that says what to do if no descriptor was left."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         return OmniError(f"{error}: {NO_DESCRIPTORS_LEFT}")
     return error
 
 
 def raise_socket_limit(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    """Allow as many sockets as ZMQ can. Only before the first one is made.
+    """Allow the most sockets that ZMQ can have. Call before the first socket is made.
 
-    ZMQ's default is 1,023, and a replica that is served has some 37 in the shared context.
+    ZMQ's default is 1,023; a replica of a node has about 37 in the shared context.
     """
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))

@@ -1,4 +1,4 @@
-"""The replicas of one headless process: run together, told together to leave."""
+"""Runs and stops all replicas of one headless process."""
 
 import asyncio
 import signal
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits, worded
+from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits, with_advice
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -14,11 +14,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @asynccontextmanager
 async def task_group_with_signals(on_signal: Callable[[int], None]) -> AsyncIterator[asyncio.TaskGroup]:
-    """Tasks that run until all have ended, or until one fails: then the others are cancelled, and its error is raised.
-
-    Args:
-        on_signal: told of each SIGTERM and SIGINT meanwhile, which do nothing else.
-    """
+    """A task group whose first error is raised as it is. SIGTERM and SIGINT only call `on_signal` meanwhile."""
     loop = asyncio.get_running_loop()
     for signum in SIGNALS:
         loop.add_signal_handler(signum, on_signal, signum)
@@ -26,36 +22,34 @@ async def task_group_with_signals(on_signal: Callable[[int], None]) -> AsyncIter
         async with asyncio.TaskGroup() as tasks:
             yield tasks
     except ExceptionGroup as failures:
-        raise worded(failures.exceptions[0]) from failures
+        raise with_advice(failures.exceptions[0]) from failures
     finally:
         for signum in SIGNALS:
             loop.remove_signal_handler(signum)
 
 
 async def run_node(servers: Sequence[ReplicaServer], join_timeout: float, head: str) -> None:
-    """Run replicas until all have left. The first SIGTERM or SIGINT drains them, the second makes them leave at once.
+    """Run replicas until all have stopped. The first SIGTERM or SIGINT drains them, the second stops them at once.
 
     Args:
-        servers: the replicas, not started.
-        join_timeout: seconds, after the start of its engine, in which each replica must reach the head for the first
-            time; 0: no limit.
+        join_timeout: seconds from the start of its engine in which each replica must reach the head; 0: no limit.
         head: the head's address, for messages.
 
     Raises:
-        ConfigError: this process may not open as many files as they need.
-        OmniError: a replica failed, or did not find the head in time. The others have left too.
+        ConfigError: the replicas need more open files than this process may have.
+        OmniError: a replica failed, or did not reach the head in time. All others have stopped too.
     """
     raise_limits(len(servers))
-    told_to_leave = False
+    is_draining = False
 
     def on_signal(signum: int) -> None:
-        nonlocal told_to_leave
+        nonlocal is_draining
         for server in servers:
-            if told_to_leave:
-                server.stop_now(f"its node was told twice to leave ({signal.Signals(signum).name})")
+            if is_draining:
+                server.stop_now(f"its node received a second {signal.Signals(signum).name}")
             else:
                 server.drain()
-        told_to_leave = True
+        is_draining = True
 
     async with task_group_with_signals(on_signal) as tasks:
         for server in servers:
@@ -63,7 +57,6 @@ async def run_node(servers: Sequence[ReplicaServer], join_timeout: float, head: 
 
 
 async def _run(server: ReplicaServer, join_timeout: float, head: str) -> None:
-    """Run one replica, and give it up if it does not find the head in time."""
     running = asyncio.ensure_future(server.run())
     joining = asyncio.ensure_future(_join(server, join_timeout))
     try:

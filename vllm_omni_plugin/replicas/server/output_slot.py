@@ -1,4 +1,4 @@
-"""One output of an engine: read by a proxy while a head holds its lease, and by the server itself otherwise."""
+"""One output of an engine: read by a proxy while a head holds its lease, otherwise by the server."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,18 @@ from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 
 class SlotLink(Link):
-    """The server's own way to its engine: into the hub, out of one slot.
+    """The server's own link to its engine: into the input forwarder, out of one slot.
 
     Args:
-        to_hub: a PUSH connected to the engine's hub; shared by the links of one engine, and not closed by them.
+        to_forwarder: a PUSH connected to the engine's `InputForwarder`; shared by all links of one engine, which do not
+            close it.
         output_addr: ipc address to bind for the engine's outputs.
-        identity: see `Link`.
     """
 
-    def __init__(self, to_hub: Socket, output_addr: str, identity: bytes) -> None:
-        self.input_addr = to_hub.get_string(zmq.LAST_ENDPOINT)
+    def __init__(self, to_forwarder: Socket, output_addr: str, identity: bytes) -> None:
+        self.input_addr = to_forwarder.get_string(zmq.LAST_ENDPOINT)
         self.output_addr = output_addr
-        self.input_socket = to_hub
+        self.input_socket = to_forwarder
         self.identity = identity
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.output_socket = context.socket(zmq.PULL)
@@ -44,15 +44,12 @@ class SlotLink(Link):
 class OutputSlot:
     """One output of an engine that heads may lease. Lives on the loop that made it.
 
-    While nobody holds it, everything that comes is taken and thrown away, and what it belongs to is aborted: a request
-    whose head has gone must not keep the engine busy, and an output nobody reads would pile up in it.
+    While it is not leased, the server reads and drops its outputs and aborts their requests: requests of a lost head
+    must not keep the engine busy, and unread outputs would pile up in the engine.
 
     Args:
-        link: the server's way to the engine, out of this slot.
-        codec: see `StageClient`.
-        name: see `StageClient`.
         index: the slot's `client_index`.
-        on_dead: called when the engine announces its death here, with the reason and whether it crashed by itself.
+        on_dead: called when the engine reports its death on this slot, with the reason and whether it crashed.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class OutputSlot:
     def lease(self, new_proxy: Callable[[str, Socket], DataProxy]) -> DataProxy:
         """Give the slot to a head; `new_proxy` gets the engine's input address and the slot's socket."""
         self.client.pause_reading()
-        # What has come is another head's.
+        # Outputs that have arrived belong to an earlier head.
         self.client.drain()
         try:
             self._proxy = new_proxy(self._link.input_addr, self._link.output_socket)
@@ -83,24 +80,21 @@ class OutputSlot:
         return self._proxy
 
     def release(self) -> None:
-        """Take the slot back at once; its head gets nothing more and can send nothing more. Idempotent."""
+        """End the proxy at once: its head can neither receive nor send any more. Idempotent."""
         proxy, self._proxy = self._proxy, None
         if proxy is not None:
             proxy.close()
             self.client.resume_reading()
 
     async def clean(self) -> None:
-        """Return when all that the former holder sent has reached the engine and all answers to it were taken here.
+        """Return when the engine has received all requests of the former head, and its outputs so far were read here.
 
-        The engine handles its input in order, so the answer to a call of ours says both.
-
-        Raises:
-            ReplicaError: the engine is dead.
+        The engine handles its input in order, so the answer to a call proves both. Raises `ReplicaError` if the engine
+        is dead.
         """
         await self.client.call("is_sleeping")
 
     def close(self) -> None:
-        """Give everything back."""
         self.release()
         self.client.close()
 

@@ -1,4 +1,4 @@
-"""A replica as the fleet sees it: an engine that is kept running, announced, and shared by the heads that attach."""
+"""Runs one replica of a node: keeps its engine running, announces it, and shares it between the attached heads."""
 
 import asyncio
 import time
@@ -22,18 +22,16 @@ from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 logger = init_logger(__name__)
 
 _DETACH_GRACE_S = 2.0
-_LAST_WORDS_S = 0.2
+_LINGER_S = 0.2
 
 
 class ReplicaServer:
     """One replica of a node. Lives on the event loop on which it was made.
 
     Args:
-        settings: the node's.
-        launcher: starts the engine's process.
-        index: which of the node's replicas.
-        codec: see `StageClient`; for this server only.
-        executor: where blocking steps run; two may at once.
+        index: index of the replica on its node.
+        codec: see `StageClient`; not shared with other servers.
+        executor: runs blocking steps, at most two at the same time.
         delay: sleeps between restarts of the engine.
 
     Attributes:
@@ -59,9 +57,9 @@ class ReplicaServer:
         self._delay = delay
         self.ready = asyncio.Event()
         self.joined = asyncio.Event()
-        self._leaving = False
-        self._hurrying = False
-        self._gone = asyncio.Event()
+        self._draining = False
+        self._stopping = False
+        self._finished = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._addresses: list[str] = []
         self._announcer: Announcer | None = None
@@ -71,15 +69,15 @@ class ReplicaServer:
 
     @property
     def control_addr(self) -> str:
-        """Where heads attach; "" before `run`."""
+        """The address at which heads attach; "" before `run`."""
         return self._addresses[0] if self._addresses else ""
 
     async def run(self) -> None:
-        """Serve until drained or told to leave; everything is given back then, or when cancelled.
+        """Serve until drained, stopped or cancelled.
 
         Raises:
             ConfigError: an address or port cannot be bound.
-            ReplicaError: the engine did not start the first time. Later it is started again and again.
+            ReplicaError: the first start of the engine failed. Later failures are retried.
         """
         async with AsyncExitStack() as stack:
             listeners = listen_on_ports(self._settings.host, self._settings.ports, REPLICA_PORTS)
@@ -87,53 +85,53 @@ class ReplicaServer:
             self._addresses = [listener.address for listener in listeners]
             stack.push_async_callback(self._close_announcer)
             heads = self._open(stack, listeners)
-            stack.callback(asyncio.create_task(heads.watch()).cancel)
+            stack.callback(asyncio.create_task(heads.expire_leases()).cancel)
             keeper = self._keeper = self._keep_engine(heads)
             stack.push_async_callback(self._end_engine, keeper, heads)
-            gone = asyncio.ensure_future(self._gone.wait())
-            stack.callback(gone.cancel)
-            await asyncio.wait({keeper.running, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finished = asyncio.ensure_future(self._finished.wait())
+            stack.callback(finished.cancel)
+            await asyncio.wait({keeper.running, finished}, return_when=asyncio.FIRST_COMPLETED)
             if keeper.running.done():
                 keeper.running.result()
 
     def drain(self) -> None:
-        """Take no new heads, let those attached finish, and leave; at the latest when the drain timeout has passed."""
-        if self._leaving or self._gone.is_set():
+        """Refuse new heads and stop when the attached heads have finished, or after the drain timeout."""
+        if self._draining or self._finished.is_set():
             return
-        self._leaving = True
-        self._say(ReplicaStatus.DRAINING)
+        self._draining = True
+        self._announce(ReplicaStatus.DRAINING)
         if self._heads is not None:
-            self._heads.tell(ReplicaStatus.DRAINING, "it is leaving")
+            self._heads.notify(ReplicaStatus.DRAINING, "it is draining")
         if not self._serving or not self._heads:
-            self._gone.set()
+            self._finished.set()
             return
-        logger.info("Replica %d leaves when its %d heads have finished.", self._index, len(self._heads))
+        logger.info("Replica %d drains: it stops when its %d heads have finished.", self._index, len(self._heads))
         timeout = self._settings.drain_timeout
         self._set_timer(timeout, partial(self.stop_now, f"its drain timeout of {timeout:g} s passed"))
 
     def disable_restarts(self) -> None:
-        """Leave as soon as the engine that serves is lost, and at once if none serves."""
+        """Stop when the engine is lost, or now if no engine is in service."""
         if self._keeper is not None:
             self._keeper.disable_restarts()
         if not self._serving:
-            self._gone.set()
+            self._finished.set()
 
     def stop_now(self, reason: str) -> None:
-        """Leave without waiting for requests; heads get a moment to move them. Idempotent."""
-        if self._hurrying or self._gone.is_set():
+        """Stop without waiting for requests. Heads get two seconds to move them. Idempotent."""
+        if self._stopping or self._finished.is_set():
             return
-        self._leaving = self._hurrying = True
+        self._draining = self._stopping = True
         if self._heads is not None:
-            self._heads.tell(ReplicaStatus.DOWN, reason)
+            self._heads.notify(ReplicaStatus.DOWN, reason)
         if not self._serving or not self._heads:
-            self._gone.set()
+            self._finished.set()
             return
-        self._set_timer(_DETACH_GRACE_S, self._gone.set)
+        self._set_timer(_DETACH_GRACE_S, self._finished.set)
 
     def _open(self, stack: AsyncExitStack, listeners: list[Listener]) -> AttachedHeads:
         control_listener, *first_ports = listeners
         control = ControlServer(control_listener, self._settings.secrets, lambda peer, said: heads.handle(peer, said))
-        stack.callback(control.close, _LAST_WORDS_S)
+        stack.callback(control.close, _LINGER_S)
         heads = AttachedHeads(
             self._settings,
             first_ports,
@@ -151,9 +149,9 @@ class ReplicaServer:
         keeper = EngineKeeper(
             f"{settings.stage_id}.{self._index}",
             partial(start_served_engine, self._launcher, self._codec, self._executor, self._index),
-            partial(self._up, heads),
+            partial(self._start_serving, heads),
             partial(self._suspend, heads),
-            self._restarts,
+            self._log_restart,
             self._executor,
             Timing(settings.heartbeat_interval, settings.heartbeat_timeout, time.monotonic, self._delay),
         )
@@ -163,49 +161,50 @@ class ReplicaServer:
     async def _end_engine(self, keeper: EngineKeeper[ServedEngine], heads: AttachedHeads) -> None:
         self._serving = False
         if heads:
-            heads.turn_away(ReplicaStatus.DOWN, "it has left")
-        heads.forget_engine()
+            heads.detach_all(ReplicaStatus.DOWN, "it has stopped")
+        heads.release_engine()
         keeper.stop(None)
         await finish(asyncio.gather(keeper.running, return_exceptions=True))
 
-    async def _up(self, heads: AttachedHeads, engine: ServedEngine) -> None:
-        """A new engine is ready, or one that hung answers again: heads attach anew in either case."""
-        if self._leaving:
+    async def _start_serving(self, heads: AttachedHeads, engine: ServedEngine) -> None:
+        """Put an engine into service that is new, or that hung and answers again. Heads must attach again."""
+        if self._draining:
             return
         if self._announcer is None:
             self._announcer = Announcer(self._settings, self._addresses, self.joined)
         else:
-            self._announcer.say(ReplicaStatus.UP, new_incarnation=True)
+            self._announcer.announce(ReplicaStatus.UP, new_incarnation=True)
         heads.admit(engine)
         self._serving = True
         self.ready.set()
         logger.info("Replica %d (process %d) serves at %s.", self._index, engine.pid, self.control_addr)
 
     def _suspend(self, heads: AttachedHeads, engine: ServedEngine, reason: str, hangs: bool) -> None:
-        """The engine is lost or not to be trusted: every head must move its requests now."""
+        """Take an engine out of service that is lost or hangs. Every head must move its requests now."""
         self._serving = False
-        logger.warning("Replica %d serves no more for now: %s", self._index, reason)
-        # First: only this says how the engine ended, and a head detaches from a replica that is no longer listed.
-        heads.turn_away(ReplicaStatus.ERROR, reason, engine.client.engine_failed)
-        self._say(ReplicaStatus.ERROR)
+        logger.warning("Replica %d is out of service: %s", self._index, reason)
+        # Before the announcement: only this message has the exit status, and a head detaches from a replica that is no
+        # longer listed.
+        heads.detach_all(ReplicaStatus.ERROR, reason, engine.client.engine_failed)
+        self._announce(ReplicaStatus.ERROR)
         if not hangs:
-            heads.forget_engine()
-        if self._leaving:
-            self._gone.set()
+            heads.release_engine()
+        if self._draining:
+            self._finished.set()
 
-    def _restarts(self, seconds: float, reason: str | Exception) -> None:
-        logger.warning("Replica %d is started again in %.0f s: %s", self._index, seconds, reason)
+    def _log_restart(self, seconds: float, reason: str | Exception) -> None:
+        logger.warning("Replica %d is restarted in %.0f s: %s", self._index, seconds, reason)
 
     def _alone(self) -> None:
-        if self._leaving:
-            self._gone.set()
+        if self._draining:
+            self._finished.set()
 
-    def _say(self, status: ReplicaStatus) -> None:
+    def _announce(self, status: ReplicaStatus) -> None:
         if self._announcer is not None:
-            self._announcer.say(status)
+            self._announcer.announce(status)
 
     async def _close_announcer(self) -> None:
-        self._gone.set()
+        self._finished.set()
         if self._timer is not None:
             self._timer.cancel()
         if self._announcer is not None:

@@ -1,9 +1,8 @@
-"""An engine behind a replica server, which several heads share: one input for all, an output for each."""
+"""An engine that several heads share through a replica server: one input for all heads, one output for each."""
 
 import threading
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from typing import Any
 
 import zmq
 
@@ -17,21 +16,21 @@ from vllm_omni_plugin.replicas.server.output_slot import OutputSlot, SlotLink
 from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 HEAD_SLOTS = 32
-"""Heads that may hold one replica at the same time, such as two with 16 API server processes each. The engine learns
-the number of its outputs when it starts. One that nobody holds costs this process three descriptors and 50 KB."""
+"""Heads that may attach to one replica at the same time, such as two with 16 API server processes each. The number of
+outputs of an engine is fixed at its start. An unused output costs this process three descriptors and 50 KB."""
 
 
 class InputForwarder:
     """Passes messages from any number of PUSH sockets on this node to the engine's DEALER.
 
-    A ROUTER socket may be used by one thread only, so whoever writes to the engine does it through the hub.
+    Only one thread may use the engine's ROUTER socket, so all writers send through this forwarder.
 
     Args:
         engine_addr: ipc address to bind for the engine.
-        local_addr: ipc address to bind for those that write.
+        local_addr: ipc address to bind for the PUSH sockets.
 
     Attributes:
-        router: where the engine's ready response comes; to be read before `start` only.
+        router: receives the engine's ready response; may be read only before `start`.
     """
 
     def __init__(self, engine_addr: str, local_addr: str) -> None:
@@ -41,8 +40,7 @@ class InputForwarder:
         self._thread: threading.Thread | None = None
         try:
             self.router = self._context.socket(zmq.ROUTER)
-            # Unbounded as vLLM's own: a ROUTER that is full drops messages. Heads stop writing to an engine that
-            # takes nothing when it is found to hang.
+            # Unbounded as in vLLM, since a full ROUTER drops messages. Heads stop sending once the engine hangs.
             self.router.sndhwm = 0
             self.router.bind(engine_addr)
             self._pull = self._context.socket(zmq.PULL)
@@ -53,11 +51,11 @@ class InputForwarder:
             raise
 
     def start(self) -> None:
-        """Begin to pass messages on; what was sent before has waited."""
+        """Begin to pass messages on, including those that were sent before."""
         self._thread = forward("omni-engine-input", self._pull, self.router, (self._pull, self.router))
 
     def close(self) -> None:
-        """End the thread and drop what is queued. Idempotent; not while another thread reads `router`."""
+        """End the thread and drop queued messages. Idempotent. No other thread may be reading `router`."""
         if self._thread is None:
             self._context.destroy(linger=0)
         else:
@@ -67,17 +65,15 @@ class InputForwarder:
 
 
 class ServedEngine(Engine):
-    """Made by `start_served_engine`. Its `client` is the server's own, on an output that heads do not get.
+    """Made by `start_served_engine`. Its `client` belongs to the server and uses an output that is never leased.
 
     Args:
         sockets: closed with the engine.
-        links: the outputs, that of the server last.
-        others: see `Engine`.
+        links: links to the outputs; the last one is for the server.
 
     Attributes:
-        identity: the engine's ZMQ identity.
         slots: the outputs for heads, by client index.
-        cache_log: what it has cached; stays empty if it does not report that.
+        cache_log: changes of its prefix cache; stays empty if it does not report them.
     """
 
     def __init__(
@@ -91,7 +87,8 @@ class ServedEngine(Engine):
         ready_response: bytes,
     ) -> None:
         *head_links, own_link = links
-        super().__init__(process, ready_response, own_link, codec, name, _ignore, len(head_links))
+        # The server sends no requests on its own output, so only statistics can arrive there.
+        super().__init__(process, ready_response, own_link, codec, name, lambda outputs: None, len(head_links))
         self.identity = identity
         self.cache_log = CacheLog()
         self.subscribe_cache(self.cache_log.append)
@@ -101,44 +98,29 @@ class ServedEngine(Engine):
             self._resources.callback(slot.close)
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
-        """Cut the heads off, then end the engine."""
         for slot in self.slots:
             slot.release()
         await super().close(executor, timeout)
 
 
 async def start_served_engine(launcher: Launcher, codec: Codec, executor: Executor, replica_id: int) -> ServedEngine:
-    """Start an engine with an output for each slot and one for the server; returns when it is ready.
-
-    Args:
-        launcher: starts the process.
-        codec: see `StageClient`.
-        executor: where the blocking parts run: spawning, and waiting for the model to load.
-        replica_id: index of the engine among those of this node.
-
-    Raises:
-        ReplicaError: the engine ended before it was ready.
-    """
+    """Start an engine with an output for each slot and one for the server. Arguments and errors as `start_engine`."""
     identity = launcher.identity(replica_id)
     with ExitStack() as sockets:
-        hub = InputForwarder(new_ipc_address(), new_ipc_address())
-        sockets.callback(hub.close)
-        to_hub: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        # Unbounded, because these sends may not wait; what is sent is small, and the hub always takes it.
-        to_hub.sndhwm = 0
-        sockets.callback(to_hub.close, linger=0)
-        to_hub.connect(hub.local_addr)
+        forwarder = InputForwarder(new_ipc_address(), new_ipc_address())
+        sockets.callback(forwarder.close)
+        to_forwarder: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        # Unbounded, because these sends must not block. Messages are small, and the forwarder always reads.
+        to_forwarder.sndhwm = 0
+        sockets.callback(to_forwarder.close, linger=0)
+        to_forwarder.connect(forwarder.local_addr)
         links: list[SlotLink] = []
         for _ in range(HEAD_SLOTS + 1):
-            links.append(SlotLink(to_hub, new_ipc_address(), identity))
+            links.append(SlotLink(to_forwarder, new_ipc_address(), identity))
             sockets.callback(links[-1].close)
         output_addrs = [link.output_addr for link in links]
         process, ready_response = await start_engine(
-            launcher, executor, replica_id, hub.engine_addr, output_addrs, hub.router
+            launcher, executor, replica_id, forwarder.engine_addr, output_addrs, forwarder.router
         )
-        hub.start()
+        forwarder.start()
         return ServedEngine(sockets.pop_all(), links, codec, str(replica_id), identity, process, ready_response)
-
-
-def _ignore(outputs: Any) -> None:
-    """No request is ever sent with the server's own client index; statistics may come."""

@@ -1,4 +1,4 @@
-"""What a replica server is told by the command line of its node."""
+"""Settings of the replica servers of a node, from its command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,15 +15,14 @@ class ServerSettings:
 
     Attributes:
         host: address to bind and announce.
-        ports: those it may bind, or None for any that are free.
+        ports: range of ports to bind; None: any free ports.
         coordinator_addr: ROUTER address of the head's coordinator.
-        stage_id: stage the replicas serve.
-        heartbeat_interval: between heartbeats, and between probes of an engine.
-        heartbeat_timeout: silence after which a head has gone, or an engine hangs.
-        drain_timeout: how long a leaving replica waits for its heads to finish.
-        secrets: of the fleet, or None without authentication.
-        message_filter: rejects messages of heads that may not reach an engine; None: all may.
-        max_message_bytes: a head's largest message to an engine.
+        heartbeat_interval: time between heartbeats, and between probes of an engine.
+        heartbeat_timeout: a head or engine that does not answer for this time is lost or hangs.
+        drain_timeout: how long a draining replica waits for its heads.
+        secrets: the fleet's secrets; None: no authentication.
+        message_filter: returns a rejection for forbidden messages of heads; None: all messages pass.
+        max_message_bytes: limit of one message of a head.
         fingerprint: the configuration that heads must share, see `vllm_api.launch.model_fingerprint`.
     """
 

@@ -196,7 +196,7 @@ def _new_store(host: str) -> tuple[Any, int]:
 
 
 class RankProcess:
-    """Satisfies `replicas.engine.engine_start.Process` and `Starting`: one rank. To end it is to end its group."""
+    """Satisfies `replicas.engine.engine_start.Process`: one rank. To end it is to end its group."""
 
     def __init__(
         self,
