@@ -108,7 +108,7 @@ async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
             drain_timeout=60.0,
             secrets=secrets,
             fingerprint=FINGERPRINT,
-            message_filter=None,
+            message_filter=lambda frames: None,
         )
         nodes.append(Node(replace(settings, **other), launcher, coordinator))
         return nodes[-1]

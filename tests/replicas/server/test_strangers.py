@@ -157,7 +157,7 @@ async def test_a_call_that_heads_may_not_make_is_answered_and_does_not_reach_the
 
 
 async def test_a_message_of_many_parts_is_no_larger_than_one_of_one(start_node: StartNode) -> None:
-    node = await start_node(message_filter=lambda frames: None, max_message_bytes=2**20)
+    node = await start_node(max_message_bytes=2**20)
     async with node.attached() as head:
         await head.send(b"add", b'{"request_id": "too large"}', *[bytes(2**20)] * 2)
         await works(node, head)

@@ -70,19 +70,6 @@ class ClockOffset:
         return min(self._smallest, self._smallest_before)
 
 
-def rebase(outputs: Any, offset: ClockOffset, now: float) -> None:
-    """Convert all times of an `EngineCoreOutputs` to our clock.
-
-    vLLM subtracts these times from each other, and a request that moved has times of two engines.
-    """
-    seconds = offset.observe(outputs.timestamp, now)
-    outputs.timestamp += seconds
-    for output in outputs.outputs:
-        if output.events:
-            for event in output.events:
-                event.timestamp += seconds
-
-
 class AttachRefusedError(ReplicaError):
     """The replica server refused the lease.
 
@@ -274,7 +261,12 @@ class RemoteReplica:
                 self._lose("its server has ended this head's lease")
 
     def _rebase(self, outputs: Any) -> None:
-        rebase(outputs, self._offset, self._settings.clock())
+        """Convert all times to our clock: vLLM subtracts them, and a request that moved has times of two engines."""
+        seconds = self._offset.observe(outputs.timestamp, self._settings.clock())
+        outputs.timestamp += seconds
+        for output in outputs.outputs:
+            for event in output.events or ():
+                event.timestamp += seconds
         self._on_outputs(outputs)
 
     def _renew(self) -> None:

@@ -1,7 +1,6 @@
 """Starts an engine of this node; a start that is cancelled leaves no process behind."""
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -12,9 +11,6 @@ import zmq
 from vllm_omni_plugin.errors import ReplicaError
 
 T = TypeVar("T")
-
-_ENDED_FROM_OUTSIDE = re.compile(r"SIGKILL|SIGTERM|SIGINT|exited with code 0\b")
-"""The out-of-memory killer sends SIGKILL. vLLM's processes exit with code 0 when they are shut down."""
 
 
 class Process(Protocol):
@@ -46,20 +42,6 @@ class Process(Protocol):
     def shutdown(self, timeout: float | None = None) -> None: ...
 
     def kill(self) -> None: ...
-
-
-def with_exit_reason(reason: str, process: Process) -> str:
-    ended = process.exit_reason()
-    return f"{reason}: {ended}" if ended else reason
-
-
-def crashed(process: Process, reported: bool) -> bool:
-    """Whether an engine crashed by itself, so that a request may be the cause, and was not ended from outside.
-
-    `reported`: whether the engine reported its death or sent an invalid message; decides if no exit reason is known.
-    """
-    ended = process.exit_reason()
-    return not _ENDED_FROM_OUTSIDE.search(ended) if ended else reported
 
 
 class Launcher(Protocol):

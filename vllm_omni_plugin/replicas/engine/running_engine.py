@@ -1,6 +1,7 @@
 """A running engine of this node: its process, its client, and the detection of its end."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -11,14 +12,16 @@ from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.engine.engine_start import (
     Launcher,
     Process,
-    crashed,
     start_engine,
-    with_exit_reason,
 )
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener, OnCacheChange, listen_to_cache
 from vllm_omni_plugin.replicas.links.link import IpcLink, Link
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
+
+_ENDED_FROM_OUTSIDE = re.compile(r"SIGKILL|SIGTERM|SIGINT|exited with code 0\b")
+"""Exits that are not crashes of the engine, so that no request is the cause. The out-of-memory killer sends SIGKILL;
+vLLM's processes exit with code 0 when they are shut down."""
 
 
 class Engine:
@@ -98,8 +101,10 @@ class Engine:
 
     def _end(self, reason: str) -> None:
         self._stop_watching()
-        self.client.engine_failed = crashed(self._process, self.client.engine_failed)
-        reason = with_exit_reason(reason, self._process)
+        # Without an exit reason, the client's `engine_failed` stays what the engine itself reported.
+        if ended := self._process.exit_reason():
+            self.client.engine_failed = not _ENDED_FROM_OUTSIDE.search(ended)
+            reason = f"{reason}: {ended}"
         self.lost.set_result(reason)
         self.on_lost(reason)
 

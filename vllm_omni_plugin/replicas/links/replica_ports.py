@@ -19,7 +19,7 @@ REPLICA_PORTS = 3
 """One port for control, and two for the inputs and outputs of the first head."""
 
 _BACKLOG = 128
-_EPHEMERAL = (0,)
+_EPHEMERAL = 0
 
 
 @dataclass(frozen=True)
@@ -71,40 +71,34 @@ class Listener:
         self.socket.close()
 
 
-def _first_free(host: str, ports: PortRange | None) -> Listener | None:
-    family, address = _resolve(host)
-    for port in _EPHEMERAL if ports is None else range(ports.first, ports.last + 1):
-        try:
-            return Listener(_listening(family, (address, port)))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                continue
-            if error.errno == errno.EACCES:
-                raise ConfigError(f"{PORTS_FLAG}: port {port} may not be bound: {error.strerror}") from error
-            raise ConfigError(f"{ADDRESS_FLAG}: {host} cannot be bound: {error.strerror}") from error
-    return None
-
-
 def listen_on_ports(host: str, ports: PortRange | None, count: int) -> list[Listener]:
     """Bind the first `count` free ports of a range, or any free ports; binds all or none.
 
     Raises:
         ConfigError: the host is not an address of this machine that heads can connect to, or too few ports are free.
     """
-    taken: list[Listener] = []
+    family, address = _resolve(host)
+    listeners: list[Listener] = []
     try:
-        for _ in range(count):
-            listener = _first_free(host, ports)
-            if listener is None:
-                raise ConfigError(
-                    f"{PORTS_FLAG}: of {ports or 'the ports of this machine'} {len(taken)} are free on {host}, and "
-                    f"{count} are needed: name a range of free ports"
-                )
-            taken.append(listener)
+        for port in [_EPHEMERAL] * count if ports is None else range(ports.first, ports.last + 1):
+            if len(listeners) == count:
+                break
+            try:
+                listeners.append(Listener(_listening(family, (address, port))))
+            except OSError as error:
+                if error.errno == errno.EACCES:
+                    raise ConfigError(f"{PORTS_FLAG}: port {port} may not be bound: {error.strerror}") from error
+                if error.errno != errno.EADDRINUSE:
+                    raise ConfigError(f"{ADDRESS_FLAG}: {host} cannot be bound: {error.strerror}") from error
+        if len(listeners) < count:
+            raise ConfigError(
+                f"{PORTS_FLAG}: of {ports or 'the ports of this machine'} {len(listeners)} are free on {host}, and "
+                f"{count} are needed: name a range of free ports"
+            )
     except ConfigError:
-        close_all(taken)
+        close_all(listeners)
         raise
-    return taken
+    return listeners
 
 
 def close_all(listeners: Iterable[Listener]) -> None:

@@ -104,7 +104,7 @@ class DataProxy:
         outputs.bind(push)
         return (
             forward(
-                "omni-head-input", pull, to_forwarder, (pull, to_forwarder, to_slot), self._filtered(settings, to_slot)
+                "omni-head-input", pull, to_forwarder, (pull, to_forwarder, to_slot), self._filter(settings, to_slot)
             ),
             forward("omni-head-output", slot_socket, push, (push,)),
         )
@@ -119,18 +119,15 @@ class DataProxy:
         for thread in self._threads:
             thread.join()
 
-    def _filtered(self, settings: ServerSettings, to_slot: Socket) -> Callable[[Sequence[Any]], bool] | None:
+    def _filter(self, settings: ServerSettings, to_slot: Socket) -> Callable[[Sequence[Any]], bool]:
         """The filter for `forward`. Answers to rejected calls go to `to_slot`, where the engine's answers go."""
-        message_filter = settings.message_filter
-        if message_filter is None:
-            return None
         refused = 0
 
         def passes(frames: Sequence[Any]) -> bool:
             nonlocal refused
             # ZMQ limits the size of a frame, but not the number of frames.
             is_too_large = sum(map(len, frames[1:])) > settings.max_message_bytes
-            rejection = Rejection("it is too large", ()) if is_too_large else message_filter(frames[1:])
+            rejection = Rejection("it is too large", ()) if is_too_large else settings.message_filter(frames[1:])
             if rejection is None:
                 return True
             refused += 1

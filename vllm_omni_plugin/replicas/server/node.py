@@ -53,31 +53,24 @@ async def run_node(servers: Sequence[ReplicaServer], join_timeout: float, head: 
 
     async with task_group_with_signals(on_signal) as tasks:
         for server in servers:
-            tasks.create_task(_run(server, join_timeout, head))
+            joining = tasks.create_task(_join(server, join_timeout, head))
+            tasks.create_task(_run(server, joining))
 
 
-async def _run(server: ReplicaServer, join_timeout: float, head: str) -> None:
-    running = asyncio.ensure_future(server.run())
-    joining = asyncio.ensure_future(_join(server, join_timeout))
+async def _run(server: ReplicaServer, joining: "asyncio.Task[None]") -> None:
     try:
-        await asyncio.wait({running, joining}, return_when=asyncio.FIRST_COMPLETED)
-        if joining.done():
-            try:
-                joining.result()
-            except TimeoutError:
-                raise OmniError(
-                    f"no head answered at {head} within {join_timeout:g} s of the engine's start; check "
-                    "--omni-master-address, --omni-master-port and --omni-secret-file, or wait for the head with "
-                    "--omni-join-timeout 0"
-                ) from None
-        await running
+        await server.run()
     finally:
         joining.cancel()
-        running.cancel()
-        await asyncio.wait({running, joining})
 
 
-async def _join(server: ReplicaServer, join_timeout: float) -> None:
+async def _join(server: ReplicaServer, join_timeout: float, head: str) -> None:
     await server.ready.wait()
-    async with asyncio.timeout(join_timeout or None):
-        await server.joined.wait()
+    try:
+        async with asyncio.timeout(join_timeout or None):
+            await server.joined.wait()
+    except TimeoutError:
+        raise OmniError(
+            f"no head answered at {head} within {join_timeout:g} s of the engine's start; check --omni-master-address, "
+            "--omni-master-port and --omni-secret-file, or wait for the head with --omni-join-timeout 0"
+        ) from None

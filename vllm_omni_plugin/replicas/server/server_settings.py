@@ -21,7 +21,7 @@ class ServerSettings:
         heartbeat_timeout: a head or engine that does not answer for this time is lost or hangs.
         drain_timeout: how long a draining replica waits for its heads.
         secrets: the fleet's secrets; None: no authentication.
-        message_filter: returns a rejection for forbidden messages of heads; None: all messages pass.
+        message_filter: returns a rejection for forbidden messages of heads.
         max_message_bytes: limit of one message of a head.
         fingerprint: the configuration that heads must share, see `vllm_api.launch.model_fingerprint`.
     """
@@ -35,5 +35,5 @@ class ServerSettings:
     drain_timeout: float
     secrets: Secrets | None
     fingerprint: Mapping[str, str]
-    message_filter: MessageFilter | None = reject
+    message_filter: MessageFilter = reject
     max_message_bytes: int = OmniConfig().max_message_bytes
