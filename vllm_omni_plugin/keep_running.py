@@ -38,7 +38,6 @@ async def keep_running(
     Args:
         start: a context manager that starts the work and frees its resources. Its value is awaited for the reason of
             the end.
-        clock: monotonic seconds.
         pause: sleeps for the given seconds; also gets the reason of the end, or the error of the start. Returns whether
             to restart.
         must_start: raise an error of the first start. All later errors lead to a restart.

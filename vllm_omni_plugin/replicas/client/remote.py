@@ -82,7 +82,7 @@ class AttachRefusedError(ReplicaError):
         self.lasting = lasting
 
 
-def attaching_context() -> Context:
+def _context_for_many() -> Context:
     context: Context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
     return context
@@ -95,11 +95,9 @@ class AttachSettings:
     Attributes:
         codecs: by stage; see `StageClient`.
         head_id: unique id of this process, for servers and their logs.
-        fingerprints: this head's configuration by stage, see `vllm_api.launch.model_fingerprint`.
+        fingerprints: by stage, see `vllm_api.launch.model_fingerprint`.
         heartbeat_interval: seconds between renewals of a lease.
         heartbeat_timeout: seconds without an answer after which a server is lost; also the limit for attaching.
-        max_message_bytes: limit of one message of an engine.
-        secrets: the fleet's secrets, None if links are not authenticated.
     """
 
     codecs: Mapping[int, Codec]
@@ -110,15 +108,13 @@ class AttachSettings:
     secrets: Secrets | None = None
     clock: Callable[[], float] = time.monotonic
     max_message_bytes: int = OmniConfig().max_message_bytes
-    context: Context = field(default_factory=attaching_context)
+    context: Context = field(default_factory=_context_for_many)
 
 
 class RemoteReplica:
     """A lease of one replica. Made by `attach_remote`; lives on the loop that made it.
 
     Attributes:
-        ready_response: the engine's ready response, as vLLM encoded it.
-        synced: see `Attached`.
         lost: done with the reason when the lease or the engine has ended.
         on_lost: called with the reason when `lost` is set; does nothing unless replaced.
     """
@@ -149,10 +145,7 @@ class RemoteReplica:
         self._cache_polls: CachePollClient | None = None
 
     async def attach(self) -> None:
-        """Get a lease, open the data connections and wait for an answer of the engine. Has no time limit.
-
-        Raises as `attach_remote`.
-        """
+        """Get a lease, open the data connections and wait for an answer of the engine, without a time limit."""
         settings = self._settings
         self._control = await open_control_link(
             settings.context,
@@ -207,7 +200,6 @@ class RemoteReplica:
             self._cache_polls = CachePollClient(self._lease, self._control.send, on_change)
 
     async def why_late(self) -> str:
-        """Why attaching took too long, as a clause for the log."""
         address = self._info.control_addr
         seconds = f"within {self._settings.heartbeat_timeout:g} s"
         if self._control is None:

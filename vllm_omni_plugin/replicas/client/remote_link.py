@@ -57,12 +57,8 @@ class DataCredential:
 class RemoteLink(Link):
     """The link of one lease. Lives on the running event loop.
 
-    Args:
-        max_output_bytes: limit of one message of the engine.
-        on_lost: called when a connection breaks after it was established.
-
-    Raises:
-        ReplicaError: an address or key of the lease is not valid.
+    `on_lost` is called when a connection breaks after it was established. Raises `ReplicaError` if an address or key of
+    the lease is not valid.
     """
 
     def __init__(

@@ -51,7 +51,6 @@ class StageClient:
 
     Args:
         link: an open link; the client closes it.
-        codec: may be shared between the clients of one loop.
         name: name of the replica in errors and logs.
         on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
         on_dead: called at most once, with the reason, when the replica is dead or has sent an invalid message.
@@ -61,9 +60,7 @@ class StageClient:
 
     Attributes:
         engine_failed: the replica is dead because the engine crashed by itself or sent an invalid message.
-        is_reading: False from `pause_reading` to `resume_reading`.
-        answered_at: monotonic seconds of the last answer to a probe, of the engine or its server; 0 before the first.
-            Set by the caller that probes.
+        answered_at: monotonic seconds of the last answer to a probe, 0 before the first. Set by the caller that probes.
         is_interrupted: outputs of requests are dropped, from `interrupt` to `reset`.
     """
 
@@ -106,12 +103,7 @@ class StageClient:
         self._link.start_reading(self._receive)
 
     def add_request(self, request: Any, engine_request_id: str) -> None:
-        """Submit an `EngineCoreRequest`. A repeated engine request id would crash vLLM's engine.
-
-        Raises:
-            MessageTooLargeError: the message is larger than the replica accepts.
-            ReplicaError: the replica is dead.
-        """
+        """Submit an `EngineCoreRequest`. A repeated engine request id would crash the engine. Raises as `Link.send`."""
         self._send(self._codec.encode_add(request, engine_request_id, self._client_index))
 
     def abort_requests(self, engine_request_ids: Sequence[str]) -> None:
@@ -119,11 +111,7 @@ class StageClient:
         self._send(self._codec.encode_abort(engine_request_ids))
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine core and return its result.
-
-        Raises:
-            ReplicaError: the call was refused or failed, or the engine died before it answered.
-        """
+        """Call a method of the engine core. Raises `ReplicaError` if it fails or the engine dies before its answer."""
         is_long = method in _LONG_CALLS
         self._long_calls += is_long
         try:
@@ -134,9 +122,7 @@ class StageClient:
     async def probe(self) -> None:
         """Return when the engine's main loop has answered, which it does between two steps; see `Probe`.
 
-        Raises:
-            ReplicaError: as `call`, except that `interrupt` does not fail it, and that an engine which shuts down and
-                refuses all calls counts as alive.
+        Raises as `call`, but `interrupt` does not fail it, and an engine that refuses calls during shutdown is alive.
         """
         await self._ask(self._probes, "is_sleeping", ())
 
@@ -159,7 +145,6 @@ class StageClient:
             await self.call("wake_up")
 
     def pause_reading(self) -> None:
-        """Leave the replica's outputs in the socket until `resume_reading`."""
         self.is_reading = False
         self._link.pause_reading()
 

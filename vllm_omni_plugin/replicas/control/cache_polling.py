@@ -21,9 +21,6 @@ class CachePollServer:
     """The server's end: answers each `PollCache` once there are changes, with a pause after each round of answers.
 
     A lease has at most one open poll. Lives on the running event loop.
-
-    Args:
-        send: sends a message to a routing id of the control connection.
     """
 
     def __init__(self, send: Callable[[bytes, FromServer], None]) -> None:
@@ -70,12 +67,7 @@ class CachePollServer:
 
 
 class CachePollClient:
-    """The head's end, for one lease.
-
-    Args:
-        send: sends a message on the control connection.
-        on_change: called with every change, in order.
-    """
+    """The head's end, for one lease."""
 
     def __init__(self, lease: int, send: Callable[[ToServer], None], on_change: Callable[[CacheChange], None]) -> None:
         self._lease = lease

@@ -41,7 +41,6 @@ class ControlClient:
     """The head's end. Lives on the running event loop.
 
     Args:
-        secrets: the fleet's secrets, None if links are not authenticated.
         attempt: index of the secret to use.
         on_lost: called when the connection breaks after it was established.
 
@@ -85,7 +84,6 @@ class ControlClient:
         self._reader.look_again()
 
     def drain(self) -> None:
-        """Handle at once every message that has arrived."""
         self._reader.drain()
 
     def close(self) -> None:
@@ -138,11 +136,9 @@ async def open_control_link(
 
 
 class ControlServer:
-    """The server's end: a ROUTER that is read on the running loop.
+    """The server's end: a ROUTER that is read on the running loop. Without secrets every peer is admitted.
 
-    Args:
-        secrets: heads must know one of them; None admits every peer that can reach the port.
-        on_message: called with the sender's routing id and its message. Its exceptions are logged.
+    `on_message` is called with the sender's routing id and its message. Its exceptions are logged.
     """
 
     def __init__(
@@ -171,7 +167,6 @@ class ControlServer:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Number of dropped frames by reason."""
         return self._drops.counts
 
     def send(self, peer: bytes, message: FromServer) -> None:

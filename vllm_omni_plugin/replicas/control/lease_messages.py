@@ -32,10 +32,8 @@ class Attach(Struct, frozen=True, tag="attach"):
 
     Attributes:
         incarnation: the incarnation that the head has in its replica list.
-        head_id: names the head process in the server's log.
         credential: authenticates the head on the data sockets, made for this lease only: the public half of a CURVE
             key pair (Z85) if links are encrypted, else a random string of the same length.
-        fingerprint: the head's configuration, see `vllm_api.launch.model_fingerprint`.
     """
 
     protocol: int
@@ -74,9 +72,6 @@ class PollCache(Struct, frozen=True, tag="follow"):
 
     The server answers with one `CacheChanges` as soon as there are changes. The head then sends the next poll. It sends
     the same poll again if the answer may be lost.
-
-    Attributes:
-        cursor: cursor of the last answer, or `cache_log.BEGINNING`.
     """
 
     lease: int
@@ -87,15 +82,12 @@ class Attached(Struct, frozen=True, tag="attached"):
     """Server to head: grants a lease.
 
     Attributes:
-        lease: id of the lease in all further messages.
         input_addr: where the head connects a PUSH for requests: frames are (identity, request type, payload...).
         output_addr: where the head connects a PULL for its outputs. No other head receives them.
-        client_index: to put into every request and utility call.
+        client_index: must be in every request and utility call of this head.
         identity: ZMQ identity of the engine, the first frame of every message to it.
-        ready_response: the engine's ready response, as vLLM encoded it.
         max_message_bytes: limit of one message to the engine, all frames together.
         data_key: public CURVE key (Z85) of the data sockets, or "" if links are not encrypted.
-        fingerprint: the server's configuration.
         synced: whether a head has sent `StateSynced` for this engine, and the engine has had a head ever since.
     """
 
@@ -129,7 +121,6 @@ class Status(Struct, frozen=True, tag="status"):
     Attributes:
         status: UP; DRAINING: send no new requests, and detach when all are finished; ERROR or DOWN: the engine is lost
             or hangs, and the lease has ended.
-        reason: why the status is not UP.
         engine_failed: whether the engine crashed by itself. False if it was ended from outside, hangs or drains.
     """
 
@@ -149,10 +140,8 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
     """Server to head: what changed in the engine's prefix cache. The fields after `cursor` are those of `CacheChange`.
 
     Attributes:
-        since: cursor of the poll that this answers.
-        cursor: cursor for the next poll.
-        stored: block keys, eight bytes each, little endian.
-        removed: as `stored`.
+        since: cursor of the poll that this answers; `cursor` is for the next poll.
+        stored: block keys, eight bytes each, little endian; as `removed`.
     """
 
     lease: int
@@ -177,10 +166,8 @@ def encode(message: ToServer | FromServer) -> bytes:
 
 
 def decode_to_server(frame: bytes) -> ToServer:
-    """Raises `WireError`, which names the field and its fault."""
     return decode_strictly(_to_server, frame, "control message", MAX_CONTROL_BYTES)
 
 
 def decode_from_server(frame: bytes) -> FromServer:
-    """Raises `WireError`, which names the field and its fault."""
     return decode_strictly(_from_server, frame, "control message", MAX_CONTROL_BYTES)

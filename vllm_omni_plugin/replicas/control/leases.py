@@ -9,10 +9,9 @@ class Lease:
     """One head's right to use one output slot.
 
     Attributes:
-        lease_id: id on the wire; never reused.
+        lease_id: never reused.
         slot: index of the slot, which is the head's `client_index`.
-        peer: ZMQ routing id of the control connection that got the lease. The lease is valid on that connection only.
-        ends_at: when the lease ends, unless the head renews it before.
+        peer: ZMQ routing id of the only control connection on which the lease is valid.
     """
 
     lease_id: int
@@ -26,11 +25,7 @@ class Leases:
     """The slots of one engine. Times are monotonic seconds given by the caller.
 
     The slot of an ended lease is not free before `free`: outputs of its former head may still arrive on it. The lowest
-    free slot is used first, since slot 0 needs no further ports.
-
-    Args:
-        slots: number of slots.
-        timeout: seconds after which a lease ends that is not renewed.
+    free slot is used first, since slot 0 needs no further ports. A lease ends if it is not renewed within `timeout`.
     """
 
     def __init__(self, slots: int, timeout: float) -> None:
@@ -49,11 +44,10 @@ class Leases:
         return list(self._leases.values())
 
     def superseded(self, peer: bytes, head_id: str) -> list[Lease]:
-        """The leases that this head still has from an earlier attachment, which it has lost."""
+        """Leases of an earlier attachment of the same head."""
         return [lease for lease in self.current if lease.peer == peer or lease.head_id == head_id]
 
     def grant(self, peer: bytes, head_id: str, now: float) -> Lease | None:
-        """Lease a free slot to a head; None if no slot is free."""
         if not self._free:
             return None
         slot = min(self._free)
@@ -63,7 +57,6 @@ class Leases:
         return lease
 
     def find(self, lease_id: int, peer: bytes) -> Lease | None:
-        """The lease with this id if it belongs to this peer, else None."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.peer == peer else None
 
@@ -71,17 +64,16 @@ class Leases:
         lease.ends_at = now + self._timeout
 
     def expired(self, now: float, late_by: float = 0.0) -> list[Lease]:
-        """The leases that were not renewed in time. The caller ends them.
+        """The leases that were not renewed in time.
 
-        `late_by`: seconds by which the caller itself is late. Renewals may have waited unread for that long, so all
-        leases are extended by it.
+        All leases are extended by `late_by`, the seconds by which the caller is late: renewals may have waited unread.
         """
         for lease in self._leases.values():
             lease.ends_at += late_by
         return [lease for lease in self.current if lease.ends_at <= now]
 
     def end(self, lease: Lease) -> bool:
-        """End a lease; False if it had ended before."""
+        """False if the lease had ended before."""
         return self._leases.pop(lease.lease_id, None) is not None
 
     def free(self, slot: int) -> None:

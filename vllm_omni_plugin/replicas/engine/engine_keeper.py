@@ -25,7 +25,7 @@ class Probe:
 
     Args:
         interval: seconds between an answer and the next probe.
-        timeout: seconds an answer may take at least; see `limit`.
+        timeout: least number of seconds that count as a hang; see `limit`.
         on_hang: called with the reason when an answer is overdue.
         on_answer: awaited when an overdue answer has arrived, before the next probe.
     """
@@ -108,13 +108,7 @@ E = TypeVar("E", bound=Engine)
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of an `EngineKeeper`.
-
-    Attributes:
-        heartbeat_interval: seconds between probes.
-        heartbeat_timeout: seconds without an answer that count as a hang; see `Probe`.
-        delay: sleeps between restarts.
-    """
+    """Times of an `EngineKeeper`: interval and timeout of its `Probe` in seconds, and the sleep between restarts."""
 
     heartbeat_interval: float
     heartbeat_timeout: float
@@ -129,19 +123,15 @@ class EngineKeeper(Generic[E]):
     when it answers.
 
     Args:
-        name: name of the replica, for the name of the task.
-        start: starts the engine and returns when it is ready.
         serve: puts an engine into service that is new, or that hung and answers again. If it raises, the engine is
             restarted.
         suspend: takes the engine out of service; gets the reason and whether the engine hangs. Called at once, but not
             while the engine is shut down.
         on_restart: called before a restart with the pause in seconds and the reason.
-        executor: waits for the end of the engine.
 
     Attributes:
-        ready: result is the first engine that is in service. `ready` and `running` exist after `begin`.
-        running: the task of the keeper; done when the engine is not restarted any more, or with the error of the first
-            start.
+        ready: the first engine, once it is in service. `ready` and `running` exist after `begin`.
+        running: done when the engine is not restarted any more, or with the error of the first start.
     """
 
     ready: "asyncio.Future[E]"
@@ -175,7 +165,6 @@ class EngineKeeper(Generic[E]):
         self.running = asyncio.create_task(keeping, name=f"omni-replica-{self._name}")
 
     def disable_restarts(self) -> None:
-        """Do not restart the engine after its next end."""
         self._restarting = False
 
     def stop(self, timeout: float | None) -> None:

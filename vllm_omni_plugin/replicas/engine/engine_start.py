@@ -14,9 +14,7 @@ T = TypeVar("T")
 
 
 class Process(Protocol):
-    """The process of an engine. Implemented by `vllm_api.launch.engine_launch.EngineProcess`, Python stages and the
-    simulator.
-    """
+    """The process of an engine, such as `vllm_api.launch.engine_launch.EngineProcess`."""
 
     @property
     def pid(self) -> int: ...
@@ -32,7 +30,7 @@ class Process(Protocol):
         ...
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        """Do the start-up handshake; blocks until the engine has loaded its model."""
+        """Block until the engine has loaded its model."""
         ...
 
     def abandon(self) -> None:
@@ -45,7 +43,7 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts engines. Implemented by `vllm_api.launch.engine_launch.EngineLauncher`, Python stages and the simulator.
+    """Starts engines; such as `vllm_api.launch.engine_launch.EngineLauncher`.
 
     Attributes:
         ready_timeout: seconds from the handshake to the ready response.
@@ -78,10 +76,9 @@ async def start_engine(
     """Spawn an engine and wait until it is ready; return its process and its ready response.
 
     Args:
-        executor: runs the blocking parts: spawning, and waiting for the model to load.
         replica_id: index of the engine among those of its stage on this node.
-        input_addr: bound ipc address to which the engine connects for requests.
-        output_addrs: bound ipc addresses to which it connects for outputs, by client index.
+        input_addr: bound ipc address for requests.
+        output_addrs: bound ipc addresses for outputs, by client index.
         router: bound to `input_addr`. No other code may use it meanwhile.
 
     Raises:

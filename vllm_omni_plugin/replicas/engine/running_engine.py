@@ -27,10 +27,6 @@ vLLM's processes exit with code 0 when they are shut down."""
 class Engine:
     """One engine. Made by `start_local_engine` or `start_served_engine`; lives on the loop that made it.
 
-    Args:
-        ready_response: the engine's ready response, as vLLM encoded it.
-        link, codec, name, on_outputs, client_index: see `StageClient`.
-
     Attributes:
         client: the engine is lost when its client is dead.
         lost: done with the reason when the engine has exited, reported its death, or was marked lost. By then
@@ -62,7 +58,6 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Process id of the engine core."""
         return self._process.pid
 
     def mark_lost(self, reason: str, engine_failed: bool = False) -> None:
@@ -76,11 +71,9 @@ class Engine:
         self._listener = listen_to_cache(self.ready_response, on_change, f"engine {self.pid}")
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
-        """Shut the engine down and close the sockets. Outputs are read until the engine has ended.
+        """Shut the engine down within `timeout` seconds (None: vLLM's default), and close the sockets after that.
 
-        Args:
-            executor: runs the blocking wait.
-            timeout: seconds until the engine is killed, or None for vLLM's default.
+        Outputs are read until the engine has ended.
         """
         self._stop_watching()
         self.on_lost = lambda reason: None

@@ -21,12 +21,11 @@ class BlockStored(Struct, frozen=True, tag=True, gc=False):
 
     Attributes:
         parent_block_hash: hash of the previous block, None for the first block of a prompt.
-        token_ids: tokens of all blocks.
         block_size: tokens of one block; 0 if the engine does not report tokens (vLLM's OffloadingConnector).
-        medium: kind of memory; None in older versions.
+        medium: kind of memory.
         extra_keys: for each block what distinguishes it from others with the same tokens, see `block_keys`.
-        group_idx: index of the KV cache group; None in older versions.
-        kv_cache_spec_kind: the group's kind of attention, if reported.
+        group_idx: index of the KV cache group.
+        kv_cache_spec_kind: the group's kind of attention.
         lookahead_token_ids: for each block the tokens after it on which its hash depends; None if it depends on none.
     """
 
@@ -76,8 +75,7 @@ _event_decoder: msgspec.msgpack.Decoder[CacheEvent] = msgspec.msgpack.Decoder(Ca
 def decode_events(payload: bytes, on_skipped: Callable[[str], object] = lambda reason: None) -> list[CacheEvent]:
     """Decode a batch. `on_skipped` is called with the reason for each event that is invalid but not needed.
 
-    Raises:
-        WireError: the batch, or an event about evicted blocks, is invalid.
+    Raises `WireError` if the batch, or an event about evicted blocks, is invalid.
     """
     events: list[CacheEvent] = []
     try:
@@ -100,13 +98,7 @@ _ANY_HOST = {"tcp://*:": "tcp://127.0.0.1:", "tcp://[::]:": "tcp://[::1]:"}
 
 
 class CacheSource(Struct):
-    """A publisher of KV cache events: vLLM's `KVEventsConfig`, as its engine resolved it.
-
-    Attributes:
-        endpoint: address for subscribers.
-        replay_endpoint: address for replay requests; None: no replay.
-        blocks: number of KV blocks of the engine.
-    """
+    """A publisher of KV cache events: vLLM's `KVEventsConfig` as resolved by its engine, and the engine's KV blocks."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -132,8 +124,7 @@ def publishes_cache_events(ready_response: bytes) -> bool:
 def find_cache_source(ready_response: bytes) -> CacheSource | None:
     """The publisher of an engine of this machine; None if it publishes no events.
 
-    Raises:
-        ReplicaError: the engine publishes at an address to which we cannot subscribe.
+    Raises `ReplicaError` if it publishes at an address to which we cannot subscribe.
     """
     ready = _decode(ready_response)
     publisher = ready.kv_events_config

@@ -20,12 +20,7 @@ NEVER_RECONNECT = -1
 
 
 class HandshakeRefusedError(ReplicaError):
-    """Authentication failed, of this end or of the other end.
-
-    Attributes:
-        event: event of the ZMQ socket monitor.
-        value: value of the event.
-    """
+    """Authentication failed, of this end or of the other end. Has the event of the ZMQ socket monitor and its value."""
 
     def __init__(self, event: int, value: int) -> None:
         super().__init__("the security handshake failed")

@@ -18,11 +18,7 @@ _BURST = 64
 
 
 class Link(ABC):
-    """Sends frames to one engine and reads its frames. Used from one event loop only.
-
-    Attributes:
-        identity: the engine's ZMQ identity, the first frame of every message to it.
-    """
+    """Sends frames to one engine, behind its ZMQ identity, and reads its frames. Used from one event loop only."""
 
     input_addr: str
     output_addr: str

@@ -49,9 +49,6 @@ class Listener:
 
     No other process can take the port between two leases, and the next ZMQ socket can use it at once. Connections that
     arrive without a ZMQ socket wait in the backlog.
-
-    Attributes:
-        address: ZMQ address with the port and a numeric host.
     """
 
     def __init__(self, listening: socket.socket) -> None:

@@ -43,12 +43,7 @@ class SharedMemory:
     """One end of the memory. Not thread-safe, but received frames may be dropped on any thread.
 
     A message with frames in memory begins with an empty frame, as no other message does, and the list of its loans.
-
-    Args:
-        fd: from `new_shared_memory`; may be closed afterwards.
-
-    Raises:
-        OSError: the memory cannot be mapped.
+    `fd` comes from `new_shared_memory` and may be closed afterwards. Raises `OSError`.
     """
 
     def __init__(self, fd: int, end: Literal[0, 1]) -> None:

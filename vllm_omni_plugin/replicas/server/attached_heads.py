@@ -80,7 +80,7 @@ class AttachedHeads:
         self._send = send
         self._incarnation = incarnation
         self._on_drain = on_drain
-        self._on_alone = on_last_disconnect
+        self._on_last_disconnect = on_last_disconnect
         self._clock = clock
         self._engine: ServedEngine | None = None
         self._status = ReplicaStatus.DOWN
@@ -93,7 +93,6 @@ class AttachedHeads:
         self._logged_refusals: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
-        """Number of leases."""
         return len(self._leases)
 
     def admit(self, engine: ServedEngine) -> None:
@@ -179,7 +178,7 @@ class AttachedHeads:
         if refusal is not None:
             return refusal
         for former in self._leases.superseded(peer, message.head_id):
-            self._end(former, "it attached anew")
+            self._end(former, "it attached again")
         if self._engine is None or self._resetting:
             return AttachRefused("the engine is still aborting requests of a former head", lasting=False)
         lease = self._leases.grant(peer, message.head_id, self._clock())
@@ -252,11 +251,11 @@ class AttachedHeads:
             # All other leases end with the engine. A new engine has all its outputs free.
             engine.mark_lost(f"the output slot of head {lease.head_id} could not be released: {error}")
             return
-        cleaning = self._start(self._clean(engine, lease.slot))
+        cleaning = self._run_cleanup(self._clean(engine, lease.slot))
         if not self._leases:
             self._resetting, self._synced = True, False
-            self._start(self._reset(engine, [*self._cleaning, cleaning]))
-            self._on_alone()
+            self._run_cleanup(self._reset(engine, [*self._cleaning, cleaning]))
+            self._on_last_disconnect()
 
     def _close_ports(self, slot: int) -> None:
         if slot:
@@ -279,7 +278,7 @@ class AttachedHeads:
         else:
             self._resetting = False
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def _run_cleanup(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         self._cleaning.add(task)
         task.add_done_callback(self._cleaning.discard)

@@ -21,52 +21,48 @@ _FILES_PER_OWN_REPLICA = 16
 def raise_limits(replicas: int, heads: int = 1, more: int = 0) -> None:
     """Raise the limits of files and sockets for replicas. Call before ZMQ's shared context has its first socket.
 
-    Args:
-        heads: expected heads of each replica.
-        more: further descriptors of each replica.
-
-    Raises:
-        ConfigError: the replicas need more than the hard limit. ZMQ aborts a process that has no descriptor left.
+    `heads`: expected heads of each replica; `more`: further descriptors of each replica. Raises `ConfigError` if they
+    need more than the hard limit, since ZMQ aborts a process that has no descriptor left.
     """
     needed = check_limits(replicas, heads, more)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(_OPEN_FILES, needed)
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, hard = _limits()
+    wanted = min(max(_OPEN_FILES, needed), hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     raise_socket_limit(zmq.Context.instance())
 
 
 def check_limits(replicas: int, heads: int = 1, more: int = 0) -> int:
     """How many open files replicas need. Arguments and errors as `raise_limits`, but changes nothing."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _BASE_FILES + replicas * (_FILES_PER_REPLICA + heads * _FILES_PER_HEAD + more)
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        raise ConfigError(
-            f"{replicas} replicas need some {needed} open files, and this process may have {hard}: raise its limit "
-            "(ulimit -Hn, or LimitNOFILE= of systemd), or run fewer replicas in it"
-        )
+    _require(replicas, needed, _limits()[1], "limit (ulimit -Hn")
     return needed
 
 
 def files_beside_own(replicas: int) -> int:
     """How many files are left for connections of a head with one API server and this many replicas.
 
-    Raises:
-        ConfigError: the replicas need more than the limit.
+    Raises `ConfigError` if the replicas need more than the limit.
     """
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    soft, hard = _limits()
     # vLLM raises the soft limit to this number, unless the hard limit is lower.
     allowed = max(soft, _OPEN_FILES) if hard >= _OPEN_FILES else soft
     needed = _BASE_FILES + replicas * _FILES_PER_OWN_REPLICA
+    _require(replicas, needed, allowed, "soft limit (ulimit -n")
+    return allowed - needed
+
+
+def _limits() -> list[int]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return [sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits]
+
+
+def _require(replicas: int, needed: int, allowed: int, limit: str) -> None:
     if needed > allowed:
         raise ConfigError(
-            f"{replicas} replicas need some {needed} open files, and this process may have {allowed}: raise its soft "
-            "limit (ulimit -n, or LimitNOFILE= of systemd), or run fewer replicas in it"
+            f"{replicas} replicas need some {needed} open files, and this process may have {allowed}: raise its {limit}, "
+            "or LimitNOFILE= of systemd), or run fewer replicas in it"
         )
-    return allowed - needed
 
 
 def with_advice(error: Exception) -> Exception:

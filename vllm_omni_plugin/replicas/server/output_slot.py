@@ -13,12 +13,10 @@ from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 
 class SlotLink(Link):
-    """The server's own link to its engine: into the input forwarder, out of one slot.
+    """The server's own link to its engine, out of one slot.
 
-    Args:
-        to_forwarder: a PUSH connected to the engine's `InputForwarder`; shared by all links of one engine, which do not
-            close it.
-        output_addr: ipc address to bind for the engine's outputs.
+    `to_forwarder` is a PUSH connected to the engine's `InputForwarder`. All links of one engine share it; they do not
+    close it.
     """
 
     def __init__(self, to_forwarder: Socket, output_addr: str, identity: bytes) -> None:
@@ -47,9 +45,7 @@ class OutputSlot:
     While it is not leased, the server reads and drops its outputs and aborts their requests: requests of a lost head
     must not keep the engine busy, and unread outputs would pile up in the engine.
 
-    Args:
-        index: the slot's `client_index`.
-        on_dead: called when the engine reports its death on this slot, with the reason and whether it crashed.
+    `on_dead` is called when the engine reports its death on this slot, with the reason and whether it crashed.
     """
 
     def __init__(

@@ -29,10 +29,8 @@ class ReplicaServer:
     """One replica of a node. Lives on the event loop on which it was made.
 
     Args:
-        index: index of the replica on its node.
         codec: see `StageClient`; not shared with other servers.
         executor: runs blocking steps, at most two at the same time.
-        delay: sleeps between restarts of the engine.
 
     Attributes:
         ready: set once the engine is ready for the first time.

@@ -21,16 +21,10 @@ outputs of an engine is fixed at its start. An unused output costs this process 
 
 
 class InputForwarder:
-    """Passes messages from any number of PUSH sockets on this node to the engine's DEALER.
+    """Passes messages from any number of PUSH sockets (at `local_addr`) to the engine's DEALER (at `engine_addr`).
 
-    Only one thread may use the engine's ROUTER socket, so all writers send through this forwarder.
-
-    Args:
-        engine_addr: ipc address to bind for the engine.
-        local_addr: ipc address to bind for the PUSH sockets.
-
-    Attributes:
-        router: receives the engine's ready response; may be read only before `start`.
+    Only one thread may use the engine's ROUTER socket, so all writers send through this forwarder. Before `start`, the
+    ROUTER may be read for the engine's ready response.
     """
 
     def __init__(self, engine_addr: str, local_addr: str) -> None:
@@ -67,13 +61,8 @@ class InputForwarder:
 class ServedEngine(Engine):
     """Made by `start_served_engine`. Its `client` belongs to the server and uses an output that is never leased.
 
-    Args:
-        sockets: closed with the engine.
-        links: links to the outputs; the last one is for the server.
-
-    Attributes:
-        slots: the outputs for heads, by client index.
-        cache_log: changes of its prefix cache; stays empty if it does not report them.
+    `links` are the links to the outputs; the last one is for the server. `slots` are the outputs for heads, by client
+    index. `cache_log` stays empty if the engine does not report changes of its prefix cache.
     """
 
     def __init__(
