@@ -41,7 +41,7 @@ class Attachment:
         self.lost.set_result(reason)
         self.on_lost(reason)
 
-    def leave(self) -> None:
+    def request_drain(self) -> None:
         self.told_to_leave = True
 
     def close(self) -> None:

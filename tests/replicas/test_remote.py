@@ -128,7 +128,7 @@ async def test_the_server_hears_that_the_engine_was_told_everything_and_shall_le
 ) -> None:
     replica = await head.attach(server.info)
     replica.report_synced()
-    replica.leave()
+    replica.request_drain()
     replica.close()
     replica.close()
     await eventually(lambda: server.heard[-3:] == [StateSynced(LEASE), DrainReplica(LEASE), Detach(LEASE)])

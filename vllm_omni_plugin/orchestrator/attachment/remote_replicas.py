@@ -94,7 +94,7 @@ class RemoteReplicas:
         replica = keeper.attached
         if replica is None:
             raise ReplicaError(f"replica {member.name} is not attached at this moment and cannot be told to leave")
-        replica.leave()
+        replica.request_drain()
         self._dismissed[key] = keeper.info.incarnation
         del self._keepers[key]
         self._remove(keeper, "it was told to leave")

@@ -212,7 +212,7 @@ class RemoteReplica:
         """Tell the server that the engine has received all recorded operator calls."""
         self._send(StateSynced)
 
-    def leave(self) -> None:
+    def request_drain(self) -> None:
         """Ask the server to drain the replica, stop its engine and not restart it."""
         self._send(DrainReplica)
 

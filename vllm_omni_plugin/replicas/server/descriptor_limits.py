@@ -60,8 +60,8 @@ def _limits() -> list[int]:
 def _require(replicas: int, needed: int, allowed: int, limit: str) -> None:
     if needed > allowed:
         raise ConfigError(
-            f"{replicas} replicas need some {needed} open files, and this process may have {allowed}: raise its {limit}, "
-            "or LimitNOFILE= of systemd), or run fewer replicas in it"
+            f"{replicas} replicas need some {needed} open files, and this process may have {allowed}: raise its "
+            f"{limit}, or LimitNOFILE= of systemd), or run fewer replicas in it"
         )
 
 
