@@ -125,7 +125,7 @@ def test_every_post_route_of_vllm_is_known_to_wait_or_not_to(build: BuildApp) ->
     vllms = {path for path in paths if not path.startswith("/omni/")}
     assert vllms - INFERENCE_PATHS == NEED_NO_ENGINE
     # The first needs vLLM's optional packages, the second a pipeline that puts out audio, the last a later vLLM.
-    later = set() if DECISIONS_ROUTE.here else {"/v1/decisions"}
+    later = set() if DECISIONS_ROUTE.applies else {"/v1/decisions"}
     assert INFERENCE_PATHS - vllms <= {"/cohere/v2/chat", "/v1/audio/speech"} | later
 
 

@@ -42,7 +42,7 @@ def complaint(method: str, *args: Any) -> str:
     return reason
 
 
-NEWER = frozenset() if PAUSE_REFUSES.here else frozenset({"pause_generation"})
+NEWER = frozenset() if PAUSE_REFUSES.applies else frozenset({"pause_generation"})
 """Calls that only engines of a newer vLLM than the installed one take."""
 
 

@@ -149,7 +149,7 @@ async def test_the_first_replica_of_a_stage_that_had_none_completes_its_configur
         ("wake_up", (["weights"],), (["weights"],), ALL),
         ("pause_scheduler", (), ("abort", True), ALL),
         ("pause_scheduler", ("keep", False), ("keep", False), ALL),
-        *([("pause_generation", (), ("abort", True), ALL)] if PAUSE_REFUSES.here else ()),
+        *([("pause_generation", (), ("abort", True), ALL)] if PAUSE_REFUSES.applies else ()),
         ("resume_scheduler", (), (), ALL),
         ("profile", (), (True, None, None, None), ALL),
         ("profile", (False, "trace", 1, 2), (False, "trace", 1, 2), ALL),

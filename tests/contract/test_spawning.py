@@ -13,7 +13,7 @@ from vllm.v1.engine.coordinator import DPCoordinator
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.processes.several_servers import ApiServerLauncher
-from vllm_omni_plugin.stages.stage_process import Assignment, StageProcess
+from vllm_omni_plugin.stages.stage_process import StageParameters, StageProcess
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
 from vllm_omni_plugin.vllm_api.launch.group_launch import LockstepIncarnation
@@ -68,7 +68,7 @@ def start_api_server() -> None:
 
 
 def start_stage() -> None:
-    StageProcess(Assignment("stage", "", {}, 0, 0, b"", [])).connection.close()
+    StageProcess(StageParameters("stage", "", {}, 0, 0, b"", [])).connection.close()
 
 
 @pytest.mark.parametrize("other", [start_engine, start_api_server, start_stage])

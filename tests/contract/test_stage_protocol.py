@@ -18,7 +18,13 @@ from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder, MsgpackEn
 
 from vllm_omni_plugin.vllm_api.protocol import stage_protocol
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import StageCodec
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import Content, Output, Outputs, SchedulerStats, StageRequest
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
+    OutputContent,
+    SchedulerStats,
+    StageRequest,
+    WireOutput,
+    WireOutputs,
+)
 
 
 def decoded(frames: Any) -> EngineCoreOutputs:
@@ -29,8 +35,8 @@ def decoded(frames: Any) -> EngineCoreOutputs:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (Output, EngineCoreOutput),
-        (Outputs, EngineCoreOutputs),
+        (WireOutput, EngineCoreOutput),
+        (WireOutputs, EngineCoreOutputs),
         (stage_protocol.UtilityOutput, EngineUtilityOutput),
     ],
 )
@@ -56,8 +62,8 @@ def test_type_bytes_reasons_and_extensions_are_vllms() -> None:
 @pytest.mark.parametrize("size", [2, 2000])
 def test_vllm_reads_outputs_with_tensors_and_statistics(size: int) -> None:
     tensor = torch.arange(float(size))
-    content = {stage_protocol.CONTENT_KEY: Content("text", [7], {"rate": 24000})}
-    said = Output("a", [0], pooling_output=tensor, finish_reason=stage_protocol.STOP, kv_transfer_params=content)
+    content = {stage_protocol.CONTENT_KEY: OutputContent("text", [7], {"rate": 24000})}
+    said = WireOutput("a", [0], pooling_output=tensor, finish_reason=stage_protocol.STOP, kv_transfer_params=content)
     read = decoded(StageCodec().encode_outputs([said], SchedulerStats(2, 3), 1.5))
     assert (read.timestamp, read.scheduler_stats) == (
         1.5,

@@ -60,7 +60,7 @@ def test_calls_answer_as_one_plain_engine_does(plain: Server, fleet: Server) -> 
     assert fleet.replicas_up() == 2
 
 
-@pytest.mark.skipif(not PAUSE_REFUSES.here, reason="requests wait in paused engines of this vLLM")
+@pytest.mark.skipif(not PAUSE_REFUSES.applies, reason="requests wait in paused engines of this vLLM")
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_requests_during_a_pause_are_refused_as_by_one_plain_engine(plain: Server, fleet: Server, mode: str) -> None:
     def refusal(server: Server) -> tuple[int, str]:

@@ -1,10 +1,10 @@
-"""KV memory: nothing is lost, nothing is promised twice, the least recently used goes first."""
+"""KV memory: nothing is lost, nothing is reserved twice, the least recently used goes first."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_omni_plugin.sim.model.kv_cache import BlockKey, Holding, KVCache
+from vllm_omni_plugin.sim.model.kv_cache import Allocation, BlockKey, KVCache
 
 BLOCKS = 8
 
@@ -13,14 +13,14 @@ def key(number: int) -> BlockKey:
     return ("", number)
 
 
-def hold(cache: KVCache, *numbers: int) -> Holding:
-    """Let a sequence in that makes these blocks."""
-    holding = cache.admit((), len(numbers))
-    assert holding is not None
-    cache.allocate(holding, len(numbers))
+def hold(cache: KVCache, *numbers: int) -> Allocation:
+    """Admit a sequence that computes these blocks."""
+    allocation = cache.admit((), len(numbers))
+    assert allocation is not None
+    cache.allocate(allocation, len(numbers))
     for number in numbers:
-        cache.share(holding, key(number))
-    return holding
+        cache.share(allocation, key(number))
+    return allocation
 
 
 def test_the_least_recently_used_goes_first_and_of_one_prompt_its_end() -> None:
@@ -37,42 +37,42 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = KVCache(BLOCKS)
-        self.holdings: list[tuple[Holding, int]] = []
+        self.admitted: list[tuple[Allocation, int]] = []
 
     @rule(stem=st.integers(0, 2), blocks=st.integers(1, 5))
     def admit(self, stem: int, blocks: int) -> None:
         keys = [key(stem * 10 + position) for position in range(blocks - 1)]
         cached = keys[: self.cache.cached_prefix(keys)]
-        holding = self.cache.admit(cached, blocks)
-        if holding is not None:
-            self.holdings.append((holding, stem))
+        allocation = self.cache.admit(cached, blocks)
+        if allocation is not None:
+            self.admitted.append((allocation, stem))
 
-    @precondition(lambda self: self.holdings)
+    @precondition(lambda self: self.admitted)
     @rule(data=st.data())
     def grow(self, data: st.DataObject) -> None:
-        holding, stem = data.draw(st.sampled_from(self.holdings))
-        if holding.promised:
-            self.cache.allocate(holding, 1)
-            self.cache.share(holding, key(stem * 10 + len(holding.keys)))
+        allocation, stem = data.draw(st.sampled_from(self.admitted))
+        if allocation.reserved:
+            self.cache.allocate(allocation, 1)
+            self.cache.share(allocation, key(stem * 10 + len(allocation.keys)))
 
-    @precondition(lambda self: self.holdings)
+    @precondition(lambda self: self.admitted)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.holdings) - 1))
-        self.cache.release(self.holdings.pop(index)[0])
+        index = data.draw(st.integers(0, len(self.admitted) - 1))
+        self.cache.release(self.admitted.pop(index)[0])
 
     @invariant()
-    def usage_is_that_of_the_holdings(self) -> None:
-        shared = {shared for holding, _ in self.holdings for shared in holding.keys}
-        private = sum(holding.private for holding, _ in self.holdings)
+    def usage_is_that_of_the_allocations(self) -> None:
+        shared = {shared for allocation, _ in self.admitted for shared in allocation.keys}
+        private = sum(allocation.private for allocation, _ in self.admitted)
         assert self.cache.usage == (len(shared) + private) / BLOCKS
         assert len(shared) + private + self.cache.idle <= BLOCKS
 
     @invariant()
-    def promises_can_be_kept(self) -> None:
-        shared = {shared for holding, _ in self.holdings for shared in holding.keys}
-        open_promises = sum(holding.promised + holding.private for holding, _ in self.holdings)
-        assert len(shared) + open_promises <= BLOCKS
+    def reservations_can_be_met(self) -> None:
+        shared = {shared for allocation, _ in self.admitted for shared in allocation.keys}
+        reservations = sum(allocation.reserved + allocation.private for allocation, _ in self.admitted)
+        assert len(shared) + reservations <= BLOCKS
 
 
 TestHistories = Histories.TestCase

@@ -29,11 +29,11 @@ OWNER = [
     sys.executable,
     "-c",
     "from vllm_omni_plugin.stages.stage_process import StageProcess\n"
-    "from vllm_omni_plugin.stages.stage_process import Assignment\n"
+    "from vllm_omni_plugin.stages.stage_process import StageParameters\n"
     "import sys\n"
     "engine, options = 'tests.stages.classes:CannotStart', {'how': 'wait'}\n"
-    "assignment = Assignment('vocoder', engine, options, 0, 0, b'00', sys.path)\n"
-    "process = StageProcess(assignment)\n"
+    "parameters = StageParameters('vocoder', engine, options, 0, 0, b'00', sys.path)\n"
+    "process = StageProcess(parameters)\n"
     "print(process.pid, flush=True)\n"
     "process.wait('', [])\n",
 ]

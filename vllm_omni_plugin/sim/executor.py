@@ -13,7 +13,7 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
 from vllm_omni_plugin.sim.model.sequence import Sequence
 from vllm_omni_plugin.sim.model.sim_requests import from_scheduler
-from vllm_omni_plugin.vllm_api.launch.function_executor import Iteration, ModelFreeExecutor
+from vllm_omni_plugin.vllm_api.launch.model_free_executor import Iteration, ModelFreeExecutor
 
 _KEY = "sleeping_executor"
 _Seconds = Annotated[float, Meta(ge=0, le=60)]

@@ -11,7 +11,7 @@ from vllm_omni_plugin.sim.model.engine_model import EngineModel
 from vllm_omni_plugin.sim.model.sim_requests import SimOutput, to_request
 from vllm_omni_plugin.stages.socket_engine import LINGER_MS, SocketEngine
 from vllm_omni_plugin.vllm_api.protocol import sim_protocol
-from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ENGINE_DEAD, EngineSide, lora_id
+from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ENGINE_DEAD, EngineCoreCodec, lora_id
 
 logger = init_logger(__name__)
 
@@ -25,20 +25,20 @@ class SimulatedEngine(SocketEngine):
         on_end: called once when it has ended in any way.
 
     Attributes:
-        died_of: why it announced its death, or "".
+        death_reason: why it announced its death, or "".
     """
 
     kind = "a simulated engine"
 
     def __init__(self, model: EngineModel, log_stats: bool, on_end: Callable[[], None]) -> None:
-        super().__init__(EngineSide())
+        super().__init__(EngineCoreCodec())
         self._model = model
         self._log_stats = log_stats
         self._on_end: Callable[[], None] | None = on_end
         self._clients: dict[str, int] = {}
         self._next_step: asyncio.Handle | None = None
         self._loras: set[int] = set()
-        self.died_of = ""
+        self.death_reason = ""
         self._methods |= {
             "add_lora": self._add_lora,
             "collective_rpc": lambda method, timeout=None, args=(), kwargs=None: [None],
@@ -74,7 +74,7 @@ class SimulatedEngine(SocketEngine):
     def _computing(self) -> bool:
         return self._model.busy
 
-    def _take_no_message(self, error: WireError) -> None:
+    def _handle_invalid_message(self, error: WireError) -> None:
         self._die(str(error))
 
     def _fail(self, error: BaseException) -> None:
@@ -94,14 +94,14 @@ class SimulatedEngine(SocketEngine):
             self._model.submit(to_request(request), time.monotonic())
         except (ValueError, OverflowError) as error:
             logger.warning("Request %s is refused: %s", request.request_id, error)
-            self._tell([SimOutput(request.request_id, finish="error")])
+            self._send_outputs([SimOutput(request.request_id, finish="error")])
 
-    def _abort(self, request_ids: Iterable[str] | None, tell: bool) -> None:
+    def _abort(self, request_ids: Iterable[str] | None, notify: bool) -> None:
         ids = self._model.request_ids if request_ids is None else request_ids
         known = [request_id for request_id in ids if request_id in self._model]
         self._model.abort(known)
-        if tell:
-            self._tell([SimOutput(request_id, finish="abort") for request_id in known])
+        if notify:
+            self._send_outputs([SimOutput(request_id, finish="abort") for request_id in known])
         for request_id in known:
             self._clients.pop(request_id, None)
 
@@ -114,7 +114,7 @@ class SimulatedEngine(SocketEngine):
         self._model.scheduling = self._pause_state.pause_mode != "keep"
         return result
 
-    def _go_on(self) -> None:
+    def _after_message(self) -> None:
         """Step once everything that has arrived is handled, unless a step is due anyway."""
         if self._next_step is None and self._on_end is not None:
             self._next_step = self._loop.call_soon(self._step)
@@ -131,10 +131,10 @@ class SimulatedEngine(SocketEngine):
         if step.next_time is not None:
             self._next_step = self._loop.call_later(max(0.0, step.next_time - time.monotonic()), self._step)
         reports = step.report is not None and self._log_stats
-        self._tell(step.outputs, sim_protocol.scheduler_stats(step.report) if reports else None)
+        self._send_outputs(step.outputs, sim_protocol.scheduler_stats(step.report) if reports else None)
         self._send_delayed_answers()
 
-    def _tell(self, outputs: Iterable[SimOutput], stats: Any | None = None) -> None:
+    def _send_outputs(self, outputs: Iterable[SimOutput], stats: Any | None = None) -> None:
         self._send([(self._clients[output.request_id], sim_protocol.output(output)) for output in outputs], stats)
         for output in outputs:
             if output.finish is not None:
@@ -142,7 +142,7 @@ class SimulatedEngine(SocketEngine):
 
     def _die(self, reason: str, error: BaseException | None = None) -> None:
         logger.error("A simulated engine dies: %s", reason, exc_info=error)
-        self.died_of = reason
+        self.death_reason = reason
         self.end(ENGINE_DEAD)
 
     def _add_lora(self, fields: Any) -> bool:

@@ -94,7 +94,7 @@ class SimProcess:
 
     def exit_reason(self) -> str:
         """Why the engine died, if it did so by itself: there is no process that could tell."""
-        return f"it died: {self.engine.died_of}" if self.engine.died_of else ""
+        return f"it died: {self.engine.death_reason}" if self.engine.death_reason else ""
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine at once; what it has said still arrives. Idempotent."""

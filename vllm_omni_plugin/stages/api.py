@@ -13,7 +13,7 @@ from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
 from vllm_omni_plugin.stages.python_stage import PythonStage
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, Content, StageRequest
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, OutputContent, StageRequest
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 
@@ -33,7 +33,7 @@ class PythonOutputReader(OutputReader):
 
     def _read(self, output: Any, ended: bool) -> StageOutput:
         fields = (output.kv_transfer_params or {}).get(CONTENT_KEY, {})
-        content = msgspec.convert(fields, Content)
+        content = msgspec.convert(fields, OutputContent)
         failure = {"error": content.error, "status": content.status} if content.error else {}
         return StageOutput(
             token_ids=content.token_ids,

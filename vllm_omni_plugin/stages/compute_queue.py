@@ -11,7 +11,7 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class StageSession:
     """A request, whose input may come in chunks that are answered one after the other.
 
     Attributes:
@@ -42,8 +42,8 @@ class ComputeQueue:
     """The sessions of a stage. First come, first served, and at most one chunk of a session at a time."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-        self._ready: deque[Session] = deque()
+        self._sessions: dict[str, StageSession] = {}
+        self._ready: deque[StageSession] = deque()
         # Chunks may be on their way to a session that has just failed.
         self._failed: deque[str] = deque(maxlen=_FAILED_TO_REMEMBER)
 
@@ -63,7 +63,7 @@ class ComputeQueue:
         if session is None:
             if request.closing or request.request_id in self._failed:
                 return True
-            session = Session(request.request_id, request.client_index, request.resumable)
+            session = StageSession(request.request_id, request.client_index, request.resumable)
             self._sessions[request.request_id] = session
         elif not session.open:
             return False
@@ -75,16 +75,16 @@ class ComputeQueue:
         self._forget_if_over(session)
         return True
 
-    def take(self, limit: int) -> list[tuple[Session, StageJob]]:
+    def take(self, limit: int) -> list[tuple[StageSession, StageJob]]:
         """The next batch; the caller calls `finish` for each of its sessions."""
-        batch: list[tuple[Session, StageJob]] = []
+        batch: list[tuple[StageSession, StageJob]] = []
         while self._ready and len(batch) < limit:
             session = self._ready.popleft()
             session.computing = True
             batch.append((session, session.waiting.popleft()))
         return batch
 
-    def finish(self, session: Session, failed: bool) -> bool:
+    def finish(self, session: StageSession, failed: bool) -> bool:
         """A chunk was computed; one that failed ends its session. Returns whether anybody still wants to know."""
         session.computing = False
         if self._sessions.get(session.request_id) is not session:
@@ -100,14 +100,14 @@ class ComputeQueue:
         self._forget_if_over(session)
         return True
 
-    def abort(self, request_ids: Iterable[str]) -> list[Session]:
+    def abort(self, request_ids: Iterable[str]) -> list[StageSession]:
         """Drop sessions; what is being computed of them is no longer wanted. Returns those that there were."""
         dropped = [session for name in request_ids if (session := self._sessions.pop(name, None)) is not None]
         if dropped:
             self._ready = deque(session for session in self._ready if session.request_id in self._sessions)
         return dropped
 
-    def _forget_if_over(self, session: Session) -> None:
+    def _forget_if_over(self, session: StageSession) -> None:
         if session.over:
             self._sessions.pop(session.request_id, None)
 

@@ -42,7 +42,7 @@ class SocketEngine(ABC):
         self._weight_version = _FIRST_WEIGHTS
         # The utility methods of vLLM's engine core, as far as they mean something here.
         self._methods: dict[str, Callable[..., Any]] = {
-            "abort_requests": lambda ids: self._abort(ids, tell=False),
+            "abort_requests": lambda ids: self._abort(ids, notify=False),
             "get_supported_tasks": lambda: (),
             "get_weight_version": lambda: self._weight_version,
             "is_scheduler_paused": lambda: self._pause_state.pause_mode is not None,
@@ -104,19 +104,19 @@ class SocketEngine(ABC):
         """Take a request of a client that there is."""
 
     @abstractmethod
-    def _abort(self, request_ids: Iterable[str] | None, tell: bool) -> None:
-        """Drop requests by their ids, None for all; with `tell`, their clients get an aborted output."""
+    def _abort(self, request_ids: Iterable[str] | None, notify: bool) -> None:
+        """Drop requests by their ids, None for all; with `notify`, their clients get an aborted output."""
 
     @abstractmethod
     def _clear_cache(self) -> bool:
         """Clear the prefix cache; returns whether it could."""
 
     @abstractmethod
-    def _go_on(self) -> None:
+    def _after_message(self) -> None:
         """Called after each message: there may be something to do now."""
 
     @abstractmethod
-    def _take_no_message(self, error: WireError) -> None:
+    def _handle_invalid_message(self, error: WireError) -> None:
         """Called for frames that are none."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class SocketEngine(ABC):
         try:
             kind, payload = self._codec.decode([memoryview(frame) for frame in frames])
         except WireError as error:
-            self._take_no_message(error)
+            self._handle_invalid_message(error)
             return
         try:
             self._handle(kind, payload)
@@ -146,14 +146,14 @@ class SocketEngine(ABC):
 
     def _handle(self, kind: Kind, payload: Any) -> None:
         if kind == "abort":
-            self._abort(payload, tell=False)
+            self._abort(payload, notify=False)
         elif (client_index := payload.client_index if kind == "add" else payload[0]) not in range(len(self._outputs)):
             logger.warning("A message is dropped: there is no client %d.", client_index)
         elif kind == "add":
             self._add(payload)
         else:
             self._answer(*payload)
-        self._go_on()
+        self._after_message()
 
     def _answer(self, client_index: int, call_id: int, method: str, args: list[Any]) -> None:
         try:
@@ -204,7 +204,7 @@ class SocketEngine(ABC):
 
     def _rested(self, mode: str, clear_cache: bool) -> None:
         if mode == "abort":
-            self._abort(None, tell=True)
+            self._abort(None, notify=True)
         if clear_cache:
             self._clear_cache()
 

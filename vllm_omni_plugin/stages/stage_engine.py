@@ -8,24 +8,24 @@ from typing import Any
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
-from vllm_omni_plugin.stages.compute_queue import ComputeQueue, Session
-from vllm_omni_plugin.stages.computing import Result
+from vllm_omni_plugin.stages.compute_queue import ComputeQueue, StageSession
 from vllm_omni_plugin.stages.python_stage import StageJob
 from vllm_omni_plugin.stages.socket_engine import SocketEngine
+from vllm_omni_plugin.stages.stage_runner import StageResult
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import Frames, StageCodec
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
     ABORTED,
     CONTENT_KEY,
     ERROR,
     STOP,
-    Output,
     SchedulerStats,
     StageRequest,
+    WireOutput,
 )
 
 logger = init_logger(__name__)
 
-Batch = list[tuple[Session, StageJob]]
+Batch = list[tuple[StageSession, StageJob]]
 
 
 class StageEngine(SocketEngine):
@@ -46,7 +46,7 @@ class StageEngine(SocketEngine):
 
     def __init__(
         self,
-        compute: Callable[[Sequence[StageJob]], list[Result]],
+        compute: Callable[[Sequence[StageJob]], list[StageResult]],
         executor: Executor,
         max_batch_size: int,
         memory: SharedMemory | None = None,
@@ -77,7 +77,7 @@ class StageEngine(SocketEngine):
     def _put(self, client_index: int, frames: Frames) -> None:
         super()._put(client_index, frames if self._memory is None else self._memory.lend(frames))
 
-    def _take_no_message(self, error: WireError) -> None:
+    def _handle_invalid_message(self, error: WireError) -> None:
         logger.warning("A message is dropped: %s", error)
 
     def _fail(self, error: BaseException) -> None:
@@ -88,16 +88,16 @@ class StageEngine(SocketEngine):
         if not self._queue.add(request):
             logger.warning("Request %s came twice; the second one is dropped.", request.request_id)
 
-    def _abort(self, request_ids: Iterable[str] | None, tell: bool) -> None:
+    def _abort(self, request_ids: Iterable[str] | None, notify: bool) -> None:
         dropped = self._queue.abort(self._queue.request_ids if request_ids is None else request_ids)
-        if tell:
-            outputs = [Output(session.request_id, [], finish_reason=ABORTED) for session in dropped]
+        if notify:
+            outputs = [WireOutput(session.request_id, [], finish_reason=ABORTED) for session in dropped]
             self._send([(session.client_index, output) for session, output in zip(dropped, outputs, strict=True)])
 
     def _clear_cache(self) -> bool:
         return True
 
-    def _go_on(self) -> None:
+    def _after_message(self) -> None:
         # Only once the burst that this message came with is read, so that what has come together is one batch.
         self._loop.call_soon(self._compute_next)
 
@@ -109,13 +109,13 @@ class StageEngine(SocketEngine):
             jobs = [job for _, job in self._batch]
             self._loop.run_in_executor(self._executor, self._compute, jobs).add_done_callback(self._computed)
 
-    def _computed(self, computing: "asyncio.Future[list[Result]]") -> None:
+    def _computed(self, computing: "asyncio.Future[list[StageResult]]") -> None:
         try:
             self._deliver(computing.result())
         except BaseException as error:
             self._fail(error)
 
-    def _deliver(self, results: list[Result]) -> None:
+    def _deliver(self, results: list[StageResult]) -> None:
         batch, self._batch = self._batch, []
         answers = [
             (session.client_index, _output(session, result))
@@ -133,10 +133,10 @@ class StageEngine(SocketEngine):
             self.ended.set_result(None)
 
 
-def _output(session: Session, result: Result) -> Output:
+def _output(session: StageSession, result: StageResult) -> WireOutput:
     """The next output of a session whose counter has been advanced, unless it failed."""
     content = {CONTENT_KEY: result.content}
     if result.content.error:
-        return Output(session.request_id, [], finish_reason=ERROR, kv_transfer_params=content)
+        return WireOutput(session.request_id, [], finish_reason=ERROR, kv_transfer_params=content)
     number = [session.answered - 1]
-    return Output(session.request_id, number, None, None, result.tensor, STOP, kv_transfer_params=content)
+    return WireOutput(session.request_id, number, None, None, result.tensor, STOP, kv_transfer_params=content)

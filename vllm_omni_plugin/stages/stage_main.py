@@ -1,7 +1,7 @@
 """Entry of a Python stage's own process: ``python -m vllm_omni_plugin.stages.stage_main <descriptor> <name>``.
 
-The descriptor is that of a connection. It brings an `Assignment` and takes the answer: why the stage cannot start, or
-nothing if it has started. After that it is silent, and when it ends, so has the parent.
+The descriptor is one end of a connection to the parent process. The parent sends `StageParameters`; the stage answers
+with the reason why it cannot start, or with nothing if it has started. The connection ends when the parent exits.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ import zmq
 
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
-from vllm_omni_plugin.stages.computing import Computation
 from vllm_omni_plugin.stages.python_stage import PythonStage, stage_class
 from vllm_omni_plugin.stages.socket_engine import LINGER_MS
 from vllm_omni_plugin.stages.stage_engine import StageEngine
-from vllm_omni_plugin.stages.stage_process import Assignment
+from vllm_omni_plugin.stages.stage_process import StageParameters
+from vllm_omni_plugin.stages.stage_runner import StageRunner
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 
 logger = init_logger("vllm_omni_plugin.stages.stage_main")
@@ -34,31 +34,31 @@ _ORPHAN_ENDS_WITHIN_S = 10.0
 def main() -> int:
     """Serve until SIGTERM; return the exit code."""
     connection = Connection(int(sys.argv[1]))
-    assignment = msgspec.msgpack.decode(connection.recv_bytes(), type=Assignment)
+    parameters = msgspec.msgpack.decode(connection.recv_bytes(), type=StageParameters)
     logging.basicConfig(
         level=os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
-        format=f"(Stage {assignment.stage} pid={os.getpid()}) %(levelname)s %(asctime)s [%(name)s] %(message)s",
+        format=f"(Stage {parameters.stage} pid={os.getpid()}) %(levelname)s %(asctime)s [%(name)s] %(message)s",
     )
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
-    sys.path[:] = assignment.import_path
+    sys.path[:] = parameters.import_path
     with ThreadPoolExecutor(1, thread_name_prefix="stage") as executor:
         try:
-            memory = _shared_memory(assignment)
-            stage = executor.submit(_start, assignment).result()
+            memory = _shared_memory(parameters)
+            stage = executor.submit(_start, parameters).result()
         except Exception as error:
-            logger.error("Stage '%s' cannot start.", assignment.stage, exc_info=error)
+            logger.error("Stage '%s' cannot start.", parameters.stage, exc_info=error)
             connection.send_bytes(f"{type(error).__name__}: {error}".encode(errors="replace"))
             return 1
         connection.send_bytes(b"")
-        asyncio.run(_serve(assignment, stage, executor, memory))
+        asyncio.run(_serve(parameters, stage, executor, memory))
         executor.submit(stage.stop).result()
     return 0
 
 
-def _start(assignment: Assignment) -> PythonStage:
+def _start(parameters: StageParameters) -> PythonStage:
     # Before it is asked for a device: what it imports decides whether there is one.
-    found = stage_class(assignment.engine)
-    stage = found(**assignment.options, device=_device(assignment.device_index))
+    found = stage_class(parameters.engine)
+    stage = found(**parameters.options, device=_device(parameters.device_index))
     stage.start()
     return stage
 
@@ -72,23 +72,25 @@ def _device(index: int) -> str:
     return f"{torch.accelerator.current_accelerator().type}:{index % count}"
 
 
-def _shared_memory(assignment: Assignment) -> SharedMemory | None:
-    if assignment.memory_fd is None:
+def _shared_memory(parameters: StageParameters) -> SharedMemory | None:
+    if parameters.memory_fd is None:
         return None
     try:
-        return SharedMemory(assignment.memory_fd, 1)
+        return SharedMemory(parameters.memory_fd, 1)
     finally:
-        os.close(assignment.memory_fd)
+        os.close(parameters.memory_fd)
 
 
-async def _serve(assignment: Assignment, stage: PythonStage, executor: Executor, memory: SharedMemory | None) -> None:
+async def _serve(
+    parameters: StageParameters, stage: PythonStage, executor: Executor, memory: SharedMemory | None
+) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        compute = Computation(stage, assignment.stage).compute
+        compute = StageRunner(stage, parameters.stage).compute
         engine = StageEngine(compute, executor, stage.max_batch_size, memory)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, engine.end)
-        ready = ready_response(assignment.replica_id)
-        engine.connect(context, assignment.identity, assignment.input_addr, assignment.output_addrs, ready)
+        ready = ready_response(parameters.replica_id)
+        engine.connect(context, parameters.identity, parameters.input_addr, parameters.output_addrs, ready)
         await engine.ended
     finally:
         context.destroy(linger=LINGER_MS)

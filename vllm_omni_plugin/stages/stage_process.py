@@ -29,7 +29,7 @@ _IDENTITY_BYTES = 2
 _DIGEST_BYTES = 8
 
 
-class Assignment(msgspec.Struct, frozen=True):
+class StageParameters(msgspec.Struct, frozen=True):
     """What the process of a stage needs to start.
 
     Attributes:
@@ -58,7 +58,7 @@ class StageProcess:
     vLLM.
 
     Args:
-        assignment: what it shall do, all of it but addresses and memory.
+        parameters: what it shall do, all of it but addresses and memory.
         share_memory: share memory with it, if the system has some.
 
     Attributes:
@@ -67,15 +67,15 @@ class StageProcess:
         memory: our end of the shared memory; None once it was asked to end.
     """
 
-    def __init__(self, assignment: Assignment, share_memory: bool = False) -> None:
+    def __init__(self, parameters: StageParameters, share_memory: bool = False) -> None:
         self.memory: SharedMemory | None = None
-        self._assignment = assignment
+        self._parameters = parameters
         self.connection, theirs = Pipe()
         with theirs, ExitStack() as ours:
             if share_memory:
                 self._share_memory(ours)
-            memory_fd = self._assignment.memory_fd
-            name = f"{assignment.stage}.{assignment.replica_id}"
+            memory_fd = self._parameters.memory_fd
+            name = f"{parameters.stage}.{parameters.replica_id}"
             # An own session: Ctrl-C is for the parent, which needs its stages until it has shut down in order.
             with SPAWN_LOCK:
                 self._popen = subprocess.Popen(
@@ -93,7 +93,7 @@ class StageProcess:
             fd = new_shared_memory()
             until_spawned.callback(os.close, fd)
             self.memory = SharedMemory(fd, 0)
-            self._assignment = msgspec.structs.replace(self._assignment, memory_fd=fd)
+            self._parameters = msgspec.structs.replace(self._parameters, memory_fd=fd)
         except OSError as error:
             logger.warning("Tensors go through sockets, since there is no memory to share: %s", error)
 
@@ -103,7 +103,7 @@ class StageProcess:
         Raises:
             ReplicaError: it failed, or was ended.
         """
-        given = msgspec.structs.replace(self._assignment, input_addr=input_addr, output_addrs=list(output_addrs))
+        given = msgspec.structs.replace(self._parameters, input_addr=input_addr, output_addrs=list(output_addrs))
         reason = _ask(self.connection, self.sentinel, msgspec.msgpack.encode(given))
         if reason == "":
             return
@@ -180,7 +180,7 @@ class PythonStageLauncher:
 
     def start(self, replica_id: int) -> StageProcess:
         """Spawn the process of a replica."""
-        assignment = Assignment(
+        parameters = StageParameters(
             stage=self._stage.name,
             engine=self._stage.engine,
             options=dict(self._stage.options),
@@ -189,7 +189,7 @@ class PythonStageLauncher:
             identity=self.identity(replica_id),
             import_path=sys.path,
         )
-        process = StageProcess(assignment, self._share_memory)
+        process = StageProcess(parameters, self._share_memory)
         try:
             self._on_spawn(process.pid)
         except BaseException:

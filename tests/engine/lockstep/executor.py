@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni_plugin.sim.executor import SleepingExecutor
-from vllm_omni_plugin.vllm_api.launch.function_executor import Iteration
+from vllm_omni_plugin.vllm_api.launch.model_free_executor import Iteration
 
 STEP_S = 0.004
 EXECUTOR = f"{__name__}.CountingExecutor"

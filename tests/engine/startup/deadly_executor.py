@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni_plugin.sim.executor import SleepingExecutor
-from vllm_omni_plugin.vllm_api.launch.function_executor import Iteration
+from vllm_omni_plugin.vllm_api.launch.model_free_executor import Iteration
 
 
 class DeadlyExecutor(SleepingExecutor):

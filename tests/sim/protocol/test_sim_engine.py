@@ -181,7 +181,7 @@ async def test_a_pause_aborts_keeps_or_awaits_what_runs(replica: Engine, head: H
     await eventually(lambda: "kept" in ended(head))
 
 
-@pytest.mark.skipif(not PAUSE_REFUSES.here, reason="requests wait in paused engines of this vLLM")
+@pytest.mark.skipif(not PAUSE_REFUSES.applies, reason="requests wait in paused engines of this vLLM")
 async def test_what_comes_while_an_engine_refuses_may_be_sent_again(replica: Engine, head: Head) -> None:
     for mode in ("abort", "wait"):
         await replica.client.call("pause_generation", mode, True)

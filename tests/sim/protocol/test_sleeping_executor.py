@@ -20,7 +20,7 @@ from tests.sim.protocol.requests import request
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.sim.executor import SleepingExecutor, SleepingModel
-from vllm_omni_plugin.vllm_api.launch.function_executor import Iteration
+from vllm_omni_plugin.vllm_api.launch.model_free_executor import Iteration
 
 BACKEND = "vllm_omni_plugin.sim.executor.SleepingExecutor"
 NO_TIME = {"sleeping_executor": {"step_s": 0, "prefill_token_s": 0, "sequence_s": 0}}

@@ -11,7 +11,7 @@ from vllm_omni_plugin.sim.model.sim_requests import SimOutput, SimRequest
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class IterationReport:
     """What an engine says of itself after an iteration.
 
     Attributes:
@@ -43,7 +43,7 @@ class Step:
 
     outputs: list[SimOutput]
     next_time: float | None
-    report: LoadReport | None = None
+    report: IterationReport | None = None
 
 
 class EngineModel:
@@ -153,10 +153,10 @@ class EngineModel:
     def _admit(self, sequence: Sequence, now: float) -> bool:
         cached = sequence.reusable_keys
         cached = cached[: self._cache.cached_prefix(cached)]
-        holding = self._cache.admit(cached, -(-sequence.limit // self.settings.block_size))
-        if holding is None:
+        allocation = self._cache.admit(cached, -(-sequence.limit // self.settings.block_size))
+        if allocation is None:
             return False
-        sequence.admitted(holding, now)
+        sequence.admitted(allocation, now)
         request_id = sequence.request.request_id
         self._running[request_id] = self._waiting.pop(request_id)
         self._admitted += 1
@@ -166,7 +166,7 @@ class EngineModel:
 
     def _allocate(self, sequence: Sequence, tokens: int) -> None:
         blocks = -(-(sequence.computed + tokens) // self.settings.block_size)
-        self._cache.allocate(sequence.holding, blocks - sequence.holding.blocks)
+        self._cache.allocate(sequence.allocation, blocks - sequence.allocation.blocks)
 
     def _end_iteration(self) -> list[SimOutput]:
         batch, self._batch, self._batch_ends = self._batch, {}, None
@@ -184,17 +184,17 @@ class EngineModel:
 
     def _share_complete_blocks(self, sequence: Sequence) -> None:
         complete = min(sequence.computed // self.settings.block_size, len(sequence.keys))
-        for key in sequence.keys[len(sequence.holding.keys) : complete]:
-            self._cache.share(sequence.holding, key)
+        for key in sequence.keys[len(sequence.allocation.keys) : complete]:
+            self._cache.share(sequence.allocation, key)
 
     def _end(self, request_id: str) -> None:
         self._batch.pop(request_id, None)
         sequence = self._running.pop(request_id, None)
         if sequence is not None:
-            self._cache.release(sequence.holding)
+            self._cache.release(sequence.allocation)
 
-    def _report(self) -> LoadReport:
-        report = LoadReport(
+    def _report(self) -> IterationReport:
+        report = IterationReport(
             len(self._running),
             len(self._waiting),
             self._cache.usage,

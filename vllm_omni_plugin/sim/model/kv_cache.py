@@ -9,18 +9,18 @@ BlockKey = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Holding:
+class Allocation:
     """The blocks of one sequence.
 
     Attributes:
         keys: of its leading blocks, which are complete and may be shared.
         private: blocks behind these that only it uses.
-        promised: blocks it may still allocate.
+        reserved: blocks it may still allocate.
     """
 
     keys: list[BlockKey] = field(default_factory=list)
     private: int = 0
-    promised: int = 0
+    reserved: int = 0
 
     @property
     def blocks(self) -> int:
@@ -32,7 +32,7 @@ class KVCache:
     """Blocks of KV memory with reference counts; those nobody uses stay cached, least recently used first to go.
 
     Source: paged attention (Kwon et al., SOSP 2023) with hash-chained blocks as in vLLM. Unlike there, a sequence is
-    promised all it can ever need when it is admitted, so none is ever preempted.
+    granted a reservation for all it can ever need when it is admitted, so none is ever preempted.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -40,7 +40,7 @@ class KVCache:
         self._users: dict[BlockKey, int] = {}
         self._idle: OrderedDict[BlockKey, None] = OrderedDict()
         self._private = 0
-        self._promised = 0
+        self._reserved = 0
 
     @property
     def usage(self) -> float:
@@ -59,7 +59,7 @@ class KVCache:
                 return count
         return len(keys)
 
-    def admit(self, cached: Sequence[BlockKey], blocks: int) -> Holding | None:
+    def admit(self, cached: Sequence[BlockKey], blocks: int) -> Allocation | None:
         """Let a sequence in, or return None while there is no room for it.
 
         Args:
@@ -67,35 +67,35 @@ class KVCache:
             blocks: all it can ever need, these included.
         """
         new = blocks - sum(key in self._users for key in cached)
-        if len(self._users) + self._private + self._promised + new > self._blocks:
+        if len(self._users) + self._private + self._reserved + new > self._blocks:
             return None
         for key in cached:
             self._use(key)
-        promised = blocks - len(cached)
-        self._promised += promised
-        return Holding(list(cached), promised=promised)
+        reserved = blocks - len(cached)
+        self._reserved += reserved
+        return Allocation(list(cached), reserved=reserved)
 
-    def allocate(self, holding: Holding, blocks: int) -> None:
-        """Let a sequence use `blocks` more of those it was promised."""
-        holding.promised -= blocks
-        holding.private += blocks
-        self._promised -= blocks
+    def allocate(self, allocation: Allocation, blocks: int) -> None:
+        """Let a sequence use `blocks` more of those it was reserved."""
+        allocation.reserved -= blocks
+        allocation.private += blocks
+        self._reserved -= blocks
         self._private += blocks
         self._evict()
 
-    def share(self, holding: Holding, key: BlockKey) -> None:
+    def share(self, allocation: Allocation, key: BlockKey) -> None:
         """The first private block of a sequence is complete: from here on others may use it."""
-        holding.private -= 1
-        holding.keys.append(key)
+        allocation.private -= 1
+        allocation.keys.append(key)
         self._private -= 1
         self._use(key)
 
-    def release(self, holding: Holding) -> None:
+    def release(self, allocation: Allocation) -> None:
         """A sequence has ended."""
-        self._private -= holding.private
-        self._promised -= holding.promised
+        self._private -= allocation.private
+        self._reserved -= allocation.reserved
         # The last block first: a prefix is of no use without what comes before.
-        for key in reversed(holding.keys):
+        for key in reversed(allocation.keys):
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Tokens
 from hashlib import blake2b
 
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
-from vllm_omni_plugin.sim.model.kv_cache import BlockKey, Holding
+from vllm_omni_plugin.sim.model.kv_cache import Allocation, BlockKey
 from vllm_omni_plugin.sim.model.sim_requests import FinishReason, Prefill, SimOutput, SimRequest
 
 _HASH_BYTES = 8
@@ -63,7 +63,7 @@ class Sequence:
         limit: the length at which it ends.
         computed: tokens whose KV entries are there.
         keys: of all its complete blocks, whether computed or not.
-        holding: its blocks once it has been admitted.
+        allocation: its blocks once it has been admitted.
 
     Raises:
         ValueError: the prompt is empty, or leaves no room for a token.
@@ -79,7 +79,7 @@ class Sequence:
         self.limit = min(prompt_tokens + (request.max_tokens or settings.max_model_len), settings.max_model_len)
         self.computed = 0
         self.keys: list[BlockKey] = []
-        self.holding = Holding()
+        self.allocation = Allocation()
         self._settings = settings
         self._hash = PrefixHash(b"%d/%d" % (settings.seed, request.lora_id))
         self._queued_at = queued_at
@@ -102,10 +102,10 @@ class Sequence:
         """Keys of the prompt's blocks that may come from the cache: never all of it, or nothing would be computed."""
         return self.keys[: (len(self.request.prompt) - 1) // self._settings.block_size]
 
-    def admitted(self, holding: Holding, now: float) -> None:
+    def admitted(self, allocation: Allocation, now: float) -> None:
         """It runs from here on, with the cached blocks it was given."""
-        self.holding = holding
-        self.computed = self._cached_tokens = len(holding.keys) * self._settings.block_size
+        self.allocation = allocation
+        self.computed = self._cached_tokens = len(allocation.keys) * self._settings.block_size
         self._scheduled_at = now
 
     def next_output(self) -> SimOutput:

@@ -15,14 +15,14 @@ from vllm_omni_plugin.vllm_api.protocol import stage_protocol
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import Frames, StageCodec
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
-if PAUSE_REFUSES.here:
+if PAUSE_REFUSES.applies:
     from vllm.outputs import RequestError
 
 ENGINE_DEAD: bytes = EngineCoreProc.ENGINE_CORE_DEAD
 """The one frame with which an engine announces its own death."""
 
 
-class EngineSide(StageCodec):
+class EngineCoreCodec(StageCodec):
     """Takes vLLM's `EngineCoreRequest` where a Python stage takes its own. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def refusal(request_id: str) -> Any:
 
 
 def scheduler_stats(report: Any) -> Any:
-    """The `SchedulerStats` of a `LoadReport`."""
+    """The `SchedulerStats` of a `IterationReport`."""
     return SchedulerStats(
         num_running_reqs=report.running,
         num_waiting_reqs=report.waiting,

@@ -13,9 +13,9 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
     ADD,
     RAW_VIEW,
     UTILITY,
-    Outputs,
     StageRequest,
     UtilityOutput,
+    WireOutputs,
 )
 
 Frames = Sequence[Any]
@@ -82,19 +82,19 @@ class StageCodec:
         """What there is for the requests of one client; the memory of large tensors is not copied and must not change.
 
         Args:
-            outputs: each an `Output`, or vLLM's own.
+            outputs: each an `WireOutput`, or vLLM's own.
             stats: `SchedulerStats` or vLLM's own, if this client is told.
             timestamp: seconds of the monotonic clock.
         """
-        return self._encode(Outputs(outputs=outputs, scheduler_stats=stats, timestamp=timestamp))
+        return self._encode(WireOutputs(outputs=outputs, scheduler_stats=stats, timestamp=timestamp))
 
     def encode_result(self, call_id: int, result: Any) -> Frames:
         """The answer to a call."""
-        return self._encode(Outputs(utility_output=UtilityOutput(call_id, result=(None, result))))
+        return self._encode(WireOutputs(utility_output=UtilityOutput(call_id, result=(None, result))))
 
     def encode_failure(self, call_id: int, message: str) -> Frames:
         """The answer to a call that failed."""
-        return self._encode(Outputs(utility_output=UtilityOutput(call_id, failure_message=message)))
+        return self._encode(WireOutputs(utility_output=UtilityOutput(call_id, failure_message=message)))
 
     def _decode_request(self, frames: Frames) -> Any:
         request = self._requests.decode(frames[0])
@@ -102,7 +102,7 @@ class StageCodec:
             request.tensor = _received(request.tensor, frames)
         return request
 
-    def _encode(self, outputs: Outputs) -> Frames:
+    def _encode(self, outputs: WireOutputs) -> Frames:
         self._frames = frames = [b""]
         frames[0] = self._encoder.encode(outputs)
         self._frames = []

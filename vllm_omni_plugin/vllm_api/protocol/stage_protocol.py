@@ -18,7 +18,7 @@ RAW_VIEW = 3
 """Type of the msgpack extension that holds the bytes of a small tensor."""
 
 CONTENT_KEY = "omni"
-"""Where in `EngineCoreOutput.kv_transfer_params` the `Content` of an output is."""
+"""Where in `EngineCoreOutput.kv_transfer_params` the `OutputContent` of an output is."""
 
 
 class StageRequest(msgspec.Struct, array_like=True):
@@ -54,7 +54,7 @@ class StageRequest(msgspec.Struct, array_like=True):
     abort_immediately: ClassVar[bool] = False
 
 
-class Content(msgspec.Struct, omit_defaults=True):
+class OutputContent(msgspec.Struct, omit_defaults=True):
     """What of a stage's output has no place of its own in an `EngineCoreOutput`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Content(msgspec.Struct, omit_defaults=True):
     status: int = 0
 
 
-class Output(msgspec.Struct, array_like=True):
+class WireOutput(msgspec.Struct, array_like=True):
     """`EngineCoreOutput` up to the last field that stages fill."""
 
     request_id: str
@@ -81,7 +81,7 @@ class Output(msgspec.Struct, array_like=True):
     finish_reason: int | None = None
     stop_reason: None = None
     events: None = None
-    kv_transfer_params: dict[str, Content] | None = None
+    kv_transfer_params: dict[str, OutputContent] | None = None
 
 
 class SchedulerStats(msgspec.Struct):
@@ -99,11 +99,11 @@ class UtilityOutput(msgspec.Struct, array_like=True):
     result: tuple[None, Any] | None = None
 
 
-class Outputs(msgspec.Struct, array_like=True):
+class WireOutputs(msgspec.Struct, array_like=True):
     """`EngineCoreOutputs` up to the last field that stages fill; `timestamp` in seconds of the monotonic clock."""
 
     engine_index: int = 0
-    outputs: list[Output] = []
+    outputs: list[WireOutput] = []
     scheduler_stats: SchedulerStats | None = None
     timestamp: float = 0.0
     utility_output: UtilityOutput | None = None

@@ -165,7 +165,7 @@ class EngineApi:
 
     def refused(self, output: Any) -> bool:
         """Whether the engine has not taken the request, because an operator has paused it."""
-        return PAUSE_REFUSES.here and output.error is not None and bool(output.error.retryable)
+        return PAUSE_REFUSES.applies and output.error is not None and bool(output.error.retryable)
 
     def make_movable(self, request: Any) -> Any:
         """The request, or a copy with a seed if its answer could neither be resumed nor repeated without.

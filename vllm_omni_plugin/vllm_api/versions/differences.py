@@ -24,7 +24,7 @@ class Difference:
     older: str = ""
 
     @property
-    def here(self) -> bool:
+    def applies(self) -> bool:
         """Whether the installed vLLM has it."""
         return installed_release() >= self.since
 

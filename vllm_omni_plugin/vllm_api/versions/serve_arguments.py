@@ -7,7 +7,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_plugin.vllm_api.versions.differences import CLI_ARGS_MOVED
 
-if CLI_ARGS_MOVED.here:
+if CLI_ARGS_MOVED.applies:
     from vllm.entrypoints.common.cli_args import make_arg_parser, propagate_flash_late_interaction
 else:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, propagate_flash_late_interaction

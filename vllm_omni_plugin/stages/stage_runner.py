@@ -12,7 +12,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 from vllm_omni_plugin.stages.python_stage import PythonStage, StageJob
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import Content
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import OutputContent
 
 logger = init_logger(__name__)
 
@@ -20,7 +20,7 @@ _CLIENT_ERROR, _SERVER_ERROR = 400, 500
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class StageResult:
     """The result of one job.
 
     Attributes:
@@ -29,10 +29,10 @@ class Result:
     """
 
     tensor: Any
-    content: Content
+    content: OutputContent
 
 
-class Computation:
+class StageRunner:
     """Computes batches for one replica. All methods are called on the stage's own thread."""
 
     def __init__(self, stage: PythonStage, name: str) -> None:
@@ -40,13 +40,13 @@ class Computation:
         self._name = name
         self._class = type(stage).__name__
 
-    def compute(self, jobs: Sequence[StageJob]) -> list[Result]:
+    def compute(self, jobs: Sequence[StageJob]) -> list[StageResult]:
         """A result for each job, in order; tensors of the jobs are still as they came."""
         received = [self._received(job) for job in jobs]
         computed = iter(self._compute([item for item in received if isinstance(item, StageJob)]))
         return [next(computed) if isinstance(item, StageJob) else item for item in received]
 
-    def _received(self, job: StageJob) -> StageJob | Result:
+    def _received(self, job: StageJob) -> StageJob | StageResult:
         if job.input.tensor is None:
             return job
         try:
@@ -54,7 +54,7 @@ class Computation:
         except Exception as error:  # torch raises many kinds of errors for wrong sizes and types
             return self._failure(TypeError(f"its input is no tensor: {error}"))
 
-    def _compute(self, jobs: Sequence[StageJob]) -> list[Result]:
+    def _compute(self, jobs: Sequence[StageJob]) -> list[StageResult]:
         if not jobs:
             return []
         try:
@@ -66,7 +66,7 @@ class Computation:
             return [self._failure(error)] * len(jobs)
         return [self._result(item) for item in returned]
 
-    def _result(self, returned: Any) -> Result:
+    def _result(self, returned: Any) -> StageResult:
         try:
             if isinstance(returned, Exception):
                 raise returned
@@ -75,30 +75,30 @@ class Computation:
             self._log(error, 1)
             return self._failure(error)
 
-    def _failure(self, error: Exception) -> Result:
+    def _failure(self, error: Exception) -> StageResult:
         status = _CLIENT_ERROR if isinstance(error, StageInputError) else _SERVER_ERROR
         reason = str(error) if status == _CLIENT_ERROR else f"{self._class}: {type(error).__name__}: {error}"
-        return Result(None, Content(error=f"Stage '{self._name}': {reason}", status=status))
+        return StageResult(None, OutputContent(error=f"Stage '{self._name}': {reason}", status=status))
 
     def _log(self, error: Exception, requests: int) -> None:
         if not isinstance(error, StageInputError):
             logger.error("Stage '%s' failed %d requests.", self._name, requests, exc_info=error)
 
 
-def _checked(output: Any) -> Result:
+def _checked(output: Any) -> StageResult:
     """Raises TypeError, or an error of torch's, if it is no output that can be sent."""
     if not isinstance(output, StageOutput):
         raise TypeError(f"compute returned a {type(output).__name__} where a StageOutput belongs")
     try:
         content = msgspec.convert(
             {"text": output.text, "token_ids": list(map(int, output.token_ids)), "metadata": dict(output.metadata)},
-            Content,
+            OutputContent,
         )
         # Otherwise the whole message, with the outputs of other requests, could not be sent.
         msgspec.msgpack.encode(content)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"compute returned a StageOutput that cannot be sent: {error}") from error
-    return Result(_on_cpu(output.tensor), content)
+    return StageResult(_on_cpu(output.tensor), content)
 
 
 def _on_cpu(tensor: Any) -> Any:
