@@ -74,11 +74,11 @@ def test_who_comes_to_an_ended_incarnation_is_killed() -> None:
 
 
 def test_what_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
+    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._EXIT_TIMEOUT_S", 0.0)
     incarnation, undying = GroupIncarnation(1), Undying(0)
     incarnation.add(undying)
     incarnation.end()
-    with pytest.raises(ReplicaError, match="cannot be ended"):
+    with pytest.raises(ReplicaError, match="does not exit"):
         incarnation.join()
     undying.die()
 
@@ -122,11 +122,11 @@ def test_a_rank_whose_siblings_do_not_come_is_released(threads: ThreadPoolExecut
 def test_no_incarnation_begins_beside_processes_that_do_not_end(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._DEATH_TAKES_AT_MOST_S", 0.0)
+    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._EXIT_TIMEOUT_S", 0.0)
     barrier = two_ranks()
     first = [wait(threads, barrier, rank) for rank in (0, 1)]
     undying = Undying(0)
     first[1].incarnation().add(undying)
-    with pytest.raises(ReplicaError, match="cannot be ended"):
+    with pytest.raises(ReplicaError, match="does not exit"):
         wait(threads, barrier, 0).incarnation()
     undying.die()

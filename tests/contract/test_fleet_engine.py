@@ -16,7 +16,7 @@ from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, FleetExecutor, fleet_executor, mark_as_fleet_engine
-from vllm_omni_plugin.vllm_api.launch.spawning import exit_reason
+from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
 
 ENOUGH_S = 60.0
 
@@ -64,7 +64,7 @@ def test_the_workers_that_ended_are_named_with_their_signals(
     ill.join(ENOUGH_S)
     executor_of(ill, alive).shutdown()
     assert exit_note.read() == "its worker VllmWorker-0 was ended by SIGILL"
-    assert "This engine ends, because its worker VllmWorker-0 was ended by SIGILL." in caplog.text
+    assert "This engine exits, because its worker VllmWorker-0 was ended by SIGILL." in caplog.text
     assert not alive.is_alive(), "vLLM's own shutdown has ended it"
 
 
@@ -110,7 +110,7 @@ def test_only_vllms_own_executor_is_replaced() -> None:
     ],
 )
 def test_an_exit_has_a_name(code: int | None, text: str) -> None:
-    assert exit_reason(code) == text
+    assert describe_exit(code) == text
 
 
 def test_an_engine_core_that_ends_without_a_word_is_named_by_its_own_exit(monkeypatch: pytest.MonkeyPatch) -> None:

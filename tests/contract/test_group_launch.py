@@ -38,15 +38,13 @@ def dense(tmp_path: Path) -> Path:
 
 
 def launcher_of(model: Path, **arguments: Any) -> Any:
-    engines = split_ranks(vllm_config(model, **arguments))
-    return new_launcher(engines.config, object, True, 3, lambda _pid: None, report_cache=False)
+    engine_config, _ = split_ranks(vllm_config(model, **arguments))
+    return new_launcher(engine_config, object, True, 3, lambda _pid: None, report_cache=False)
 
 
 def test_ranks_of_a_dense_model_are_engines_of_their_own(dense: Path) -> None:
     config = vllm_config(dense, data_parallel_size=RANKS)
-    engines = split_ranks(config)
-    assert engines.ranks == RANKS
-    assert engines.config is config
+    assert split_ranks(config) == (config, RANKS)
     assert config.parallel_config.data_parallel_size == 1
     launcher = launcher_of(dense, data_parallel_size=RANKS)
     assert isinstance(launcher, EngineLauncher)
@@ -55,9 +53,9 @@ def test_ranks_of_a_dense_model_are_engines_of_their_own(dense: Path) -> None:
 
 def test_ranks_of_a_mixture_of_experts_know_of_each_other_and_the_front_end_of_one_only(experts: Path) -> None:
     config = vllm_config(experts, data_parallel_size=RANKS)
-    engines = split_ranks(config)
-    parallel = engines.config.parallel_config
-    assert engines.ranks == RANKS
+    engine_config, ranks = split_ranks(config)
+    parallel = engine_config.parallel_config
+    assert ranks == RANKS
     assert (parallel.data_parallel_size, parallel.data_parallel_size_local) == (RANKS, RANKS)
     assert config.parallel_config.data_parallel_size == 1
 

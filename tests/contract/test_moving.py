@@ -204,10 +204,10 @@ def first_output(tokens: list[int], prompt: int = 2) -> EngineCoreOutput:
     )
 
 
-@pytest.mark.parametrize("swallow", range(4))
-def test_the_first_output_of_a_moved_request_becomes_one_in_the_middle(swallow: int) -> None:
-    output, rest = first_output([10, 11, 12]), [10, 11, 12][swallow:]
-    moving.trim_repeated(output, swallow)
+@pytest.mark.parametrize("repeated", range(4))
+def test_the_first_output_of_a_moved_request_becomes_one_in_the_middle(repeated: int) -> None:
+    output, rest = first_output([10, 11, 12]), [10, 11, 12][repeated:]
+    moving.trim_repeated(output, repeated)
     assert output.new_token_ids == rest
     assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == rest
     assert output.new_logprobs.sampled_token_ranks.tolist() == rest
@@ -218,11 +218,11 @@ def test_the_first_output_of_a_moved_request_becomes_one_in_the_middle(swallow: 
     assert (output.new_prompt_logprobs_tensors, output.prompt_token_id_logprobs) == (None, None)
 
 
-@pytest.mark.parametrize("swallow", range(3))
-def test_a_first_output_without_anything_beside_its_tokens_becomes_one_in_the_middle(swallow: int) -> None:
+@pytest.mark.parametrize("repeated", range(3))
+def test_a_first_output_without_anything_beside_its_tokens_becomes_one_in_the_middle(repeated: int) -> None:
     output = EngineCoreOutput("r", [10, 11])
-    moving.trim_repeated(output, swallow)
-    assert output == EngineCoreOutput("r", [10, 11][swallow:])
+    moving.trim_repeated(output, repeated)
+    assert output == EngineCoreOutput("r", [10, 11][repeated:])
 
 
 class Config:

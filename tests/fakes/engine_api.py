@@ -161,8 +161,8 @@ class FakeEngineApi:
         prompt = request.prompt + list(produced) if move is Move.RESUME else request.prompt
         return msgspec.structs.replace(request, prompt=prompt)
 
-    def trim_repeated(self, output: Any, swallow: int) -> None:
-        output.new_token_ids = output.new_token_ids[swallow:]
+    def trim_repeated(self, output: Any, repeated: int) -> None:
+        output.new_token_ids = output.new_token_ids[repeated:]
         output.first = False
 
     def end_if_complete(self, request: Any, produced: Sequence[int], engine_index: int) -> Any | None:

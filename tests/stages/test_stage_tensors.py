@@ -85,7 +85,7 @@ async def test_tensors_of_all_kinds_arrive_as_they_were(head: Head) -> None:
 @pytest.mark.parametrize(
     ("encoded", "complaint"),
     [
-        (("float32", (3,), b"12345678"), "8 bytes are no tensor [3] of float32"),
+        (("float32", (3,), b"12345678"), "8 bytes are not a tensor [3] of float32"),
         (("load", (2,), b"12"), "itemsize"),
         (("nothing", (2,), b"12"), "nothing"),
     ],

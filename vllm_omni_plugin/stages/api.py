@@ -167,9 +167,9 @@ class PythonStageApi(StageApi):
         # The last output always carries the end.
         return None
 
-    def trim_repeated(self, output: Any, swallow: int) -> None:
+    def trim_repeated(self, output: Any, repeated: int) -> None:
         # A repeated output must carry nothing: the client has it.
-        if swallow:
+        if repeated:
             output.new_token_ids = []
             output.pooling_output = output.kv_transfer_params = None
 

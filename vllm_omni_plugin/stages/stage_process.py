@@ -19,7 +19,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory, new_shared_memory
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, exit_reason
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit
 
 logger = init_logger(__name__)
 
@@ -107,7 +107,7 @@ class StageProcess:
         reason = _ask(self.connection, self.sentinel, msgspec.msgpack.encode(given))
         if reason == "":
             return
-        ended = exit_reason(self.exit_code(_SHUTDOWN_S))
+        ended = describe_exit(self.exit_code(_SHUTDOWN_S))
         reason = reason or f"its process {ended}"
         replica = f"replica {given.replica_id} of stage '{given.stage}' ({given.engine})"
         raise ReplicaError(f"{replica} did not start: {reason}")
@@ -119,7 +119,7 @@ class StageProcess:
 
     def exit_reason(self) -> str:
         code = self._popen.poll()
-        return "" if code is None else f"it {exit_reason(code)}"
+        return "" if code is None else f"it {describe_exit(code)}"
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask it to end, wait `timeout` seconds (None: 5), then kill it. Blocks; idempotent."""

@@ -96,9 +96,9 @@ async def headless_group(model: Path, folder: Path) -> AsyncIterator[HeadlessGro
         max_model_len=512,
         additional_config=additional_config(folder),
     )
-    engines = split_ranks(config)
+    engine_config, _ = split_ranks(config)
     pids: list[int] = []
-    launcher = new_launcher(engines.config, Executor.get_class(engines.config), True, 0, pids.append, report_cache=True)
+    launcher = new_launcher(engine_config, Executor.get_class(engine_config), True, 0, pids.append, report_cache=True)
     group = HeadlessGroup(launcher, pids, folder)
     try:
         await group.up()

@@ -96,13 +96,15 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         for stage in command.pipeline.stages
         if stage.is_vllm
     }
-    split = {stage_id: split_ranks(config) for stage_id, config in configs.items()}
+    engine_configs: dict[int, Any] = {}
+    ranks: dict[int, int] = {}
+    for stage_id, config in configs.items():
+        engine_configs[stage_id], ranks[stage_id] = split_ranks(config)
     replicas = {
-        stage.id: 0 if options.join else stage.replicas * (split[stage.id].ranks if stage.is_vllm else 1)
-        for stage in command.pipeline.stages
+        stage.id: 0 if options.join else stage.replicas * ranks.get(stage.id, 1) for stage in command.pipeline.stages
     }
-    divide_cores([engines.config for engines in split.values()], sum(replicas[stage_id] for stage_id in configs))
-    devices = _share_devices(options, command, {stage_id: split[stage_id].config for stage_id in split}, replicas)
+    divide_cores(engine_configs.values(), sum(replicas[stage_id] for stage_id in configs))
+    devices = _share_devices(options, command, engine_configs, replicas)
     _set_default_sampling(command, configs)
     entry_config = configs[prompt_stage.id]
     entry_api = _vllm_api(options, prompt_stage, entry_config, entry_config)
@@ -111,11 +113,11 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     first_engine, first_device = 0, devices
     for stage in command.pipeline.stages:
         if stage.is_vllm:
-            config, engines = configs[stage.id], split[stage.id].config
+            config, engine_config = configs[stage.id], engine_configs[stage.id]
             executor = Executor.get_class(config)
-            make_launcher = partial(new_launcher, without_options(engines), executor, log_stats, first_engine)
+            make_launcher = partial(new_launcher, without_options(engine_config), executor, log_stats, first_engine)
             api = entry_api if stage is prompt_stage else _vllm_api(options, stage, config, entry_config)
-            lockstep = engines.parallel_config.data_parallel_size > 1
+            lockstep = engine_config.parallel_config.data_parallel_size > 1
             plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
             plans.append(plan(make_launcher, api, fingerprint(config, stage.id), config, lockstep))
             first_engine += replicas[stage.id]
@@ -140,21 +142,21 @@ def model_plan(
     Args:
         launcher: see `new_launcher`; from the fifth on its arguments are those of a `MakeLauncher`.
     """
-    engines = split_ranks(vllm_config)
-    replicas = options.dp_size_local * engines.ranks
+    engine_config, ranks = split_ranks(vllm_config)
+    replicas = options.dp_size_local * ranks
     model_config = vllm_config.model_config
-    divide_cores([engines.config], replicas)
+    divide_cores([engine_config], replicas)
     return StagePlan(
         stage_id=options.stage_id,
         stage=None,
         replicas=replicas,
         policy=options.lb_policy,
         policy_config=options.lb_config,
-        make_launcher=partial(launcher, without_options(engines.config), executor_class, log_stats, 0),
+        make_launcher=partial(launcher, without_options(engine_config), executor_class, log_stats, 0),
         api=EngineApi(has_custom_logits_processors(model_config), vocabulary=model_config.get_vocab_size()),
         fingerprint=fingerprint(vllm_config, options.stage_id),
         vllm_config=vllm_config,
-        lockstep=engines.config.parallel_config.data_parallel_size > 1,
+        lockstep=engine_config.parallel_config.data_parallel_size > 1,
     )
 
 

@@ -15,7 +15,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.requests.adapter import why_other_files
+from vllm_omni_plugin.vllm_api.requests.adapter import adapter_mismatch
 from vllm_omni_plugin.vllm_api.requests.pause_state import Call
 
 logger = init_logger(__name__)
@@ -225,7 +225,7 @@ class StageCalls:
 
 async def _tell(client: StageClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:
     """Call an engine; one on this node with this node's files of an adapter, as the server of a remote one does."""
-    if method == "add_lora" and not remote and (why := await asyncio.to_thread(why_other_files, args[0])):
+    if method == "add_lora" and not remote and (why := await asyncio.to_thread(adapter_mismatch, args[0])):
         raise ReplicaError(why)
     return await client.call(method, *args)
 

@@ -1,4 +1,4 @@
-"""Starting vLLM's engine processes and reading what they say when they are ready.
+"""Starts vLLM's engine processes.
 
 May import `curve` and the foundation. Start with `engine_launch`.
 """

@@ -1,7 +1,7 @@
-"""The tile registers (AMX) of x86 processors, which Linux gives only to processes that ask for them.
+"""The tile registers (AMX) of x86 processors, which Linux lets a process use only after it requests them.
 
-vLLM's attention for the CPU uses them in bfloat16. In an engine with one thread, as replicas have that divide the cores
-of a small machine, nobody asks, and SIGILL ends it at its first request.
+vLLM's CPU attention uses them in bfloat16. An engine with one thread, as on a small machine with several replicas, does
+not request them and dies of SIGILL at its first request.
 """
 
 import ctypes
@@ -20,7 +20,6 @@ _XTILEDATA = 18
 _TILES = "amx_tile"
 
 CPU_INFO = Path("/proc/cpuinfo")
-"""Where Linux describes the processor."""
 
 
 def request_amx(
@@ -28,16 +27,12 @@ def request_amx(
     machine: str = platform.machine(),
     system_call: Callable[..., int] | None = None,
 ) -> str:
-    """Ask for the tile registers where there are some, for this whole process. Idempotent.
+    """Request the tile registers for this process, if the processor has them. Idempotent.
 
-    Returns what is logged if they are refused, "" otherwise.
+    `exec` ends the permission, so every process must request it. The arguments are for tests.
 
-    An exec ends the permission, so every process must ask by itself.
-
-    Args:
-        cpu_info: where Linux describes the processor.
-        machine: the processor's family; the number of the system call is that of x86-64.
-        system_call: makes one; libc's if None.
+    Returns:
+        The message that is logged if the system refuses; "" otherwise.
     """
     if machine != "x86_64" or _TILES not in cpu_features(cpu_info):
         return ""
@@ -51,10 +46,10 @@ def request_amx(
 
 
 def cpu_features(cpu_info: Path = CPU_INFO) -> frozenset[str]:
-    """What an x86 processor can do, by Linux's names; nothing for others."""
+    """The feature flags of an x86 processor; empty for other processors."""
     try:
         with cpu_info.open() as lines:
-            # All cores list the same.
+            # All cores have the same flags.
             return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
     except OSError:
         return frozenset()

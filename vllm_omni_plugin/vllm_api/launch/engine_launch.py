@@ -22,14 +22,11 @@ from vllm.v1.engine.utils import (
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, fleet_executor, mark_as_fleet_engine
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import remove_event_sockets, turn_on_cache_events
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, exit_reason, remove_ipc_files
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit, remove_ipc_files
 
 
 def replica_config(vllm_config: Any, rank: int) -> Any:
-    """A copy of the configuration in which an engine takes its own share of this node's devices.
-
-    Replicas share a node as vLLM's independent data-parallel ranks do: rank i takes the i-th block of devices.
-    """
+    """Copy the configuration for one engine of this node: rank i uses device block i, as in vLLM's DP mode."""
     config = copy.deepcopy(vllm_config)
     parallel = config.parallel_config
     user_devices = parallel.assigned_physical_gpu_ids
@@ -40,25 +37,25 @@ def replica_config(vllm_config: Any, rank: int) -> Any:
 
 
 def forbid_fork() -> None:
-    """Let no engine be started by a fork of this process from now on, nor any of their workers."""
+    """Make vLLM spawn its engines and workers instead of forking them."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 def divide_cores(vllm_configs: Iterable[Any], engines: int) -> None:
-    """Let each engine on a CPU bind its threads to cores of its own, unless the user has bound them.
+    """Make each CPU engine bind its threads to cores of its own, unless the user has bound them.
 
-    vLLM binds the threads of each engine to the cores of a NUMA node, the same for all engines of independent ranks.
-    It has a switch that divides the cores by the number of engines instead, which is what several of them need.
+    vLLM binds the threads of every independent rank to the same NUMA node. `VLLM_CPU_SIM_MULTI_NUMA` makes it divide
+    the cores by the number of engines instead.
 
     Args:
-        vllm_configs: of the engines; each is told how many there will be.
-        engines: how many there will be on this node.
+        vllm_configs: of all engines of this node; they are changed.
+        engines: number of engines on this node.
     """
     if not current_platform.is_cpu() or engines < 2 or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":
         return
     vllm_configs = list(vllm_configs)
     for config in vllm_configs:
-        # The number that vLLM divides by; it was set before the ranks of each stage were known.
+        # vLLM divides by this number. It was set before the ranks of each stage were known.
         config.parallel_config._api_process_count = engines
     workers = max(config.parallel_config.local_world_size for config in vllm_configs)
     if len(os.sched_getaffinity(0)) >= engines * workers:
@@ -66,18 +63,17 @@ def divide_cores(vllm_configs: Iterable[Any], engines: int) -> None:
 
 
 def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
-    """Give the replicas of a configuration devices of their own on a node where other engines run.
+    """Set in `vllm_config` which devices its replicas use, beside other engines of this node.
 
     Args:
-        vllm_config: its `parallel_config` is changed.
-        first: how many devices are taken already, of those that the user chose or else of all.
-        replicas: how many share the new ones.
+        first: number of devices in use already, of those that the user chose or else of all.
+        replicas: number of replicas that share the new devices.
 
     Returns:
-        How many were taken; 0 on a CPU.
+        The number of devices assigned; 0 on a CPU.
 
     Raises:
-        ConfigError: there are not enough.
+        ConfigError: the node has too few devices.
     """
     if current_platform.is_cpu():
         return 0
@@ -86,22 +82,22 @@ def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
     end = first + world_size * replicas
     chosen = parallel.assigned_physical_gpu_ids
     try:
-        # By index, since a slice beyond the end would be shorter without a word.
+        # By index: a slice beyond the end would be too short without an error.
         own = [
             current_platform.device_id_to_physical_device_id(index) if chosen is None else chosen[index]
             for index in range(first, end)
         ]
     except IndexError:
-        raise ConfigError(f"devices {first} to {end - 1} are needed, and there are not so many") from None
+        raise ConfigError(f"devices {first} to {end - 1} are needed, but this node has fewer") from None
     parallel.assigned_physical_gpu_ids = own
     return end - first
 
 
 class EngineProcess:
-    """One engine core with its workers, from its spawn on. It may be shut down at any moment from any thread.
+    """An engine core process and its workers. Any thread may shut it down at any time.
 
     Attributes:
-        sentinel: a file descriptor that becomes readable when the engine core exits; closed with this object.
+        sentinel: file descriptor that becomes readable when the engine core exits; closed with this object.
     """
 
     def __init__(
@@ -112,54 +108,51 @@ class EngineProcess:
         self._exit_note = exit_note
         self._handshake = handshake
         self._index = index
-        # Multiprocessing's own becomes readable a moment before there is an exit code.
+        # The sentinel of multiprocessing becomes readable slightly before the exit code is available.
         self.sentinel = os.pidfd_open(self.pid)
         weakref.finalize(self, os.close, self.sentinel)
 
     @property
     def core(self) -> Any:
-        """The engine core's `multiprocessing.Process`."""
         return self._manager.processes[0]
 
     @property
     def pid(self) -> int:
-        """Process id of the engine core."""
         return int(self.core.pid)
 
     def exit_reason(self) -> str:
-        words, code = self._exit_note.read(), self.core.exitcode
-        return words or ("" if code is None else f"it {exit_reason(code)}")
+        note, code = self._exit_note.read(), self.core.exitcode
+        return note or ("" if code is None else f"it {describe_exit(code)}")
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ask the engine to end, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
+        """Ask the engine to exit, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
         self._manager.shutdown(timeout=timeout)
         remove_event_sockets(self._config)
 
     def kill(self) -> None:
-        """End an engine that is no longer trusted, with everything it started. Does not block."""
+        """Kill the engine and everything it started. Does not block."""
         for process in self._manager.processes:
             if process.is_alive():
                 process.kill()
         remove_event_sockets(self._config)
 
     def abandon(self) -> None:
-        """End an engine that nobody will wait for; not while `wait` runs, which ends with its engine."""
+        """Kill an engine that nobody will wait for. Not while `wait` runs; that returns when the engine is killed."""
         self.kill()
         self._handshake.close()
 
     def wait(self, input_addr: str, output_addrs: Sequence[str], coordinator: Any = None) -> None:
-        """Play vLLM's start-up handshake: tell the engine its addresses, and block until it has loaded the model.
+        """Run vLLM's start-up handshake: send the engine its addresses, and block until it has loaded the model.
 
         Args:
-            input_addr: where the engine takes requests.
-            output_addrs: where it gives outputs; a request's `client_index` says to which.
+            output_addrs: addresses for outputs, by the `client_index` of requests.
             coordinator: vLLM's `DPCoordinator`, for a rank of a lockstep group.
 
         Raises:
-            ReplicaError: the engine ended or misbehaved before it was ready.
+            ReplicaError: the engine exited or failed before it was ready.
         """
         addresses = EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs))
-        # Every rank has a handshake of its own, so of the local ranks of this one there is one.
+        # Each rank has a handshake of its own, in which it is the only local rank.
         parallel = copy.copy(self._config.parallel_config)
         parallel.data_parallel_size_local = 1
         if coordinator is not None:
@@ -188,13 +181,13 @@ class EngineLauncher:
 
     Args:
         log_stats: whether engines report scheduler statistics.
-        on_spawn: told the process id of every process that is started, from the thread that starts it.
-        report_cache: whether engines report what their prefix caches hold, if they can.
-        first_engine: index of the first of these among all engines of this node, of whatever configuration.
+        on_spawn: called with the id of each new process, on the thread that spawns it.
+        report_cache: whether engines publish KV cache events, if they can.
+        first_engine: index of the first of these engines among all engines of this node.
     """
 
     ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
-    """Seconds an engine may take to send its ready response once vLLM's handshake is through."""
+    """Seconds from the end of vLLM's handshake until the engine must have sent its ready response."""
     ready_timeout_variable = "VLLM_ENGINE_READY_TIMEOUT_S"
 
     def __init__(
@@ -214,13 +207,13 @@ class EngineLauncher:
         self._first_engine = first_engine
 
     def identity(self, replica_id: int) -> bytes:
-        """The ZMQ identity under which the engine of a replica connects to our ROUTER."""
+        """The ZMQ identity with which the engine of a replica connects to our ROUTER."""
         return bytes(CoreEngine(index=self._index(replica_id)).identity)
 
     def start(self, replica_id: int) -> EngineProcess:
-        """Spawn the engine process of a replica. Blocks while the configuration is passed to the new process."""
+        """Spawn the engine process of a replica. Blocks until the new process has its configuration."""
         engine = self._first_engine + replica_id
-        # All engines share the cores; of devices these have a block of their own.
+        # Cores are shared by all engines of the node; devices were assigned to this configuration.
         rank = engine if current_platform.is_cpu() else replica_id
         config = replica_config(self._vllm_config, rank)
         if config.model_config.is_moe:
@@ -232,12 +225,12 @@ class EngineLauncher:
         )
 
     def _index(self, replica_id: int) -> int:
-        # vLLM takes an engine of a mixture of experts with an index above 0 for the rank of a lockstep group.
+        # For vLLM, a mixture-of-experts engine with an index above 0 is a rank of a lockstep group.
         return 0 if self._vllm_config.model_config.is_moe else self._first_engine + replica_id
 
 
 def set_transfer_name(config: Any, name: str) -> None:
-    """Give an engine a name of its own in KV transfers, where vLLM itself would not tell it from its siblings."""
+    """Give an engine its own `engine_id` for KV transfers, where vLLM would give several engines the same one."""
     if config.kv_transfer_config is not None:
         config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_{name}"
 
@@ -245,12 +238,12 @@ def set_transfer_name(config: Any, name: str) -> None:
 def spawn_engine(
     config: Any, executor_class: Any, log_stats: bool, engine: int, rank: int, on_spawn: Callable[[int], None]
 ) -> EngineProcess:
-    """Spawn the engine with this index, which takes this share (`rank`) of the node. Blocks while that is told to it.
+    """Spawn the engine with the index `engine` on device or core block `rank`. Blocks until it has its configuration.
 
-    The configuration must be its own; the other arguments are those of `EngineLauncher`.
+    `config` must belong to this engine alone; the other arguments are those of `EngineLauncher`.
     """
-    # It asks only whether this is 0, where Ctrl-C or a service manager tells it to end, too: then it would abort what
-    # we let finish or move.
+    # With 0, an engine that gets SIGINT or SIGTERM aborts its requests; we let them finish or move. Only "is it 0?"
+    # matters to vLLM.
     config.shutdown_timeout = config.shutdown_timeout or 1
     exit_note, handshake = ExitNote(), _Handshake()
     try:
@@ -278,7 +271,7 @@ def spawn_engine(
 
 
 class _Handshake:
-    """Where an engine reports for duty."""
+    """The socket of vLLM's start-up handshake."""
 
     def __init__(self) -> None:
         self.address: str = get_open_zmq_ipc_path()

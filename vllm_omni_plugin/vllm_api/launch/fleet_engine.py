@@ -1,7 +1,6 @@
-"""What makes an engine one of a fleet: a mark for its processes, and word of how one of its workers ended.
+"""Marks processes as those of a fleet's engine, and reports how an engine's worker exited.
 
-vLLM's engine core says that it is dead, and neither why nor how: a worker that was ended by a signal looks to the
-outside like any other error.
+vLLM's engine core reports its death without a reason, so a worker that was killed by a signal looks like any error.
 """
 
 import os
@@ -16,16 +15,16 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.vllm_api.launch.spawning import exit_reason
+from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
 
 logger = init_logger(__name__)
 
 _MAX_BYTES = 500
-_REAP_S = 1.0
+_JOIN_TIMEOUT_S = 1.0
 
 
 class ExitNote:
-    """A note that an engine may leave for the process that started it. It is in memory that ends with that process."""
+    """Text that a failing engine writes for its parent process: a memory file that belongs to the parent."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("vllm-omni-exit-note")
@@ -33,17 +32,16 @@ class ExitNote:
 
     @property
     def path(self) -> Path:
-        """Where the engine writes it."""
         return Path(f"/proc/{os.getpid()}/fd/{self._fd}")
 
     def read(self) -> str:
-        """What the engine has left, "" so far."""
+        """The text; "" if the engine has written none."""
         return os.pread(self._fd, _MAX_BYTES, 0).decode(errors="replace")
 
 
 @contextmanager
 def mark_as_fleet_engine(exit_note: ExitNote) -> Iterator[None]:
-    """Mark what is spawned meanwhile, with all its descendants, as an engine of a fleet. Hold `SPAWN_LOCK`."""
+    """Processes that are spawned in this context, and their descendants, have `FLEET_ENGINE` set. Hold `SPAWN_LOCK`."""
     os.environ[FLEET_ENGINE] = str(exit_note.path)
     try:
         yield
@@ -52,33 +50,33 @@ def mark_as_fleet_engine(exit_note: ExitNote) -> Iterator[None]:
 
 
 def fleet_executor(executor_class: Any) -> Any:
-    """The executor to give to an engine of a fleet in place of vLLM's own; others stay as they are."""
+    """`FleetExecutor` in place of vLLM's `MultiprocExecutor`; any other class is returned as it is."""
     return FleetExecutor if executor_class is MultiprocExecutor else executor_class
 
 
 class FleetExecutor(MultiprocExecutor):  # type: ignore[misc]
-    """vLLM's own, which also tells how its workers ended before the engine says that it is dead."""
+    """Writes an `ExitNote` about failed workers before the engine reports its death."""
 
     def shutdown(self) -> None:
-        """End the workers that are left. When vLLM calls it because one ended, that is told first."""
+        """Shut the workers down. If vLLM calls this because a worker exited, write how it exited first."""
         try:
             if getattr(self, "is_failed", False) and not getattr(self, "shutting_down", False):
-                self._tell_ends()
+                self._write_exit_note()
         except Exception:
-            # An engine that could not say how it ended must end all the same, or its requests would hang.
-            logger.exception("How a worker of this engine ended could not be told.")
+            # The engine must exit even if it cannot write the note, or its requests would hang.
+            logger.exception("The exit status of a worker of this engine could not be reported.")
         finally:
             super().shutdown()
 
-    def _tell_ends(self) -> None:
+    def _write_exit_note(self) -> None:
         processes = [worker.proc for worker in self.workers]
-        ended = wait([process.sentinel for process in processes], 0)
-        ends = []
+        exited = wait([process.sentinel for process in processes], 0)
+        reasons = []
         for process in processes:
-            if process.sentinel in ended:
-                # The sentinel may be a moment ahead of the exit code.
-                process.join(_REAP_S)
-                ends.append(f"its worker {process.name} {exit_reason(process.exitcode)}")
-        words = ", ".join(ends)
-        logger.error("This engine ends, because %s.", words)
-        Path(os.environ[FLEET_ENGINE]).write_text(words)
+            if process.sentinel in exited:
+                # The sentinel may become readable before the exit code is available.
+                process.join(_JOIN_TIMEOUT_S)
+                reasons.append(f"its worker {process.name} {describe_exit(process.exitcode)}")
+        note = ", ".join(reasons)
+        logger.error("This engine exits, because %s.", note)
+        Path(os.environ[FLEET_ENGINE]).write_text(note)

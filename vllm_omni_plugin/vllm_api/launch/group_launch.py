@@ -1,7 +1,7 @@
-"""Starting the ranks of lockstep groups: the engines of `--data-parallel-size` for a mixture of experts.
+"""Starts the ranks of lockstep groups: the engines of `--data-parallel-size` for a mixture of experts.
 
-The ranks of a group compute every step together, so they live and die together. To everyone but the launcher each of
-them is a replica of its own.
+The ranks of a group compute every step together, so they start and end together. Outside the launcher, each rank is a
+replica of its own.
 """
 
 import copy
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.utils import create_tcp_store
 from vllm.v1.engine.coordinator import DPCoordinator
@@ -27,35 +27,23 @@ from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_eve
 from vllm_omni_plugin.vllm_api.launch.lockstep import GroupIncarnation, StartBarrier
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, remove_ipc_files
 
-_AT_ONCE = 0.0
 
+def split_ranks(vllm_config: Any) -> tuple[Any, int]:
+    """Split the configuration of the engines from that of the front end.
 
-class Engines(NamedTuple):
-    """What a front end's configuration says of the engines behind it.
+    With several ranks, `vllm_config` becomes the configuration of the front end alone. There each rank is a replica, so
+    vLLM's front end must see one rank.
 
-    Attributes:
-        config: vLLM's configuration of each.
-        ranks: how many of them make a replica: those of a lockstep group, or else engines that have nothing in common.
-    """
-
-    config: Any
-    ranks: int
-
-
-def split_ranks(vllm_config: Any) -> Engines:
-    """Tell the ranks of a replica (`--data-parallel-size`) apart.
-
-    Args:
-        vllm_config: of engines and front end. It becomes that of the front end alone if there are several ranks: each
-            of them is a replica to it, so that vLLM's own parts there must know of one only.
+    Returns:
+        The configuration of each engine, and the number of ranks (`--data-parallel-size`).
     """
     ranks: int = vllm_config.parallel_config.data_parallel_size
     if ranks == 1:
-        return Engines(vllm_config, 1)
+        return vllm_config, 1
     engine_config = copy.copy(vllm_config)
     engine_config.parallel_config = copy.copy(vllm_config.parallel_config)
     vllm_config.parallel_config.reconfigure_for_independent_dp_rank()
-    return Engines(engine_config if vllm_config.model_config.is_moe else vllm_config, ranks)
+    return engine_config if vllm_config.model_config.is_moe else vllm_config, ranks
 
 
 def new_launcher(
@@ -67,9 +55,9 @@ def new_launcher(
     report_cache: bool,
     for_others: bool = False,
 ) -> "EngineLauncher | GroupLauncher":
-    """What starts the engines of this configuration; the arguments are those of `EngineLauncher`.
+    """The launcher for this configuration; the arguments are those of `EngineLauncher`.
 
-    Whether heads of other processes use them (`for_others`) makes no difference to vLLM's engines.
+    `for_others` (heads of other processes use the engines) makes no difference to vLLM's engines.
     """
     if engine_config.parallel_config.data_parallel_size > 1:
         return GroupLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache)
@@ -77,10 +65,10 @@ def new_launcher(
 
 
 class GroupLauncher(EngineLauncher):
-    """Starts ranks: replica i is rank i % K of group i // K. The arguments are those of `EngineLauncher`.
+    """Starts ranks: with K ranks in a group, replica i is rank i % K of group i // K.
 
-    A group begins when all its ranks are started: a start waits for the others. When a rank ends in any way, so do the
-    others, and whoever keeps them starts them all again.
+    The start of a rank waits until all ranks of its group start. When a rank exits for any reason, all others are
+    killed, and their owners must start all of them again.
     """
 
     def __init__(
@@ -97,16 +85,16 @@ class GroupLauncher(EngineLauncher):
         self._barriers: dict[int, StartBarrier] = {}
 
     def group_of(self, replica_id: int) -> range:
-        """The replicas that live and die with this one, itself among them."""
+        """All replicas of this replica's group, which start and end together."""
         first = replica_id - replica_id % self._ranks
         return range(first, first + self._ranks)
 
     def start(self, replica_id: int) -> "RankProcess":  # type: ignore[override]
-        """Prepare the start of a rank. Its process is spawned once all of its group are to start."""
+        """Prepare the start of a rank. `RankProcess.wait` spawns the process once all ranks of its group start."""
         group, rank = divmod(replica_id, self._ranks)
         config = copy.deepcopy(self._vllm_config)
         if group > 0:
-            # Of its own, from which vLLM gives each rank a block; the first group begins where vLLM itself would.
+            # The first group uses the devices that vLLM itself would use.
             assign_devices(config, group * self._ranks * config.parallel_config.world_size, self._ranks)
             set_transfer_name(config, f"group{group}")
         if self._report_cache:
@@ -129,7 +117,7 @@ class GroupLauncher(EngineLauncher):
 
 
 class LockstepIncarnation(GroupIncarnation):
-    """One life of a group, with vLLM's coordinator of its waves and the store where its ranks leave their ports."""
+    """Also owns vLLM's coordinator of the group's waves, and the store in which its ranks publish their ports."""
 
     def __init__(self, ranks: int, vllm_config: Any, on_spawn: Callable[[int], None]) -> None:
         super().__init__(ranks)
@@ -141,14 +129,14 @@ class LockstepIncarnation(GroupIncarnation):
         self._store_port = 0
 
     def coordinate(self, parallel_config: Any) -> Any:
-        """Tell a rank where the others leave their ports; returns vLLM's `DPCoordinator`. Blocks while that starts.
+        """Set the store's port in `parallel_config` and return vLLM's `DPCoordinator`. Blocks while that starts.
 
         Raises:
-            ReplicaError: the incarnation has ended.
+            ReplicaError: the incarnation has ended, or the coordinator did not start.
         """
         with self._lock:
             if self._coordinator is None:
-                self.require()
+                self.raise_if_ended()
                 self._store, self._store_port = _new_store(parallel_config.data_parallel_master_ip)
                 self._coordinator = self._new_coordinator()
         parallel_config._coord_store_port = self._store_port
@@ -173,10 +161,10 @@ class LockstepIncarnation(GroupIncarnation):
 
 
 class _Coordinator(DPCoordinator):  # type: ignore[misc]
-    """vLLM's, which is made while `SPAWN_LOCK` is held."""
+    """Constructed while `SPAWN_LOCK` is held."""
 
     def _wait_for_zmq_addrs(self, zmq_addr_pipe: Any) -> tuple[str, str, str]:
-        # The end of its constructor: the process is there, and takes seconds to import vLLM.
+        # The last step of the constructor: the process is spawned, and takes seconds to import vLLM.
         SPAWN_LOCK.release()
         try:
             addresses: tuple[str, str, str] = super()._wait_for_zmq_addrs(zmq_addr_pipe)
@@ -186,7 +174,7 @@ class _Coordinator(DPCoordinator):  # type: ignore[misc]
 
 
 def _new_store(host: str) -> tuple[Any, int]:
-    """A store for the ranks of a group, and its port. Left to itself it would listen on all addresses."""
+    """A store for the ranks of a group, and its port. Without our listener it would listen on all addresses."""
     listener = socket.socket()
     listener.bind((host, 0))
     listener.listen()
@@ -196,7 +184,7 @@ def _new_store(host: str) -> tuple[Any, int]:
 
 
 class RankProcess:
-    """Satisfies `replicas.engine.engine_start.Process`: one rank. To end it is to end its group."""
+    """One rank; a `replicas.engine.engine_start.Process`. Killing it kills its group."""
 
     def __init__(
         self,
@@ -212,38 +200,32 @@ class RankProcess:
         self._cancelled = threading.Event()
         self._incarnation: LockstepIncarnation | None = None
         self._engine: EngineProcess | None = None
-        self._ended_in_order = False
+        self._shut_down = False
 
     @property
     def pid(self) -> int:
-        """Process id of the engine core; there is one once it is ready."""
-        assert self._engine is not None
+        assert self._engine is not None, "the engine is spawned by `wait`"
         return self._engine.pid
 
     @property
     def sentinel(self) -> int:
-        """A file descriptor that becomes readable when the engine core exits."""
-        assert self._engine is not None
+        assert self._engine is not None, "the engine is spawned by `wait`"
         return self._engine.sentinel
 
     def exit_reason(self) -> str:
         return "" if self._engine is None else self._engine.exit_reason()
 
     def join_group(self) -> LockstepIncarnation:
-        """Wait for the other ranks.
-
-        Raises:
-            ReplicaError: see `StartBarrier.wait`.
-        """
+        """Wait until all ranks of the group start; raises as `StartBarrier.wait` does."""
         self._incarnation = incarnation = self._barrier.wait(self._rank, self._cancelled)
         assert isinstance(incarnation, LockstepIncarnation)
         return incarnation
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        """Wait for the other ranks, start the engine, and block until it has loaded the model with them.
+        """Wait for the other ranks, spawn the engine, and block until it has loaded the model with them.
 
         Raises:
-            ReplicaError: a rank of the group ended or misbehaved, or did not come.
+            ReplicaError: a rank of the group exited, failed, or did not start.
         """
         incarnation = self.join_group()
         with ExitStack() as undoing:
@@ -257,32 +239,30 @@ class RankProcess:
             undoing.pop_all()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ask the engine to end, in order once no rank of its group is needed any more. Blocks; idempotent.
+        """Shut the engine down once all ranks of its group are to shut down. Blocks; idempotent.
 
-        Until then it computes with the others. A rank that is to end at once takes the others with it.
+        Until then it computes with the others. With a timeout of 0 the whole group is killed.
 
         Args:
-            timeout: seconds to wait for the other ranks, and seconds that the engine may take then until it is killed;
-                None: no limit for the ranks, vLLM's default for the engine.
+            timeout: seconds to wait for the other ranks, and then for the engine to exit before it is killed. None: no
+                limit for the ranks, vLLM's default for the engine.
         """
         if self._incarnation is not None:
-            if timeout == _AT_ONCE:
+            if timeout == 0:
                 self._incarnation.end()
             else:
                 self._incarnation.leave(self._rank, timeout)
         if self._engine is not None:
             self._engine.shutdown(timeout)
-            self._ended_in_order = True
+            self._shut_down = True
             if self._incarnation is not None:
                 self._incarnation.close(self._engine.core)
 
     def kill(self) -> None:
-        """End the group, or let this rank wait no longer for it to begin. Does not block.
-
-        After `shutdown` nothing is left of this rank, and others of its group may be ending in order.
-        """
+        """Kill the group, or cancel this rank's wait for it. Does not block."""
         self._barrier.cancel(self._cancelled)
-        if self._incarnation is not None and not self._ended_in_order:
+        # After `shutdown`, other ranks of the group may still be shutting down.
+        if self._incarnation is not None and not self._shut_down:
             self._incarnation.end()
         if self._engine is not None:
             self._engine.kill()

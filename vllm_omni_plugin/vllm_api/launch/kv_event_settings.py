@@ -1,4 +1,4 @@
-"""Making engines report what their prefix caches hold."""
+"""Makes engines publish KV cache events."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
 
 _IPC = "ipc://"
-# vLLM changes an address by the engine's rank and refuses one that it cannot change. It takes this for a TCP address
-# with a port of the system's choice, which it leaves alone; it is the name of a file all the same.
-_LEFT_ALONE = "-tcp:0"
+# vLLM adds the engine's rank to an address and refuses an address where it cannot. This suffix looks to vLLM like a TCP
+# address with a port that the system chooses, which vLLM does not change; it is only the end of a file name.
+_UNCHANGED_SUFFIX = "-tcp:0"
 
 
 def why_no_cache_events(vllm_config: Any) -> str:
-    """Why an engine of this configuration cannot report what its prefix cache holds, or ""."""
+    """Why an engine of this configuration cannot publish KV cache events, or ""."""
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off, by the user or because the model does not support it"
     events = vllm_config.kv_events_config
@@ -24,10 +24,7 @@ def why_no_cache_events(vllm_config: Any) -> str:
 
 
 def turn_on_cache_events(vllm_config: Any) -> None:
-    """Let the engine of this configuration report what its prefix cache holds, at addresses of its own on this machine.
-
-    Nothing is changed where it cannot, or where the user has configured a publisher.
-    """
+    """Make the engine publish KV cache events on ipc addresses, if it can and the user has set no publisher."""
     if vllm_config.kv_events_config is None and not why_no_cache_events(vllm_config):
         vllm_config.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=_new_address(), replay_endpoint=_new_address()
@@ -35,12 +32,12 @@ def turn_on_cache_events(vllm_config: Any) -> None:
 
 
 def remove_event_sockets(vllm_config: Any) -> None:
-    """Delete what an engine that has ended leaves of the addresses of `turn_on_cache_events`."""
+    """Delete the socket files that an exited engine leaves after `turn_on_cache_events`."""
     events = vllm_config.kv_events_config
     for address in () if events is None else (events.endpoint, events.replay_endpoint):
-        if address is not None and address.startswith(_IPC) and address.endswith(_LEFT_ALONE):
+        if address is not None and address.startswith(_IPC) and address.endswith(_UNCHANGED_SUFFIX):
             remove_ipc_files(address)
 
 
 def _new_address() -> str:
-    return f"{get_open_zmq_ipc_path()}{_LEFT_ALONE}"
+    return f"{get_open_zmq_ipc_path()}{_UNCHANGED_SUFFIX}"

@@ -1,4 +1,4 @@
-"""Processes that live and die as one, and how those who start them meet. Importing this imports nothing of vLLM."""
+"""Processes that start together and end together. Importing this module does not import vLLM."""
 
 import threading
 from collections.abc import Callable
@@ -9,15 +9,16 @@ from typing import Any
 from vllm_omni_plugin.errors import ReplicaError
 
 _START_TIMEOUT_S = 90.0
-"""Longer than the longest pause before a replica is started again, since the ranks of a group need not pause alike."""
-_DEATH_TAKES_AT_MOST_S = 10.0
+"""Longer than the longest pause before a replica is restarted, since the pauses of the ranks of a group may differ."""
+_EXIT_TIMEOUT_S = 10.0
+"""For a process that was killed."""
 
 
 class GroupIncarnation:
-    """The processes of one life of a group: when one ends, all are killed. Thread-safe.
+    """The processes of one start of a group: when one exits, all others are killed. Thread-safe.
 
     Args:
-        ranks: how many of them are ranks, which may also leave in order, together. The others help them.
+        ranks: number of ranks. They may also leave, all together. Further processes are helpers.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -30,9 +31,9 @@ class GroupIncarnation:
         self._ended = False
 
     def add(self, process: BaseProcess, on_exit: Callable[[], None] | None = None) -> None:
-        """Take in the process of a rank, or with `on_exit` a helper, which ends with the last rank.
+        """Add the process of a rank or, with `on_exit`, a helper, which is killed when the last rank exits.
 
-        It is killed at once if the incarnation has ended. `on_exit` is called when it exits, in a thread of its own.
+        If the incarnation has ended, the process is killed. `on_exit` is called when it exits, on a thread of its own.
 
         Raises:
             ReplicaError: the incarnation has ended.
@@ -44,15 +45,14 @@ class GroupIncarnation:
         threading.Thread(target=self._watch, args=(process, on_exit), name="omni-rank-watch", daemon=True).start()
         if ended:
             process.kill()
-        self.require()
+        self.raise_if_ended()
 
-    def require(self) -> None:
-        """Raises ReplicaError if the incarnation has ended."""
+    def raise_if_ended(self) -> None:
         if self._ended:
             raise ReplicaError("another process of its group ended")
 
     def end(self) -> None:
-        """Kill all processes, also those yet to be added. Does not block; idempotent."""
+        """Kill all processes; processes that are added later are killed too. Does not block; idempotent."""
         with self._changed:
             self._ended = True
             processes = [*self._ranks, *self._helpers]
@@ -61,9 +61,9 @@ class GroupIncarnation:
             process.kill()
 
     def leave(self, rank: int, timeout: float | None) -> None:
-        """Say that a rank is not needed any more, and block until none is, so that all can be ended in order.
+        """Mark a rank as leaving, and block until all ranks are leaving, so that all can shut down.
 
-        Returns sooner if the incarnation ends, and after `timeout` seconds in any case; None: no limit.
+        Returns sooner if the incarnation ends, and after `timeout` seconds (None: no limit).
         """
         with self._changed:
             self._leaving.add(rank)
@@ -71,30 +71,30 @@ class GroupIncarnation:
             self._changed.wait_for(lambda: self._ended or self._all_leave, timeout)
 
     def close(self, rank: BaseProcess) -> None:
-        """Forget a rank that has exited; the last one takes the helpers with it. Blocks until they have ended."""
+        """Wait for a rank that exits. If it is the last one, kill the helpers and block until they have exited."""
         with self._changed:
-            self._changed.wait_for(lambda: rank not in self._running, _DEATH_TAKES_AT_MOST_S)
+            self._changed.wait_for(lambda: rank not in self._running, _EXIT_TIMEOUT_S)
             last = self._running.isdisjoint(self._ranks)
         if last:
             self.end()
             self.join()
 
     def join(self) -> None:
-        """Block until every process has exited; for an incarnation that has ended.
+        """Block until all processes of an ended incarnation have exited.
 
         Raises:
-            ReplicaError: one does not exit although it was killed.
+            ReplicaError: a process does not exit although it was killed.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._running, _DEATH_TAKES_AT_MOST_S):
-                raise ReplicaError("a process of its group cannot be ended")
+            if not self._changed.wait_for(lambda: not self._running, _EXIT_TIMEOUT_S):
+                raise ReplicaError("a process of its group was killed and does not exit")
 
     @property
     def _all_leave(self) -> bool:
         return len(self._leaving) == self._size
 
     def _watch(self, process: BaseProcess, on_exit: Callable[[], None] | None) -> None:
-        # Not by joining it: that would reap it, and with it goes the number by which vLLM may be about to kill it.
+        # No `process.join()`: it would reap the process, and vLLM may be about to send a signal to its id.
         wait([process.sentinel])
         if on_exit is not None:
             on_exit()
@@ -107,7 +107,7 @@ class GroupIncarnation:
 
 
 class StartBarrier:
-    """Where those who start the ranks of one group wait for each other. Thread-safe.
+    """A barrier for the threads that start the ranks of one group. Thread-safe.
 
     Args:
         timeout_s: seconds that a rank waits for the others.
@@ -123,14 +123,13 @@ class StartBarrier:
         self._starts = 0
 
     def wait(self, rank: int, cancelled: threading.Event) -> Any:
-        """Block until all ranks are here, and return the incarnation that they begin. The one before is ended first.
+        """End the previous incarnation, block until all ranks wait here, and return their new incarnation.
 
         Args:
-            rank: who waits; once at a time.
             cancelled: set by `cancel`.
 
         Raises:
-            ReplicaError: it was given up, the others did not come in time, or the last incarnation does not end.
+            ReplicaError: it was cancelled, other ranks did not start in time, or the previous incarnation does not end.
         """
         previous = self._incarnation
         if previous is not None:
@@ -140,28 +139,21 @@ class StartBarrier:
             before = self._starts
             self._waiting.add(rank)
             if len(self._waiting) == self._ranks:
-                self._begin()
+                self._incarnation = self._new_incarnation()
+                self._waiting.clear()
+                self._starts += 1
+                self._changed.notify_all()
             self._changed.wait_for(lambda: self._starts != before or cancelled.is_set(), self._timeout_s)
-            if self._starts == before:
-                missing = sorted(set(range(self._ranks)) - self._waiting)
-                self._waiting.discard(rank)
-                raise ReplicaError(_why_alone(missing, cancelled.is_set()))
-            return self._incarnation
+            if self._starts != before:
+                return self._incarnation
+            missing = sorted(set(range(self._ranks)) - self._waiting)
+            self._waiting.discard(rank)
+        if cancelled.is_set():
+            raise ReplicaError("its start was cancelled")
+        raise ReplicaError(f"the other ranks of its group do not start: {', '.join(map(str, missing))}")
 
     def cancel(self, cancelled: threading.Event) -> None:
-        """Set the event, and let whoever waits with it go."""
+        """Set the event and end the `wait` that was given it."""
         with self._changed:
             cancelled.set()
             self._changed.notify_all()
-
-    def _begin(self) -> None:
-        self._incarnation = self._new_incarnation()
-        self._waiting.clear()
-        self._starts += 1
-        self._changed.notify_all()
-
-
-def _why_alone(missing: list[int], cancelled: bool) -> str:
-    if cancelled:
-        return "its start was cancelled"
-    return f"the other ranks of its group do not start: {', '.join(map(str, missing))}"

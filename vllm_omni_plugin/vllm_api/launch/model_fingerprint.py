@@ -1,4 +1,4 @@
-"""What of a configuration must be the same on a head and a replica for their answers to be the same."""
+"""The parts of a configuration that must be the same on a head and a replica, so that their answers are the same."""
 
 import json
 import re
@@ -19,21 +19,21 @@ _HUB_CACHE_PREFIX = "models--"
 _HUB_SNAPSHOTS = "snapshots"
 _CONFIGS = ("config.json", "params.json")
 _WEIGHTS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"))
-"""Of several kinds vLLM loads the first, and what lies beside it, such as the state of a training, is none of it."""
+"""vLLM loads the first kind that exists. Other files, such as the state of a training, are not part of the model."""
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab*", "merges.txt", "tekken.json", "*.tiktoken")
 _SAME_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-"""Load formats that read a checkpoint's usual files, each in its own way."""
+"""Load formats that read the usual files of a checkpoint."""
 _PLATFORM = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled")
 _SAMPLES, _LEAST_SAMPLES, _SAMPLE_BYTES = 256, 3, 4096
-"""Of all files together, of each file, and of what size: on a file system of the network each costs a millisecond."""
+"""Samples of all files together, at least of each file, and their size. On a network file system each takes 1 ms."""
 _LONGEST_TEXT = 200
 
 
 def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
-    """The fields to compare with `replicas.server.attached_heads.differences`, as text for an operator to read.
+    """The fields that `replicas.server.attached_heads.differences` compares, as text for operators. Reads files.
 
-    Models and tokenizers on the hub go by their names, and weights there by the commit; local ones by their content:
-    paths differ from node to node. To be made once, since files are read.
+    A model or tokenizer of the hub is identified by its name and commit, a local one by its content, since paths differ
+    between nodes.
     """
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
     return {
@@ -58,7 +58,7 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
 
 
 def _build(version: str) -> str:
-    """Of two builds of one commit for different hardware the same: a head on a CPU may serve engines on GPUs."""
+    """The version without the hardware it was built for: a head on a CPU may serve engines on GPUs."""
     public, _, local = version.partition("+")
     kept = [part for part in local.split(".") if part and not _PLATFORM.fullmatch(part)]
     return "+".join([public, ".".join(kept)]) if kept else public
@@ -104,7 +104,7 @@ def _commit(model: Any) -> str:
         return ""
     for config in _CONFIGS:
         with suppress(HFValidationError):
-            # What vLLM has just read, without asking the hub again; a model elsewhere has a name that is none there.
+            # vLLM has just read this file, so it is cached. A model that is not on the hub has no valid name there.
             found = try_to_load_from_cache(model.model, config, revision=model.revision)
             if isinstance(found, str):
                 return Path(found).parent.name
@@ -115,7 +115,7 @@ def _identity(name: str, digest_of: Callable[[Path], str]) -> str:
     path = Path(name)
     if not path.exists():
         return name
-    # Offline, vLLM puts the folder of its download cache in place of the name.
+    # Offline, vLLM replaces the name by the folder of its download cache.
     hub_name = next((part for part in path.parts if part.startswith(_HUB_CACHE_PREFIX)), None)
     if hub_name is not None:
         return hub_name.removeprefix(_HUB_CACHE_PREFIX).replace("--", "/")
@@ -123,7 +123,7 @@ def _identity(name: str, digest_of: Callable[[Path], str]) -> str:
 
 
 def _model_digest(path: Path) -> str:
-    """Of the configuration's content, and of names, sizes and samples of the weights; to read all takes minutes."""
+    """A digest of config.json and of names, sizes and samples of the weights; reading all weights takes minutes."""
     config = path / "config.json"
     content = config.read_bytes() if config.is_file() else b""
     weights = next(filter(None, (_files(path, patterns) for patterns in _WEIGHTS)), [])
@@ -132,7 +132,7 @@ def _model_digest(path: Path) -> str:
 
 
 def _tokenizer_digest(path: Path) -> str:
-    """Of the vocabulary only: what else lies beside it, such as chat templates, matters to the head alone."""
+    """A digest of the vocabulary. Other files, such as chat templates, matter to the head only."""
     return digest(file.read_bytes() for file in _files(path, _VOCABULARY))
 
 

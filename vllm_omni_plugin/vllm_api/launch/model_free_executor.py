@@ -1,4 +1,4 @@
-"""An executor without workers: vLLM's own engine core, scheduler and prefix cache over a model that is a function."""
+"""An executor without workers: vLLM's engine core, scheduler and prefix cache with a function in place of the model."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -18,13 +18,13 @@ _LAYOUT = "LBNHC"
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What the scheduler wants computed.
+    """A batch of vLLM's scheduler.
 
     Attributes:
-        started: vLLM's `NewRequestData` of requests that are computed for the first time, or begin anew.
-        tokens: how many tokens to compute of each request, by its id.
-        computed: how many were computed before, or came from the cache, of each of these requests.
-        ended: ids of requests that will not come again.
+        started: vLLM's `NewRequestData` of requests that start, or start again.
+        tokens: number of tokens to compute, by request id.
+        computed: number of tokens that were computed before or came from the cache, by request id.
+        ended: ids of requests that have finished.
     """
 
     started: Sequence[Any]
@@ -38,11 +38,11 @@ class ModelFreeExecutor(UniProcExecutor):  # type: ignore[misc]
 
     @abstractmethod
     def new_model(self, vllm_config: Any) -> Any:
-        """What computes, like `sim.executor.SleepingModel`. Raises ConfigError for a configuration it cannot serve."""
+        """The model, like `sim.executor.SleepingModel`. Raises ConfigError for a configuration it cannot serve."""
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """No: an iteration has been computed when `execute_model` returns."""
+        """False: an iteration has been computed when `execute_model` returns."""
         return False
 
     def _init_executor(self) -> None:
@@ -50,7 +50,7 @@ class ModelFreeExecutor(UniProcExecutor):  # type: ignore[misc]
 
 
 class _Worker:
-    """What the executor's calls to its workers arrive at; they are found by name, and others are an error."""
+    """The executor calls these methods by name; a call of any other worker method is an error."""
 
     def __init__(self, vllm_config: Any, model: Any) -> None:
         self._cache_config = vllm_config.cache_config
@@ -108,7 +108,7 @@ class _Worker:
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def initialize_from_config(self, kv_cache_configs: Sequence[Any]) -> None:
-        """Nothing to do, as below: there is no device, memory or process."""
+        """Does nothing, as the methods below: there is no device, memory or process."""
 
     def synchronize_device(self) -> None: ...
 
@@ -126,7 +126,7 @@ class _Worker:
 
     @property
     def _layer(self) -> Any:
-        # One layer of full attention, the smallest there is: blocks are counted, never touched.
+        # One layer of full attention of the smallest size: blocks are counted, never used.
         return FullAttentionSpec(
             block_size=self._cache_config.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
         )

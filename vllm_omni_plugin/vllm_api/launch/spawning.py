@@ -1,21 +1,17 @@
-"""Processes are spawned one at a time, each end has a name, and the files of their sockets are removed."""
+"""Spawning of processes: one lock for all, descriptions of exit codes, removal of socket files."""
 
 import signal
 import threading
 from pathlib import Path
 
 SPAWN_LOCK = threading.Lock()
-"""Held while a process is spawned, never while it loads. vLLM changes what belongs to all threads meanwhile, and puts
-it back: environment variables, torch's number of threads, with `--numa-bind` the program that multiprocessing starts.
-Whoever spawned beside it would pass that on, or put the wrong things back."""
+"""Held while a process is spawned, but not while it loads. During a spawn, vLLM changes state of the whole process and
+restores it: environment variables, torch's thread count, with `--numa-bind` the program that multiprocessing starts. A
+second spawn at the same time would inherit that state, or restore the wrong one."""
 
 
-def exit_reason(code: int | None) -> str:
-    """How a process ended, in words that follow its name.
-
-    Args:
-        code: its exit code, negative for a signal; None: it has not ended.
-    """
+def describe_exit(code: int | None) -> str:
+    """How a process ended, as the end of a sentence; `code` is negative for a signal, None for a running process."""
     if code is None:
         return "has not ended"
     if code >= 0:
@@ -27,6 +23,6 @@ def exit_reason(code: int | None) -> str:
 
 
 def remove_ipc_files(*addresses: str) -> None:
-    """Remove the files of ipc addresses that are bound no more, which libzmq leaves behind; others have none."""
+    """Remove the socket files of ipc addresses that are no longer bound; libzmq leaves them."""
     for address in addresses:
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The engine-core protocol from the engine's side, and what a head may send.
+"""The engine-core protocol from the engine's side, and the filter of messages from heads.
 
 May import `vllm_api.requests`. Start with `stage_protocol`.
 """

@@ -1,8 +1,7 @@
-"""What a head may send to an engine of another process: requests, aborts, and the calls that heads of ours make.
+"""Filters the messages of a head to an engine of another process: requests, aborts and an allow-list of calls pass.
 
-vLLM's engine core runs whichever of its methods a call names, such as one that writes the weights to any path. A lease
-is not meant for that. Nor may an adapter be loaded whose files here are not those of the head. Python stages speak the
-same protocol.
+vLLM's engine core runs any method that a call names, even one that writes the weights to any path. Loading a LoRA
+adapter is rejected if its files on this node differ from those on the head. Python stages use the same protocol.
 """
 
 import os
@@ -14,7 +13,7 @@ import msgspec
 from vllm_omni_plugin.errors import NOT_ALLOWED
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import Call, StageCodec
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ABORT, ADD, UTILITY
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, why_other_files
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_mismatch
 
 Frames = Sequence[Any]
 
@@ -43,7 +42,7 @@ ALLOWED_CALLS = frozenset(
         "wake_up",
     }
 )
-"""Methods of the engine core that `FleetClient` calls for AsyncLLM, or the head for itself."""
+"""Methods of the engine core that heads call."""
 
 ALLOWED_WORKER_CALLS = frozenset(
     {
@@ -59,7 +58,7 @@ ALLOWED_WORKER_CALLS = frozenset(
         "update_weights",
     }
 )
-"""Methods of workers that vLLM's server calls by `collective_rpc`; its route `/collective_rpc` may call any."""
+"""Methods of workers that vLLM's server calls with `collective_rpc`. Its route `/collective_rpc` may call others."""
 
 _MAX_NAME_CHARS = 100
 _DEV_MODE = "VLLM_SERVER_DEV_MODE"
@@ -67,11 +66,11 @@ _call = msgspec.msgpack.Decoder(Call)
 
 
 class Rejection(NamedTuple):
-    """A message that must not reach the engine.
+    """Why a message must not reach the engine.
 
     Attributes:
-        reason: why, for the log.
-        answer: what its sender is to get in place of the engine's answer; empty if it waits for none.
+        reason: for the log.
+        answer: sent to the head in place of the engine's answer; empty if the message has no answer.
     """
 
     reason: str
@@ -79,13 +78,12 @@ class Rejection(NamedTuple):
 
 
 MessageFilter = Callable[[Frames], Rejection | None]
-"""What `reject` is."""
 
 
 def reject(frames: Frames) -> Rejection | None:
-    """Why a message may not reach the engine, None if it may. Raises nothing, whatever the frames are.
+    """Return a rejection, or None if the message may pass. A `MessageFilter`; raises nothing for any frames.
 
-    Reads the files of an adapter that is to be loaded, and nothing else.
+    For a call that loads an adapter it reads the adapter's files.
     """
     try:
         kind = bytes(frames[0])
@@ -95,42 +93,37 @@ def reject(frames: Frames) -> Rejection | None:
             return Rejection(f"heads send no message of type {kind!r}", ())
         _, call_id, method, args = _call.decode(frames[1])
     except (msgspec.MsgspecError, LookupError, RecursionError, UnicodeError, TypeError, ValueError) as error:
-        return Rejection(f"it is no valid message: {error}", ())
-    reason = _why_not(method, args)
-    if reason is not None:
-        return _refusal(call_id, reason, NOT_ALLOWED + reason)
-    if method == "add_lora" and (reason := _other_files(args)):
-        # A failure, not a call that is not allowed: this replica would have another state than the others.
-        return _refusal(call_id, reason, reason)
+        return Rejection(f"it is not a valid message: {error}", ())
+    if reason := _why_not_allowed(method, args):
+        return Rejection(reason, StageCodec().encode_failure(call_id, NOT_ALLOWED + reason))
+    if method == "add_lora" and (reason := _adapter_mismatch(args)):
+        # Without NOT_ALLOWED, the head takes this as a failure of the replica: its state would differ from the others.
+        return Rejection(reason, StageCodec().encode_failure(call_id, reason))
     return None
 
 
-def _refusal(call_id: int, reason: str, told: str) -> Rejection:
-    return Rejection(reason, StageCodec().encode_failure(call_id, told))
-
-
-def _other_files(args: list[Any]) -> str:
+def _adapter_mismatch(args: list[Any]) -> str:
     try:
         (adapter,) = msgspec.convert(args, tuple[Adapter])
     except msgspec.ValidationError:
-        # The engine says what is wrong with it.
+        # The engine reports what is wrong with the arguments.
         return ""
-    return why_other_files(adapter)
+    return adapter_mismatch(adapter)
 
 
-def _why_not(method: str, args: list[Any]) -> str | None:
+def _why_not_allowed(method: str, args: list[Any]) -> str:
     if method not in ALLOWED_CALLS:
-        return f"{method[:_MAX_NAME_CHARS]!r} is no call that heads may make"
+        return f"{method[:_MAX_NAME_CHARS]!r} is not a call that heads may make"
     if method != "collective_rpc":
-        return None
+        return ""
     called = args[0] if args else None
     if isinstance(called, str) and (called in ALLOWED_WORKER_CALLS or _is_dev_mode()):
-        return None
-    name = called[:_MAX_NAME_CHARS] if isinstance(called, str) else "something that is no name"
-    return f"collective_rpc of {name} is only allowed to heads where the replica's node was started with {_DEV_MODE}=1"
+        return ""
+    name = called[:_MAX_NAME_CHARS] if isinstance(called, str) else "something that is not a name"
+    return f"heads may call collective_rpc of {name} only if the replica's node was started with {_DEV_MODE}=1"
 
 
 def _is_dev_mode() -> bool:
-    # As vLLM reads it; it takes nothing but numbers.
+    # Read as in vLLM, which accepts numbers only.
     value = os.environ.get(_DEV_MODE, "0").strip()
     return value.isdecimal() and int(value) != 0

@@ -1,4 +1,4 @@
-"""The engine's side of vLLM's engine-core protocol, for engines that are simulated."""
+"""The engine's side of vLLM's engine-core protocol, for simulated engines."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ if PAUSE_REFUSES.applies:
     from vllm.outputs import RequestError
 
 ENGINE_DEAD: bytes = EngineCoreProc.ENGINE_CORE_DEAD
-"""The one frame with which an engine announces its own death."""
+"""The single frame with which an engine announces its death."""
 
 
 class EngineCoreCodec(StageCodec):
-    """Takes vLLM's `EngineCoreRequest` where a Python stage takes its own. Not thread-safe."""
+    """Decodes vLLM's `EngineCoreRequest` instead of `StageRequest`. Not thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def output(step: Any) -> Any:
 
 
 def refusal(request_id: str) -> Any:
-    """The `EngineCoreOutput` for a request that a paused engine does not take. Only where `PAUSE_REFUSES` is so."""
+    """The `EngineCoreOutput` with which a paused engine refuses a request. Only where `PAUSE_REFUSES` applies."""
     message = "Generation is paused. Please retry after it resumes."
     error = RequestError(code="engine_paused", message=message, retryable=True)
     return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
@@ -76,12 +76,12 @@ def scheduler_stats(report: Any) -> Any:
 
 
 def lora_id(fields: Any) -> int:
-    """The id of an adapter from a `LoRARequest` that came as the argument of a call. Raises msgspec.ValidationError."""
+    """The id of an adapter, from a decoded `LoRARequest`. Raises msgspec.ValidationError."""
     return int(msgspec.convert(fields, LoRARequest).lora_int_id)
 
 
 def ready_response(vllm_config: Any, engine_index: int, kv_blocks: int, block_size: int) -> bytes:
-    """What an engine with this configuration and this KV memory says of itself when it is ready."""
+    """The ready response of an engine with this configuration and this KV memory."""
     model, scheduler, lora = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.lora_config
     tokens = kv_blocks * block_size
     return stage_protocol.ready_response(

@@ -1,4 +1,4 @@
-"""The Python stage's side of the engine-core protocol. Importing this imports neither vLLM nor torch."""
+"""The Python stage's side of the engine-core protocol. Importing this module imports neither vLLM nor torch."""
 
 import importlib
 import math
@@ -24,34 +24,34 @@ Call = tuple[int, int, str, list[Any]]
 """Client index, call id, method, arguments."""
 
 _INLINE_BYTES = 256
-"""Tensors below this size travel within the message, larger ones as frames of their own; as vLLM does by default."""
+"""Tensors below this size are part of the message, larger ones are frames of their own; vLLM's default."""
 
 
 class ReceivedTensor(NamedTuple):
-    """A tensor as it came: its type, its shape, and what has its bytes."""
+    """A tensor that has not been decoded; `data` holds its bytes."""
 
     dtype: str
     shape: list[int]
     data: Any
 
     def to_torch(self) -> Any:
-        """The tensor, sharing memory with what came. May import torch, which takes seconds.
+        """The tensor; it shares memory with the message. May import torch, which takes seconds.
 
         Raises:
-            Exception: it is none.
+            Exception: it is not a valid tensor; torch raises many types.
         """
         torch = _torch()
         dtype = getattr(torch, self.dtype)
         buffer = memoryview(self.data)
         if buffer.nbytes != math.prod(self.shape) * dtype.itemsize:
-            raise ValueError(f"{buffer.nbytes} bytes are no tensor {self.shape} of {self.dtype}")
+            raise ValueError(f"{buffer.nbytes} bytes are not a tensor {self.shape} of {self.dtype}")
         if not buffer.nbytes:
             return torch.empty(self.shape, dtype=dtype)
         return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(self.shape)
 
 
 class StageCodec:
-    """Decodes what heads send and encodes what a stage answers. Not thread-safe."""
+    """Decodes messages of heads and encodes the answers of a stage. Not thread-safe."""
 
     def __init__(self) -> None:
         self._requests = msgspec.msgpack.Decoder(StageRequest, ext_hook=_raw_view)
@@ -61,7 +61,7 @@ class StageCodec:
         self._frames: list[Any] = []
 
     def decode(self, frames: Frames) -> tuple[Kind, Any]:
-        """What a message asks for: a `StageRequest`, a list of ids, or a `Call`. A tensor is a `ReceivedTensor`.
+        """Decode a `StageRequest` (its tensor is a `ReceivedTensor`), a list of ids to abort, or a `Call`.
 
         Raises:
             WireError: the frames are not such a message.
@@ -79,21 +79,19 @@ class StageCodec:
         raise WireError(f"a message of type {kind!r}")
 
     def encode_outputs(self, outputs: list[Any], stats: Any | None, timestamp: float) -> Frames:
-        """What there is for the requests of one client; the memory of large tensors is not copied and must not change.
+        """Encode outputs for one client. Large tensors are not copied: their memory must not change.
 
         Args:
-            outputs: each an `WireOutput`, or vLLM's own.
-            stats: `SchedulerStats` or vLLM's own, if this client is told.
+            outputs: `WireOutput`s, or vLLM's `EngineCoreOutput`s.
+            stats: `SchedulerStats`, or vLLM's.
             timestamp: seconds of the monotonic clock.
         """
         return self._encode(WireOutputs(outputs=outputs, scheduler_stats=stats, timestamp=timestamp))
 
     def encode_result(self, call_id: int, result: Any) -> Frames:
-        """The answer to a call."""
         return self._encode(WireOutputs(utility_output=UtilityOutput(call_id, result=(None, result))))
 
     def encode_failure(self, call_id: int, message: str) -> Frames:
-        """The answer to a call that failed."""
         return self._encode(WireOutputs(utility_output=UtilityOutput(call_id, failure_message=message)))
 
     def _decode_request(self, frames: Frames) -> Any:
@@ -118,10 +116,10 @@ class StageCodec:
 
 
 def sendable(tensor: Any) -> Any:
-    """The tensor as it travels: on the CPU, contiguous, without gradients; the same memory if it is so already.
+    """The tensor on the CPU, contiguous, without gradients. Copied only if necessary.
 
     Raises:
-        Exception: it is no tensor whose elements lie in memory one after the other.
+        Exception: it is not a dense tensor.
     """
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     _bytes_of(dense)
@@ -138,7 +136,7 @@ def _received(encoded: Any, frames: Frames) -> ReceivedTensor:
 
 
 def _torch() -> Any:
-    # Only stages that get or give tensors need it, and it is most of their memory.
+    # Imported late: it is most of a stage's memory, and only stages with tensors need it.
     return importlib.import_module("torch")
 
 

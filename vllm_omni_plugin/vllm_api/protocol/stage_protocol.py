@@ -1,7 +1,7 @@
-"""What heads and Python stages say to each other: our own request, and vLLM's outputs written as vLLM writes them.
+"""Messages between heads and Python stages: a request of our own, and outputs in the layout of vLLM's.
 
-A stage's process speaks vLLM's engine-core protocol without importing vLLM, which would cost it seconds and 360 MB. So
-the structs below repeat the layout of vLLM's as far as stages fill it; the contract tests compare both.
+A stage's process does not import vLLM, which would take seconds and 360 MB. So the structs below repeat the fields of
+vLLM's structs up to the last field that stages set; contract tests compare both.
 """
 
 from typing import Any, ClassVar
@@ -15,24 +15,23 @@ STOP, ABORTED, ERROR = 0, 2, 3
 """Values of `FinishReason`."""
 
 RAW_VIEW = 3
-"""Type of the msgpack extension that holds the bytes of a small tensor."""
+"""Code of the msgpack extension that holds the bytes of a small tensor."""
 
 CONTENT_KEY = "omni"
-"""Where in `EngineCoreOutput.kv_transfer_params` the `OutputContent` of an output is."""
+"""Key of the `OutputContent` in `EngineCoreOutput.kv_transfer_params`."""
 
 
 class StageRequest(msgspec.Struct, array_like=True):
-    """What a Python stage shall compute on: a whole input, or a chunk of a session.
+    """The input of a Python stage: a whole input, or a chunk of a session. For fields without a note see `StageInput`.
 
     Attributes:
-        request_id: repeated for the further chunks of a session.
-        client_index: which of the engine's outputs answers.
-        resumable: more of the session may follow.
-        last: with `resumable`: what follows, if anything, only closes the session.
-        token_ids: see `StageInput`; so are the next four.
-        tensor: see there; once decoded, a `stage_codec.ReceivedTensor`.
-        sampling: see there, over the sampling parameters of the stage.
-        closing: nothing to compute on: it ends the session's input.
+        request_id: the same for all chunks of a session.
+        client_index: index of the output socket for the answer.
+        resumable: further chunks may follow.
+        last: with `resumable`: no further chunk with an input follows.
+        tensor: once decoded, a `stage_codec.ReceivedTensor`.
+        sampling: includes the sampling parameters of the stage.
+        closing: it has no input, and ends the session.
         session_id: of the client's conversation, for policies.
     """
 
@@ -48,19 +47,18 @@ class StageRequest(msgspec.Struct, array_like=True):
     closing: bool = False
     session_id: str | None = None
 
-    # What else is asked of an `EngineCoreRequest` on its way, and is the same for all of these.
+    # Fields of an `EngineCoreRequest` that the head reads.
     sampling_params: ClassVar[None] = None
     pooling_params: ClassVar[None] = None
     abort_immediately: ClassVar[bool] = False
 
 
 class OutputContent(msgspec.Struct, omit_defaults=True):
-    """What of a stage's output has no place of its own in an `EngineCoreOutput`.
+    """The parts of a `StageOutput` for which `EngineCoreOutput` has no field.
 
     Attributes:
-        text: see `StageOutput`; so are the next two.
         error: why the request failed, for the client; "" if it did not.
-        status: with `error`, the HTTP status: 400 if the request is at fault, 500 if the stage is.
+        status: with `error`, the HTTP status: 400 for an invalid request, 500 for a failure of the stage.
     """
 
     text: str = ""
@@ -71,7 +69,7 @@ class OutputContent(msgspec.Struct, omit_defaults=True):
 
 
 class WireOutput(msgspec.Struct, array_like=True):
-    """`EngineCoreOutput` up to the last field that stages fill."""
+    """`EngineCoreOutput` up to the last field that stages set."""
 
     request_id: str
     new_token_ids: list[int]
@@ -85,14 +83,14 @@ class WireOutput(msgspec.Struct, array_like=True):
 
 
 class SchedulerStats(msgspec.Struct):
-    """The load report of vLLM's `SchedulerStats`."""
+    """The fields of vLLM's `SchedulerStats` that report load."""
 
     num_running_reqs: int
     num_waiting_reqs: int
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):
-    """The answer to a call; before the result comes the description of its type, None for plain data."""
+    """The answer to a call. `result` is the type description, None for plain data, and the value."""
 
     call_id: int
     failure_message: str | None = None
@@ -100,7 +98,7 @@ class UtilityOutput(msgspec.Struct, array_like=True):
 
 
 class WireOutputs(msgspec.Struct, array_like=True):
-    """`EngineCoreOutputs` up to the last field that stages fill; `timestamp` in seconds of the monotonic clock."""
+    """`EngineCoreOutputs` up to the last field that stages set; `timestamp` in seconds of the monotonic clock."""
 
     engine_index: int = 0
     outputs: list[WireOutput] = []
@@ -120,7 +118,7 @@ _COUNTS = ("max_model_len", "num_gpu_blocks", "block_size", "max_num_seqs", "max
 
 
 def ready_response(engine_index: int, **known: Any) -> bytes:
-    """An `EngineCoreReadyResponse` with these fields; of a stage none, which has no model length and no KV cache."""
+    """Encode an `EngineCoreReadyResponse`; fields that are not given are zero, as for a stage without a KV cache."""
     return msgspec.msgpack.encode(
         {
             **dict.fromkeys(_COUNTS, 0),

@@ -1,4 +1,4 @@
-"""A LoRA adapter as heads tell each other of it, and digests of files. Importing this imports nothing of vLLM."""
+"""The message that describes a LoRA adapter, and digests of files. Importing this module does not import vLLM."""
 
 import hashlib
 import os
@@ -12,17 +12,13 @@ from msgspec.structs import replace
 _DIGEST_BYTES = 8
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""In the order in which vLLM looks for them; it reads the first that there is."""
+"""In the order in which vLLM looks for them; it reads the first that exists."""
 _ADAPTER_SAMPLES, _ADAPTER_SAMPLE_BYTES = 1024, 64 * 1024
-"""All of a file up to 64 MiB, which takes some tenth of a second, and never more of one, for others wait meanwhile."""
+"""At most 64 MiB of a file, which takes a few tenths of a second; other messages wait meanwhile."""
 
 
 def adapter_digest(path: str | Path) -> str:
-    """Of the configuration and the weights of a LoRA adapter, whatever its folder is called.
-
-    Returns:
-        "" if vLLM on this node would find none at that path, or none that may be read.
-    """
+    """The digest of the configuration and weights of a LoRA adapter; "" if vLLM could not read it on this node."""
     folder = Path(os.path.expanduser(path))
     try:
         config = [file for file in (folder / _ADAPTER_CONFIG,) if file.is_file()]
@@ -34,9 +30,9 @@ def adapter_digest(path: str | Path) -> str:
 
 
 def samples(found: Iterable[Path], count: int, sample_bytes: int) -> Iterator[bytes]:
-    """Names and sizes of files, and what is in `count` places of each, beginning and end among them.
+    """Names and sizes of files, and `count` samples of each from its start to its end.
 
-    Two fine-tunes of one model have equal names, sizes and headers, and one may differ from the other in few tensors.
+    Two fine-tunes of one model have the same names, sizes and headers, and may differ in few tensors.
     """
     for file in found:
         yield file.name.encode()
@@ -50,10 +46,9 @@ def samples(found: Iterable[Path], count: int, sample_bytes: int) -> Iterator[by
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """One short text for a sequence of parts."""
     result = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
-        # With its length, so that no two sequences of parts look alike.
+        # With its length, so that different sequences of parts differ.
         result.update(len(part).to_bytes(8, "little") + part)
     return result.hexdigest()
 
@@ -64,18 +59,13 @@ _Digest = Annotated[str, Meta(max_length=64)]
 
 
 class Adapter(Struct, frozen=True, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The same fields in the same order as vLLM's `LoRARequest`, so that engines take the one for the other.
-
-    What follows them, engines ignore.
+    """vLLM's `LoRARequest`, field by field, so that engines can decode it. They ignore the fields that follow.
 
     Attributes:
-        lora_name: the name by which requests ask for it.
-        lora_int_id: its id in engines; no two adapters of a fleet may share one.
-        lora_path: where engines load it from.
-        base_model_name: the name of the model it was made for, as `/v1/models` shows it.
+        lora_int_id: unique in the fleet.
         load_inplace: whether an engine that has an adapter of this id loads it again.
         is_3d_lora_weight: the layout of its weights in a mixture of experts.
-        digest: of its files on the node of the head that loads it; "" if that has none, as with a name on the hub.
+        digest: of its files on the node of the head that loads it; "" if that has none, as for an adapter on the hub.
     """
 
     lora_name: _Text
@@ -88,21 +78,17 @@ class Adapter(Struct, frozen=True, array_like=True, omit_defaults=True, forbid_u
 
 
 def adapter_of(lora_request: Any) -> Adapter:
-    """The same of a `LoRARequest`, with the digest of the files on this node, which are read.
+    """Convert a `LoRARequest`. Reads the adapter's files for the digest.
 
     Raises:
-        ValidationError: it has no name or path, or they are too long.
+        ValidationError: its name or path is missing or too long.
     """
     adapter = convert(lora_request, Adapter, from_attributes=True)
     return replace(adapter, digest=adapter_digest(adapter.lora_path))
 
 
-def why_other_files(adapter: Adapter) -> str:
-    """How the files of an adapter on this node, which are read, differ from those of the head that loads it.
-
-    Returns:
-        "" if they are the same, or the head has none to compare.
-    """
+def adapter_mismatch(adapter: Adapter) -> str:
+    """How an adapter's files on this node differ from those where it was loaded first; "" if not. Reads the files."""
     here = adapter_digest(adapter.lora_path) if adapter.digest else ""
     if here == adapter.digest:
         return ""

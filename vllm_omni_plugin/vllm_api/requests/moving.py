@@ -1,8 +1,8 @@
-"""How vLLM's requests go on at another replica, judged by what their sampling looks back at.
+"""Decides how a request continues on another replica, and changes the request and its outputs for it.
 
-vLLM's sampler sees prompt and output of a request apart. What it derives from both together, or from the next token's
-logits alone, is the same whether produced tokens are output or have become prompt: such a request resumes. What it
-derives from the output alone, or from a state that grows with it, needs the same output again: such a request replays.
+vLLM's sampler distinguishes a request's prompt from its output. If the next token depends on both together, or on the
+logits alone, the produced tokens can become part of the prompt: the request resumes. If it depends on the output alone,
+or on state that grows with the output, the same output must be produced again: the request replays.
 """
 
 import copy
@@ -22,18 +22,18 @@ PROCESSOR_PLUGINS = "vllm.logits_processors"
 
 
 def has_custom_logits_processors(model_config: Any) -> bool:
-    """Whether the engines apply logits processors of a third party, which may look back at anything."""
+    """Whether the engines use third-party logits processors, which may depend on anything."""
     return bool(model_config.logits_processors) or bool(entry_points(group=PROCESSOR_PLUGINS))
 
 
 def transfers_cache(request: Any) -> bool:
-    """Whether an `EngineCoreRequest` transfers a cache: the other side keeps it until it has been fetched, once."""
+    """Whether a request transfers a cache. The other side keeps that cache until it has been fetched once."""
     params = request.sampling_params
     return params is not None and not TRANSFER_PARAMS.isdisjoint(params.extra_args or ())
 
 
 def how_to_move(request: Any, custom_processors: bool) -> Move:
-    """How an `EngineCoreRequest` goes on once part of its answer has been delivered; see the module."""
+    """How a request continues once a part of its answer was delivered; see the module."""
     params = request.sampling_params
     if params is None:
         return Move.PINNED if _scores_document(request.pooling_params) else Move.NEVER
@@ -45,8 +45,8 @@ def how_to_move(request: Any, custom_processors: bool) -> Move:
 
 
 def continuation(request: Any, move: Move, produced: Sequence[int]) -> Any:
-    """A copy of the request that produces what is missing (`RESUME`) or everything again (`REPLAY`)."""
-    # Prompt log-probabilities have been delivered with the first token.
+    """A copy of the request that produces the rest of its answer (`RESUME`) or all of it again (`REPLAY`)."""
+    # Prompt log-probabilities were delivered with the first token.
     params = copy.copy(request.sampling_params)
     if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
         params.prompt_logprobs = params.prompt_logprob_token_ids = params.prompt_logprob_start = None
@@ -60,9 +60,9 @@ def continuation(request: Any, move: Move, produced: Sequence[int]) -> Any:
 
 
 def end_if_complete(request: Any, produced: Sequence[int], engine_index: int) -> Any | None:
-    """The `EngineCoreOutputs` that end a request which has got all its tokens, or None.
+    """The `EngineCoreOutputs` that end a request if all its tokens were produced, else None.
 
-    vLLM's engines send the end with the last token, and refuse a request for no tokens.
+    vLLM's engines send the end with the last token, and refuse a request for zero tokens.
     """
     params = request.sampling_params
     if not produced or params is None:
@@ -78,30 +78,30 @@ def end_if_complete(request: Any, produced: Sequence[int], engine_index: int) ->
     return EngineCoreOutputs(engine_index=engine_index, outputs=[end])
 
 
-def trim_repeated(output: Any, swallow: int) -> None:
-    """Make an `EngineCoreOutput` one in the middle of an answer: without its first tokens and what is told once.
+def trim_repeated(output: Any, repeated: int) -> None:
+    """Remove from an output of a moved request its first `repeated` tokens, and what the first attempt has delivered.
 
-    Times of queueing and prefill, and what the prompt cost, were told by the first attempt; told again they would
-    overwrite the request's own. Where a replay's log-probabilities belong to tokens that are swallowed, so do they.
+    The first attempt delivered the times of queueing and prefill and the prompt's statistics. A second delivery would
+    overwrite them.
     """
     output.events = output.prefill_stats = None
     output.new_prompt_logprobs_tensors = output.prompt_token_id_logprobs = None
-    rest = len(output.new_token_ids) - swallow
+    rest = len(output.new_token_ids) - repeated
     if output.routed_experts is not None:
-        # One row for each token of the prompt, too.
+        # Prompt tokens have rows too.
         output.routed_experts = output.routed_experts[len(output.routed_experts) - rest :]
-    if not swallow:
+    if not repeated:
         return
-    output.new_token_ids = output.new_token_ids[swallow:]
+    output.new_token_ids = output.new_token_ids[repeated:]
     if output.new_logprobs is not None:
-        output.new_logprobs = output.new_logprobs.slice_request(swallow, rest)
+        output.new_logprobs = output.new_logprobs.slice_request(repeated, rest)
     if output.new_sampling_mask is not None:
         mask = output.new_sampling_mask
-        output.new_sampling_mask = mask.slice_request(swallow, rest) if rest else None
+        output.new_sampling_mask = mask.slice_request(repeated, rest) if rest else None
 
 
 def _scores_document(params: Any) -> bool:
-    # Its engine dies of it where the embeddings of its query are not.
+    # An engine without the embeddings of its query dies of such a request.
     late_interaction = params and params.late_interaction_params
     return bool(late_interaction and late_interaction.mode == LATE_INTERACTION_MODE_SCORE_DOC)
 
@@ -111,9 +111,9 @@ def _is_seeded(params: Any) -> bool:
 
 
 def depends_on_output(request: Any) -> bool:
-    """Whether the next token depends on the output in a way that it does not depend on a prompt.
+    """Whether the next token depends on the output in another way than on the prompt.
 
-    Stop strings do not count: engines do not look for them.
+    Stop strings do not count: engines do not check them.
     """
     params = request.sampling_params
     return bool(
@@ -124,10 +124,10 @@ def depends_on_output(request: Any) -> bool:
         or params.repetition_detection is not None
         or params.trace_decode_token_ids
         or params.watermarking
-        # Custom arguments are there for custom sampling.
+        # Custom sampling may read custom arguments.
         or params.extra_args
-        # A word of several tokens is forbidden once its beginning is in the output.
+        # A bad word of several tokens is forbidden only once its first tokens are in the output.
         or (params.bad_words_token_ids and any(len(word) > 1 for word in params.bad_words_token_ids))
-        # Embeddings in the prompt cannot be continued by tokens.
+        # Tokens cannot be appended to a prompt of embeddings.
         or request.prompt_embeds is not None
     )

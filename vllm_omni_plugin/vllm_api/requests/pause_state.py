@@ -1,4 +1,4 @@
-"""Whether an engine schedules, and which of its memory is put away."""
+"""The pause and sleep state of an engine: whether it schedules, and which of its memory is offloaded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,26 +12,26 @@ _ALL_MEMORY = frozenset({"weights", "kv_cache"})
 
 
 def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
-    """What a call does with the requests in flight, see `PauseState.pause_mode`; None: it brings nothing to rest."""
+    """The `mode` argument of a call that pauses an engine; None for other calls."""
     if method not in (*_PAUSES, "sleep"):
         return None
     place = 0 if method in _PAUSES else 1
-    # What is not given is vLLM's default.
+    # vLLM's default is "abort".
     mode: str = args[place] if len(args) > place else "abort"
     return mode
 
 
 @dataclass
 class PauseState:
-    """What pausing, sleeping and waking leave behind in vLLM's engine core and executor.
+    """The state in vLLM's engine core and executor after calls that pause, resume, sleep and wake up.
 
-    Kept as the state and not as a list of calls: training loops repeat these calls without end, in many orders.
+    It is not a list of calls: training loops repeat these calls without end, in many orders.
 
     Attributes:
-        pause_mode: the mode in which scheduling is paused, or None while it runs.
-        asleep: tags of the memory that is put away.
-        sleep_level: how the weights were put away; means nothing while they are resident.
-        refuses: whether requests are refused until it resumes, and not only wait.
+        pause_mode: the mode in which scheduling is paused; None while it is not paused.
+        asleep: tags of the memory that is offloaded or discarded.
+        sleep_level: the level at which the weights went to sleep; no meaning while they are resident.
+        refuses: whether requests are refused until it resumes; otherwise they wait.
     """
 
     pause_mode: str | None = None
@@ -40,31 +40,28 @@ class PauseState:
     refuses: bool = False
 
     def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        """As `pause`, and refuse requests, but in the mode that keeps them."""
+        """Pause, and refuse requests unless the mode is `keep`."""
         self.pause(mode)
         self.refuses = mode != "keep"
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Stop scheduling."""
         self.pause_mode = mode
 
     def resume(self) -> None:
-        """Schedule again."""
         self.pause_mode = None
         self.refuses = False
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Pause and, from level 1 on, put all memory away. The level of weights that sleep already does not change."""
+        """Pause; from level 1 on, all memory sleeps too. Weights that sleep already keep their level."""
         self.pause_mode = mode
         if level >= 1 and "weights" not in self.asleep:
             self.asleep, self.sleep_level = _ALL_MEMORY, level
 
     def release_kv_cache(self) -> None:
-        """Put the KV cache away."""
         self.asleep |= {"kv_cache"}
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Bring memory back, all or by tags, and resume once all is resident. A tag that is awake voids the others."""
+        """Wake memory up, all or by tags; resume once all is awake. If one of the tags is awake, none is woken."""
         memory = self.asleep if tags is None else frozenset(tags) - {"scheduling"}
         if memory <= self.asleep:
             self.asleep -= memory
@@ -74,11 +71,11 @@ class PauseState:
     def replay(self) -> list[Call]:
         """The calls that bring a fresh engine to this state.
 
-        An engine may have been told by another head and hold requests that came since: they are not aborted, and what
-        they use of its cache stays.
+        They abort no requests and clear no caches: another head may have made the same calls before, and the engine may
+        have requests since.
         """
         mode = "keep" if self.pause_mode == "keep" else "wait"
-        # Before the other calls, none of which changes whether requests are refused.
+        # First, since the other calls do not change whether requests are refused.
         calls: list[Call] = [("pause_generation", ("wait", False))] if self.refuses else []
         pause: list[Call] = [] if calls and mode == "wait" else [("pause_scheduler", (mode, False))]
         if not self.asleep:

@@ -1,4 +1,4 @@
-"""What engines say of themselves when they are ready, applied to the front end's configuration."""
+"""Reads the ready responses of engines, and applies them to the front end's configuration."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -13,10 +13,9 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, CacheSi
 
 
 def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[int, Any]:
-    """Bring `vllm_config` in line with what its engines found at start, exactly as vLLM's own client does.
+    """Update `vllm_config` with the ready responses of its engines, as vLLM's own client does.
 
-    Block counts are summed into the configuration, so this is done once, for the replicas of the first start; one that
-    is restarted has the same configuration and must not be counted again.
+    It adds up block counts, so call it once, for the first start of the replicas and not for restarts.
 
     Returns:
         The KV-event publisher configuration of each engine that has one, by engine index.
@@ -30,7 +29,7 @@ def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[i
     own_port = parallel_config._coord_store_port
     try:
         for payload in payloads:
-            # Each lockstep group has a coordinator and a store of its own, and vLLM expects one; here nobody uses any.
+            # vLLM expects one coordinator and one store, and several lockstep groups have several. A head uses none.
             front_end.stats_update_address = None
             front_end.coordinator_input_address = front_end.coordinator_output_address = None
             parallel_config._coord_store_port = 0
@@ -42,18 +41,15 @@ def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[i
 
 
 def batch_limits(vllm_config: Any) -> BatchLimits:
-    """What engines of this configuration put into one step at most."""
     scheduler = vllm_config.scheduler_config
     return BatchLimits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
 
 
 def cache_size(payload: bytes) -> CacheSize:
-    """What a ready response says of the engine's KV memory.
-
-    Blocks are those of full attention, whose size may differ from the configured one: the others are not shared.
+    """The KV memory in a ready response, in blocks of full attention, the only ones that are shared.
 
     Raises:
-        WireError: it is none, and cannot be given to `apply_ready_responses`.
+        WireError: it is not a valid ready response; do not pass it to `apply_ready_responses`.
     """
     try:
         ready = msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)

@@ -1,4 +1,4 @@
-"""Building requests without vLLM's input processing. Importing this imports nothing of vLLM."""
+"""Builds requests without vLLM's input processing. Importing this module does not import vLLM."""
 
 import copy
 import time
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TRANSFER_PARAMS = frozenset({"kv_transfer_params", "ec_transfer_params"})
-"""Extra arguments by which an engine gets a request's caches from another process, or leaves them for one: they say at
-which address."""
+"""Extra arguments with the address of another process with which an engine exchanges a request's caches."""
 
 
 def build_engine_core_request_from_tokens(
@@ -19,19 +18,19 @@ def build_engine_core_request_from_tokens(
     resumable: bool = False,
     mm_features: list[Any] | None = None,
 ) -> Any:
-    """An `EngineCoreRequest` for a prompt that has been tokenized and processed already; nothing of it is checked.
+    """Build an `EngineCoreRequest` for a tokenized and processed prompt. Nothing is checked.
 
     Args:
-        request_id: its id, for engines and for its client alike.
-        prompt: vLLM's `TokensPrompt`: `prompt_token_ids`, and `prompt_embeds` and `cache_salt` if there are any.
+        request_id: for engines and for the client.
+        prompt: vLLM's `TokensPrompt`: `prompt_token_ids`, optionally `prompt_embeds` and `cache_salt`.
         params: `SamplingParams` or `PoolingParams`; copied.
         arrival_time: wall-clock seconds since the epoch, None for now.
-        model_config: vLLM's; bounds the tokens of an answer whose parameters do not.
-        resumable: more of the prompt is to come.
-        mm_features: processed multimodal inputs, as vLLM's input processor leaves them.
+        model_config: vLLM's; limits the answer if `max_tokens` is not set.
+        resumable: further parts of the prompt will follow.
+        mm_features: processed multimodal inputs, as from vLLM's input processor.
 
     Raises:
-        ValueError: nothing bounds the length of the answer.
+        ValueError: neither `max_tokens` nor `model_config` limits the answer.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
@@ -41,7 +40,7 @@ def build_engine_core_request_from_tokens(
     token_ids: list[int] = prompt["prompt_token_ids"]
     if sampling and params.max_tokens is None:
         if model_config is None:
-            raise ValueError(f"request {request_id}: max_tokens is not set, and no model_config says what bounds it")
+            raise ValueError(f"request {request_id}: max_tokens is not set, and there is no model_config to limit it")
         params.max_tokens = model_config.max_model_len - len(token_ids)
     return EngineCoreRequest(
         request_id=request_id,
@@ -60,7 +59,7 @@ def build_engine_core_request_from_tokens(
 
 
 def drop_transfers(request: Any) -> None:
-    """Take `TRANSFER_PARAMS` out of an `EngineCoreRequest`. Its parameters, which others may have too, are replaced."""
+    """Remove `TRANSFER_PARAMS` from a request. Its sampling parameters may be shared, so a copy replaces them."""
     params = request.sampling_params
     if params is None or not params.extra_args or TRANSFER_PARAMS.isdisjoint(params.extra_args):
         return

@@ -1,5 +1,4 @@
-"""Which versions of vLLM are supported, and where they differ.
+"""The supported versions of vLLM, and their differences. Importing this package does not import vLLM.
 
-The rest of the code asks for a symbol or a behaviour by the name that it has here, never for a version. Start with
-`supported`, then `differences`. Importing this imports nothing of vLLM.
+The rest of the code checks a named difference, never a version. Start with `supported`, then `differences`.
 """

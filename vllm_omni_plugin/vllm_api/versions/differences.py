@@ -1,7 +1,7 @@
-"""In what the supported versions of vLLM differ, as far as this package notices. Imports nothing of vLLM.
+"""The differences between the supported versions of vLLM that matter to this package. Does not import vLLM.
 
-Each difference is here once, whether code asks for it or takes both forms alike. What serves the older form only can go
-when the version that brought the newer one is the oldest that is supported; a test says so then.
+Every difference is listed, also where the code accepts both forms. Code for the older form only can be removed once the
+version with the newer form is the oldest supported one; a test reports that.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,8 @@ class Difference:
     """One difference.
 
     Attributes:
-        since: the release that brought it.
-        about: what is different from there on.
-        older: what here serves the releases before, and can be dropped with them; "" if nothing does.
+        since: the first release with it.
+        older: our code for earlier releases only; "" if there is none.
     """
 
     since: Release
@@ -25,7 +24,6 @@ class Difference:
 
     @property
     def applies(self) -> bool:
-        """Whether the installed vLLM has it."""
         return installed_release() >= self.since
 
 
@@ -36,35 +34,35 @@ CLI_ARGS_MOVED = Difference(
 )
 PAUSE_REFUSES = Difference(
     since=(0, 33),
-    about="AsyncLLM pauses by `pause_generation`: in modes abort and wait an engine refuses requests until it resumes, "
-    "see `PausedRuns`",
-    older="the question in `EngineApi.refused`",
+    about="AsyncLLM pauses with `pause_generation`: in modes abort and wait an engine refuses requests until it "
+    "resumes, see `PausedRuns`",
+    older="the condition in `EngineApi.refused`",
 )
 PROFILER_ARGUMENTS = Difference(
     since=(0, 33),
-    about="`profile` takes arguments of the profiler, in fifth place",
-    older="the shorter of its forms in `call_arguments`",
+    about="`profile` has a fifth argument, for the profiler",
+    older="its shorter form in `call_arguments`",
 )
 EXTERNAL_ELASTIC_EP = Difference(
     since=(0, 33),
-    about="AsyncLLM asks its engine client for the state of elastic expert parallelism, and may end it",
+    about="AsyncLLM calls its engine client for the state of elastic expert parallelism, and may abort it",
 )
 READY_ADDRESSES = Difference(
     since=(0, 33),
-    about="a ready response brings the addresses of the coordinator of its lockstep group, and the port of its store",
+    about="a ready response has the addresses of the coordinator of its lockstep group, and the port of its store",
 )
 INTERLEAVE_SIZE = Difference(
     since=(0, 33),
-    about="workers' `set_kv_cache_layout` takes the interleave size of context parallelism as well",
+    about="workers' `set_kv_cache_layout` has a second argument, the interleave size of context parallelism",
     older="its default in `ModelFreeExecutor`'s worker",
 )
 LOOKAHEAD_TOKENS = Difference(
     since=(0, 33),
-    about="a block's hash may depend on tokens behind it, which `BlockStored.lookahead_token_ids` has",
+    about="a block's hash may depend on tokens after the block: `BlockStored.lookahead_token_ids`",
 )
 SELF_STARTED_WAVES = Difference(
     since=(0, 33),
-    about="engines of a lockstep group start a wave themselves; front ends no longer ask the coordinator for it",
+    about="engines of a lockstep group start waves themselves; front ends no longer request them from the coordinator",
     older="`_STALE_WAVE` in `engine_api`",
 )
 DECISIONS_ROUTE = Difference(

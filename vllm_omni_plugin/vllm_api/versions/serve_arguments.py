@@ -1,4 +1,4 @@
-"""vLLM's parser of the arguments of `vllm serve`, and what it makes of some of them."""
+"""vLLM's parser for the arguments of `vllm serve`."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -22,11 +22,7 @@ def parse_headless_args(
     epilog: str,
     add_flags: Callable[[argparse.ArgumentParser], None],
 ) -> argparse.Namespace:
-    """Parse arguments as `vllm serve --headless` gets them, plugins' flags included.
-
-    Args:
-        add_flags: adds what the command takes beyond that.
-    """
+    """Parse arguments of `vllm serve --headless`, with the flags of plugins and those that `add_flags` adds."""
     parser = make_arg_parser(FlexibleArgumentParser(prog=prog, description=description, epilog=epilog))
     add_flags(parser)
     args: argparse.Namespace = parser.parse_args(list(arguments))

@@ -1,16 +1,15 @@
-"""The range of vLLM versions that this package is made for. Imports nothing of vLLM."""
+"""The range of supported vLLM versions. Does not import vLLM."""
 
 import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 Release = tuple[int, int]
-"""The first two numbers of a version, which is what vLLM's interfaces change with."""
+"""Major and minor version: vLLM's interfaces change with these."""
 
 OLDEST: Release = (0, 32)
 NEWEST: Release = (0, 33)
 RANGE = "vLLM 0.32 or 0.33"
-"""The same for people."""
 
 _BASE = re.compile(r"v?(\d+)\.(\d+)")
 _DISTRIBUTION = "vllm"
@@ -18,10 +17,7 @@ _DISTRIBUTION = "vllm"
 
 @cache
 def installed_version() -> str:
-    """The version of the installed vLLM, "" if it does not say. CPU builds have this name, too, or do not serve.
-
-    It is read from disk once, since outputs ask for it.
-    """
+    """The version of the installed vLLM, "" if unknown. Cached, since it is used for every output."""
     try:
         return version(_DISTRIBUTION)
     except PackageNotFoundError:
@@ -29,16 +25,13 @@ def installed_version() -> str:
 
 
 def release_of(version_text: str) -> Release | None:
-    """The release that a version belongs to, None if it names none.
-
-    Nightlies and local builds count as the version that they are built from: `0.33.1rc2.dev7+g1234.cu129` is of 0.33.
-    """
+    """The release of a version, None if it is not a version; of `0.33.1rc2.dev7+g1234.cu129` it is 0.33."""
     found = _BASE.match(version_text)
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def why_unsupported(version_text: str) -> str | None:
-    """Why this package does not go with a version of vLLM, None if it does."""
+    """Why this package does not support a version of vLLM, None if it does."""
     release = release_of(version_text)
     if release is not None and OLDEST <= release <= NEWEST:
         return None
@@ -46,6 +39,6 @@ def why_unsupported(version_text: str) -> str | None:
 
 
 def installed_release() -> Release:
-    """The release of the installed vLLM. One outside the range counts as the end of it that is nearer."""
+    """The release of the installed vLLM, limited to the supported range."""
     release = release_of(installed_version())
     return NEWEST if release is None else min(max(release, OLDEST), NEWEST)
