@@ -134,9 +134,11 @@ def test_flags_that_the_file_stands_for_are_refused(tmp_path: Path, flags: str, 
             id="value of the wrong type",
         ),
         pytest.param("engine_args: {enforce-eager: 3}", "enforce-eager: must be true or false, not 3", id="no switch"),
-        pytest.param("engine_args: {seed: true}", "seed: true is no value of --seed", id="a switch where none is"),
-        pytest.param("engine_args: {port: 80}", "--port is not an engine's", id="the server's"),
-        pytest.param("engine_args: {omni-insecure: true}", "--omni-insecure is not an engine's", id="ours"),
+        pytest.param(
+            "engine_args: {seed: true}", "seed: true is not a valid value of --seed", id="a switch where none is"
+        ),
+        pytest.param("engine_args: {port: 80}", "--port is not an engine argument", id="the server's"),
+        pytest.param("engine_args: {omni-insecure: true}", "--omni-insecure is not an engine argument", id="ours"),
         pytest.param(
             "engine_args: {nnodes: 2}", "engine_args.nnodes: not allowed with --omni-* flags", id="several nodes"
         ),
@@ -147,7 +149,7 @@ def test_flags_that_the_file_stands_for_are_refused(tmp_path: Path, flags: str, 
         pytest.param("sampling: {temperature: -1}", "stages[1].sampling.temperature: ", id="value of sampling"),
         pytest.param(
             "sampling: {seed: 3}",
-            "pipeline.yaml:12: stages[1].sampling.seed: clients have their own for this stage",
+            "pipeline.yaml:12: stages[1].sampling.seed: clients set the parameters of this stage",
             id="no default of the server's",
         ),
         pytest.param("replicas: 0", "stages[1].replicas: 0 replicas: there must be --omni-master-address", id="nobody"),

@@ -57,7 +57,7 @@ def fault(own: Any, **fields: Any) -> tuple[tuple[str | int, ...], str]:
         (
             {"sampling": {"stop": "red"}, "output": Modality.TOKENS},
             ("sampling", "stop"),
-            "stop strings are for stages that put out text; use 'stop_token_ids'",
+            "stop strings need a stage whose output is text; use 'stop_token_ids'",
         ),
         (
             {"sampling": {"stop": "red", "max_tokens": 2}} | CHUNKED,
@@ -140,7 +140,7 @@ def test_the_file_says_what_a_pooling_model_is_asked_for_and_no_request(scoring:
         source(), StageInput(text="red"), {"use_activation": True}, for_client=False
     ).pooling_params
     assert (params.task, params.use_activation) == ("token_classify", True)
-    with pytest.raises(StageInputError, match="Stage 'refiner': the task is set in the pipeline's file only"):
+    with pytest.raises(StageInputError, match="Stage 'refiner': the task can be set only in the pipeline's file"):
         stage_api.build(source(), StageInput(text="red"), {"task": "embed"}, for_client=False)
 
 

@@ -113,7 +113,7 @@ def test_what_names_tokens_of_another_model_is_refused(
     with pytest.raises(StageInputError) as raised:
         api(stranger, entry).build(asked(**params), GIVEN, {}, for_client=True)
     name = next(iter(params))
-    assert str(raised.value) == f"Stage 'refiner': {name!r} is about tokens of the model that reads the prompt"
+    assert str(raised.value) == f"Stage 'refiner': {name!r} refers to tokens of the model that reads the prompt"
 
 
 def test_what_names_tokens_holds_in_the_same_vocabulary(asked: Callable[..., Any], entry: Any, cousin: Any) -> None:

@@ -164,7 +164,7 @@ def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
 
 def test_chunks_are_no_embeddings(embedding: Any) -> None:
     stage_api = api(embedding, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    assert "takes no embeddings" in refused(
+    assert "does not take embeddings" in refused(
         stage_api, StageInput(tensor=torch.zeros(1, 32)), part=InputPart(resumable=True)
     )
 

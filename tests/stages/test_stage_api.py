@@ -164,7 +164,7 @@ def test_the_last_token_of_its_text_is_not_taken_for_what_ends_an_answer() -> No
 
 @pytest.mark.parametrize("asked", [{"logprobs": 0}, {"prompt_logprobs": 1}], ids=str)
 def test_a_stage_that_answers_the_client_has_no_probabilities(asked: dict[str, int]) -> None:
-    with pytest.raises(StageInputError, match="Stage 'vocoder': what answers is no model, and gives no logprobs"):
+    with pytest.raises(StageInputError, match="Stage 'vocoder': it is not a model and has no logprobs"):
         API.check_answerable(source(sampling_params=SamplingParams(**asked)))
     API.check_answerable(source(sampling_params=SamplingParams()))
 

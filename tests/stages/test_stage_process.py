@@ -79,7 +79,7 @@ async def test_that_nothing_runs_is_reported_also_when_all_was_aborted(gate: Gat
 CANNOT_BE_SENT = "TypeError: compute returned a StageOutput that cannot be sent: "
 FAULTS = {
     "fail": "ValueError: no such voice",
-    "nothing": "TypeError: compute returned a NoneType where a StageOutput belongs",
+    "nothing": "TypeError: compute returned a NoneType instead of a StageOutput",
     "no tensor": "TypeError: compute returned a StageOutput whose tensor is a list",
     "metadata": f"{CANNOT_BE_SENT}Encoding objects",
     "keys": f"{CANNOT_BE_SENT}Expected `str`, got `int`",

@@ -107,7 +107,7 @@ async def test_a_tensor_that_is_none_is_its_requests_error_alone(head: Head, mon
     await client.call("resume_scheduler")
     assert (await head.answer("good")).tensor.tolist() == [2.0]
     error = (await head.answer("bad")).metadata["error"]
-    assert error.startswith("Stage 'vocoder': Doubling: TypeError: its input is no tensor")
+    assert error.startswith("Stage 'vocoder': Doubling: TypeError: its input is not a valid tensor")
 
 
 @WITH_THE_SHARED_HEAD

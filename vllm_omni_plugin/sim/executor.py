@@ -1,6 +1,6 @@
 """`--distributed-executor-backend vllm_omni_plugin.sim.executor.SleepingExecutor`: vLLM's engine without a model.
 
-Imports vLLM, so unlike the rest of this package it is not re-exported.
+Not re-exported by `sim`, because it imports vLLM.
 """
 
 import time
@@ -20,7 +20,7 @@ _Seconds = Annotated[float, Meta(ge=0, le=60)]
 
 
 class _ServiceTimes(Struct, forbid_unknown_fields=True):
-    """What `--additional-config` may give: fields of `EngineSettings`, whose defaults hold for what is missing."""
+    """The fields of `EngineSettings` that `--additional-config` may set."""
 
     step_s: _Seconds = 0.0
     prefill_token_s: _Seconds = 0.0
@@ -33,12 +33,12 @@ def _read_service_times(additional_config: Any) -> dict[str, float]:
         convert(given, _ServiceTimes)
     except ValidationError as error:
         known = ", ".join(_ServiceTimes.__struct_fields__)
-        raise ConfigError(f"--additional-config: {_KEY}: {error}; there are {known}, seconds from 0 to 60") from None
+        raise ConfigError(f"--additional-config: {_KEY}: {error}; use {known}: seconds from 0 to 60") from None
     return dict(given)
 
 
 class SleepingModel:
-    """What a `ModelFreeExecutor` computes with: the linear model of `EngineSettings`."""
+    """The model of `SleepingExecutor`: the linear model of `EngineSettings`."""
 
     def __init__(self, settings: EngineSettings, sleep: Callable[[float], None]) -> None:
         self.kv_blocks = settings.kv_blocks
@@ -47,14 +47,14 @@ class SleepingModel:
         self._sequences: dict[str, Sequence] = {}
 
     def compute(self, iteration: Iteration) -> Mapping[str, int]:
-        """Sleep as long as the iteration takes; returns the next token of each sequence that is computed to its end."""
+        """Sleep for the duration of the iteration; return the next token of each sequence without pending tokens."""
         self._update(iteration)
         if iteration.tokens:
             self._sleep(self._duration(iteration))
         return self._next_tokens(iteration)
 
     def compute_nothing(self) -> None:
-        """Sleep as long as an iteration takes at least."""
+        """Sleep for the duration of an empty iteration."""
         self._sleep(self._settings.duration(0, 0))
 
     def _update(self, iteration: Iteration) -> None:
@@ -62,7 +62,7 @@ class SleepingModel:
             self._sequences.pop(request_id, None)
         for new in iteration.started:
             known = self._sequences.get(new.req_id)
-            # A preempted request may come back as a new one, with the tokens it has produced in front of it.
+            # A preempted request may come back as a new one, with its produced tokens in the prompt.
             if known is None or known.request.prompt != new.prompt_token_ids:
                 self._sequences[new.req_id] = Sequence(from_scheduler(new), self._settings, queued_at=0.0)
 
@@ -90,23 +90,23 @@ class SleepingModel:
 
 
 class SleepingExecutor(ModelFreeExecutor):
-    """Sleeps as long as a model would compute, and answers with tokens that are a function of those before.
+    """Sleeps as long as a model would compute. Each token is a function of the tokens before it.
 
-    Capacities are vLLM's (`--num-gpu-blocks-override`, `--block-size`, `--max-num-seqs`, ...), service times those of
-    `EngineSettings`, given as `--additional-config '{"sleeping_executor": {"step_s": 0.01, "prefill_token_s": 1e-4,
-    "sequence_s": 1e-4}}'`. Answers are those of `vllm-omni-plugin sim`, the same from every engine of a seed.
-    Log-probabilities, structured output and multimodal contents are ignored. Ranks of a lockstep group keep step as
-    vLLM's engine cores make them; a step without requests of its own takes a rank `step_s`.
+    Capacities are vLLM's (`--num-gpu-blocks-override`, `--block-size`, `--max-num-seqs`, ...). Service times are those
+    of `EngineSettings`: `--additional-config '{"sleeping_executor": {"step_s": 0.01, "prefill_token_s": 1e-4,
+    "sequence_s": 1e-4}}'`. Engines with the same seed give the same answers, which are also those of
+    `vllm-omni-plugin sim`. Log-probabilities, structured output and multimodal contents are ignored. In a lockstep
+    group, a step of a rank without requests takes `step_s`.
 
     Raises:
-        ConfigError: service times that make no sense, or a model that does not generate one token at a time.
+        ConfigError: invalid service times, or a model that does not generate one token at a time.
     """
 
     def new_model(self, vllm_config: Any) -> SleepingModel:
         _refuse_what_is_not_simulated(vllm_config)
         blocks = vllm_config.cache_config.num_gpu_blocks_override
         times = _read_service_times(vllm_config.additional_config)
-        # The cache is vLLM's; what decides here would only hash the blocks a second time.
+        # vLLM's engine has the prefix cache; a second one would only hash the blocks again.
         return SleepingModel(EngineSettings.of(vllm_config, blocks, prefix_caching=False, **times), time.sleep)
 
 
@@ -119,4 +119,4 @@ def _refuse_what_is_not_simulated(vllm_config: Any) -> None:
         (vllm_config.parallel_config.world_size > 1, "tensor or pipeline parallelism"),
     ):
         if given:
-            raise ConfigError(f"the sleeping executor cannot stand in for a model with {what}")
+            raise ConfigError(f"the sleeping executor does not support a model with {what}")

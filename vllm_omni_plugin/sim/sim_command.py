@@ -11,14 +11,14 @@ from vllm_omni_plugin.sim.model.engine_settings import DEFAULT_CONCURRENCY, Engi
 
 _PROG = "vllm-omni-plugin sim"
 _DESCRIPTION = """Start simulated replicas of a model that join a head as headless nodes do. They need no accelerator
-and hardly any memory; what they answer is a function of the prompt, and how long they take that of a linear model."""
+and little memory. Their answers are a function of the prompt, and a linear model computes how long they take."""
 _EPILOG = """Takes every argument of `vllm serve MODEL --headless`; give those that the head has too.
 Use --help=SimConfig for the arguments of the simulation, --help=OmniConfig for those of the fleet."""
 
 _MARGINAL_COST = 0.01
-"""Of a further sequence, as a share of an iteration with one."""
-_OF_AN_ENGINE = 70
-"""Descriptors of a simulated engine, which has the other ends of its replica's sockets."""
+"""Time of each further sequence, as a share of an iteration with one sequence."""
+_DESCRIPTORS_PER_ENGINE = 70
+"""A simulated engine has the other ends of its replica's sockets in the same process."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,18 +44,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-blocks",
         type=integer(1),
         metavar="N",
-        # The end prints nothing, but keeps vLLM's formatter from adding a default of None.
+        # The last part prints nothing, and keeps vLLM's formatter from adding a default of None.
         help=f"Blocks of KV memory of each engine. (default: room for {DEFAULT_CONCURRENCY} requests of the maximum "
         "length)%(default).0s",
     )
 
 
 def settings_of(vllm_config: Any, args: argparse.Namespace) -> EngineSettings:
-    """What the engines of this command line are like: capacities from vLLM's configuration, speed from our flags.
-
-    Raises:
-        ConfigError: the KV memory is too small.
-    """
+    """Capacities from vLLM's configuration, speeds from our flags. Raises ConfigError if the KV memory is too small."""
     iteration_s = 1.0 / args.tokens_per_second
     return EngineSettings.of(
         vllm_config,
@@ -68,7 +64,7 @@ def settings_of(vllm_config: Any, args: argparse.Namespace) -> EngineSettings:
 
 
 def run_sim(arguments: Sequence[str]) -> int:
-    """Run the sub-command with what stands behind its name; returns the exit code."""
+    """Run the sub-command with the arguments after its name; returns the exit code."""
     from vllm_omni_plugin.integration.command_line import parse_or_exit
     from vllm_omni_plugin.integration.processes.headless import serve_replicas
     from vllm_omni_plugin.sim.sim_launcher import EngineHost
@@ -78,7 +74,7 @@ def run_sim(arguments: Sequence[str]) -> int:
     args.omni_dp_size_local = args.replicas
     options = parse_or_exit(args)
     assert options is not None, "the number of replicas is one of our flags"
-    raise_limits(args.replicas, more=_OF_AN_ENGINE)
+    raise_limits(args.replicas, more=_DESCRIPTORS_PER_ENGINE)
     with EngineHost() as host:
         return serve_replicas(args, options, partial(_launcher, args, host))
 
@@ -86,7 +82,7 @@ def run_sim(arguments: Sequence[str]) -> int:
 def _launcher(
     args: argparse.Namespace, host: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *_: Any, **__: Any
 ) -> Any:
-    """Stands in for `new_launcher`; no process is spawned, so there is none to tell of."""
+    """Used in place of `new_launcher`. It spawns no process, so it does not call `on_spawn`."""
     from vllm_omni_plugin.sim.sim_launcher import SimLauncher
     from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 

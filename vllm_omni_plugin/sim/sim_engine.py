@@ -1,4 +1,4 @@
-"""A simulated engine on its sockets: vLLM's engine-core protocol in front of the model, in real time."""
+"""A simulated engine: vLLM's engine-core protocol on sockets in front of the model, in real time."""
 
 import asyncio
 import time
@@ -17,12 +17,11 @@ logger = init_logger(__name__)
 
 
 class SimulatedEngine(SocketEngine):
-    """Drives the model by the clock. Lives on the running event loop.
+    """Steps the model in real time.
 
     Args:
-        model: computes the answers.
         log_stats: whether it reports its load.
-        on_end: called once when it has ended in any way.
+        on_end: called once when it ends for any reason.
 
     Attributes:
         death_reason: why it announced its death, or "".
@@ -49,12 +48,12 @@ class SimulatedEngine(SocketEngine):
             "remove_lora": self._remove_lora,
         }
 
-    def end(self, last_words: bytes | None = None, linger_ms: int = LINGER_MS) -> None:
-        """End, saying something on every output or nothing. Idempotent.
+    def end(self, last_frame: bytes | None = None, linger_ms: int = LINGER_MS) -> None:
+        """End the engine. Idempotent.
 
         Args:
-            last_words: a frame, such as that of a death with notice.
-            linger_ms: how long what has been said may take to arrive; 0 as when the process is killed.
+            last_frame: sent on every output, such as the announcement of its death.
+            linger_ms: time for messages to be sent; 0 as when the process is killed.
         """
         if self._on_end is None:
             return
@@ -62,9 +61,9 @@ class SimulatedEngine(SocketEngine):
         if self._next_step is not None:
             self._next_step.cancel()
             self._next_step = None
-        if last_words is not None:
+        if last_frame is not None:
             for socket in self._outputs:
-                socket.send(last_words)
+                socket.send(last_frame)
         for socket in self._sockets:
             socket.close(linger_ms)
         self._on_end()
@@ -115,7 +114,7 @@ class SimulatedEngine(SocketEngine):
         return result
 
     def _after_message(self) -> None:
-        """Step once everything that has arrived is handled, unless a step is due anyway."""
+        """Step after all received messages are handled, unless a step is scheduled already."""
         if self._next_step is None and self._on_end is not None:
             self._next_step = self._loop.call_soon(self._step)
 

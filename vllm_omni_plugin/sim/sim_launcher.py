@@ -1,4 +1,4 @@
-"""Starting simulated engines the way real ones are started: what looks like a process is an engine of this one."""
+"""Starts simulated engines in this process, with the interfaces of engine processes."""
 
 import asyncio
 import os
@@ -21,10 +21,10 @@ _IDENTITY_BYTES = 2
 
 
 class EngineHost:
-    """Runs simulated engines beside whatever else the process does. Used as a context manager.
+    """A context manager with a thread and event loop for simulated engines.
 
     Attributes:
-        context: for the engines' sockets. ZMQ limits their number, which is raised here as far as ZMQ can.
+        context: for the engines' sockets, with ZMQ's largest possible number of sockets.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class EngineHost:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the thread and close what engines have left open."""
+        """Stop the thread and close sockets that are still open."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         self.context.destroy(linger=0)
 
     def run(self, function: Callable[[], _T]) -> _T:
-        """Call a function on the engines' loop and return its result. Blocks; not for that loop itself."""
+        """Call a function on the engines' loop and return its result. Blocks; do not call it on that loop."""
 
         async def call() -> _T:
             return function()
@@ -54,13 +54,13 @@ class EngineHost:
 
 
 class SimProcess:
-    """Satisfies `engine_start.Process`. Safe to use from any thread.
+    """A simulated engine; a `replicas.engine.engine_start.Process`. Thread-safe.
 
     Args:
-        host: where the engine runs; must outlive it.
+        host: must outlive the engine.
 
     Attributes:
-        pid: of this process: there is no other.
+        pid: of this process, in which the engine runs.
         sentinel: file descriptor that becomes readable when the engine has ended; closed with this object.
     """
 
@@ -78,31 +78,26 @@ class SimProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine has ended in any way."""
         return self._ended.is_set()
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        """Let the engine connect to these addresses and serve.
-
-        Raises:
-            ReplicaError: it has been ended.
-        """
+        """Make the engine connect to these addresses and serve. Raises ReplicaError if it has ended already."""
         if self.ended:
             raise ReplicaError("the simulated engine was ended before it was ready")
         connect, context = self.engine.connect, self._host.context
         self._host.run(lambda: connect(context, self._identity, input_addr, output_addrs, self._ready_response))
 
     def exit_reason(self) -> str:
-        """Why the engine died, if it did so by itself: there is no process that could tell."""
+        """Why the engine died, if it announced its death; else ""."""
         return f"it died: {self.engine.death_reason}" if self.engine.death_reason else ""
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the engine at once; what it has said still arrives. Idempotent."""
+        """End the engine at once; messages that it has sent still arrive. Idempotent."""
         if not self.ended:
             self._host.run(self.engine.end)
 
     def kill(self) -> None:
-        """End the engine without a word, as SIGKILL does. Idempotent."""
+        """End the engine without an announcement, as SIGKILL does. Idempotent."""
         if not self.ended:
             self._host.run(lambda: self.engine.end(linger_ms=0))
 
@@ -114,14 +109,14 @@ class SimProcess:
 
 
 class SimLauncher:
-    """Satisfies `replicas.engine.engine_start.Launcher` with simulated engines.
+    """A `replicas.engine.engine_start.Launcher` of simulated engines.
 
     Args:
-        host: where the engines run; must outlive them.
-        ready_response: what an engine says of itself when it is ready, by replica id.
+        host: must outlive the engines.
+        ready_response: returns the ready response of an engine, by replica id.
 
     Attributes:
-        processes: the last engine of each replica, by replica id.
+        processes: the latest engine of each replica, by replica id.
     """
 
     ready_timeout: float = 10.0
@@ -141,11 +136,10 @@ class SimLauncher:
         self._log_stats = log_stats
 
     def identity(self, replica_id: int) -> bytes:
-        """The ZMQ identity under which the engine of a replica connects, as in vLLM."""
+        """The ZMQ identity with which the engine of a replica connects, as in vLLM."""
         return replica_id.to_bytes(_IDENTITY_BYTES, "little")
 
     def start(self, replica_id: int) -> SimProcess:
-        """Make the engine of a replica; it takes no time to load."""
         model, identity = EngineModel(self._settings), self.identity(replica_id)
         process = SimProcess(self._host, model, self._log_stats, identity, self._ready_response(replica_id))
         self.processes[replica_id] = process

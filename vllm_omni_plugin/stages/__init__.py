@@ -1,4 +1,4 @@
-"""Stages of a pipeline that are Python classes: what a user writes, its process, and how heads speak to it."""
+"""Python stages: the base class for users, their processes, and their requests."""
 
 from vllm_omni_plugin.stages.python_stage import PythonStage, StageJob
 

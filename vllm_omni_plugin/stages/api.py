@@ -1,4 +1,4 @@
-"""The requests of a Python stage: built, moved and measured; and its outputs read."""
+"""Builds the requests of a Python stage, and reads its outputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,15 +20,15 @@ from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 logger = init_logger(__name__)
 
 _MOST_TOKENS = 2**31
-"""More than any input costs, and little enough for sums of many to be sent to other heads."""
+"""The largest cost of an input; sums of many costs are sent to other heads."""
 _SENT = msgspec.msgpack.Decoder(tuple[list[int] | None, str | None, dict[str, Any], dict[str, Any]])
 
 
 class PythonOutputReader(OutputReader):
     """Reads the outputs of a Python stage.
 
-    Of a request that failed, the metadata has `error`, the text for the client, and `status`, 400 if the request is at
-    fault and 500 if the stage is.
+    The metadata of a failed request has `error`, the text for the client, and `status`: 400 for an invalid request, 500
+    for a failure of the stage.
     """
 
     def _read(self, output: Any, ended: bool) -> StageOutput:
@@ -45,17 +45,15 @@ class PythonOutputReader(OutputReader):
 
 
 class PythonStageApi(StageApi):
-    """Of a Python stage.
+    """A Python stage.
 
-    Outputs are numbered through a session: output n has n as its only token. So when another replica computes a
-    request again, the repeated outputs are recognised in the same way as repeated tokens.
+    The outputs of a session are numbered: output n has n as its only token. So repeated outputs of a replay are
+    recognized in the same way as repeated tokens.
 
     Args:
-        stage: of the pipeline's file.
-        decode: text of tokens of the client's prompt; may be called on several threads.
-        encode: tokens of text for vLLM's server to answer with, if this stage answers through it; without the special
-            tokens that begin or end a prompt.
-        end_token: the token that ends an answer of theirs.
+        decode: makes text of the client's prompt; must be thread-safe.
+        encode: makes tokens of text, for answers through vLLM's server; without special tokens.
+        end_token: the token that ends such an answer.
         cost: see `PythonStage`.
     """
 
@@ -80,7 +78,7 @@ class PythonStageApi(StageApi):
     def check_answerable(self, source: Any) -> None:
         params = source.sampling_params
         if params is not None and (params.logprobs is not None or params.prompt_logprobs is not None):
-            raise StageInputError(f"Stage '{self._stage.name}': what answers is no model, and gives no logprobs.")
+            raise StageInputError(f"Stage '{self._stage.name}': it is not a model and has no logprobs.")
 
     def build(
         self,
@@ -91,7 +89,7 @@ class PythonStageApi(StageApi):
         for_client: bool,
         part: InputPart = WHOLE,
     ) -> StageRequest:
-        # The client's own sampling parameters are left out: a Python stage does not sample.
+        # The client's sampling parameters are not used: a Python stage does not sample.
         try:
             request = StageRequest(
                 request_id=source.request_id,
@@ -104,9 +102,9 @@ class PythonStageApi(StageApi):
                 sampling={**self._stage.sampling, **given.sampling, **sampling},
                 session_id=source.session_id,
             )
-            # A stage drops what it cannot decode, and the client would wait for ever.
+            # A stage drops a request that it cannot decode, and the client would wait for ever.
             _SENT.decode(msgspec.msgpack.encode((request.token_ids, request.text, request.metadata, request.sampling)))
-        except Exception as error:  # torch raises many kinds of errors
+        except Exception as error:  # torch raises many types
             raise StageInputError(f"Stage '{self._stage.name}': its input cannot be sent: {error}") from error
         return request
 
@@ -133,7 +131,7 @@ class PythonStageApi(StageApi):
     def answer(self, output: Any, read: StageOutput) -> Any:
         tokens = list(read.token_ids or self._encode(read.text))
         if output.finish_reason == STOP:
-            # The server takes the last token of an answer that has come to its end for that end, and does not show it.
+            # vLLM's server takes the last token of a finished answer for its stop token, and does not show it.
             tokens.append(self._end_token)
         return msgspec.structs.replace(output, new_token_ids=tokens, pooling_output=None, kv_transfer_params=None)
 
@@ -168,7 +166,7 @@ class PythonStageApi(StageApi):
         return None
 
     def trim_repeated(self, output: Any, repeated: int) -> None:
-        # A repeated output must carry nothing: the client has it.
+        # The client has a repeated output already.
         if repeated:
             output.new_token_ids = []
             output.pooling_output = output.kv_transfer_params = None
@@ -182,7 +180,10 @@ class PythonStageApi(StageApi):
         except Exception as error:  # a user's method may raise anything
             if not self._warned:
                 self._warned = True
-                told = (self._stage.engine, error)
-                logger.warning("%s.cost: %r; such inputs cost what their size says. This is said once.", *told)
+                logger.warning(
+                    "%s.cost: %r; the cost of such inputs is their size. This is logged once.",
+                    self._stage.engine,
+                    error,
+                )
             return PythonStage.cost(given)
         return cost

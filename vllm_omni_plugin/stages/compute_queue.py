@@ -1,4 +1,4 @@
-"""What waits for a stage, in which order it is computed, and who is answered. Pure state, no I/O."""
+"""The sessions that wait for a Python stage, and their order. Pure state, no I/O."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 
 @dataclass(slots=True, eq=False)
 class StageSession:
-    """A request, whose input may come in chunks that are answered one after the other.
+    """A request. Its input may come in chunks, which are answered one after the other.
 
     Attributes:
-        client_index: who is answered.
+        client_index: index of the output socket for answers.
         open: further chunks may come.
         waiting: chunks that are not being computed.
-        answered: outputs so far.
+        answered: number of outputs so far.
     """
 
     request_id: str
@@ -29,36 +29,30 @@ class StageSession:
     computing: bool = False
     answered: int = 0
 
-    @property
-    def over(self) -> bool:
-        """Whether no further output will come in it."""
-        return not (self.open or self.waiting or self.computing)
-
 
 _FAILED_TO_REMEMBER = 1024
 
 
 class ComputeQueue:
-    """The sessions of a stage. First come, first served, and at most one chunk of a session at a time."""
+    """The sessions of a stage: first come, first served, with at most one chunk of a session at a time."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, StageSession] = {}
         self._ready: deque[StageSession] = deque()
-        # Chunks may be on their way to a session that has just failed.
+        # Further chunks of a failed session may still arrive.
         self._failed: deque[str] = deque(maxlen=_FAILED_TO_REMEMBER)
 
     @property
     def waiting(self) -> int:
-        """Sessions with something to compute that is not being computed."""
+        """Number of sessions that have a chunk to compute and are not being computed."""
         return len(self._ready)
 
     @property
     def request_ids(self) -> list[str]:
-        """Ids of all sessions."""
         return list(self._sessions)
 
     def add(self, request: StageRequest) -> bool:
-        """Take a request or a further chunk. False if it cannot be one, since the id is that of a finished input."""
+        """Add a request, or a chunk of its session. False for a duplicate id: the input of that session is complete."""
         session = self._sessions.get(request.request_id)
         if session is None:
             if request.closing or request.request_id in self._failed:
@@ -76,7 +70,7 @@ class ComputeQueue:
         return True
 
     def take(self, limit: int) -> list[tuple[StageSession, StageJob]]:
-        """The next batch; the caller calls `finish` for each of its sessions."""
+        """Remove and return the next batch. The caller must call `finish` for each of its sessions."""
         batch: list[tuple[StageSession, StageJob]] = []
         while self._ready and len(batch) < limit:
             session = self._ready.popleft()
@@ -85,7 +79,7 @@ class ComputeQueue:
         return batch
 
     def finish(self, session: StageSession, failed: bool) -> bool:
-        """A chunk was computed; one that failed ends its session. Returns whether anybody still wants to know."""
+        """End the computation of a chunk; a failure ends the session. Returns whether to send the output."""
         session.computing = False
         if self._sessions.get(session.request_id) is not session:
             return False
@@ -101,14 +95,14 @@ class ComputeQueue:
         return True
 
     def abort(self, request_ids: Iterable[str]) -> list[StageSession]:
-        """Drop sessions; what is being computed of them is no longer wanted. Returns those that there were."""
+        """Remove sessions, also those that are being computed, and return them. Unknown ids are ignored."""
         dropped = [session for name in request_ids if (session := self._sessions.pop(name, None)) is not None]
         if dropped:
             self._ready = deque(session for session in self._ready if session.request_id in self._sessions)
         return dropped
 
     def _forget_if_over(self, session: StageSession) -> None:
-        if session.over:
+        if not (session.open or session.waiting or session.computing):
             self._sessions.pop(session.request_id, None)
 
 

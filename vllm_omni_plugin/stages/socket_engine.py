@@ -1,4 +1,4 @@
-"""What engines that are not vLLM's have in common: the engine-core protocol on their sockets, in front of a model."""
+"""The base of engines that are not vLLM's: the engine-core protocol on sockets, in front of a model."""
 
 import asyncio
 import time
@@ -18,19 +18,15 @@ from vllm_omni_plugin.vllm_api.requests.pause_state import PauseState, pause_mod
 logger = init_logger(__name__)
 
 LINGER_MS = 4000
-"""How long last words may take, as in vLLM."""
+"""Time for sending the last messages of an engine, as in vLLM."""
 _FIRST_WEIGHTS = "default"
 
 
 class SocketEngine(ABC):
-    """Does what vLLM's engine core does between its sockets. Lives on the running event loop.
-
-    Args:
-        codec: understands the requests of this engine.
-    """
+    """Speaks vLLM's engine-core protocol. Runs on the event loop that runs when it is created."""
 
     kind: ClassVar[str]
-    """What it is, for errors."""
+    """Noun for the engine, for errors."""
 
     def __init__(self, codec: StageCodec) -> None:
         self._codec = codec
@@ -40,7 +36,7 @@ class SocketEngine(ABC):
         self._delayed_answers: list[tuple[int, Frames]] = []
         self._pause_state = PauseState()
         self._weight_version = _FIRST_WEIGHTS
-        # The utility methods of vLLM's engine core, as far as they mean something here.
+        # The utility methods of vLLM's engine core that apply here.
         self._methods: dict[str, Callable[..., Any]] = {
             "abort_requests": lambda ids: self._abort(ids, notify=False),
             "get_supported_tasks": lambda: (),
@@ -68,14 +64,11 @@ class SocketEngine(ABC):
         output_addrs: Sequence[str],
         ready_response: bytes,
     ) -> None:
-        """Open the sockets, say that it is ready, and serve from here on.
+        """Connect the sockets, send the ready response, and start to serve.
 
         Args:
-            context: of the sockets.
-            identity: of the one that requests come by.
-            input_addr: where they come from.
-            output_addrs: where answers go, by client index.
-            ready_response: what it says of itself.
+            identity: ZMQ identity of the input socket.
+            output_addrs: addresses for answers, by client index.
         """
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, identity)
@@ -91,43 +84,43 @@ class SocketEngine(ABC):
 
     @property
     def _outputs(self) -> "list[zmq.Socket[bytes]]":
-        """Where answers go, by client index."""
+        """Sockets for answers, by client index."""
         return self._sockets[1:]
 
     @property
     @abstractmethod
     def _computing(self) -> bool:
-        """Whether something runs that a pause of the mode `wait` waits for."""
+        """Whether a pause in the mode `wait` must wait."""
 
     @abstractmethod
     def _add(self, request: Any) -> None:
-        """Take a request of a client that there is."""
+        """Add a request; its client index is valid."""
 
     @abstractmethod
     def _abort(self, request_ids: Iterable[str] | None, notify: bool) -> None:
-        """Drop requests by their ids, None for all; with `notify`, their clients get an aborted output."""
+        """Drop requests by id, None for all; with `notify`, their clients get an output with the reason `abort`."""
 
     @abstractmethod
     def _clear_cache(self) -> bool:
-        """Clear the prefix cache; returns whether it could."""
+        """Clear the prefix cache; returns whether it was cleared."""
 
     @abstractmethod
     def _after_message(self) -> None:
-        """Called after each message: there may be something to do now."""
+        """Called after each message."""
 
     @abstractmethod
     def _handle_invalid_message(self, error: WireError) -> None:
-        """Called for frames that are none."""
+        """Called for frames that cannot be decoded."""
 
     @abstractmethod
     def _fail(self, error: BaseException) -> None:
-        """End the engine after an error that should not happen; whoever waits for it would else wait for ever."""
+        """End the engine after an unexpected error; otherwise its clients would wait for ever."""
 
     def _call(self, method: str, args: list[Any]) -> Any:
         """Run a utility method and return its result.
 
         Raises:
-            Exception: the method is unknown, does not take these arguments, or refuses them.
+            Exception: the method is unknown or does not accept these arguments.
         """
         if method not in self._methods:
             raise AttributeError(f"{self.kind} has no method {method!r}")
@@ -165,19 +158,19 @@ class SocketEngine(ABC):
         else:
             self._put(client_index, answer)
 
-    def _send(self, outputs: Iterable[tuple[int, Any]], stats: Any | None = None, told: int = 0) -> None:
-        """Send outputs to clients, by index. Statistics go to one of them, as in vLLM: without outputs to `told`."""
+    def _send(self, outputs: Iterable[tuple[int, Any]], stats: Any | None = None, stats_client: int = 0) -> None:
+        """Send outputs to clients by index. One client gets `stats`, as in vLLM: `stats_client` if there are no outputs."""
         by_client: defaultdict[int, list[Any]] = defaultdict(list)
         for client_index, output in outputs:
             by_client[client_index].append(output)
         if stats is not None and not by_client:
-            by_client[told] = []
-        for client_index, those in by_client.items():
-            self._put(client_index, self._codec.encode_outputs(those, stats, time.monotonic()))
+            by_client[stats_client] = []
+        for client_index, client_outputs in by_client.items():
+            self._put(client_index, self._codec.encode_outputs(client_outputs, stats, time.monotonic()))
             stats = None
 
     def _send_delayed_answers(self) -> None:
-        """Answer the pauses that wait, if nothing runs any more."""
+        """Answer the delayed pause calls once no request runs."""
         if not self._computing:
             for client_index, answer in self._delayed_answers:
                 self._put(client_index, answer)
@@ -192,17 +185,17 @@ class SocketEngine(ABC):
 
     def _pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
         self._pause_state.pause_generation(mode)
-        self._rested(mode, clear_cache)
+        self._after_pause(mode, clear_cache)
 
     def _pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
         self._pause_state.pause(mode)
-        self._rested(mode, clear_cache)
+        self._after_pause(mode, clear_cache)
 
     def _sleep(self, level: int = 1, mode: str = "abort") -> None:
         self._pause_state.sleep(level, mode)
-        self._rested(mode, clear_cache=level >= 1)
+        self._after_pause(mode, clear_cache=level >= 1)
 
-    def _rested(self, mode: str, clear_cache: bool) -> None:
+    def _after_pause(self, mode: str, clear_cache: bool) -> None:
         if mode == "abort":
             self._abort(None, notify=True)
         if clear_cache:
@@ -214,7 +207,7 @@ class SocketEngine(ABC):
 
     def _release_kv_cache_memory(self) -> None:
         if self._pause_state.pause_mode is None:
-            raise RuntimeError("it must be paused first")
+            raise RuntimeError("the engine must be paused first")
         self._pause_state.release_kv_cache()
 
     def _set_weight_version(self, version: str) -> None:

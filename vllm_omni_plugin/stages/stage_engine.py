@@ -29,17 +29,15 @@ Batch = list[tuple[StageSession, StageJob]]
 
 
 class StageEngine(SocketEngine):
-    """Lives on the running event loop, which never waits for what is computed.
+    """A Python stage behind the engine-core protocol.
 
     Args:
         compute: runs on the executor.
-        executor: one thread.
-        max_batch_size: inputs that `compute` takes at most.
-        memory: what is shared with the only client.
+        executor: has one thread.
+        memory: shared with the only client.
 
     Attributes:
-        ended: done once `end` was called and nothing is being computed any more; failed if the thread has, or if a
-            message could not be handled.
+        ended: done after `end` once the last batch is computed; has an exception if the thread or a message failed.
     """
 
     kind = "a Python stage"
@@ -62,7 +60,7 @@ class StageEngine(SocketEngine):
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     def end(self) -> None:
-        """Take nothing more, and drop what waits. Idempotent."""
+        """Stop reading, and drop the requests that wait. Idempotent."""
         self._ending = True
         self._stop_reading()
         self._end_if_idle()
@@ -78,7 +76,7 @@ class StageEngine(SocketEngine):
         super()._put(client_index, frames if self._memory is None else self._memory.lend(frames))
 
     def _handle_invalid_message(self, error: WireError) -> None:
-        logger.warning("A message is dropped: %s", error)
+        logger.warning("An invalid message was dropped: %s", error)
 
     def _fail(self, error: BaseException) -> None:
         if not self.ended.done():
@@ -86,7 +84,7 @@ class StageEngine(SocketEngine):
 
     def _add(self, request: StageRequest) -> None:
         if not self._queue.add(request):
-            logger.warning("Request %s came twice; the second one is dropped.", request.request_id)
+            logger.warning("Request id %s is a duplicate; the second request was dropped.", request.request_id)
 
     def _abort(self, request_ids: Iterable[str] | None, notify: bool) -> None:
         dropped = self._queue.abort(self._queue.request_ids if request_ids is None else request_ids)
@@ -98,7 +96,7 @@ class StageEngine(SocketEngine):
         return True
 
     def _after_message(self) -> None:
-        # Only once the burst that this message came with is read, so that what has come together is one batch.
+        # After the reader has read the whole burst of messages, so that its requests form one batch.
         self._loop.call_soon(self._compute_next)
 
     def _compute_next(self) -> None:
@@ -123,8 +121,8 @@ class StageEngine(SocketEngine):
             if self._queue.finish(session, failed=bool(result.content.error))
         ]
         self._compute_next()
-        # If all were aborted meanwhile, their client would else count them as running until its next request.
-        self._send(answers, SchedulerStats(len(self._batch), self._queue.waiting), told=batch[0][0].client_index)
+        # Sent also if all requests were aborted: the client would count them as running until its next request.
+        self._send(answers, SchedulerStats(len(self._batch), self._queue.waiting), batch[0][0].client_index)
         self._send_delayed_answers()
         self._end_if_idle()
 
@@ -134,7 +132,7 @@ class StageEngine(SocketEngine):
 
 
 def _output(session: StageSession, result: StageResult) -> WireOutput:
-    """The next output of a session whose counter has been advanced, unless it failed."""
+    """The next output of a session, after `finish` has counted it, or its error."""
     content = {CONTENT_KEY: result.content}
     if result.content.error:
         return WireOutput(session.request_id, [], finish_reason=ERROR, kv_transfer_params=content)

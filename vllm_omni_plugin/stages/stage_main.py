@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _start(parameters: StageParameters) -> PythonStage:
-    # Before it is asked for a device: what it imports decides whether there is one.
+    # Before `_device`: only a module that imports torch gets a device.
     found = stage_class(parameters.engine)
     stage = found(**parameters.options, device=_device(parameters.device_index))
     stage.start()
@@ -64,7 +64,7 @@ def _start(parameters: StageParameters) -> PythonStage:
 
 
 def _device(index: int) -> str:
-    """The accelerator that a replica takes. A module that does without torch has no use for one."""
+    """The accelerator of a replica; `cpu` if nothing has imported torch."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.accelerator.is_available():
         return "cpu"

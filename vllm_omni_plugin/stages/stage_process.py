@@ -1,4 +1,4 @@
-"""The processes of a Python stage seen from their parent: started as engines are, and what heads compare."""
+"""Starts the processes of a Python stage, and makes the stage's fingerprint."""
 
 import hashlib
 import os
@@ -30,13 +30,13 @@ _DIGEST_BYTES = 8
 
 
 class StageParameters(msgspec.Struct, frozen=True):
-    """What the process of a stage needs to start.
+    """The parameters of a stage's process.
 
     Attributes:
         engine: `package.module:Class`.
-        device_index: which of the node's accelerators it takes, counted round.
-        output_addrs: where answers go, by client index.
-        memory_fd: descriptor of memory shared with the head, which then is the only client.
+        device_index: index of its accelerator, modulo their number.
+        output_addrs: addresses for answers, by client index.
+        memory_fd: descriptor of memory shared with the head, which is then the only client.
     """
 
     stage: str
@@ -52,19 +52,18 @@ class StageParameters(msgspec.Struct, frozen=True):
 
 
 class StageProcess:
-    """Satisfies `replicas.engine.engine_start.Process`. Ends with this process at the latest.
+    """A stage's process; a `replicas.engine.engine_start.Process`. It exits when this process does.
 
-    Not a `multiprocessing.Process`: that runs the parent's main module again in the child, and with it imports all of
-    vLLM.
+    Not a `multiprocessing.Process`, which would run the parent's main module in the child and so import vLLM.
 
     Args:
-        parameters: what it shall do, all of it but addresses and memory.
-        share_memory: share memory with it, if the system has some.
+        parameters: without addresses and memory.
+        share_memory: share memory with the process if the system allows it.
 
     Attributes:
         sentinel: file descriptor that becomes readable when it exits; closed with this object.
-        connection: to it; used for the start only.
-        memory: our end of the shared memory; None once it was asked to end.
+        connection: to the process; used for the start only.
+        memory: our end of the shared memory; None after `shutdown` or `kill`.
     """
 
     def __init__(self, parameters: StageParameters, share_memory: bool = False) -> None:
@@ -76,7 +75,7 @@ class StageProcess:
                 self._share_memory(ours)
             memory_fd = self._parameters.memory_fd
             name = f"{parameters.stage}.{parameters.replica_id}"
-            # An own session: Ctrl-C is for the parent, which needs its stages until it has shut down in order.
+            # In a session of its own: Ctrl-C must reach only the parent, which needs its stages until it shuts down.
             with SPAWN_LOCK:
                 self._popen = subprocess.Popen(
                     [sys.executable, "-m", _CHILD_MODULE, str(theirs.fileno()), name],
@@ -95,13 +94,13 @@ class StageProcess:
             self.memory = SharedMemory(fd, 0)
             self._parameters = msgspec.structs.replace(self._parameters, memory_fd=fd)
         except OSError as error:
-            logger.warning("Tensors go through sockets, since there is no memory to share: %s", error)
+            logger.warning("Tensors go through sockets, because memory cannot be shared: %s", error)
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        """Tell the process what to do, and block until it has loaded.
+        """Send the process its parameters, and block until it has loaded.
 
         Raises:
-            ReplicaError: it failed, or was ended.
+            ReplicaError: it failed or exited.
         """
         given = msgspec.structs.replace(self._parameters, input_addr=input_addr, output_addrs=list(output_addrs))
         reason = _ask(self.connection, self.sentinel, msgspec.msgpack.encode(given))
@@ -113,7 +112,7 @@ class StageProcess:
         raise ReplicaError(f"{replica} did not start: {reason}")
 
     def abandon(self) -> None:
-        """End the process instead of waiting for it."""
+        """Kill a process that nobody will wait for."""
         self.kill()
         self.connection.close()
 
@@ -122,14 +121,14 @@ class StageProcess:
         return "" if code is None else f"it {describe_exit(code)}"
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ask it to end, wait `timeout` seconds (None: 5), then kill it. Blocks; idempotent."""
+        """Send SIGTERM, wait `timeout` seconds (None: 5), then kill it. Blocks; idempotent."""
         self.memory = None
         self._popen.terminate()
         self.exit_code(_SHUTDOWN_S if timeout is None else timeout)
         self.connection.close()
 
     def kill(self) -> None:
-        """End it at once. Does not block; idempotent."""
+        """Does not block; idempotent."""
         self.memory = None
         if self._popen.poll() is None:
             self._popen.kill()
@@ -144,7 +143,7 @@ class StageProcess:
 
 
 def _ask(connection: Connection, sentinel: int, message: bytes) -> str | None:
-    """Why the stage cannot start, "" if it has started; None if its process ends without an answer."""
+    """Why the stage cannot start; "" if it has started, None if its process exits without an answer."""
     try:
         connection.send_bytes(message)
         wait([connection, sentinel])
@@ -154,16 +153,16 @@ def _ask(connection: Connection, sentinel: int, message: bytes) -> str | None:
 
 
 class PythonStageLauncher:
-    """Satisfies `replicas.engine.engine_start.Launcher`.
+    """A `replicas.engine.engine_start.Launcher` of Python stages.
 
     Args:
-        on_spawn: called with the process id of each, on the thread that starts it.
-        first_engine: number of engines on this node that come before those of this stage.
-        share_memory: whether this process is their only client, so that memory can be shared with them.
+        on_spawn: called with the id of each new process, on the thread that spawns it.
+        first_engine: number of engines of earlier stages on this node.
+        share_memory: whether to share memory; only if this process is the only client.
     """
 
     ready_timeout: float = 30.0
-    """Seconds a process may take to connect once it has loaded."""
+    """Seconds from the end of loading until the process must have connected."""
     ready_timeout_variable = ""
 
     def __init__(
@@ -175,11 +174,10 @@ class PythonStageLauncher:
         self._share_memory = share_memory
 
     def identity(self, replica_id: int) -> bytes:
-        """The ZMQ identity under which a replica connects, as in vLLM."""
+        """The ZMQ identity with which a replica connects, as in vLLM."""
         return replica_id.to_bytes(_IDENTITY_BYTES, "little")
 
     def start(self, replica_id: int) -> StageProcess:
-        """Spawn the process of a replica."""
         parameters = StageParameters(
             stage=self._stage.name,
             engine=self._stage.engine,
@@ -199,7 +197,7 @@ class PythonStageLauncher:
 
 
 def python_fingerprint(stage: Stage) -> dict[str, str]:
-    """The fields to compare with `replicas.server.attached_heads.differences`, as text for an operator to read."""
+    """The fields that `replicas.server.attached_heads.differences` compares, as text for operators."""
     options = msgspec.json.encode(stage.options, order="deterministic")
     return {
         "stage": str(stage.id),

@@ -24,8 +24,8 @@ class StageResult:
     """The result of one job.
 
     Attributes:
-        tensor: on the CPU and contiguous; None where there is none.
-        content: the rest of it, or the error.
+        tensor: on the CPU and contiguous, or None.
+        content: the rest of the output, or the error.
     """
 
     tensor: Any
@@ -33,7 +33,7 @@ class StageResult:
 
 
 class StageRunner:
-    """Computes batches for one replica. All methods are called on the stage's own thread."""
+    """Computes batches for one replica. Its methods are called on the stage's own thread."""
 
     def __init__(self, stage: PythonStage, name: str) -> None:
         self._stage = stage
@@ -41,18 +41,18 @@ class StageRunner:
         self._class = type(stage).__name__
 
     def compute(self, jobs: Sequence[StageJob]) -> list[StageResult]:
-        """A result for each job, in order; tensors of the jobs are still as they came."""
-        received = [self._received(job) for job in jobs]
-        computed = iter(self._compute([item for item in received if isinstance(item, StageJob)]))
-        return [next(computed) if isinstance(item, StageJob) else item for item in received]
+        """A result for each job, in order. The tensors of the jobs are `ReceivedTensor`s."""
+        decoded = [self._decode_tensor(job) for job in jobs]
+        computed = iter(self._compute([item for item in decoded if isinstance(item, StageJob)]))
+        return [next(computed) if isinstance(item, StageJob) else item for item in decoded]
 
-    def _received(self, job: StageJob) -> StageJob | StageResult:
+    def _decode_tensor(self, job: StageJob) -> StageJob | StageResult:
         if job.input.tensor is None:
             return job
         try:
             return replace(job, input=replace(job.input, tensor=job.input.tensor.to_torch()))
-        except Exception as error:  # torch raises many kinds of errors for wrong sizes and types
-            return self._failure(TypeError(f"its input is no tensor: {error}"))
+        except Exception as error:  # torch raises many types for wrong sizes and dtypes
+            return self._failure(TypeError(f"its input is not a valid tensor: {error}"))
 
     def _compute(self, jobs: Sequence[StageJob]) -> list[StageResult]:
         if not jobs:
@@ -86,15 +86,15 @@ class StageRunner:
 
 
 def _checked(output: Any) -> StageResult:
-    """Raises TypeError, or an error of torch's, if it is no output that can be sent."""
+    """Raises TypeError, or an error of torch, if the output cannot be sent."""
     if not isinstance(output, StageOutput):
-        raise TypeError(f"compute returned a {type(output).__name__} where a StageOutput belongs")
+        raise TypeError(f"compute returned a {type(output).__name__} instead of a StageOutput")
     try:
         content = msgspec.convert(
             {"text": output.text, "token_ids": list(map(int, output.token_ids)), "metadata": dict(output.metadata)},
             OutputContent,
         )
-        # Otherwise the whole message, with the outputs of other requests, could not be sent.
+        # A failure later would lose the whole message, with the outputs of other requests.
         msgspec.msgpack.encode(content)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"compute returned a StageOutput that cannot be sent: {error}") from error

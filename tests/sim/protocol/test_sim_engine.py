@@ -220,7 +220,7 @@ async def test_calls_are_answered_as_vllms_engine_answers_them(replica: Engine) 
         ("no_such_method", (), "a simulated engine has no method 'no_such_method'"),
         ("pin_lora", (9,), "adapter 9 is not loaded"),
         ("is_sleeping", (1, 2), "takes 0 positional arguments"),
-        ("release_kv_cache_memory", (), "it must be paused first"),
+        ("release_kv_cache_memory", (), "must be paused first"),
         ("add_lora", ("not an adapter",), "Expected"),
     ],
 )

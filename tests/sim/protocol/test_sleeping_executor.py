@@ -182,7 +182,7 @@ def test_a_step_for_the_sake_of_another_rank_takes_what_a_step_takes_at_least() 
     ("given", "complaint"),
     [
         ([1], "sleeping_executor: Expected `object`, got `array`"),
-        ({"steps": 1}, "sleeping_executor: .* unknown field `steps`; there are step_s, prefill_token_s, sequence_s"),
+        ({"steps": 1}, "sleeping_executor: .* unknown field `steps`; use step_s, prefill_token_s, sequence_s"),
         ({"step_s": "1"}, r"got `str` - at `\$.step_s`; .* seconds from 0 to 60"),
         ({"step_s": True}, r"got `bool` - at `\$.step_s`"),
         ({"sequence_s": -0.1}, r">= 0.0 - at `\$.sequence_s`"),

@@ -1,4 +1,4 @@
-"""A simulated engine without sockets, threads or a clock: continuous batching in iterations of a computed length."""
+"""A simulated engine without sockets, threads or a clock: continuous batching in iterations of computed duration."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ from vllm_omni_plugin.sim.model.sim_requests import SimOutput, SimRequest
 
 @dataclass(frozen=True, slots=True)
 class IterationReport:
-    """What an engine says of itself after an iteration.
+    """The load after an iteration.
 
     Attributes:
-        running: sequences that have been admitted.
-        waiting: requests that have not.
+        running: number of admitted requests.
+        waiting: number of requests that are not admitted.
         kv_cache_usage: share of the KV memory in use, 0 to 1.
-        admitted: requests admitted since the last report.
-        queried_tokens: prompt tokens of these.
-        cached_tokens: how many of them came from the prefix cache.
+        admitted: requests admitted since the previous report.
+        queried_tokens: prompt tokens of these requests.
+        cached_tokens: number of these tokens that came from the prefix cache.
     """
 
     running: int
@@ -33,12 +33,12 @@ class IterationReport:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of a step.
+    """The result of a step.
 
     Attributes:
-        outputs: of the iteration that has ended, if one has.
-        next_time: when to step again, or None: not before something is submitted or resumed.
-        report: if an iteration has ended.
+        outputs: of the iteration that ended, if any.
+        next_time: time of the next step; None: after the next request or resume.
+        report: if an iteration ended.
     """
 
     outputs: list[SimOutput]
@@ -47,14 +47,14 @@ class Step:
 
 
 class EngineModel:
-    """Batches what is submitted as vLLM's scheduler does: running sequences first, then waiting ones in order.
+    """Batches requests as vLLM's scheduler does: running sequences first, then waiting ones in order.
 
     Source: continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi-Serve",
-    OSDI 2024). A pure function of its calls: whoever drives it says what time it is.
+    OSDI 2024). A pure function of its calls: the caller gives the time.
 
     Attributes:
-        admitting: whether waiting requests may start; those that run go on.
-        scheduling: whether iterations begin at all.
+        admitting: whether waiting requests may start; running requests continue.
+        scheduling: whether iterations start.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -69,29 +69,25 @@ class EngineModel:
         self._admitted = self._queried_tokens = self._cached_tokens = 0
 
     def submit(self, request: SimRequest, now: float) -> None:
-        """Queue a request. It is looked at by the next `step` that begins an iteration.
+        """Queue a request for the next iteration.
 
         Raises:
-            KeyError: the engine has a request of this id. vLLM's engine would die of it.
-            ValueError: the prompt is empty, or leaves no room for a token.
-            OverflowError: a token id is no unsigned 32-bit number.
+            KeyError: the engine has a request with this id. vLLM's engine would die.
+            ValueError: the prompt is empty or too long.
+            OverflowError: a token id is not an unsigned 32-bit number.
         """
         if request.request_id in self:
             raise KeyError(request.request_id)
         self._waiting[request.request_id] = Sequence(request, self.settings, now)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests without an output; unknown ids are ignored."""
+        """Drop requests, without outputs; unknown ids are ignored."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
             self._end(request_id)
 
     def step(self, now: float) -> Step:
-        """End the iteration that is due and begin the next one.
-
-        Args:
-            now: seconds on any clock that does not go back.
-        """
+        """End the iteration that is due and start the next one; `now` is in seconds of a monotonic clock."""
         outputs: list[SimOutput] = []
         report = None
         if self._batch_ends is not None and now >= self._batch_ends:
@@ -102,17 +98,17 @@ class EngineModel:
         return Step(outputs, self._batch_ends, report)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks; False, and nothing is forgotten, while any are in use."""
+        """Clear the prefix cache; False if a block is in use."""
         return self._cache.clear()
 
     @property
     def request_ids(self) -> list[str]:
-        """All requests, those that run first."""
+        """Ids of all requests, running ones first."""
         return [*self._running, *self._waiting]
 
     @property
     def busy(self) -> bool:
-        """Whether requests have been admitted."""
+        """Whether requests run."""
         return bool(self._running)
 
     def __contains__(self, request_id: str) -> bool:
@@ -142,7 +138,7 @@ class EngineModel:
             self._batch_ends = now + self.settings.duration(prefill_tokens, decoding)
 
     def _scheduled(self, now: float) -> Iterable[Sequence]:
-        """Running sequences, then as many waiting ones as are asked for and fit, each admitted as it is taken."""
+        """Running sequences, then waiting ones while they fit. A waiting sequence is admitted when it is yielded."""
         yield from list(self._running.values())
         while self.admitting and self._waiting and len(self._running) < self.settings.max_num_seqs:
             sequence = next(iter(self._waiting.values()))

@@ -1,4 +1,4 @@
-"""What one simulated engine can do and how long it takes."""
+"""Capacities and speed of a simulated engine."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -6,7 +6,7 @@ from typing import Any, Self
 from vllm_omni_plugin.errors import ConfigError
 
 DEFAULT_CONCURRENCY = 32
-"""Requests of the maximum length that the KV memory holds, unless the user says otherwise."""
+"""Number of requests of the maximum length for which the KV memory has room by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +17,14 @@ class EngineSettings:
     of continuous batching. The defaults resemble an 8B model on one accelerator.
 
     Attributes:
-        step_s: seconds that every iteration takes, whatever is in it: reading the weights.
+        step_s: seconds of every iteration, for reading the weights.
         prefill_token_s: seconds for each prompt token that is computed.
         sequence_s: seconds for each sequence that gets its next token.
         max_num_seqs: sequences in one iteration.
         max_num_batched_tokens: tokens in one iteration; longer prompts are computed in chunks.
-        kv_blocks: blocks of KV memory.
         block_size: tokens in a block.
         max_model_len: tokens of prompt and output together.
-        vocabulary_size: token ids are below it.
-        prefix_caching: whether blocks are kept for prompts that begin with the same tokens.
-        seed: stands for the weights: engines with the same seed give the same answers.
+        seed: in place of the weights: engines with the same seed give the same answers.
 
     Raises:
         ConfigError: the KV memory cannot hold one request of the maximum length.
@@ -54,11 +51,7 @@ class EngineSettings:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_blocks: int | None, prefix_caching: bool, **service_times: float) -> Self:
-        """With vLLM's capacities; without `kv_blocks` there is room for `DEFAULT_CONCURRENCY` requests.
-
-        Raises:
-            ConfigError: the KV memory is too small.
-        """
+        """Settings with vLLM's capacities; without `kv_blocks` there is room for `DEFAULT_CONCURRENCY` requests."""
         model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
         return cls(
             **service_times,
@@ -73,5 +66,5 @@ class EngineSettings:
         )
 
     def duration(self, prefill_tokens: int, decoding: int) -> float:
-        """Seconds of an iteration that computes so many prompt tokens and decodes so many sequences."""
+        """Duration of an iteration in seconds; `decoding` is a number of sequences."""
         return self.step_s + prefill_tokens * self.prefill_token_s + decoding * self.sequence_s

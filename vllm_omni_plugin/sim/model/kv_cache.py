@@ -1,11 +1,11 @@
-"""The KV memory of a simulated engine: blocks in use, and a prefix cache in those that are not."""
+"""The KV memory of a simulated engine: blocks in use, and a prefix cache in the other blocks."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 BlockKey = tuple[str, int]
-"""Cache salt, and the hash of all tokens up to and including the block's."""
+"""Cache salt, and the hash of all tokens up to the end of the block."""
 
 
 @dataclass(slots=True)
@@ -14,8 +14,8 @@ class Allocation:
 
     Attributes:
         keys: of its leading blocks, which are complete and may be shared.
-        private: blocks behind these that only it uses.
-        reserved: blocks it may still allocate.
+        private: number of further blocks, which only this sequence uses.
+        reserved: number of blocks that it may still allocate.
     """
 
     keys: list[BlockKey] = field(default_factory=list)
@@ -24,15 +24,14 @@ class Allocation:
 
     @property
     def blocks(self) -> int:
-        """Blocks in use."""
         return len(self.keys) + self.private
 
 
 class KVCache:
-    """Blocks of KV memory with reference counts; those nobody uses stay cached, least recently used first to go.
+    """Blocks with reference counts; unused blocks stay cached until they are evicted, least recently used first.
 
-    Source: paged attention (Kwon et al., SOSP 2023) with hash-chained blocks as in vLLM. Unlike there, a sequence is
-    granted a reservation for all it can ever need when it is admitted, so none is ever preempted.
+    Source: paged attention (Kwon et al., SOSP 2023) with hash-chained blocks as in vLLM. Unlike vLLM, it reserves all
+    blocks that a sequence can ever need at its admission, so no sequence is preempted.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -44,27 +43,27 @@ class KVCache:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that are in use, 0 to 1. Cached blocks are not."""
+        """Share of the blocks in use, 0 to 1. Blocks that are only cached do not count."""
         return (len(self._users) + self._private) / self._blocks
 
     @property
     def idle(self) -> int:
-        """Blocks that are cached and not in use."""
+        """Number of cached blocks that are not in use."""
         return len(self._idle)
 
     def cached_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """How many of the leading blocks are there."""
+        """Number of leading blocks that are in memory."""
         for count, key in enumerate(keys):
             if key not in self._users and key not in self._idle:
                 return count
         return len(keys)
 
     def admit(self, cached: Sequence[BlockKey], blocks: int) -> Allocation | None:
-        """Let a sequence in, or return None while there is no room for it.
+        """Admit a sequence; None if there is no room.
 
         Args:
-            cached: keys of leading blocks that are there, to use.
-            blocks: all it can ever need, these included.
+            cached: keys of leading blocks in memory, which it will use.
+            blocks: number of blocks that it can ever need, these included.
         """
         new = blocks - sum(key in self._users for key in cached)
         if len(self._users) + self._private + self._reserved + new > self._blocks:
@@ -76,7 +75,7 @@ class KVCache:
         return Allocation(list(cached), reserved=reserved)
 
     def allocate(self, allocation: Allocation, blocks: int) -> None:
-        """Let a sequence use `blocks` more of those it was reserved."""
+        """Use `blocks` of the reserved blocks."""
         allocation.reserved -= blocks
         allocation.private += blocks
         self._reserved -= blocks
@@ -84,17 +83,17 @@ class KVCache:
         self._evict()
 
     def share(self, allocation: Allocation, key: BlockKey) -> None:
-        """The first private block of a sequence is complete: from here on others may use it."""
+        """Share the first private block, which is complete, with other sequences."""
         allocation.private -= 1
         allocation.keys.append(key)
         self._private -= 1
         self._use(key)
 
     def release(self, allocation: Allocation) -> None:
-        """A sequence has ended."""
+        """Release all blocks of a sequence that has ended."""
         self._private -= allocation.private
         self._reserved -= allocation.reserved
-        # The last block first: a prefix is of no use without what comes before.
+        # Last block first, so that it is evicted first: a block is useless without the blocks before it.
         for key in reversed(allocation.keys):
             self._users[key] -= 1
             if not self._users[key]:
@@ -102,7 +101,7 @@ class KVCache:
                 self._idle[key] = None
 
     def clear(self) -> bool:
-        """Forget what is cached, unless something is in use; returns whether it did."""
+        """Clear the cache; False if a block is in use."""
         if self._users or self._private:
             return False
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""One request inside a simulated engine, and its tokens: a pure function of everything before them."""
+"""One request in a simulated engine. Each token is a pure function of all tokens before it."""
 
 from array import array
 from collections.abc import Collection
@@ -13,40 +13,37 @@ _HASH_BYTES = 8
 
 
 class PrefixHash:
-    """The hash of a growing sequence of token ids: at any moment a pure function of the salt and all tokens so far.
+    """The hash of a growing sequence of token ids; a pure function of the salt and all tokens.
 
-    It does not matter in which portions the tokens came, nor which of them were the prompt. So an answer that is
-    resumed or replayed on another engine goes on as it would have, and the hashes at block boundaries are chained.
+    It does not depend on the portions in which tokens are appended, nor on the length of the prompt. So a request that
+    resumes or replays on another engine continues with the same tokens, and the hashes of blocks are chained.
 
     Args:
-        salt: whatever else the answer depends on, such as the weights.
+        salt: other values that the answer depends on, such as the seed.
     """
 
     def __init__(self, salt: bytes) -> None:
         self._state = blake2b(digest_size=_HASH_BYTES, key=blake2b(salt, digest_size=blake2b.MAX_KEY_SIZE).digest())
 
     def extend(self, tokens: Tokens[int]) -> None:
-        """Append tokens. Raises OverflowError for an id that is no unsigned 32-bit number."""
+        """Append tokens. Raises OverflowError for an id that is not an unsigned 32-bit number."""
         self._state.update(array("I", tokens))
 
     @property
     def value(self) -> int:
-        """The hash of all tokens so far, 64 bits."""
         return int.from_bytes(self._state.digest())
 
 
 def choose_token(value: int, vocabulary_size: int, allowed: Tokens[int], avoided: Collection[int]) -> int:
-    """The token that a hash stands for.
+    """Choose a token by the hash of all tokens before it.
 
     Args:
-        value: the hash of all tokens before.
-        vocabulary_size: tokens to choose from are below it, unless `allowed` names them.
-        allowed: if not empty, the only tokens to choose from.
-        avoided: tokens not to choose as long as there are others.
+        allowed: if not empty, the only possible tokens, instead of the vocabulary.
+        avoided: tokens that are chosen only if there are no others.
     """
     choices = len(allowed) or vocabulary_size
     token = 0
-    # Neighbours are distinct, so one more than there are avoided tokens must contain another.
+    # Neighbours are distinct, so among len(avoided) + 1 of them one is not avoided.
     for offset in range(len(avoided) + 1):
         index = (value + offset) % choices
         token = allowed[index] if allowed else index
@@ -56,18 +53,18 @@ def choose_token(value: int, vocabulary_size: int, allowed: Tokens[int], avoided
 
 
 class Sequence:
-    """A request with the tokens it has so far.
+    """A request and its tokens.
 
     Attributes:
-        length: tokens of prompt and answer.
+        length: tokens of prompt and answer so far.
         limit: the length at which it ends.
-        computed: tokens whose KV entries are there.
-        keys: of all its complete blocks, whether computed or not.
-        allocation: its blocks once it has been admitted.
+        computed: number of tokens with KV entries.
+        keys: of all its complete blocks, computed or not.
+        allocation: its blocks, empty before its admission.
 
     Raises:
-        ValueError: the prompt is empty, or leaves no room for a token.
-        OverflowError: a token id is no unsigned 32-bit number.
+        ValueError: the prompt is empty or too long.
+        OverflowError: a token id is not an unsigned 32-bit number.
     """
 
     def __init__(self, request: SimRequest, settings: EngineSettings, queued_at: float) -> None:
@@ -89,7 +86,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before the next one comes."""
+        """Number of tokens to compute before the next token."""
         return self.length - self.computed
 
     @property
@@ -99,17 +96,17 @@ class Sequence:
 
     @property
     def reusable_keys(self) -> list[BlockKey]:
-        """Keys of the prompt's blocks that may come from the cache: never all of it, or nothing would be computed."""
+        """Keys of the prompt's blocks that may come from the cache; at least one token must be computed."""
         return self.keys[: (len(self.request.prompt) - 1) // self._settings.block_size]
 
     def admitted(self, allocation: Allocation, now: float) -> None:
-        """It runs from here on, with the cached blocks it was given."""
+        """Start the sequence with the cached blocks of its allocation."""
         self.allocation = allocation
         self.computed = self._cached_tokens = len(allocation.keys) * self._settings.block_size
         self._scheduled_at = now
 
     def next_output(self) -> SimOutput:
-        """Choose and append the next token. All before must have been computed."""
+        """Choose and append the next token; only if `pending` is 0."""
         request, produced = self.request, self.length - len(self.request.prompt)
         token = choose_token(self._hash.value, self._settings.vocabulary_size, request.allowed, self._avoided(produced))
         self._extend((token,))

@@ -1,4 +1,4 @@
-"""What a simulated engine is asked and what it answers."""
+"""Requests to a simulated engine, and its outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,14 @@ class SimRequest:
     """A request for tokens.
 
     Attributes:
-        request_id: new to the engine.
         prompt: token ids, at least one.
-        max_tokens: length of the answer at most, or None for as long as the model allows.
-        min_tokens: length of the answer before which nothing but the maximum length ends it.
+        max_tokens: largest length of the answer; None: up to the maximum length of the model.
+        min_tokens: up to this length, stop tokens do not end the answer.
         stop_token_ids: tokens that end the answer.
-        eos_token_id: token that ends the answer, and is never chosen unless `allowed` asks for it.
-        allowed: if not empty, the only tokens to answer with.
+        eos_token_id: token that ends the answer; it is chosen only if it is in `allowed`.
+        allowed: if not empty, the only possible tokens.
         lora_id: the adapter, 0 for none; changes the answer.
-        cache_salt: shares cached blocks only with requests of the same salt; does not change the answer.
+        cache_salt: requests share cached blocks only if their salts are equal; does not change the answer.
     """
 
     request_id: str
@@ -37,13 +36,12 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """How a request came to its first token. Times in seconds on the clock of whoever drives the engine.
+    """The prefill of a request. Times are in seconds of the caller's clock.
 
     Attributes:
         queued_at: when it was submitted.
         scheduled_at: when its first iteration began.
-        prompt_tokens: length of the prompt.
-        cached_tokens: how many of them did not have to be computed.
+        cached_tokens: number of prompt tokens that came from the cache.
     """
 
     queued_at: float
@@ -57,10 +55,9 @@ class SimOutput:
     """One step of an answer.
 
     Attributes:
-        token: the next token, or None in an output that only ends the request.
-        finish: why the answer ends here, or None if it goes on.
-        stop_token: the stop token that ended it.
-        prefill: with the first token only.
+        token: None in an output that only ends the request.
+        finish: why the answer ends; None if it continues.
+        prefill: only in the output with the first token.
     """
 
     request_id: str
@@ -71,18 +68,14 @@ class SimOutput:
 
 
 def to_request(request: Any) -> SimRequest:
-    """What an `EngineCoreRequest` asks of the model.
-
-    Raises:
-        ValueError: it asks for what is not simulated.
-    """
+    """Convert an `EngineCoreRequest`. Raises ValueError for features that are not simulated."""
     if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
         raise ValueError("simulated engines generate from token ids only: no pooling, embeddings or streaming input")
     return _sim_request(request.request_id, request, request.cache_salt or "")
 
 
 def from_scheduler(new: Any) -> SimRequest:
-    """What a scheduler's `NewRequestData` asks of the model."""
+    """Convert a scheduler's `NewRequestData`."""
     return _sim_request(new.req_id, new)
 
 
@@ -90,7 +83,7 @@ def _sim_request(request_id: str, request: Any, cache_salt: str = "") -> SimRequ
     params = request.sampling_params
     return SimRequest(
         request_id,
-        # A copy, since the scheduler lets the prompt of a streaming-input session grow in place.
+        # A copy, since the scheduler appends to the prompt of a streaming-input session.
         list(request.prompt_token_ids),
         params.max_tokens,
         params.min_tokens,

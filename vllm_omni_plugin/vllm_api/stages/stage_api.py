@@ -1,4 +1,4 @@
-"""What is asked about one stage of a pipeline beyond an engine's protocol: requests built, outputs read."""
+"""Interface to the requests and outputs of one stage of a pipeline."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 
 class StageApi(EngineApi, ABC):
-    """The requests and outputs of one stage, which vLLM's engines run or a module of Python."""
+    """Builds the requests and reads the outputs of one stage, of vLLM's engines or of a Python class."""
 
     @abstractmethod
     def check_answerable(self, source: Any) -> None:
         """Check that the stage can answer a client's request through vLLM's server.
 
         Raises:
-            StageInputError: answers would lack what the request asks for; worded for the client.
+            StageInputError: the stage cannot give what the request asks for; the text is for the client.
         """
 
     @abstractmethod
@@ -30,54 +30,46 @@ class StageApi(EngineApi, ABC):
         for_client: bool,
         part: InputPart = WHOLE,
     ) -> Any:
-        """The engine request of this stage. Runs on a thread of the stage's, and may tokenise.
+        """Build the engine request of this stage. Runs on a thread of the stage, and may tokenize.
 
         Args:
-            source: vLLM's `EngineCoreRequest` as the client submitted it: its id, arrival time, priority, trace
-                headers, session and cache salt carry over.
-            given: what the transform returned.
-            sampling: what the request has for this stage by the stage's name, over the stage's own and the transform's.
-            for_client: whether this stage answers the client: then the client's own sampling parameters apply, read
-                anew for this stage's tokenizer, with `max_tokens` bounded by the room that the prompt leaves.
-            part: which part of its input this is.
+            source: the client's `EngineCoreRequest`: its id, arrival time, priority, trace headers, session and cache
+                salt are copied.
+            given: the result of the transform.
+            sampling: the request's parameters for this stage. They override those of the transform, which override
+                those of the stage.
+            for_client: whether this stage answers the client. Then the client's sampling parameters apply, adapted to
+                this stage's tokenizer, with `max_tokens` limited by the length of the prompt.
 
         Raises:
-            StageInputError: the input is not one that the stage can take; worded for the client.
+            StageInputError: the stage cannot take the input; the text is for the client.
         """
 
     @abstractmethod
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, for_client: bool) -> Any:
-        """The engine request of a stage without inputs, made from the client's; see `build`.
+        """Build the engine request of a stage without inputs from the client's request; see `build`.
 
-        For the stage whose model made the prompt it is the client's request, with the stage's sampling parameters
-        unless `for_client`; any other gets the prompt's text. A stage that puts out a KV cache only
-        computes the prompt and leaves the cache to its KV connector.
+        The stage whose tokenizer made the prompt gets the client's request, with the stage's sampling parameters unless
+        `for_client`. Any other stage gets the prompt's text. A stage with the output `kv_cache` only computes the
+        prompt; its KV connector transfers the cache.
         """
 
     @abstractmethod
     def build_end(self, source: Any) -> Any:
-        """What closes the input of a streaming-input session."""
+        """Build the request that ends the input of a streaming-input session."""
 
     @abstractmethod
     def session_tokens(self, chunk: Any) -> int:
-        """Tokens that a chunk and the answer to it add to their session at most."""
+        """Tokens that a chunk and its answer add to their session at most."""
 
     @abstractmethod
     def reader(self, request: Any) -> OutputReader:
-        """A reader for the run that begins with this request."""
+        """A reader for the outputs of the run that starts with this request."""
 
     @abstractmethod
     def answer(self, output: Any, read: StageOutput) -> Any:
-        """The output for vLLM's server, of the stage that answers: the `EngineCoreOutput` itself, or one made of it.
-
-        Args:
-            output: of the engine, under the client's id.
-            read: what the reader made of it.
-        """
+        """The `EngineCoreOutput` for vLLM's server, made of the engine's output and what the reader read from it."""
 
     @abstractmethod
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
-        """A request of a decode stage with the `kv_transfer_params` that the prefill stage put out.
-
-        Only for stages that vLLM runs.
-        """
+        """A copy of a decode stage's request with the prefill stage's `kv_transfer_params`. Not for Python stages."""

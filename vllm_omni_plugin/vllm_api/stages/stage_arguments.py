@@ -1,6 +1,7 @@
-"""The engine arguments of a pipeline's stage, read by vLLM's own parser and laid over those of a command line.
+"""Applies the engine arguments of a pipeline's stage to a parsed command line, with vLLM's own parser.
 
-What is not an engine's is refused here; what no fleet supports, by `integration.options.compatibility`.
+Flags that are not engine arguments are refused here, flags that no fleet supports by
+`integration.options.compatibility`.
 """
 
 import argparse
@@ -19,40 +20,39 @@ from vllm_omni_plugin.pipeline.stage import PipelineError
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser, propagate_flash_late_interaction
 
 DEFAULT_MODEL: str = AsyncEngineArgs.model
-"""vLLM's, for a command line without any."""
+"""vLLM's default model."""
 _KEY = "engine_args"
 _OWN_FLAG = "--omni-"
 _NEGATION = "--no-"
 _COMMA_SEPARATED = ("--device-ids",)
-"""Flags whose lists are one word, and not JSON."""
+"""Flags whose lists are given as one comma-separated word, not as JSON."""
 
 
 class StageArgumentParser:
-    """vLLM's parser for the arguments of `vllm serve`, which raises what it would end the process with."""
+    """vLLM's parser for the arguments of `vllm serve`, with exceptions in place of exits."""
 
     def __init__(self) -> None:
         self._parser: Any = make_arg_parser(FlexibleArgumentParser(prog="vllm serve", add_help=False))
         self._parser.error = _raise
         of_engines = {field.name for field in fields(AsyncEngineArgs)}
-        # argparse has no other way to ask for its flags.
+        # argparse has no public access to its flags.
         self._known: Mapping[str, argparse.Action] = self._parser._option_string_actions
         self._engine_flags = {
             name: action for name, action in self._known.items() if name.startswith("--") and action.dest in of_engines
         }
 
     def override(self, args: argparse.Namespace, engine_args: Mapping[str, Any]) -> Iterator[Place]:
-        """Set in `args` what the engine arguments of a stage say, one flag after the other.
+        """Set the engine arguments of a stage in `args`, flag by flag.
 
         Args:
-            args: a parsed command line.
-            engine_args: values by the names of long flags with underscores; behind a dot, a part of the value.
+            engine_args: values by the names of long flags with underscores; after a dot, a key within the value.
 
         Yields:
             The place of each flag in its stage, once it is set.
 
         Raises:
-            PipelineError: there is no such flag, it is not an engine's, or it does not take the value. Its place is
-                that in the stage.
+            PipelineError: the flag is unknown, is not an engine argument, or does not accept the value. Its place is
+                relative to the stage.
         """
         by_flag: dict[str, dict[str, Any]] = {}
         for key, value in engine_args.items():
@@ -73,7 +73,9 @@ class StageArgumentParser:
 
     def _refusal(self, flag: str) -> str:
         if flag in self._known or flag.startswith(_OWN_FLAG):
-            return f"{flag} is not an engine's: give it on the command line, where it holds for the whole server"
+            return (
+                f"{flag} is not an engine argument: give it on the command line, where it applies to the whole server"
+            )
         hint = did_you_mean(flag[2:], [name[2:] for name in self._engine_flags])
         return f"vLLM has no engine argument {flag}{hint}: see vllm serve --help=all"
 
@@ -83,7 +85,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _switched(flag: str, action: argparse.Action, value: Any) -> Any:
-    """The value of a flag without an argument; null is vLLM's default, even if the command line has the flag."""
+    """The value of a flag without an argument; null means vLLM's default, even if the command line sets the flag."""
     if value is None:
         return action.default
     if not isinstance(value, bool):
@@ -92,14 +94,14 @@ def _switched(flag: str, action: argparse.Action, value: Any) -> Any:
 
 
 def _words(flag: str, key: str, value: Any, action: argparse.Action) -> Sequence[str]:
-    """A value as words of a command line; none if it has been set."""
+    """A value as words of a command line; empty if it is set already."""
     _, dot, part = key.partition(".")
     if dot:
         return [f"{flag}.{part}={json.dumps(value)}"]
     if value is None or action.nargs == 0:
         return []
     if isinstance(value, bool):
-        raise ConfigError(f"{json.dumps(value)} is no value of {flag}")
+        raise ConfigError(f"{json.dumps(value)} is not a valid value of {flag}")
     if isinstance(value, list):
         if action.nargs is not None:
             return [flag, *map(str, value)]
@@ -109,11 +111,7 @@ def _words(flag: str, key: str, value: Any, action: argparse.Action) -> Sequence
 
 
 def read_engine_args(args: argparse.Namespace) -> Any:
-    """vLLM's engine arguments in a parsed command line.
-
-    Raises:
-        ValueError: vLLM finds them wrong.
-    """
+    """vLLM's engine arguments in a parsed command line. Raises ValueError if vLLM does not accept them."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     propagate_flash_late_interaction(args, engine_args)
     return engine_args

@@ -1,4 +1,4 @@
-"""Sampling and pooling parameters of the requests of one stage: those of its file, of transforms, of clients."""
+"""Sampling and pooling parameters for the requests of one stage, from its file, transforms and clients."""
 
 import copy
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from vllm_omni_plugin.pipeline.stage import Modality, PipelineError, Stage
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 INVALID = (ValueError, VLLMClientError)
-"""What vLLM raises of parameters and prompts that it cannot take."""
+"""The errors that vLLM raises for invalid parameters and prompts."""
 _NOT_FOR_STAGES = {"n", "detokenize", "output_kind", "output_text_buffer_length", "skip_clone", "stream_interval"}
 _LOGPROBS = {
     "flat_logprobs",
@@ -25,24 +25,24 @@ _LOGPROBS = {
     "prompt_logprob_token_ids",
     "prompt_logprobs",
 }
-"""Only the stage that answers can show log-probabilities, and the client's own parameters ask for them."""
+"""Only clients ask for log-probabilities, with their own parameters, and only from the stage that answers."""
 _SAMPLING_KEYS = tuple(
     field.name
     for field in msgspec.structs.fields(SamplingParams)
     if not field.name.startswith("_") and field.name not in _NOT_FOR_STAGES | _LOGPROBS
 )
 _INT64 = range(-(2**63), 2**63)
-"""What vLLM's server takes as a number; engines have no more room."""
+"""The integers that vLLM's server and engines accept."""
 _POOLING_KEYS = {
     field.name: field.type
     for field in msgspec.structs.fields(PoolingParams)
     if field.name in {"task", "use_activation", "dimensions", "step_tag_id", "returned_token_ids"}
 }
-"""With the types of their values."""
+"""The types of their values, by name."""
 _PREFILL: Mapping[str, Any] = {
     "max_tokens": 1,
     "temperature": 0.0,
-    # Connectors keep the cache only of a request that ends for its length.
+    # Connectors keep only the caches of requests that end because of their length.
     "ignore_eos": True,
     "extra_args": {
         KV_TRANSFER_PARAMS: {
@@ -55,22 +55,18 @@ _PREFILL: Mapping[str, Any] = {
         }
     },
 }
-"""Sampling parameters of a prefill stage: those that vLLM's own proxies for disaggregated prefill send."""
+"""Sampling parameters of a prefill stage, as sent by vLLM's own proxies for disaggregated prefill."""
 
 _TASKS: Mapping[str, str] = {
     "ForTokenClassification": "token_classify",
     "Classification": "classify",
     "ClassificationModel": "classify",
 }
-"""Ends of the names of architectures."""
+"""Pooling tasks by the end of an architecture's name."""
 
 
 class ParameterError(ValueError):
-    """Parameters that a stage cannot take.
-
-    Attributes:
-        key: which of them, None if it is not one alone.
-    """
+    """Invalid parameters for a stage; `key` names the invalid one, None if only a combination is invalid."""
 
     def __init__(self, message: str, key: str | None = None) -> None:
         super().__init__(message)
@@ -78,10 +74,10 @@ class ParameterError(ValueError):
 
 
 class StageParams:
-    """Makes the parameters of a stage's requests.
+    """Creates the parameters of a stage's requests.
 
     Raises:
-        PipelineError: the stage's `sampling` has what cannot be used; its place begins at the stage.
+        PipelineError: the stage's `sampling` is invalid; the place is relative to the stage.
     """
 
     def __init__(self, stage: Stage, model_config: Any) -> None:
@@ -97,30 +93,26 @@ class StageParams:
 
     @property
     def task(self) -> str | None:
-        """What a pooling stage's engines are asked for; None of a stage that generates."""
+        """The task of a pooling stage; None for a stage that generates."""
         task: str | None = self._template.task if self._is_pooling else None
         return task
 
     def of_stage(self, given: Mapping[str, Any]) -> Any:
-        """Parameters of the file, and over them those given for one request.
-
-        Raises:
-            ParameterError: what is given cannot be used.
-        """
+        """The stage's parameters, overridden by those in `given`. Raises ParameterError if these are invalid."""
         if not given:
             return copy.copy(self._template)
         self._check_request(given)
         return self._made(given)
 
     def of_client(self, params: Any, given: Mapping[str, Any], chunked: bool) -> Any:
-        """A client's own parameters, and over them those given for this request.
+        """A client's parameters, overridden by those in `given`.
 
         Args:
-            chunked: they are for one turn of a session, which the file's `max_tokens` bounds as well.
+            chunked: they are for one turn of a session, which the file's `max_tokens` limits too.
 
         Raises:
-            ParameterError: what is given cannot be used, or a client that wants text has reached a stage of scores or
-                the other way round.
+            ParameterError: they are invalid, or the client asks a pooling stage for text or a generating stage for
+                scores or embeddings.
         """
         if isinstance(params, PoolingParams) is not self._is_pooling or (self._is_pooling and params.task != self.task):
             kind = "scores or embeds" if self._is_pooling else "generates"
@@ -131,7 +123,7 @@ class StageParams:
             _overlay(own, given, self._converted(given))
         if self._is_pooling:
             return own
-        # It is this request's only.
+        # No other request uses it.
         own.skip_clone = True
         if chunked:
             own.max_tokens = min(own.max_tokens or self._own["max_tokens"], self._own["max_tokens"])
@@ -139,8 +131,8 @@ class StageParams:
 
     def _check_request(self, given: Mapping[str, Any]) -> None:
         if self._is_pooling and "task" in given:
-            # An engine dies of a task that its model does not know.
-            raise ParameterError("the task is set in the pipeline's file only", "task")
+            # An engine dies of a task that its model does not have.
+            raise ParameterError("the task can be set only in the pipeline's file", "task")
 
     def _made(self, given: Mapping[str, Any]) -> Any:
         params = self._converted({**self._default, **self._own, **given})
@@ -150,7 +142,7 @@ class StageParams:
         return params
 
     def _converted(self, values: Mapping[str, Any]) -> Any:
-        """The parameters that these values are; anything else has vLLM's default, but no limit of tokens."""
+        """Parameters with these values; all others have vLLM's defaults, except `max_tokens`, which has none."""
         known = tuple(_POOLING_KEYS) if self._is_pooling else _SAMPLING_KEYS
         for key, value in values.items():
             if isinstance(value, int) and value not in _INT64:
@@ -168,12 +160,12 @@ class StageParams:
 
     def _check_stop(self) -> None:
         if self._stage.output is not Modality.TEXT:
-            raise ParameterError("stop strings are for stages that put out text; use 'stop_token_ids'", "stop")
+            raise ParameterError("stop strings need a stage whose output is text; use 'stop_token_ids'", "stop")
         if self._stage.async_chunk:
             raise ParameterError("a stage that works on chunks cannot stop at strings; use 'stop_token_ids'", "stop")
 
     def _wrong_key(self, values: Mapping[str, Any]) -> str | None:
-        """The key whose value cannot be used by itself; None if only the combination is wrong."""
+        """The key whose value alone is invalid; None if only the combination is."""
         for key, value in values.items():
             try:
                 self._read({key: value})
@@ -188,8 +180,7 @@ class StageParams:
 
 
 def _default_task(model_config: Any) -> str:
-    """What `sampling: {task: ...}` is without it: the engine alone knows what its model can do, this follows from what
-    its configuration says."""
+    """The task of a stage whose file sets none, derived from the model's configuration."""
     pooler = model_config.pooler_config
     if pooler is not None and pooler.task is not None:
         return str(pooler.task)
@@ -200,7 +191,7 @@ def _default_task(model_config: Any) -> str:
 
 
 def _copied(params: Any) -> Any:
-    """A copy that shares nothing that vLLM or `Vocabulary` changes in place; a deep copy would take 0.1 ms more."""
+    """A copy that shares no part that vLLM or `Vocabulary` changes in place; a deep copy takes 0.1 ms more."""
     own = copy.copy(params)
     if not isinstance(own, PoolingParams):
         own._all_stop_token_ids = set(own._all_stop_token_ids)
@@ -212,7 +203,7 @@ def _overlay(params: Any, given: Mapping[str, Any], values: Any) -> None:
     for key in given:
         setattr(params, key, getattr(values, key))
     try:
-        # What follows from the parameters, such as that greedy sampling has no top_p.
+        # It sets what depends on other parameters, such as top_p for greedy sampling.
         params.__post_init__()
     except INVALID as error:
         raise ParameterError(str(error)) from None
@@ -229,45 +220,45 @@ _SERVER_DEFAULTS = {
     "frequency_penalty": "frequency_penalty",
     "max_tokens": "max_new_tokens",
 }
-"""Sampling parameters for which vLLM's server has defaults, and what `override_generation_config` calls them."""
+"""Sampling parameters for which vLLM's server has defaults, and their names in `override_generation_config`."""
 
 
 def check_sampling(stage: Stage, *, by_client: bool) -> None:
     """Check the sampling parameters of a stage that vLLM runs.
 
     Args:
-        by_client: whether a client's own parameters are for it: vLLM's server completes these, and has defaults of
-            some only.
+        by_client: whether clients' parameters are for this stage. vLLM's server fills them in, and has defaults for
+            some parameters only.
 
     Raises:
-        PipelineError: its place is that in the stage.
+        PipelineError: the place is relative to the stage.
     """
     if stage.output is not Modality.LATENT:
-        # The model's configuration is read later; the check does not need it.
+        # The check does not need the model's configuration, which is read later.
         runner = "pooling" if stage.output in _OF_POOLING else "generate"
         StageParams(stage, SimpleNamespace(runner_type=runner, pooler_config=SimpleNamespace(task="embed")))
     for name in stage.sampling:
         if by_client and stage.output not in _OF_POOLING and name not in _SERVER_DEFAULTS:
             known = ", ".join(_SERVER_DEFAULTS)
-            message = f"clients have their own for this stage, and the server takes only {known} as defaults"
+            message = f"clients set the parameters of this stage, and the server has defaults only for {known}"
             raise PipelineError(message, ("sampling", name))
 
 
 def set_server_defaults(model_config: Any, stage_model_config: Any, sampling: Mapping[str, Any]) -> None:
-    """Make the sampling parameters of a stage the defaults of vLLM's server.
+    """Make a stage's sampling parameters, and the defaults of its model, the defaults of vLLM's server.
 
     Args:
-        model_config: of the server, which knows the entry stage's model; it is changed, unless the user has overridden
-            its generation configuration.
-        stage_model_config: of the stage that clients' parameters are for; what comes with its model are defaults too.
-        sampling: what the file says for that stage.
+        model_config: of the server, for the entry stage's model; changed unless the user has overridden its generation
+            configuration.
+        stage_model_config: of the stage that clients' parameters are for.
+        sampling: that stage's parameters in the pipeline's file.
     """
     if any(value is not None for value in model_config.override_generation_config.values()):
         return
     defaults = dict(sampling)
     if stage_model_config is not model_config:
-        # With a None for each of the others, or those of the entry stage's model would stay.
+        # A None removes a default of the entry stage's model.
         of_model = dict.fromkeys(_SERVER_DEFAULTS) | stage_model_config.get_diff_sampling_param()
-        # A default of `max_tokens` set here limits what requests ask for, which a model's own default does not.
+        # A `max_tokens` set here would limit the `max_tokens` of requests; a model's own default does not.
         defaults = of_model | {"max_tokens": None} | defaults
     model_config.override_generation_config |= {_SERVER_DEFAULTS[name]: value for name, value in defaults.items()}

@@ -1,4 +1,4 @@
-"""The requests of a stage that vLLM's engines run: built of the outputs of other stages; and its outputs read."""
+"""Builds the requests of a stage that vLLM's engines run, and reads its outputs."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,16 @@ _POOLED = (Modality.SCORES, Modality.EMBEDDING, Modality.LATENT)
 
 
 class VllmStageApi(StageApi):
-    """Of a stage of vLLM's.
+    """A stage that vLLM's engines run. Its requests go through vLLM's own input processing.
 
-    Requests go through vLLM's own input processing, with the configuration of the stage. The methods that build
-    requests, `prompt_text` and `encode` may be called by several threads.
+    The methods that build requests, `prompt_text` and `encode` are thread-safe.
 
     Args:
-        vllm_config: of the stage's engines. Its maximum length may change, as engines find out what fits.
-        entry_config: of the stage whose model reads the prompts of clients; maybe the same object.
+        vllm_config: of the stage's engines. Its maximum length may change when engines start.
+        entry_config: of the stage whose model reads the prompts of clients; may be the same object.
 
     Raises:
-        PipelineError: the stage asks for what its engines cannot do. Its place begins at the stage.
+        PipelineError: the stage's engines cannot do what its file says. The place is relative to the stage.
     """
 
     def __init__(self, vllm_config: Any, entry_config: Any, stage: Stage, custom_processors: bool = False) -> None:
@@ -53,34 +52,33 @@ class VllmStageApi(StageApi):
 
     @property
     def tokenizer(self) -> Any:
-        """The stage's, vLLM's `TokenizerLike`; None if the engine has none."""
+        """vLLM's `TokenizerLike`; None if the engine has none."""
         return self._processor.tokenizer
 
     @property
     def pooling_task(self) -> str | None:
-        """What a pooling stage's engines are asked for; one that does not know it dies. None: the stage generates."""
         return self._params.task
 
     @property
     def end_token(self) -> int:
-        """The token that ends an answer; where the tokenizer names none, one that no answer shows either."""
+        """The token that ends an answer; 0 if the tokenizer has none, since the last token is never shown."""
         token: int | None = self.tokenizer.eos_token_id
         return 0 if token is None else token
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without those that the model puts around a prompt."""
+        """Tokens of a text, without the special tokens around a prompt."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """The text of tokens, without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def prompt_text(self, source: Any) -> str:
-        """The text of a client's request, of any stage's api; "" where there is none."""
+        """The prompt of a client's request as text; "" if it has none."""
         return self._vocabulary.prompt_text(source.prompt_token_ids)
 
     def check_answerable(self, source: Any) -> None:
-        """Nothing to check: `build` refuses what the model cannot answer."""
+        """Does nothing: `build` refuses what the model cannot answer."""
 
     def build(
         self,
@@ -94,7 +92,7 @@ class VllmStageApi(StageApi):
         try:
             prompt = self._prompts.make(given, source.cache_salt)
             if part.resumable and prompt["type"] == "embeds":
-                raise ValueError("a stage that works on chunks takes no embeddings")
+                raise ValueError("a stage that works on chunks does not take embeddings")
             over = {**given.sampling, **sampling}
             params = self._client_params(source, over, part.resumable) if for_client else self._params.of_stage(over)
             return self._processed(source, prompt, params, part)
@@ -118,7 +116,7 @@ class VllmStageApi(StageApi):
         return msgspec.structs.replace(source, sampling_params=made.sampling_params, pooling_params=made.pooling_params)
 
     def build_end(self, source: Any) -> Any:
-        # Its one token does not become part of the session, as in vLLM's own closing request.
+        # As in vLLM's own closing request, this token does not become part of the session.
         params = self._params.of_stage({})
         return self._processed(source, tokens_input([0]), params)
 
@@ -142,14 +140,14 @@ class VllmStageApi(StageApi):
             return params
         room_of_entry = self._entry_config.max_model_len - len(source.prompt_token_ids or ())
         if params.max_tokens == room_of_entry and "max_tokens" not in over and not chunked:
-            # vLLM's server sets this value in a request without a limit.
+            # vLLM's server sets this value for a request without `max_tokens`.
             params.max_tokens = None
         self._vocabulary.clear_entry_tokens(params)
         return params
 
     def _processed(self, source: Any, prompt: Mapping[str, Any], params: Any, part: InputPart = WHOLE) -> Any:
-        """What vLLM's input processing makes of it, with no more tokens than the model has room for."""
-        room = self._room(length_of(prompt), part.session_tokens)
+        """The request from vLLM's input processing, with `max_tokens` limited by the model's length."""
+        room = self._room(length_of(prompt), part.held)
         if not self._is_pooling:
             params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
             params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -168,7 +166,7 @@ class VllmStageApi(StageApi):
         return request
 
     def _room(self, length: int, held: int) -> int:
-        """Tokens that may follow a prompt."""
+        """The number of tokens that may follow a prompt."""
         at_most = self._config.max_model_len - held - (not self._is_pooling)
         if length > at_most:
             before = f", after {held} of its session," if held else ""
@@ -191,7 +189,6 @@ class VllmStageApi(StageApi):
             raise PipelineError(NO_EMBEDDINGS, ("transform",))
 
     def _check_sampling(self) -> None:
-        """Let vLLM check the stage's parameters against the model."""
         params = self._params.of_stage({})
         try:
             self._processor.process_inputs("", tokens_input([0]), params, self._tasks)
@@ -200,7 +197,7 @@ class VllmStageApi(StageApi):
 
 
 def _prompt_of(source: Any) -> Mapping[str, Any]:
-    """The prompt of a request, as vLLM's input processing takes it."""
+    """The prompt of a request for vLLM's input processing."""
     tokens = source.prompt_token_ids
     if source.prompt_embeds is None:
         return dict(tokens_input(tokens))

@@ -1,4 +1,4 @@
-"""Tokens and text of a stage of vLLM's engines: reading its outputs, and its vocabulary beside the entry stage's."""
+"""Reads tokens and text from the outputs of a stage, and compares its vocabulary with that of the entry stage."""
 
 import copy
 from collections.abc import Sequence
@@ -13,16 +13,13 @@ from vllm_omni_plugin.pipeline.transfer import StageOutput
 from vllm_omni_plugin.vllm_api.stages.stage_params import KV_TRANSFER_PARAMS
 
 _NAME_TOKENS = ("allowed_token_ids", "logit_bias", "logprob_token_ids", "trace_decode_token_ids")
-"""Sampling parameters by which a client names tokens."""
+"""Sampling parameters that contain token ids."""
 _ABOUT_THE_PROMPT = ("prompt_logprobs", "prompt_logprob_token_ids")
 _TOKENIZER = ("tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code")
 
 
 class TokenReader(OutputReader):
-    """Reads tokens and tensors as they come.
-
-    A stop token is not among the tokens, as it is not in the text, unless the request wants it there.
-    """
+    """Reads tokens and tensors. A stop token is dropped, as in the text, unless the request includes stop strings."""
 
     def __init__(self, request: Any) -> None:
         super().__init__()
@@ -46,7 +43,7 @@ class TokenReader(OutputReader):
 
 
 class TextReader(TokenReader):
-    """Reads text as vLLM's server makes it of tokens, stop strings included."""
+    """Reads text as vLLM's server does, with its handling of stop strings."""
 
     def __init__(self, request: Any, tokenizer: Any) -> None:
         super().__init__(request)
@@ -78,10 +75,10 @@ def _metadata(output: Any) -> dict[str, Any]:
 
 
 class Vocabulary:
-    """The tokens of a stage beside those of the entry stage, whose model reads the prompts of requests.
+    """Compares a stage's vocabulary with that of the entry stage, whose model reads the prompts of clients.
 
     Args:
-        tokenizer: of the stage, safe to be used by several threads; None if it has none.
+        tokenizer: of the stage, thread-safe; None if it has none.
     """
 
     def __init__(self, tokenizer: Any, config: Any, entry_config: Any) -> None:
@@ -93,24 +90,24 @@ class Vocabulary:
         self._same = self.same_model or _same(tokenizer, self._entry_tokenizer)
 
     def prompt_text(self, token_ids: Sequence[int] | None) -> str:
-        """A prompt of the entry's as text, without special tokens; "" where it has no tokens or no tokenizer."""
+        """A prompt of the entry stage as text, without special tokens; "" without tokens or tokenizer."""
         if not token_ids or self._entry_tokenizer is None:
             return ""
         return str(self._entry_tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def clear_entry_tokens(self, params: Any) -> None:
-        """Remove from a copy of a client's sampling parameters what depends on the entry stage's tokenizer.
+        """Remove from a copy of a client's sampling parameters all values that depend on the entry stage's tokenizer.
 
-        vLLM's input processing then adds what this stage's tokenizer says. With another vocabulary all ids of stop
-        tokens are dropped, since those of the client cannot be told from those of the entry's model.
+        vLLM's input processing then adds the values of this stage's tokenizer. With another vocabulary all stop token
+        ids are removed, since those of the client cannot be distinguished from those of the entry stage's model.
 
         Raises:
-            ValueError: the client asks for what only the entry stage could do.
+            ValueError: a parameter refers to tokens of the entry stage.
         """
         names = _ABOUT_THE_PROMPT if self._same else _ABOUT_THE_PROMPT + _NAME_TOKENS
         foreign = [name for name in names if getattr(params, name) not in (None, [], {})]
         if foreign:
-            raise ValueError(f"{foreign[0]!r} is about tokens of the model that reads the prompt")
+            raise ValueError(f"{foreign[0]!r} refers to tokens of the model that reads the prompt")
         kept = set(params.stop_token_ids or ()) - self._entry_ends if self._same else set()
         params.stop_token_ids = sorted(kept)
         params._all_stop_token_ids = kept
@@ -121,7 +118,7 @@ class Vocabulary:
 
 
 def _for_threads(config: Any) -> Any:
-    # A copy, since vLLM changes the class of what it makes safe for threads.
+    # A copy, since vLLM changes the class of the tokenizer that it makes thread-safe.
     tokenizer = copy.copy(cached_tokenizer_from_config(config))
     return None if tokenizer is None else maybe_make_thread_pool(tokenizer)
 
@@ -131,7 +128,7 @@ def _same(tokenizer: Any, other: Any) -> bool:
 
 
 def _ends(config: Any, tokenizer: Any) -> set[int]:
-    """Ids of the tokens that end a model's answer by default."""
+    """Ids of the tokens that end an answer by default."""
     named = config.try_get_generation_config().get("eos_token_id")
     ends = {named} if isinstance(named, int) else set(named or ())
     return ends if tokenizer is None else ends | {tokenizer.eos_token_id}
