@@ -17,15 +17,7 @@ logger = init_logger(__name__)
 
 
 class SimulatedEngine(SocketEngine):
-    """Steps the model in real time.
-
-    Args:
-        log_stats: whether it reports its load.
-        on_end: called once when it ends for any reason.
-
-    Attributes:
-        death_reason: why it announced its death, or "".
-    """
+    """Steps the model in real time. `on_end` is called once when it ends for any reason."""
 
     kind = "a simulated engine"
 
@@ -49,12 +41,7 @@ class SimulatedEngine(SocketEngine):
         }
 
     def end(self, last_frame: bytes | None = None, linger_ms: int = LINGER_MS) -> None:
-        """End the engine. Idempotent.
-
-        Args:
-            last_frame: sent on every output, such as the announcement of its death.
-            linger_ms: time for messages to be sent; 0 as when the process is killed.
-        """
+        """Send `last_frame` on every output and end. With a linger of 0, unsent messages are lost. Idempotent."""
         if self._on_end is None:
             return
         self._stop_reading()

@@ -21,11 +21,7 @@ _IDENTITY_BYTES = 2
 
 
 class EngineHost:
-    """A context manager with a thread and event loop for simulated engines.
-
-    Attributes:
-        context: for the engines' sockets, with ZMQ's largest possible number of sockets.
-    """
+    """A context manager with a thread, an event loop and a ZMQ context for simulated engines."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -54,15 +50,7 @@ class EngineHost:
 
 
 class SimProcess:
-    """A simulated engine; a `replicas.engine.engine_start.Process`. Thread-safe.
-
-    Args:
-        host: must outlive the engine.
-
-    Attributes:
-        pid: of this process, in which the engine runs.
-        sentinel: file descriptor that becomes readable when the engine has ended; closed with this object.
-    """
+    """A simulated engine; a `replicas.engine.engine_start.Process`. Thread-safe. The host must outlive it."""
 
     def __init__(
         self, host: EngineHost, model: EngineModel, log_stats: bool, identity: bytes, ready_response: bytes
@@ -111,10 +99,6 @@ class SimProcess:
 class SimLauncher:
     """A `replicas.engine.engine_start.Launcher` of simulated engines.
 
-    Args:
-        host: must outlive the engines.
-        ready_response: returns the ready response of an engine, by replica id.
-
     Attributes:
         processes: the latest engine of each replica, by replica id.
     """
@@ -136,7 +120,6 @@ class SimLauncher:
         self._log_stats = log_stats
 
     def identity(self, replica_id: int) -> bytes:
-        """The ZMQ identity with which the engine of a replica connects, as in vLLM."""
         return replica_id.to_bytes(_IDENTITY_BYTES, "little")
 
     def start(self, replica_id: int) -> SimProcess:

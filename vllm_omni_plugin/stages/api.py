@@ -51,10 +51,9 @@ class PythonStageApi(StageApi):
     recognized in the same way as repeated tokens.
 
     Args:
-        decode: makes text of the client's prompt; must be thread-safe.
+        decode: makes text of the client's prompt; thread-safe.
         encode: makes tokens of text, for answers through vLLM's server; without special tokens.
         end_token: the token that ends such an answer.
-        cost: see `PythonStage`.
     """
 
     _wave: Mapping[str, int] = {}

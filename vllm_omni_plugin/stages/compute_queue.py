@@ -12,14 +12,7 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 
 @dataclass(slots=True, eq=False)
 class StageSession:
-    """A request. Its input may come in chunks, which are answered one after the other.
-
-    Attributes:
-        client_index: index of the output socket for answers.
-        open: further chunks may come.
-        waiting: chunks that are not being computed.
-        answered: number of outputs so far.
-    """
+    """A request. Its input may come in chunks (while `open`), which are answered one after the other."""
 
     request_id: str
     client_index: int

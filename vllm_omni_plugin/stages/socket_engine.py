@@ -64,12 +64,7 @@ class SocketEngine(ABC):
         output_addrs: Sequence[str],
         ready_response: bytes,
     ) -> None:
-        """Connect the sockets, send the ready response, and start to serve.
-
-        Args:
-            identity: ZMQ identity of the input socket.
-            output_addrs: addresses for answers, by client index.
-        """
+        """Connect the sockets, send the ready response, and start to serve."""
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, identity)
         self._sockets = [dealer, *(context.socket(zmq.PUSH) for _ in output_addrs)]
@@ -117,11 +112,6 @@ class SocketEngine(ABC):
         """End the engine after an unexpected error; otherwise its clients would wait for ever."""
 
     def _call(self, method: str, args: list[Any]) -> Any:
-        """Run a utility method and return its result.
-
-        Raises:
-            Exception: the method is unknown or does not accept these arguments.
-        """
         if method not in self._methods:
             raise AttributeError(f"{self.kind} has no method {method!r}")
         return self._methods[method](*args)
@@ -159,7 +149,7 @@ class SocketEngine(ABC):
             self._put(client_index, answer)
 
     def _send(self, outputs: Iterable[tuple[int, Any]], stats: Any | None = None, stats_client: int = 0) -> None:
-        """Send outputs to clients by index. One client gets `stats`, as in vLLM: `stats_client` if there are no outputs."""
+        """Send outputs by client index. As in vLLM one client gets `stats`: `stats_client` if there are no outputs."""
         by_client: defaultdict[int, list[Any]] = defaultdict(list)
         for client_index, output in outputs:
             by_client[client_index].append(output)

@@ -31,10 +31,7 @@ Batch = list[tuple[StageSession, StageJob]]
 class StageEngine(SocketEngine):
     """A Python stage behind the engine-core protocol.
 
-    Args:
-        compute: runs on the executor.
-        executor: has one thread.
-        memory: shared with the only client.
+    `compute` runs on the executor, which has one thread. `memory` is shared with the only client.
 
     Attributes:
         ended: done after `end` once the last batch is computed; has an exception if the thread or a message failed.

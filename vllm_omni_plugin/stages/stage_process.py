@@ -35,7 +35,6 @@ class StageParameters(msgspec.Struct, frozen=True):
     Attributes:
         engine: `package.module:Class`.
         device_index: index of its accelerator, modulo their number.
-        output_addrs: addresses for answers, by client index.
         memory_fd: descriptor of memory shared with the head, which is then the only client.
     """
 
@@ -54,16 +53,8 @@ class StageParameters(msgspec.Struct, frozen=True):
 class StageProcess:
     """A stage's process; a `replicas.engine.engine_start.Process`. It exits when this process does.
 
-    Not a `multiprocessing.Process`, which would run the parent's main module in the child and so import vLLM.
-
-    Args:
-        parameters: without addresses and memory.
-        share_memory: share memory with the process if the system allows it.
-
-    Attributes:
-        sentinel: file descriptor that becomes readable when it exits; closed with this object.
-        connection: to the process; used for the start only.
-        memory: our end of the shared memory; None after `shutdown` or `kill`.
+    Not a `multiprocessing.Process`, which would run the parent's main module in the child and so import vLLM. With
+    `share_memory` it shares memory with the process if the system allows it; `wait` adds the addresses to `parameters`.
     """
 
     def __init__(self, parameters: StageParameters, share_memory: bool = False) -> None:
@@ -97,11 +88,7 @@ class StageProcess:
             logger.warning("Tensors go through sockets, because memory cannot be shared: %s", error)
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        """Send the process its parameters, and block until it has loaded.
-
-        Raises:
-            ReplicaError: it failed or exited.
-        """
+        """Send the process its parameters, and block until it has loaded. Raises ReplicaError if it fails."""
         given = msgspec.structs.replace(self._parameters, input_addr=input_addr, output_addrs=list(output_addrs))
         reason = _ask(self.connection, self.sentinel, msgspec.msgpack.encode(given))
         if reason == "":
@@ -174,7 +161,6 @@ class PythonStageLauncher:
         self._share_memory = share_memory
 
     def identity(self, replica_id: int) -> bytes:
-        """The ZMQ identity with which a replica connects, as in vLLM."""
         return replica_id.to_bytes(_IDENTITY_BYTES, "little")
 
     def start(self, replica_id: int) -> StageProcess:

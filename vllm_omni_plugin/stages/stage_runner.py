@@ -21,12 +21,7 @@ _CLIENT_ERROR, _SERVER_ERROR = 400, 500
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The result of one job.
-
-    Attributes:
-        tensor: on the CPU and contiguous, or None.
-        content: the rest of the output, or the error.
-    """
+    """The output of one job: a `sendable` tensor or None, and the rest of the output or the error."""
 
     tensor: Any
     content: OutputContent

@@ -12,16 +12,7 @@ from vllm_omni_plugin.sim.model.sim_requests import SimOutput, SimRequest
 
 @dataclass(frozen=True, slots=True)
 class IterationReport:
-    """The load after an iteration.
-
-    Attributes:
-        running: number of admitted requests.
-        waiting: number of requests that are not admitted.
-        kv_cache_usage: share of the KV memory in use, 0 to 1.
-        admitted: requests admitted since the previous report.
-        queried_tokens: prompt tokens of these requests.
-        cached_tokens: number of these tokens that came from the prefix cache.
-    """
+    """The load after an iteration: `kv_cache_usage` is a share, 0 to 1; the last three count since the last report."""
 
     running: int
     waiting: int
@@ -33,12 +24,9 @@ class IterationReport:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of a step.
+    """The result of a step: outputs and report of an iteration that ended, if any, and the time of the next step.
 
-    Attributes:
-        outputs: of the iteration that ended, if any.
-        next_time: time of the next step; None: after the next request or resume.
-        report: if an iteration ended.
+    `next_time` is None if the next step is due only after the next request or resume.
     """
 
     outputs: list[SimOutput]
@@ -50,11 +38,8 @@ class EngineModel:
     """Batches requests as vLLM's scheduler does: running sequences first, then waiting ones in order.
 
     Source: continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi-Serve",
-    OSDI 2024). A pure function of its calls: the caller gives the time.
-
-    Attributes:
-        admitting: whether waiting requests may start; running requests continue.
-        scheduling: whether iterations start.
+    OSDI 2024). A pure function of its calls: the caller gives the time. Waiting requests start only while `admitting`,
+    iterations only while `scheduling`.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -103,12 +88,10 @@ class EngineModel:
 
     @property
     def request_ids(self) -> list[str]:
-        """Ids of all requests, running ones first."""
         return [*self._running, *self._waiting]
 
     @property
     def busy(self) -> bool:
-        """Whether requests run."""
         return bool(self._running)
 
     def __contains__(self, request_id: str) -> bool:

@@ -59,12 +59,7 @@ class KVCache:
         return len(keys)
 
     def admit(self, cached: Sequence[BlockKey], blocks: int) -> Allocation | None:
-        """Admit a sequence; None if there is no room.
-
-        Args:
-            cached: keys of leading blocks in memory, which it will use.
-            blocks: number of blocks that it can ever need, these included.
-        """
+        """Admit a sequence that uses cached blocks and can ever need `blocks` in all; None if there is no room."""
         new = blocks - sum(key in self._users for key in cached)
         if len(self._users) + self._private + self._reserved + new > self._blocks:
             return None
@@ -75,7 +70,6 @@ class KVCache:
         return Allocation(list(cached), reserved=reserved)
 
     def allocate(self, allocation: Allocation, blocks: int) -> None:
-        """Use `blocks` of the reserved blocks."""
         allocation.reserved -= blocks
         allocation.private += blocks
         self._reserved -= blocks
@@ -90,7 +84,6 @@ class KVCache:
         self._use(key)
 
     def release(self, allocation: Allocation) -> None:
-        """Release all blocks of a sequence that has ended."""
         self._private -= allocation.private
         self._reserved -= allocation.reserved
         # Last block first, so that it is evicted first: a block is useless without the blocks before it.

@@ -16,17 +16,14 @@ class PrefixHash:
     """The hash of a growing sequence of token ids; a pure function of the salt and all tokens.
 
     It does not depend on the portions in which tokens are appended, nor on the length of the prompt. So a request that
-    resumes or replays on another engine continues with the same tokens, and the hashes of blocks are chained.
-
-    Args:
-        salt: other values that the answer depends on, such as the seed.
+    resumes or replays on another engine continues with the same tokens, and the hashes of blocks are chained. The salt
+    holds the other values that the answer depends on, such as the seed.
     """
 
     def __init__(self, salt: bytes) -> None:
         self._state = blake2b(digest_size=_HASH_BYTES, key=blake2b(salt, digest_size=blake2b.MAX_KEY_SIZE).digest())
 
     def extend(self, tokens: Tokens[int]) -> None:
-        """Append tokens. Raises OverflowError for an id that is not an unsigned 32-bit number."""
         self._state.update(array("I", tokens))
 
     @property
@@ -35,11 +32,9 @@ class PrefixHash:
 
 
 def choose_token(value: int, vocabulary_size: int, allowed: Tokens[int], avoided: Collection[int]) -> int:
-    """Choose a token by the hash of all tokens before it.
+    """Choose a token by the hash of all tokens before it: from `allowed`, if there are any, else from the vocabulary.
 
-    Args:
-        allowed: if not empty, the only possible tokens, instead of the vocabulary.
-        avoided: tokens that are chosen only if there are no others.
+    Tokens in `avoided` are chosen only if there are no others.
     """
     choices = len(allowed) or vocabulary_size
     token = 0
@@ -55,16 +50,14 @@ def choose_token(value: int, vocabulary_size: int, allowed: Tokens[int], avoided
 class Sequence:
     """A request and its tokens.
 
+    Raises the errors of `EngineModel.submit`.
+
     Attributes:
         length: tokens of prompt and answer so far.
         limit: the length at which it ends.
         computed: number of tokens with KV entries.
         keys: of all its complete blocks, computed or not.
         allocation: its blocks, empty before its admission.
-
-    Raises:
-        ValueError: the prompt is empty or too long.
-        OverflowError: a token id is not an unsigned 32-bit number.
     """
 
     def __init__(self, request: SimRequest, settings: EngineSettings, queued_at: float) -> None:
@@ -86,12 +79,10 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Number of tokens to compute before the next token."""
         return self.length - self.computed
 
     @property
     def decoding(self) -> bool:
-        """Whether the prompt has been computed."""
         return self.computed >= len(self.request.prompt)
 
     @property

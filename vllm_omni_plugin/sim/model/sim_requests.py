@@ -36,13 +36,7 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The prefill of a request. Times are in seconds of the caller's clock.
-
-    Attributes:
-        queued_at: when it was submitted.
-        scheduled_at: when its first iteration began.
-        cached_tokens: number of prompt tokens that came from the cache.
-    """
+    """The prefill of a request. Times are in seconds of the caller's clock."""
 
     queued_at: float
     scheduled_at: float
@@ -52,13 +46,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class SimOutput:
-    """One step of an answer.
-
-    Attributes:
-        token: None in an output that only ends the request.
-        finish: why the answer ends; None if it continues.
-        prefill: only in the output with the first token.
-    """
+    """One step of an answer; without a token it only ends the request. The first one has the `prefill`."""
 
     request_id: str
     token: int | None = None

@@ -27,12 +27,9 @@ def request_amx(
     machine: str = platform.machine(),
     system_call: Callable[..., int] | None = None,
 ) -> str:
-    """Request the tile registers for this process, if the processor has them. Idempotent.
+    """Request the tile registers for this process, if the processor has them, and return the error message or "".
 
-    `exec` ends the permission, so every process must request it. The arguments are for tests.
-
-    Returns:
-        The message that is logged if the system refuses; "" otherwise.
+    Idempotent. `exec` ends the permission, so every process must request it. The arguments are for tests.
     """
     if machine != "x86_64" or _TILES not in cpu_features(cpu_info):
         return ""

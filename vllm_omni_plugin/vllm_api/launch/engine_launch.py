@@ -45,11 +45,7 @@ def divide_cores(vllm_configs: Iterable[Any], engines: int) -> None:
     """Make each CPU engine bind its threads to cores of its own, unless the user has bound them.
 
     vLLM binds the threads of every independent rank to the same NUMA node. `VLLM_CPU_SIM_MULTI_NUMA` makes it divide
-    the cores by the number of engines instead.
-
-    Args:
-        vllm_configs: of all engines of this node; they are changed.
-        engines: number of engines on this node.
+    the cores by the number of engines instead. The configurations are those of all engines of this node.
     """
     if not current_platform.is_cpu() or engines < 2 or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":
         return
@@ -63,14 +59,9 @@ def divide_cores(vllm_configs: Iterable[Any], engines: int) -> None:
 
 
 def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
-    """Set in `vllm_config` which devices its replicas use, beside other engines of this node.
+    """Assign devices to the replicas of `vllm_config` and return their number; 0 on a CPU.
 
-    Args:
-        first: number of devices in use already, of those that the user chose or else of all.
-        replicas: number of replicas that share the new devices.
-
-    Returns:
-        The number of devices assigned; 0 on a CPU.
+    The first `first` devices (of those that the user chose, or of all) are in use already.
 
     Raises:
         ConfigError: the node has too few devices.
@@ -94,11 +85,7 @@ def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
 
 
 class EngineProcess:
-    """An engine core process and its workers. Any thread may shut it down at any time.
-
-    Attributes:
-        sentinel: file descriptor that becomes readable when the engine core exits; closed with this object.
-    """
+    """An engine core process and its workers. Any thread may shut it down at any time."""
 
     def __init__(
         self, manager: CoreEngineProcManager, config: Any, exit_note: ExitNote, handshake: "_Handshake", index: int
@@ -108,7 +95,8 @@ class EngineProcess:
         self._exit_note = exit_note
         self._handshake = handshake
         self._index = index
-        # The sentinel of multiprocessing becomes readable slightly before the exit code is available.
+        # Readable once the engine core has exited. The sentinel of multiprocessing is readable before the exit code is
+        # available.
         self.sentinel = os.pidfd_open(self.pid)
         weakref.finalize(self, os.close, self.sentinel)
 
@@ -144,12 +132,7 @@ class EngineProcess:
     def wait(self, input_addr: str, output_addrs: Sequence[str], coordinator: Any = None) -> None:
         """Run vLLM's start-up handshake: send the engine its addresses, and block until it has loaded the model.
 
-        Args:
-            output_addrs: addresses for outputs, by the `client_index` of requests.
-            coordinator: vLLM's `DPCoordinator`, for a rank of a lockstep group.
-
-        Raises:
-            ReplicaError: the engine exited or failed before it was ready.
+        A rank of a lockstep group needs vLLM's `DPCoordinator`. Raises ReplicaError if the engine fails.
         """
         addresses = EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs))
         # Each rank has a handshake of its own, in which it is the only local rank.
@@ -207,7 +190,6 @@ class EngineLauncher:
         self._first_engine = first_engine
 
     def identity(self, replica_id: int) -> bytes:
-        """The ZMQ identity with which the engine of a replica connects to our ROUTER."""
         return bytes(CoreEngine(index=self._index(replica_id)).identity)
 
     def start(self, replica_id: int) -> EngineProcess:

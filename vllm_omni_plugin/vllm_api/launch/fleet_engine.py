@@ -35,7 +35,6 @@ class ExitNote:
         return Path(f"/proc/{os.getpid()}/fd/{self._fd}")
 
     def read(self) -> str:
-        """The text; "" if the engine has written none."""
         return os.pread(self._fd, _MAX_BYTES, 0).decode(errors="replace")
 
 

@@ -31,11 +31,8 @@ from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, remove_ipc_fil
 def split_ranks(vllm_config: Any) -> tuple[Any, int]:
     """Split the configuration of the engines from that of the front end.
 
-    With several ranks, `vllm_config` becomes the configuration of the front end alone. There each rank is a replica, so
-    vLLM's front end must see one rank.
-
-    Returns:
-        The configuration of each engine, and the number of ranks (`--data-parallel-size`).
+    Returns the configuration of each engine, and the number of ranks (`--data-parallel-size`). With several ranks,
+    `vllm_config` then has one: each rank is a replica, so vLLM's front end must see a single rank.
     """
     ranks: int = vllm_config.parallel_config.data_parallel_size
     if ranks == 1:
@@ -129,11 +126,7 @@ class LockstepIncarnation(GroupIncarnation):
         self._store_port = 0
 
     def coordinate(self, parallel_config: Any) -> Any:
-        """Set the store's port in `parallel_config` and return vLLM's `DPCoordinator`. Blocks while that starts.
-
-        Raises:
-            ReplicaError: the incarnation has ended, or the coordinator did not start.
-        """
+        """Set the store's port in `parallel_config` and return vLLM's `DPCoordinator`. Blocks while that starts."""
         with self._lock:
             if self._coordinator is None:
                 self.raise_if_ended()
@@ -224,8 +217,7 @@ class RankProcess:
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
         """Wait for the other ranks, spawn the engine, and block until it has loaded the model with them.
 
-        Raises:
-            ReplicaError: a rank of the group exited, failed, or did not start.
+        Raises ReplicaError if a rank of the group fails or does not start.
         """
         incarnation = self.join_group()
         with ExitStack() as undoing:
@@ -241,11 +233,8 @@ class RankProcess:
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut the engine down once all ranks of its group are to shut down. Blocks; idempotent.
 
-        Until then it computes with the others. With a timeout of 0 the whole group is killed.
-
-        Args:
-            timeout: seconds to wait for the other ranks, and then for the engine to exit before it is killed. None: no
-                limit for the ranks, vLLM's default for the engine.
+        Until then it computes with the others. `timeout` limits the wait for the other ranks (None: no limit), and then
+        the wait for the engine (None: vLLM's default). With a timeout of 0 the whole group is killed.
         """
         if self._incarnation is not None:
             if timeout == 0:

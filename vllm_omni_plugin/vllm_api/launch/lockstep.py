@@ -33,10 +33,8 @@ class GroupIncarnation:
     def add(self, process: BaseProcess, on_exit: Callable[[], None] | None = None) -> None:
         """Add the process of a rank or, with `on_exit`, a helper, which is killed when the last rank exits.
 
-        If the incarnation has ended, the process is killed. `on_exit` is called when it exits, on a thread of its own.
-
-        Raises:
-            ReplicaError: the incarnation has ended.
+        `on_exit` is called when the helper exits, on a thread of its own. If the incarnation has ended, the process is
+        killed and ReplicaError raised.
         """
         with self._changed:
             (self._ranks if on_exit is None else self._helpers).append(process)
@@ -80,11 +78,7 @@ class GroupIncarnation:
             self.join()
 
     def join(self) -> None:
-        """Block until all processes of an ended incarnation have exited.
-
-        Raises:
-            ReplicaError: a process does not exit although it was killed.
-        """
+        """Block until all processes of an ended incarnation have exited."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._running, _EXIT_TIMEOUT_S):
                 raise ReplicaError("a process of its group was killed and does not exit")
@@ -107,11 +101,7 @@ class GroupIncarnation:
 
 
 class StartBarrier:
-    """A barrier for the threads that start the ranks of one group. Thread-safe.
-
-    Args:
-        timeout_s: seconds that a rank waits for the others.
-    """
+    """A barrier for the threads that start the ranks of one group. Thread-safe."""
 
     def __init__(self, ranks: int, new_incarnation: Callable[[], Any], timeout_s: float = _START_TIMEOUT_S) -> None:
         self._ranks = ranks
@@ -125,11 +115,9 @@ class StartBarrier:
     def wait(self, rank: int, cancelled: threading.Event) -> Any:
         """End the previous incarnation, block until all ranks wait here, and return their new incarnation.
 
-        Args:
-            cancelled: set by `cancel`.
-
         Raises:
-            ReplicaError: it was cancelled, other ranks did not start in time, or the previous incarnation does not end.
+            ReplicaError: `cancel` was called, other ranks did not start in time, or the previous incarnation does not
+                end.
         """
         previous = self._incarnation
         if previous is not None:

@@ -66,25 +66,18 @@ _call = msgspec.msgpack.Decoder(Call)
 
 
 class Rejection(NamedTuple):
-    """Why a message must not reach the engine.
-
-    Attributes:
-        reason: for the log.
-        answer: sent to the head in place of the engine's answer; empty if the message has no answer.
-    """
+    """Why a message must not reach the engine, and the answer for the head; empty if the message has no answer."""
 
     reason: str
     answer: Frames
 
 
 MessageFilter = Callable[[Frames], Rejection | None]
+"""Returns None if the message may pass."""
 
 
 def reject(frames: Frames) -> Rejection | None:
-    """Return a rejection, or None if the message may pass. A `MessageFilter`; raises nothing for any frames.
-
-    For a call that loads an adapter it reads the adapter's files.
-    """
+    """The `MessageFilter` for engines. Raises nothing for any frames. Reads files of LoRA adapters."""
     try:
         kind = bytes(frames[0])
         if kind in (ADD, ABORT) and len(frames) > 1:

@@ -35,11 +35,7 @@ class ReceivedTensor(NamedTuple):
     data: Any
 
     def to_torch(self) -> Any:
-        """The tensor; it shares memory with the message. May import torch, which takes seconds.
-
-        Raises:
-            Exception: it is not a valid tensor; torch raises many types.
-        """
+        """The tensor; it shares memory with the message. Raises any exception for an invalid tensor. Imports torch."""
         torch = _torch()
         dtype = getattr(torch, self.dtype)
         buffer = memoryview(self.data)
@@ -63,8 +59,7 @@ class StageCodec:
     def decode(self, frames: Frames) -> tuple[Kind, Any]:
         """Decode a `StageRequest` (its tensor is a `ReceivedTensor`), a list of ids to abort, or a `Call`.
 
-        Raises:
-            WireError: the frames are not such a message.
+        Raises WireError for other frames.
         """
         try:
             kind, body = bytes(frames[0]), frames[1]
@@ -79,12 +74,9 @@ class StageCodec:
         raise WireError(f"a message of type {kind!r}")
 
     def encode_outputs(self, outputs: list[Any], stats: Any | None, timestamp: float) -> Frames:
-        """Encode outputs for one client. Large tensors are not copied: their memory must not change.
+        """Encode outputs for one client; both `outputs` and `stats` may be vLLM's or ours.
 
-        Args:
-            outputs: `WireOutput`s, or vLLM's `EngineCoreOutput`s.
-            stats: `SchedulerStats`, or vLLM's.
-            timestamp: seconds of the monotonic clock.
+        Large tensors are not copied: their memory must not change. `timestamp` is in monotonic seconds.
         """
         return self._encode(WireOutputs(outputs=outputs, scheduler_stats=stats, timestamp=timestamp))
 
@@ -116,11 +108,7 @@ class StageCodec:
 
 
 def sendable(tensor: Any) -> Any:
-    """The tensor on the CPU, contiguous, without gradients. Copied only if necessary.
-
-    Raises:
-        Exception: it is not a dense tensor.
-    """
+    """The tensor on the CPU, contiguous, without gradients; copied only if necessary. Raises if it is not dense."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     _bytes_of(dense)
     return dense

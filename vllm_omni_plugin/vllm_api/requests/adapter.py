@@ -61,11 +61,8 @@ _Digest = Annotated[str, Meta(max_length=64)]
 class Adapter(Struct, frozen=True, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
     """vLLM's `LoRARequest`, field by field, so that engines can decode it. They ignore the fields that follow.
 
-    Attributes:
-        lora_int_id: unique in the fleet.
-        load_inplace: whether an engine that has an adapter of this id loads it again.
-        is_3d_lora_weight: the layout of its weights in a mixture of experts.
-        digest: of its files on the node of the head that loads it; "" if that has none, as for an adapter on the hub.
+    `lora_int_id` is unique in the fleet. `digest` is that of the files on the head that loads it; "" if that has no
+    files, as for an adapter on the hub.
     """
 
     lora_name: _Text
@@ -78,11 +75,7 @@ class Adapter(Struct, frozen=True, array_like=True, omit_defaults=True, forbid_u
 
 
 def adapter_of(lora_request: Any) -> Adapter:
-    """Convert a `LoRARequest`. Reads the adapter's files for the digest.
-
-    Raises:
-        ValidationError: its name or path is missing or too long.
-    """
+    """Convert a `LoRARequest`; reads the adapter's files. Raises ValidationError for a wrong name or path."""
     adapter = convert(lora_request, Adapter, from_attributes=True)
     return replace(adapter, digest=adapter_digest(adapter.lora_path))
 

@@ -66,12 +66,7 @@ class EngineApi:
         return None
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
-        """Frames that submit a request, which is not changed. Its tensors are not copied.
-
-        Args:
-            engine_request_id: the id of this attempt.
-            client_index: index of the engine's output socket for the answer.
-        """
+        """Frames that submit a request under the id of this attempt. Tensors are not copied."""
         attempt = msgspec.structs.replace(
             request, request_id=engine_request_id, client_index=client_index, **self._wave
         )
@@ -82,16 +77,12 @@ class EngineApi:
         return (EngineCoreRequestType.ABORT.value, *self._encoder.encode(list(engine_request_ids)))
 
     def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
-        """Frames that call `method(*args)` on the engine; it replies with `call_id` on the output of `client_index`."""
+        """Frames that call `method(*args)` on the engine; its reply has the `call_id`."""
         call = (client_index, call_id, method, args)
         return (EngineCoreRequestType.UTILITY.value, *self._encoder.encode(call))
 
     def decode_outputs(self, frames: Frames) -> Any:
-        """Decode the `EngineCoreOutputs` of one message.
-
-        Raises:
-            WireError: the frames are not such a message.
-        """
+        """Decode the `EngineCoreOutputs` of one message; raises WireError for other frames."""
         try:
             return self._decoder.decode(frames)
         except Exception as error:  # vLLM's decode hooks may raise anything for a wrong payload
@@ -162,7 +153,6 @@ class EngineApi:
         return bool(output.finish_reason == FinishReason.ABORT)
 
     def refused(self, output: Any) -> bool:
-        """Whether the engine refused the request because it is paused."""
         return PAUSE_REFUSES.applies and output.error is not None and bool(output.error.retryable)
 
     def make_movable(self, request: Any) -> Any:
@@ -181,7 +171,6 @@ class EngineApi:
         return msgspec.structs.replace(request, sampling_params=params)
 
     def how_to_move(self, request: Any) -> Move:
-        """How the request continues on another replica once a part of its answer was delivered."""
         return moving.how_to_move(request, self._custom_processors)
 
     def idle_report(self, engine_index: int) -> Any:

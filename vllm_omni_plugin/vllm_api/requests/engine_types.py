@@ -8,13 +8,7 @@ SHUTTING_DOWN = "Server shutting down"
 
 
 class LoadReport(NamedTuple):
-    """The load that an engine reports with a step.
-
-    Attributes:
-        waiting: requests it has not started.
-        running: requests it has started.
-        kv_usage: share of its KV memory in use, 0 to 1.
-    """
+    """The load that an engine reports with a step; `kv_usage` is the share of its KV memory in use, 0 to 1."""
 
     waiting: int
     running: int
@@ -22,24 +16,14 @@ class LoadReport(NamedTuple):
 
 
 class BatchLimits(NamedTuple):
-    """The largest batch of one engine step; zeros if unknown.
-
-    Attributes:
-        tokens: of prompts and answers together.
-        sequences: requests that run at the same time.
-    """
+    """The largest batch of one engine step; zeros if unknown."""
 
     tokens: int = 0
     sequences: int = 0
 
 
 class CacheSize(NamedTuple):
-    """KV memory of an engine; zeros if unknown.
-
-    Attributes:
-        blocks: number of its blocks.
-        block_size: tokens in each.
-    """
+    """KV memory of an engine; zeros if unknown. `block_size` is in tokens."""
 
     blocks: int = 0
     block_size: int = 0

@@ -27,17 +27,16 @@ class PauseState:
 
     It is not a list of calls: training loops repeat these calls without end, in many orders.
 
-    Attributes:
-        pause_mode: the mode in which scheduling is paused; None while it is not paused.
-        asleep: tags of the memory that is offloaded or discarded.
-        sleep_level: the level at which the weights went to sleep; no meaning while they are resident.
-        refuses: whether requests are refused until it resumes; otherwise they wait.
     """
 
     pause_mode: str | None = None
+    """None while scheduling is not paused."""
     asleep: frozenset[str] = frozenset()
+    """Tags of the memory that is offloaded or discarded."""
     sleep_level: int = 1
+    """The level at which the weights went to sleep; no meaning while they are resident."""
     refuses: bool = False
+    """Whether requests are refused until it resumes; otherwise they wait."""
 
     def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """Pause, and refuse requests unless the mode is `keep`."""

@@ -15,10 +15,8 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, CacheSi
 def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[int, Any]:
     """Update `vllm_config` with the ready responses of its engines, as vLLM's own client does.
 
-    It adds up block counts, so call it once, for the first start of the replicas and not for restarts.
-
-    Returns:
-        The KV-event publisher configuration of each engine that has one, by engine index.
+    It adds up block counts, so call it once, for the first start of the replicas and not for restarts. Returns the
+    KV-event publisher configurations by engine index.
     """
     front_end = SimpleNamespace(
         vllm_config=vllm_config,
@@ -48,8 +46,7 @@ def batch_limits(vllm_config: Any) -> BatchLimits:
 def cache_size(payload: bytes) -> CacheSize:
     """The KV memory in a ready response, in blocks of full attention, the only ones that are shared.
 
-    Raises:
-        WireError: it is not a valid ready response; do not pass it to `apply_ready_responses`.
+    Raises WireError for an invalid response, which must not be passed to `apply_ready_responses`.
     """
     try:
         ready = msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)

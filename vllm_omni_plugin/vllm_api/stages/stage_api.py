@@ -14,11 +14,7 @@ class StageApi(EngineApi, ABC):
 
     @abstractmethod
     def check_answerable(self, source: Any) -> None:
-        """Check that the stage can answer a client's request through vLLM's server.
-
-        Raises:
-            StageInputError: the stage cannot give what the request asks for; the text is for the client.
-        """
+        """Raises StageInputError, with a text for the client, if the stage cannot give what the request asks for."""
 
     @abstractmethod
     def build(

@@ -42,17 +42,13 @@ class StageArgumentParser:
         }
 
     def override(self, args: argparse.Namespace, engine_args: Mapping[str, Any]) -> Iterator[Place]:
-        """Set the engine arguments of a stage in `args`, flag by flag.
+        """Set the engine arguments of a stage in `args`. Yields the place of each flag in its stage once it is set.
 
         Args:
             engine_args: values by the names of long flags with underscores; after a dot, a key within the value.
 
-        Yields:
-            The place of each flag in its stage, once it is set.
-
         Raises:
-            PipelineError: the flag is unknown, is not an engine argument, or does not accept the value. Its place is
-                relative to the stage.
+            PipelineError: the flag is unknown, is not an engine argument, or does not accept the value.
         """
         by_flag: dict[str, dict[str, Any]] = {}
         for key, value in engine_args.items():

@@ -105,14 +105,9 @@ class StageParams:
         return self._made(given)
 
     def of_client(self, params: Any, given: Mapping[str, Any], chunked: bool) -> Any:
-        """A client's parameters, overridden by those in `given`.
+        """A client's parameters, overridden by those in `given`. Raises ParameterError if they do not fit the stage.
 
-        Args:
-            chunked: they are for one turn of a session, which the file's `max_tokens` limits too.
-
-        Raises:
-            ParameterError: they are invalid, or the client asks a pooling stage for text or a generating stage for
-                scores or embeddings.
+        With `chunked` they are for one turn of a session, which the file's `max_tokens` limits too.
         """
         if isinstance(params, PoolingParams) is not self._is_pooling or (self._is_pooling and params.task != self.task):
             kind = "scores or embeds" if self._is_pooling else "generates"
@@ -224,14 +219,9 @@ _SERVER_DEFAULTS = {
 
 
 def check_sampling(stage: Stage, *, by_client: bool) -> None:
-    """Check the sampling parameters of a stage that vLLM runs.
+    """Check the sampling parameters of a stage that vLLM runs; raises PipelineError.
 
-    Args:
-        by_client: whether clients' parameters are for this stage. vLLM's server fills them in, and has defaults for
-            some parameters only.
-
-    Raises:
-        PipelineError: the place is relative to the stage.
+    With `by_client`, clients' parameters are for this stage, and vLLM's server has defaults only for some parameters.
     """
     if stage.output is not Modality.LATENT:
         # The check does not need the model's configuration, which is read later.
@@ -247,11 +237,7 @@ def check_sampling(stage: Stage, *, by_client: bool) -> None:
 def set_server_defaults(model_config: Any, stage_model_config: Any, sampling: Mapping[str, Any]) -> None:
     """Make a stage's sampling parameters, and the defaults of its model, the defaults of vLLM's server.
 
-    Args:
-        model_config: of the server, for the entry stage's model; changed unless the user has overridden its generation
-            configuration.
-        stage_model_config: of the stage that clients' parameters are for.
-        sampling: that stage's parameters in the pipeline's file.
+    Changes the server's `model_config`, unless the user has overridden its generation configuration.
     """
     if any(value is not None for value in model_config.override_generation_config.values()):
         return

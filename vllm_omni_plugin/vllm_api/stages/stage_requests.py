@@ -25,14 +25,11 @@ _POOLED = (Modality.SCORES, Modality.EMBEDDING, Modality.LATENT)
 class VllmStageApi(StageApi):
     """A stage that vLLM's engines run. Its requests go through vLLM's own input processing.
 
-    The methods that build requests, `prompt_text` and `encode` are thread-safe.
-
-    Args:
-        vllm_config: of the stage's engines. Its maximum length may change when engines start.
-        entry_config: of the stage whose model reads the prompts of clients; may be the same object.
+    The methods that build requests, `prompt_text` and `encode` are thread-safe. The maximum length in the configuration
+    may change when engines start. `entry_config` is that of the stage whose model reads the prompts of clients.
 
     Raises:
-        PipelineError: the stage's engines cannot do what its file says. The place is relative to the stage.
+        PipelineError: the stage's engines cannot do what its file says.
     """
 
     def __init__(self, vllm_config: Any, entry_config: Any, stage: Stage, custom_processors: bool = False) -> None:
@@ -197,7 +194,6 @@ class VllmStageApi(StageApi):
 
 
 def _prompt_of(source: Any) -> Mapping[str, Any]:
-    """The prompt of a request for vLLM's input processing."""
     tokens = source.prompt_token_ids
     if source.prompt_embeds is None:
         return dict(tokens_input(tokens))

@@ -75,11 +75,7 @@ def _metadata(output: Any) -> dict[str, Any]:
 
 
 class Vocabulary:
-    """Compares a stage's vocabulary with that of the entry stage, whose model reads the prompts of clients.
-
-    Args:
-        tokenizer: of the stage, thread-safe; None if it has none.
-    """
+    """Compares a stage's vocabulary with that of the entry stage, whose model reads the prompts of clients."""
 
     def __init__(self, tokenizer: Any, config: Any, entry_config: Any) -> None:
         self.same_model = config is entry_config or all(
@@ -99,10 +95,8 @@ class Vocabulary:
         """Remove from a copy of a client's sampling parameters all values that depend on the entry stage's tokenizer.
 
         vLLM's input processing then adds the values of this stage's tokenizer. With another vocabulary all stop token
-        ids are removed, since those of the client cannot be distinguished from those of the entry stage's model.
-
-        Raises:
-            ValueError: a parameter refers to tokens of the entry stage.
+        ids are removed, since those of the client cannot be distinguished from those of the entry stage's model. Raises
+        ValueError if a parameter refers to tokens of the entry stage.
         """
         names = _ABOUT_THE_PROMPT if self._same else _ABOUT_THE_PROMPT + _NAME_TOKENS
         foreign = [name for name in names if getattr(params, name) not in (None, [], {})]
