@@ -165,7 +165,7 @@ def test_faults_of_a_stage_are_told_with_line_and_key(tmp_path: Path, second: st
     [
         pytest.param("engine: nowhere:Vocoder", "engine: nowhere:Vocoder cannot be imported", id="no module"),
         pytest.param(f"engine: {STAGES}:Missing", "Missing cannot be imported", id="no class"),
-        pytest.param(f"engine: {STAGES}:NoStage", "NoStage is no subclass of", id="no stage"),
+        pytest.param(f"engine: {STAGES}:NoStage", "NoStage is not a subclass of", id="no stage"),
         pytest.param(
             f"{VOCODER}\noptions: {{pitch: 1}}", "does not take these options: got an unexpected", id="option"
         ),

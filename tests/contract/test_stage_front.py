@@ -119,7 +119,7 @@ def test_what_names_tokens_of_another_model_is_refused(
 def test_what_names_tokens_holds_in_the_same_vocabulary(asked: Callable[..., Any], entry: Any, cousin: Any) -> None:
     front = api(cousin, entry).build(asked(logit_bias={5: 1.0}), GIVEN, {}, for_client=True)
     assert front.sampling_params.logit_bias == {5: 1.0}
-    with pytest.raises(StageInputError, match="'prompt_logprobs' is about tokens"):
+    with pytest.raises(StageInputError, match="'prompt_logprobs' refers to tokens"):
         api(cousin, entry).build(asked(prompt_logprobs=1), GIVEN, {}, for_client=True)
 
 

@@ -52,7 +52,7 @@ def ended(fd: int) -> bool:
         ("classes:CannotStart", {}, r"TypeError: .*missing 1 required keyword-only argument: 'how'"),
         ("classes:Echo", {"volume": 11}, "TypeError: .*unexpected keyword argument 'volume'"),
         ("classes:Nobody", {}, r"ConfigError: .*:Nobody cannot be imported \(AttributeError"),
-        ("classes:NoStage", {}, r"ConfigError: .*:NoStage is no subclass of .*\.PythonStage"),
+        ("classes:NoStage", {}, r"ConfigError: .*:NoStage is not a subclass of .*\.PythonStage"),
         ("classes:Greedy", {}, "ConfigError: max_batch_size of .*:Greedy is 0; it must be at least 1"),
         ("nowhere:Echo", {}, r"ConfigError: .*:Echo cannot be imported \(ModuleNotFoundError"),
     ],
