@@ -17,7 +17,6 @@ from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
 from vllm_omni_plugin.sim.sim_engine import SimulatedEngine
 
 _T = TypeVar("_T")
-_IDENTITY_BYTES = 2
 
 
 class EngineHost:
@@ -120,7 +119,7 @@ class SimLauncher:
         self._log_stats = log_stats
 
     def identity(self, replica_id: int) -> bytes:
-        return replica_id.to_bytes(_IDENTITY_BYTES, "little")
+        return replica_id.to_bytes(2, "little")
 
     def start(self, replica_id: int) -> SimProcess:
         model, identity = EngineModel(self._settings), self.identity(replica_id)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import msgspec
@@ -90,13 +90,16 @@ class StageProcess:
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
         """Send the process its parameters, and block until it has loaded. Raises ReplicaError if it fails."""
         given = msgspec.structs.replace(self._parameters, input_addr=input_addr, output_addrs=list(output_addrs))
-        reason = _ask(self.connection, self.sentinel, msgspec.msgpack.encode(given))
-        if reason == "":
-            return
-        ended = describe_exit(self.exit_code(_SHUTDOWN_S))
-        reason = reason or f"its process {ended}"
-        replica = f"replica {given.replica_id} of stage '{given.stage}' ({given.engine})"
-        raise ReplicaError(f"{replica} did not start: {reason}")
+        reason: str | None = None
+        with suppress(EOFError, OSError):
+            self.connection.send_bytes(msgspec.msgpack.encode(given))
+            wait([self.connection, self.sentinel])
+            # Why the stage cannot start; "" if it has started.
+            reason = self.connection.recv_bytes().decode()
+        if reason != "":
+            exit_code = self.exit_code(_SHUTDOWN_S)
+            replica = f"replica {given.replica_id} of stage '{given.stage}' ({given.engine})"
+            raise ReplicaError(f"{replica} did not start: {reason or f'its process {describe_exit(exit_code)}'}")
 
     def abandon(self) -> None:
         """Kill a process that nobody will wait for."""
@@ -127,16 +130,6 @@ class StageProcess:
             self._popen.wait(timeout)
         self._popen.kill()
         return self._popen.wait()
-
-
-def _ask(connection: Connection, sentinel: int, message: bytes) -> str | None:
-    """Why the stage cannot start; "" if it has started, None if its process exits without an answer."""
-    try:
-        connection.send_bytes(message)
-        wait([connection, sentinel])
-        return connection.recv_bytes().decode()
-    except (EOFError, OSError):
-        return None
 
 
 class PythonStageLauncher:

@@ -97,12 +97,6 @@ class EngineModel:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._running or request_id in self._waiting
 
-    def __repr__(self) -> str:
-        return (
-            f"<EngineModel {len(self._running)} running, {len(self._waiting)} waiting, "
-            f"KV {self._cache.usage:.0%} used, {self._cache.idle} blocks cached>"
-        )
-
     def _begin_iteration(self, now: float) -> None:
         budget = self.settings.max_num_batched_tokens
         prefill_tokens = decoding = 0
@@ -173,13 +167,9 @@ class EngineModel:
             self._cache.release(sequence.allocation)
 
     def _report(self) -> IterationReport:
+        usage, admitted = self._cache.usage, self._admitted
         report = IterationReport(
-            len(self._running),
-            len(self._waiting),
-            self._cache.usage,
-            self._admitted,
-            self._queried_tokens,
-            self._cached_tokens,
+            len(self._running), len(self._waiting), usage, admitted, self._queried_tokens, self._cached_tokens
         )
         self._admitted = self._queried_tokens = self._cached_tokens = 0
         return report

@@ -4,6 +4,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -224,11 +225,11 @@ def spawn_engine(
 
     `config` must belong to this engine alone; the other arguments are those of `EngineLauncher`.
     """
-    # With 0, an engine that gets SIGINT or SIGTERM aborts its requests; we let them finish or move. Only "is it 0?"
-    # matters to vLLM.
+    # With 0, an engine that gets SIGINT or SIGTERM aborts its requests; we let them finish or move.
     config.shutdown_timeout = config.shutdown_timeout or 1
     exit_note, handshake = ExitNote(), _Handshake()
-    try:
+    with ExitStack() as undo:
+        undo.callback(handshake.close)
         with SPAWN_LOCK, mark_as_fleet_engine(exit_note):
             manager = CoreEngineProcManager(
                 local_engine_count=1,
@@ -241,14 +242,9 @@ def spawn_engine(
                 log_stats=log_stats,
             )
         process = EngineProcess(manager, config, exit_note, handshake, engine)
-    except BaseException:
-        handshake.close()
-        raise
-    try:
+        undo.callback(process.kill)
         on_spawn(process.pid)
-    except BaseException:
-        process.abandon()
-        raise
+        undo.pop_all()
     return process
 
 
