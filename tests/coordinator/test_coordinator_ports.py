@@ -5,13 +5,13 @@ from contextlib import suppress
 
 import zmq
 
-from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Ports
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import CoordinatorSockets
 
 
 def test_close_ends_though_heads_that_read_nothing_leave_in_the_same_moment() -> None:
     # Each round hung once in 15 while an endpoint lingered for ever.
     for _ in range(60):
-        ports = Ports("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", None)
+        ports = CoordinatorSockets("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", None)
         heads: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         heads.linger = 0
         peers = [heads.socket(zmq.DEALER) for _ in range(8)]

@@ -207,7 +207,7 @@ def test_failing_callback_does_not_end_the_client(
     coordinator = serve(OLD)
     report(coordinator.router_zmq_addr, OLD, on_unreachable=on_unreachable)
     eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
-    assert "could not be dealt with" in caplog.text
+    assert "A callback of the coordinator's client failed" in caplog.text
 
 
 def secret_file(folder: Path, line: str = OLD_LINE, mode: int = 0o600) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.free_ports import free_port
 from tests.fakes.keeping import Keep
-from vllm_omni_plugin.coordinator.client.nonce_responder import answer_with_nonce
+from vllm_omni_plugin.coordinator.client.head_query import answer_with_nonce
 from vllm_omni_plugin.coordinator.protocol.head_messages import REACHABILITY_TIMEOUT_S
 from vllm_omni_plugin.coordinator.server import reachability_checks
 from vllm_omni_plugin.coordinator.server.reachability_checks import ReachabilityChecks

@@ -1,4 +1,4 @@
-"""Who is in the fleet: replicas report to a coordinator, heads follow its list. Needs neither vLLM nor torch."""
+"""Fleet membership: replicas register at a coordinator, heads follow its list. Needs neither vLLM nor torch."""
 
 from vllm_omni_plugin.coordinator.client.announcing_client import OmniCoordClientForStage
 from vllm_omni_plugin.coordinator.client.head_client import OmniCoordClientForHead

@@ -1,4 +1,1 @@
-"""The three clients of a coordinator: a replica, a head, and a third party that reads the list.
-
-Imports `coordinator.protocol`. Start with `head_client`.
-"""
+"""The coordinator's clients: for a replica, for a head, and for a subscriber that only reads the replica list."""

@@ -1,4 +1,4 @@
-"""How a replica tells the coordinator that it is there."""
+"""The client with which a replica registers at the coordinator."""
 
 import threading
 import time
@@ -8,36 +8,35 @@ from collections.abc import Callable
 import zmq
 from msgspec.structs import replace
 
-from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, tell
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, notify
 from vllm_omni_plugin.coordinator.protocol.control_messages import EventType, ReplicaEvent, ReplicaStatus, encode_event
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_dealer
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 
-# Every frame carries the whole registration, so while the coordinator is away only the newest few are worth keeping.
+# Each event is a complete registration, so while the coordinator is away only the newest few are kept.
 OUTBOX_FRAMES = 64
 
 
 class OmniCoordClientForStage:
-    """Announces one replica: UP at once, then with every change, and as a heartbeat when nothing changes.
+    """Registers one replica: UP at once, then an event for each change, and heartbeats.
 
-    One thread owns the socket and sleeps until the next heartbeat or update; all methods are thread-safe. A coordinator
-    that is away, or comes back, is no error: the replica is registered again as soon as there is a connection.
+    One thread owns the socket; all methods are thread-safe. A coordinator that is away is no error: it
+    gets the registration as soon as there is a connection.
 
     Args:
         coord_zmq_addr: The coordinator's ROUTER address.
-        input_addr: Address on which the replica takes requests.
-        output_addr: Address on which it gives outputs.
-        stage_id: Stage it serves.
-        heartbeat_interval: Seconds between heartbeats; must be under a third of the coordinator's timeout.
-        control_addr: Address on which heads attach; empty for a replica that needs no attaching.
-        secrets: The fleet's, or None where it has none; tried in turn.
-        on_unreachable: Called in the client's own thread with why the coordinator cannot be reached, for the operator
-            of this end, whenever the reason changes, and with "" once it is reached; must not block.
+        input_addr: Address for requests.
+        output_addr: Address for outputs.
+        heartbeat_interval: Seconds; must be less than a third of the coordinator's timeout.
+        control_addr: Address on which heads attach; empty for a replica without attachment.
+        secrets: Secrets of the fleet, tried in turn; None without encryption.
+        on_unreachable: Called in the client's thread with the reason whenever the coordinator is unreachable for a new
+            reason, and with "" once it is reached. Must not block.
 
     Raises:
         ConfigError: ``coord_zmq_addr`` is no address, or the interval is not positive.
-        WireError: The coordinator would refuse such a registration.
+        WireError: The coordinator would refuse this registration.
     """
 
     def __init__(
@@ -59,30 +58,30 @@ class OmniCoordClientForStage:
         self._closed = False
         self._outbox: deque[bytes] = deque(maxlen=OUTBOX_FRAMES)
         self._on_unreachable = on_unreachable
-        self._said = ReplicaEvent(
+        self._last = ReplicaEvent(
             input_addr,
             output_addr,
             stage_id,
             "update",
             ReplicaStatus.UP,
             0,
-            incarnation=_later_incarnation(),
+            incarnation=_next_incarnation(),
             control_addr=control_addr,
         )
-        self._say("update", ReplicaStatus.UP, 0)
+        self._queue_event("update", ReplicaStatus.UP, 0)
         self._link = CoordinatorLink(coord_zmq_addr, open_dealer, secrets, self._link_changed)
         self._thread = threading.Thread(target=self._run, name="omni-stage-client", daemon=True)
         self._thread.start()
 
     @property
     def incarnation(self) -> int:
-        """The number under which the replica announces itself now."""
+        """The replica's current incarnation."""
         with self._lock:
-            return self._said.incarnation
+            return self._last.incarnation
 
     @property
     def connected(self) -> bool:
-        """Whether the coordinator has let this client in and the connection stands."""
+        """Whether there is an authenticated connection."""
         return self._link.connected
 
     def update_info(
@@ -92,12 +91,12 @@ class OmniCoordClientForStage:
         *,
         new_incarnation: bool = False,
     ) -> None:
-        """Announce a new status, a new queue length (requests waiting), or both; what is None stays as it was.
+        """Send a new status, a new queue length (waiting requests), or both; None means unchanged.
 
-        ``new_incarnation``: the replica has started again, so that heads must attach to it anew.
+        ``new_incarnation``: the replica has started again, and heads must attach again.
 
         Raises:
-            ValueError: There is nothing to announce, or (`WireError`) a value is out of range.
+            ValueError: There is nothing to send, or (`WireError`) a value is out of range.
             RuntimeError: The client is closed.
         """
         if status is None and queue_length is None and not new_incarnation:
@@ -106,63 +105,63 @@ class OmniCoordClientForStage:
             if self._closed:
                 raise RuntimeError("the stage client is closed")
             if new_incarnation:
-                self._said = replace(self._said, incarnation=_later_incarnation(self._said.incarnation), sequence=0)
-            self._say(
+                self._last = replace(self._last, incarnation=_next_incarnation(self._last.incarnation), sequence=0)
+            self._queue_event(
                 "update",
-                self._said.status if status is None else status,
-                self._said.queue_length if queue_length is None else queue_length,
+                self._last.status if status is None else status,
+                self._last.queue_length if queue_length is None else queue_length,
             )
             self._link.wake()
 
     def close(self) -> None:
-        """Announce DOWN, wait up to 2 s for it to leave, give everything back. RuntimeError when called again."""
+        """Send DOWN, waiting up to 2 s for it to be sent, and close. Raises RuntimeError when called again."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the stage client is closed already")
             self._closed = True
-            self._say("update", ReplicaStatus.DOWN, self._said.queue_length)
+            self._queue_event("update", ReplicaStatus.DOWN, self._last.queue_length)
             self._link.wake()
         self._thread.join()
         self._link.close()
 
-    def _say(self, event_type: EventType, status: ReplicaStatus, queue_length: int) -> None:
+    def _queue_event(self, event_type: EventType, status: ReplicaStatus, queue_length: int) -> None:
         event = replace(
-            self._said,
+            self._last,
             event_type=event_type,
             status=status,
             queue_length=queue_length,
-            sequence=self._said.sequence + 1,
+            sequence=self._last.sequence + 1,
         )
         self._outbox.append(encode_event(event))
-        self._said = event
+        self._last = event
+
+    def _queue_heartbeat(self) -> None:
+        self._queue_event("heartbeat", self._last.status, self._last.queue_length)
 
     def _run(self) -> None:
-        self._announce()
-        self._link.send_rest(self._outbox)
-
-    def _announce(self) -> None:
-        next_beat = time.monotonic() + self._interval
+        next_heartbeat = time.monotonic() + self._interval
         while True:
             with self._lock:
                 sent = self._link.send_all(self._outbox)
-            self._link.wait(next_beat, zmq.POLLOUT if self._link.connected and not sent else 0)
+            self._link.wait(next_heartbeat, zmq.POLLOUT if self._link.connected and not sent else 0)
             with self._lock:
                 if self._closed:
-                    return
-                if time.monotonic() >= next_beat:
-                    self._say("heartbeat", self._said.status, self._said.queue_length)
-                    next_beat = time.monotonic() + self._interval
+                    break
+                if time.monotonic() >= next_heartbeat:
+                    self._queue_heartbeat()
+                    next_heartbeat = time.monotonic() + self._interval
+        self._link.send_rest(self._outbox)
 
-    def _link_changed(self, trouble: str) -> None:
-        if not trouble:
+    def _link_changed(self, problem: str) -> None:
+        if not problem:
             with self._lock:
-                # Whatever was on its way when the last connection ended is lost.
+                # Frames in flight were lost with the previous connection.
                 if not self._outbox:
-                    self._say("heartbeat", self._said.status, self._said.queue_length)
-        tell(self._on_unreachable, trouble)
+                    self._queue_heartbeat()
+        notify(self._on_unreachable, problem)
 
 
-def _later_incarnation(previous: int = 0) -> int:
-    # The wall clock, because it also grows over a restart of the process. Should it have been set back, the
-    # registration counts as soon as the coordinator has forgotten the previous one.
+def _next_incarnation(previous: int = 0) -> int:
+    # The wall clock grows also over a restart of the process. If it was set back, the coordinator ignores the
+    # registration until it has forgotten the previous one.
     return max(time.time_ns(), previous + 1)

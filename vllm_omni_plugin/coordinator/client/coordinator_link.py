@@ -1,4 +1,4 @@
-"""A client's connection to the coordinator: how it stands, and the next secret when one is refused."""
+"""The connection of a client to the coordinator: its state, and the next secret after a refused one."""
 
 import struct
 import time
@@ -22,26 +22,26 @@ from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
 
-
-# How long closing may wait for the last word to leave: in the owner's queue, then in the socket.
+# Seconds for which closing waits for unsent frames: once for the owner's queue, then for the socket's.
 CLOSE_GRACE = 1.0
 
 
 class CoordinatorLink:
-    """One socket at a time, opened anew when its handshake failed, since libzmq may never try that one again.
+    """Owns one socket, and opens a new one after a failed handshake, which libzmq may never repeat.
 
-    All methods but `wake` are for one thread.
+    All methods except `wake` belong to one thread.
 
     Args:
-        address: The coordinator's.
-        open_socket: Returns a socket that is not connected yet.
-        secrets: Tried in turn; once all were refused, again every second.
-        on_change: Called with why there is no connection, whenever that changes, and with "" when there is one.
+        address: Address of the coordinator.
+        open_socket: Returns an unconnected socket.
+        secrets: Tried in turn. When all were refused, they are tried again after 1 s.
+        on_change: Called with the reason whenever the connection is missing for a new reason, and with "" when there is
+            a connection.
 
     Attributes:
-        connected: Whether the handshake of the current connection succeeded.
-        refused: Whether a handshake has failed with each of the secrets.
-        invalid_frames: How much of what the coordinator sent was no valid frame or message, and was dropped.
+        connected: Whether the current connection is authenticated.
+        refused: Whether the handshakes with all secrets have failed.
+        invalid_frames: Number of invalid frames and messages from the coordinator, all of them dropped.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CoordinatorLink:
         self._on_change = on_change
         self._failures = 0
         self._reopen_at: float | None = None
-        self._trouble: str | None = None
+        self._problem: str | None = None
         self.connected = self.refused = False
         self.invalid_frames = 0
         self._context: Context = zmq.Context()
@@ -72,13 +72,13 @@ class CoordinatorLink:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def wake(self) -> None:
-        """End the `wait` of the thread that waits. Thread-safe; not to be called after `close`."""
+        """End a `wait`. Thread-safe. Must not be called after `close`."""
         self._wakeup.set()
 
     def send_all(self, frames: deque[bytes]) -> bool:
-        """Take out of ``frames`` and send what the socket takes; return whether that was all."""
+        """Send ``frames`` and remove the sent ones. Returns whether all were sent."""
         try:
-            # Only then, because what a socket holds is lost when another secret has to be tried.
+            # Only while connected: the frames in a socket are lost if another secret must be tried.
             while frames and self.connected:
                 self.socket.send(frames[0], zmq.NOBLOCK)
                 frames.popleft()
@@ -87,37 +87,37 @@ class CoordinatorLink:
         return not frames
 
     def send_rest(self, frames: deque[bytes]) -> None:
-        """Send what is left before `close`, for which it waits up to 1 s."""
+        """Send the remaining frames before `close`. Waits up to 1 s."""
         deadline = time.monotonic() + CLOSE_GRACE
         while not self.send_all(frames) and time.monotonic() < deadline:
             self.wait(deadline, zmq.POLLOUT if self.connected else 0)
 
-    def note_invalid(self, error: WireError) -> None:
-        """Count a frame or message that is dropped, and log the first."""
+    def record_invalid(self, error: WireError) -> None:
+        """Count a dropped frame or message, and log the first."""
         self.invalid_frames += 1
         if self.invalid_frames == 1:
-            logger.warning("Dropped a frame of the coordinator: %r; more are counted, not logged", str(error))
+            logger.warning("Dropped a frame from the coordinator: %r; further ones are counted, not logged", str(error))
 
     def wait(self, until: float | None, events: int) -> bool:
-        """Sleep until ``until`` (monotonic seconds), `wake`, one of the socket's ``events`` or a change of the link.
+        """Sleep until ``until`` (monotonic seconds), `wake`, one of the socket's ``events`` or a monitor event.
 
-        Returns whether it was one of the events.
+        Returns whether one of the events came.
         """
         self._poller.register(self.socket, events)
         deadlines = [deadline for deadline in (until, self._reopen_at) if deadline is not None]
         ready = dict(self._poller.poll(poll_ms(min(deadlines) - time.monotonic()) if deadlines else None))
-        # To look in vain for what is not there takes as long as what a wake-up is for.
+        # Checked first: a read without data would double the cost of a wake-up.
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
         if self._monitor in ready:
-            self._take_events()
-        has_come = self.socket in ready
+            self._read_monitor()
+        is_ready = self.socket in ready
         if self._reopen_at is not None and self._reopen_at <= time.monotonic():
             self._reopen()
-        return has_come
+        return is_ready
 
     def close(self, *, at_once: bool = False) -> None:
-        """Give everything back, after up to 1 s for what was sent to leave unless ``at_once``."""
+        """Close the sockets. Waits up to 1 s for unsent frames unless ``at_once``."""
         self._close_sockets(0.0 if at_once else CLOSE_GRACE)
         self._context.term()
         self._wakeup.close()
@@ -135,22 +135,22 @@ class CoordinatorLink:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def _close_sockets(self, linger: float) -> None:
-        # In this order: the end of monitoring is an event as well, and waits for a reader.
+        # In this order: the end of monitoring is an event, which needs a reader.
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close(linger=poll_ms(linger))
 
-    def _take_events(self) -> None:
+    def _read_monitor(self) -> None:
         while True:
             try:
                 event, value = struct.unpack("=Hi", self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return
-            # What comes of a socket that will be replaced tells nothing new; left unread it would keep `wait` awake.
+            # Events of a socket that will be replaced are only read: unread ones would wake `wait` again and again.
             if self._reopen_at is None:
-                self._take_event(event, value)
+                self._handle_event(event, value)
 
-    def _take_event(self, event: int, value: int) -> None:
+    def _handle_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._set_state(True, "")
         elif event & LINK_FAILURES:
@@ -169,18 +169,18 @@ class CoordinatorLink:
             why = why_refused(event, value, self._secrets)
             self._set_state(False, f"cannot join the coordinator at {self._address}: {why}")
 
-    def _set_state(self, connected: bool, trouble: str) -> None:
+    def _set_state(self, connected: bool, problem: str) -> None:
         self.connected = connected
-        if trouble != self._trouble:
-            self._trouble = trouble
-            self._on_change(trouble)
+        if problem != self._problem:
+            self._problem = problem
+            self._on_change(problem)
 
 
-def tell(callback: Callable[..., object] | None, *args: object) -> None:
-    """Call back, if there is whom to call. What that raises is logged: the client goes on."""
+def notify(callback: Callable[..., object] | None, *args: object) -> None:
+    """Call an optional callback. Exceptions are logged, so that the client's thread goes on."""
     if callback is None:
         return
     try:
         callback(*args)
     except Exception:
-        logger.exception("What the coordinator's client said could not be dealt with; what comes next will be told.")
+        logger.exception("A callback of the coordinator's client failed; later events are still reported")

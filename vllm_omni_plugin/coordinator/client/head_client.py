@@ -1,4 +1,4 @@
-"""A head's connection to the coordinator."""
+"""The client of a head, which has a session at the coordinator."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, tell
+from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, notify
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionEvent, SessionOutput
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
@@ -19,27 +19,27 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, WireError
 
-# The coordinator counts on a beat in a second at the latest, and answers each.
+# The coordinator expects a beat every second, and answers each.
 MAX_INTERVAL = 1.0
-# Frames taken in before it is seen what there is to send.
+# Frames received before pending frames are sent.
 BATCH_FRAMES = 64
 
 
 class OmniCoordClientForHead:
-    """Tells a head of the replicas and of the other heads, and them of this one.
+    """Exchanges the replica list, work in flight and operator calls between this head, the coordinator and other heads.
 
     One thread owns the socket; all methods are thread-safe. A coordinator that is away is no error: the last list
-    stands, and the others' work is unknown until it is back.
+    remains valid, and the work of the other heads is unknown.
 
     Args:
         coord_zmq_addr: The coordinator's ROUTER address.
-        head_id: Of this process, unlike that of any other head; at most 128 characters.
-        on_event: Called with what comes, in the client's own thread, one call after the other; must not block. After a
-            `Welcome` the head reports its work in full.
-        secrets: The fleet's, or None where it has none; tried in turn.
-        heartbeat_interval: Seconds between beats; more than 1 counts as 1.
-        on_unreachable: Called in the client's own thread with why there is no session, whenever that changes, and
-            with "" once there is one; must not block.
+        head_id: Unique among all heads; at most 128 characters.
+        on_event: Called in the client's thread with each event. Must not block. After a `Welcome` the head must report
+            its work in full.
+        secrets: Secrets of the fleet, tried in turn; None without encryption.
+        heartbeat_interval: Seconds, at most 1.
+        on_unreachable: Called in the client's thread with the reason whenever the session is missing for a new reason,
+            and with "" once there is a session. Must not block.
 
     Raises:
         ConfigError: ``coord_zmq_addr`` is no address, or the interval is not positive.
@@ -65,31 +65,28 @@ class OmniCoordClientForHead:
         self._closed = False
         self._session = HeadSession(head_id)
         self._coordinator = f"the coordinator at {coord_zmq_addr}"
-        self._trouble: str | None = None
+        self._problem: str | None = None
         self._link = CoordinatorLink(coord_zmq_addr, open_head_dealer, secrets, self._link_changed)
         self._thread = threading.Thread(target=self._run, name="omni-head-client", daemon=True)
         self._thread.start()
 
     @property
     def invalid_frames(self) -> int:
-        """How many frames and messages of the coordinator were dropped because they were not valid."""
+        """Number of invalid frames and messages from the coordinator, all of them dropped."""
         return self._link.invalid_frames
 
     def report_work(self, work: Sequence[ReplicaWork], *, full: bool) -> None:
-        """Tell the other heads what is in flight here: all of it (``full``), or what changed.
-
-        Without a session, or once closed, it is not sent.
-        """
+        """Report this head's work in flight: all of it (``full``), or what changed. Ignored without a session."""
         with self._lock:
             if not self._closed:
                 self._session.report(work, full)
                 self._link.wake()
 
     def send(self, message: CallMessageFromHead) -> bool:
-        """Say something of operators' calls; return False without a session, or once closed.
+        """Send a message about operator calls. Returns False without a session.
 
         Raises:
-            WireError: The coordinator would refuse it: it is too large, or its arguments are no plain JSON.
+            WireError: The message is too large, or its arguments are not plain JSON.
         """
         with self._lock:
             sent = not self._closed and self._session.send(message)
@@ -98,14 +95,14 @@ class OmniCoordClientForHead:
             return sent
 
     def resync(self) -> None:
-        """Ask to be told everything anew, beginning with a `Welcome`."""
+        """Request a full resync, which begins with a `Welcome`."""
         with self._lock:
             if not self._closed:
                 self._session.open(time.time_ns())
                 self._link.wake()
 
     def close(self) -> None:
-        """Leave, wait up to 2 s for the word to go out, give everything back. RuntimeError when called again."""
+        """Close the session, waiting up to 2 s for it to be sent, and stop. Raises RuntimeError when called again."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the head client is closed already")
@@ -116,32 +113,25 @@ class OmniCoordClientForHead:
         self._link.close()
 
     def _run(self) -> None:
-        self._serve()
-        if self._link.connected:
-            self._link.send_rest(self._session.frames)
-
-    def _serve(self) -> None:
         next_beat = time.monotonic() + self._interval
         while True:
-            is_blocked = not self._flush() and self._link.connected
-            # As many wake-ups are for a report that is to go out.
+            with self._lock:
+                is_blocked = not self._link.send_all(self._session.frames) and self._link.connected
             if self._link.wait(next_beat, zmq.POLLIN | (zmq.POLLOUT if is_blocked else 0)):
-                self._take_frames()
+                self._receive_frames()
             now = time.monotonic()
             with self._lock:
                 if self._closed:
-                    return
+                    break
                 if now >= next_beat:
                     next_beat = now + self._interval
                     self._session.beat()
-                news = self._session.check_silence(now, time.time_ns())
-            self._tell(news)
+                outputs = self._session.check_silence(now, time.time_ns())
+            self._handle(outputs)
+        if self._link.connected:
+            self._link.send_rest(self._session.frames)
 
-    def _flush(self) -> bool:
-        with self._lock:
-            return self._link.send_all(self._session.frames)
-
-    def _take_frames(self) -> None:
+    def _receive_frames(self) -> None:
         for _ in range(BATCH_FRAMES):
             try:
                 parts = self._link.socket.recv_multipart(zmq.NOBLOCK)
@@ -150,33 +140,33 @@ class OmniCoordClientForHead:
             with self._lock:
                 if self._closed:
                     return
-                news = self._session.receive(b"".join(parts), time.monotonic())
-            self._tell(news)
+                outputs = self._session.receive(b"".join(parts), time.monotonic())
+            self._handle(outputs)
 
-    def _link_changed(self, trouble: str) -> None:
+    def _link_changed(self, problem: str) -> None:
         with self._lock:
-            if trouble:
+            if problem:
                 self._session.disconnected()
             elif not self._closed:
-                # The wall clock, because it also grows over a restart of the process.
+                # The wall clock grows also over a restart of the process.
                 self._session.open(time.time_ns())
-        if trouble:
-            self._say(trouble)
+        if problem:
+            self._report_problem(problem)
 
-    def _say(self, trouble: str) -> None:
-        if trouble != self._trouble:
-            self._trouble = trouble
-            tell(self._on_unreachable, trouble)
+    def _report_problem(self, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            notify(self._on_unreachable, problem)
 
-    def _tell(self, news: Sequence[SessionOutput]) -> None:
-        for one in news:
-            if isinstance(one, WireError):
-                self._link.note_invalid(one)
-            elif isinstance(one, SessionRefused):
-                self._say(f"{self._coordinator} gives this head no session: {one.reason}")
+    def _handle(self, outputs: Sequence[SessionOutput]) -> None:
+        for output in outputs:
+            if isinstance(output, WireError):
+                self._link.record_invalid(output)
+            elif isinstance(output, SessionRefused):
+                self._report_problem(f"{self._coordinator} gives this head no session: {output.reason}")
             else:
-                if isinstance(one, Welcome):
-                    self._say("")
-                elif isinstance(one, SessionLost):
-                    self._say(f"{self._coordinator} is silent")
-                tell(self._on_event, one)
+                if isinstance(output, Welcome):
+                    self._report_problem("")
+                elif isinstance(output, SessionLost):
+                    self._report_problem(f"{self._coordinator} is silent")
+                notify(self._on_event, output)

@@ -1,4 +1,4 @@
-"""What a head and the coordinator have said to each other so far. Pure: frames in, frames and events out."""
+"""The head's side of a session, without sockets or clocks: frames in, frames and events out."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -34,19 +34,18 @@ from vllm_omni_plugin.errors import WireError
 SILENCE_TIMEOUT = 2.0
 
 SessionEvent = Welcome | FullList | ListDelta | PeerWork | HeadLeft | CallMessageToHead | SessionLost
-"""What a head is told."""
 SessionOutput = SessionEvent | SessionRefused | WireError
-"""An event, why there is no session, or what was dropped."""
+"""An event, the reason of a missing session, or the fault of a dropped frame."""
 
 
 class HeadSession:
-    """One head's side. Times are monotonic seconds; ``number`` of a session: see `Hello`.
+    """One session after the other. Times are monotonic seconds; ``number`` of a session: see `Hello`.
 
-    A session ends with its connection, with silence, with a frame that cannot be read, and when more than
-    `HEAD_QUEUE_FRAMES` wait to be sent. Everything is then told anew, in both directions.
+    A session ends with its connection, after `SILENCE_TIMEOUT`, with an invalid frame, and when more than
+    `HEAD_QUEUE_FRAMES` wait to be sent. A full resync in both directions follows.
 
     Attributes:
-        frames: What is to be sent while there is a connection, the first first.
+        frames: Frames to send while there is a connection.
 
     Raises:
         WireError: The coordinator would refuse this id.
@@ -55,108 +54,105 @@ class HeadSession:
     def __init__(self, head_id: str) -> None:
         self._head_id = head_id
         self._number = 0
-        self._heard_at: float | None = None
-        self._welcomed = False
-        # Of the replicas that are listed.
-        self._numbers: dict[ReplicaKey, int] = {}
+        self._last_frame_at: float | None = None
+        self._is_open = False
+        self._replica_ids: dict[ReplicaKey, int] = {}
         self.frames: deque[bytes] = deque()
         self.open(0)
 
     def open(self, number: int) -> None:
-        """Ask for a session, since there is a new connection or this one is of no use. What was to be sent is not."""
+        """Request a new session. Frames of the previous one are not sent."""
         self._number = max(number, self._number + 1)
-        self._welcomed = False
-        self._say_hello()
+        self._is_open = False
+        self._send_hello()
 
     def disconnected(self) -> None:
-        """Send nothing until there is another connection."""
-        self._welcomed = False
+        """The connection is lost: send nothing until `open`."""
+        self._is_open = False
 
     def beat(self) -> None:
-        """Say that the head is there; ask again for a session where there is none."""
-        if self._welcomed:
+        """Send a heartbeat, or request a session where there is none."""
+        if self._is_open:
             self._add(Beat())
         else:
-            self._say_hello()
+            self._send_hello()
 
     def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
-        """Tell of work that changed, or with ``full`` of all there is."""
+        """Report changed work, or with ``full`` all work."""
         for start in range(0, len(work) or 1, ROWS_PER_FRAME):
-            if self._welcomed:
+            if self._is_open:
                 self._add(WorkReport(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))
 
     def send(self, message: CallMessageFromHead) -> bool:
-        """Return whether there is a session to send it in."""
-        if self._welcomed:
+        """Send a message. Returns False without a session."""
+        if self._is_open:
             self._add(message)
-        return self._welcomed
+        return self._is_open
 
     def leave(self) -> None:
-        """Say that the head leaves."""
         self.frames.append(encode_from_head(Bye()))
-        self._welcomed = False
+        self._is_open = False
 
     def check_silence(self, now: float, number: int) -> list[SessionOutput]:
-        """See to what time alone brings: silence, after which another session begins."""
-        if self._heard_at is None or now - self._heard_at < SILENCE_TIMEOUT:
+        """Request a new session if the coordinator has been silent for `SILENCE_TIMEOUT`."""
+        if self._last_frame_at is None or now - self._last_frame_at < SILENCE_TIMEOUT:
             return []
-        self._heard_at = None
+        self._last_frame_at = None
         self.open(number)
         return [SessionLost()]
 
     def receive(self, frame: bytes, now: float) -> list[SessionOutput]:
-        """Take in a frame of the coordinator."""
         try:
             messages = decode_to_head(frame)
         except WireError as error:
-            # Whatever it said is missing now. The next beat asks for everything.
-            self._welcomed = False
+            # The content is lost. The next beat requests a new session and with it a full resync.
+            self._is_open = False
             return [error]
-        news = [news for message in messages for news in self._take(message)]
-        if self._welcomed:
-            # A coordinator that gives this head no session tells it nothing of the others.
-            self._heard_at = now
-        return news
+        outputs = [output for message in messages for output in self._handle(message)]
+        if self._is_open:
+            # Frames without a session, such as refusals, do not count: other heads' work is unknown without one.
+            self._last_frame_at = now
+        return outputs
 
-    def _take(self, message: ToHead) -> Iterator[SessionOutput]:
+    def _handle(self, message: ToHead) -> Iterator[SessionOutput]:
         match message:
             case Welcome():
-                self._welcomed = True
+                self._is_open = True
                 if message.starting:
-                    self._report_numbers()
+                    self._report_replica_ids()
                 yield message
             case SessionRefused():
                 yield message
-            case _ if not self._welcomed:
-                # It is what was left of another session.
+            case _ if not self._is_open:
+                # It belongs to a previous session.
                 return
             case FullList() | ListDelta():
-                self._note_numbers(message)
+                self._record_replica_ids(message)
                 yield message
             case PeerWork() if message.head_id == self._head_id:
                 return
             case _:
                 yield message
 
-    def _note_numbers(self, news: FullList | ListDelta) -> None:
-        if isinstance(news, FullList):
-            self._numbers.clear()
+    def _record_replica_ids(self, message: FullList | ListDelta) -> None:
+        if isinstance(message, FullList):
+            self._replica_ids.clear()
         else:
-            for key in news.removed:
-                self._numbers.pop(key, None)
-        self._numbers |= {ReplicaKey.of(row): row.replica_id for row in (*news.replicas, *news.no_new_work)}
+            for key in message.removed:
+                self._replica_ids.pop(key, None)
+        rows = (*message.replicas, *message.no_new_work)
+        self._replica_ids |= {ReplicaKey.of(row): row.replica_id for row in rows}
 
-    def _report_numbers(self) -> None:
-        numbers = [ReplicaIdRow(*key, number) for key, number in self._numbers.items() if number >= 0]
-        for start in range(0, len(numbers), ROWS_PER_FRAME):
-            self._add(KnownReplicaIds(numbers[start : start + ROWS_PER_FRAME]))
+    def _report_replica_ids(self) -> None:
+        rows = [ReplicaIdRow(*key, replica_id) for key, replica_id in self._replica_ids.items() if replica_id >= 0]
+        for start in range(0, len(rows), ROWS_PER_FRAME):
+            self._add(KnownReplicaIds(rows[start : start + ROWS_PER_FRAME]))
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         self.frames.clear()
         self.frames.append(encode_from_head(Hello(self._head_id, self._number, SESSION_PROTOCOL)))
 
     def _add(self, message: FromHead) -> None:
-        """Send a message. Raises `WireError` if the coordinator would refuse it."""
         frame = encode_from_head(message)
         if len(self.frames) < HEAD_QUEUE_FRAMES:
             self.frames.append(frame)

@@ -1,4 +1,1 @@
-"""The coordinator in a process of its own, watched and started again by its parent.
-
-Imports `coordinator.server`. Start with `runtime`.
-"""
+"""Runs the coordinator in its own process. The parent watches the process and restarts it."""

@@ -1,4 +1,1 @@
-"""What replicas, heads and the coordinator say to each other: messages, codecs, sockets and their limits.
-
-Imports no other folder of `coordinator`. Start with `control_messages`.
-"""
+"""Messages, codecs, and sockets with their limits, for all ends of the coordinator's connections."""

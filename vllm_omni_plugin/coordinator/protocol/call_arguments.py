@@ -1,4 +1,4 @@
-"""Operators' calls as heads and the coordinator pass them on: one form for each method, strictly decoded."""
+"""Arguments of operator calls on the wire: one strictly decoded form for each method."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
@@ -12,14 +12,14 @@ from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, AdapterId
 
 FORGET_LORA = "forget_lora"
-"""Recorded and not sent: engines keep an adapter that requests no longer can ask for, as vLLM's do."""
+"""Recorded but not sent to engines: like vLLM's, they keep an adapter that requests can no longer name."""
 
 MANAGE_CALLS = frozenset({"drain", "resume", "remove"})
-"""What an operator wants with one replica of another process; their argument is its `ReplicaKey`."""
+"""Calls for one replica. The argument is its `ReplicaKey`."""
 
 _MAX_RPC_CHARS = 128 * 1024
+# Worker methods that belong to one request of one head.
 _OF_ONE_REQUEST = frozenset({"release_late_interaction_query_cache"})
-"""Methods of workers that belong to a request, whose engines are this head's own affair."""
 
 _Level = Annotated[int, Meta(ge=0, le=2)]
 _Mode = Literal["abort", "wait", "keep"]
@@ -46,14 +46,14 @@ _ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(MANAGE_CALLS, tuple[ReplicaKey]),
     "profile": tuple[bool, _Text | None, _Count | None, _Count | None],
 }
+# The form with the optional arguments.
 _LONGER: dict[str, Any] = {"profile": tuple[bool, _Text | None, _Count | None, _Count | None, dict[str, Any]]}
-"""With all arguments that it may have."""
 
 
 def encode(method: str, args: Sequence[Any]) -> list[Any] | None:
-    """The arguments as plain JSON, None where the call concerns no other head or cannot be told.
+    """Return the arguments as plain JSON, or None if other heads need not or cannot get the call.
 
-    Questions concern nobody else. What no engine would take is not told either: the caller's engines refuse it.
+    They need no queries. They cannot get arguments that are invalid, nested too deeply or too large.
     """
     if method not in _ARGUMENTS or (method == "collective_rpc" and args[0] in _OF_ONE_REQUEST):
         return None
@@ -69,14 +69,10 @@ def encode(method: str, args: Sequence[Any]) -> list[Any] | None:
 
 
 def decode(method: str, arguments: Any) -> tuple[Any, ...]:
-    """The arguments that `encode` wrote.
-
-    Raises:
-        WireError: there is no such call.
-    """
+    """Return the arguments that `encode` wrote. Raises `WireError` if there is no such call."""
     kind = _ARGUMENTS.get(method)
     if kind is None:
-        raise WireError(f"not an operator's call: {method}")
+        raise WireError(f"not an operator call: {method}")
     longer = _LONGER.get(method)
     if longer is not None and isinstance(arguments, list) and len(arguments) == len(get_args(longer)):
         kind = longer

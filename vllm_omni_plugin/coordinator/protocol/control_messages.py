@@ -1,7 +1,4 @@
-"""What replicas say to the coordinator, and it to subscribers: UTF-8 JSON, one frame per message, strictly decoded.
-
-Field names are the wire's keys.
-"""
+"""Messages from replicas to the coordinator, and from it to subscribers. The keys on the wire are the field names."""
 
 from enum import StrEnum
 from typing import Annotated, Literal, NamedTuple, Protocol, TypeVar
@@ -14,10 +11,10 @@ from vllm_omni_plugin.errors import WireError
 MAX_STAGE_ID = 1023
 MAX_QUEUE_LENGTH = 2**31 - 1
 MAX_ADDRESS_CHARS = 256
-# As many as a table may hold, and as many again that are kept for replicas of the coordinator before.
+# A full membership table, and as many ids again that are reserved after a restart of the coordinator.
 MAX_REPLICA_ID = 8191
 MAX_EVENT_BYTES = 64 * 1024
-# The largest table allowed, with the longest addresses allowed, is smaller than this.
+# A full membership table with the longest addresses is smaller than this.
 MAX_REPLICA_LIST_BYTES = 24 * 1024 * 1024
 _MAX_DETAIL_CHARS = 200
 
@@ -33,7 +30,7 @@ EventType = Literal["update", "heartbeat"]
 
 
 class ReplicaStatus(StrEnum):
-    """What a replica says of itself."""
+    """The status that a replica reports."""
 
     UP = "up"
     DOWN = "down"
@@ -42,20 +39,19 @@ class ReplicaStatus(StrEnum):
 
 
 class ReplicaEvent(Struct, frozen=True):
-    """One announcement of one replica. Each carries the whole registration, so that any lost one is healed by the next.
+    """One registration of one replica. Each is complete, so the next one replaces a lost one.
 
     Attributes:
-        input_addr: ZMQ address on which the replica takes requests.
-        output_addr: ZMQ address on which it gives outputs.
-        stage_id: Stage it serves, 0 to 1023.
-        event_type: Why it was sent: ``update`` (joined, changed or leaving) or ``heartbeat`` (nothing new). The effect
-            depends on the other fields alone.
-        status: ``DOWN`` means it leaves of its own accord.
-        queue_length: Requests waiting in it, 0 to 2**31-1.
-        incarnation: Grows each time the replica starts again. 0: not numbered.
-        sequence: Grows with each event of one incarnation, so that a replay is recognised. 0: not numbered, then events
-            of the same incarnation count in order of arrival.
-        control_addr: ZMQ address on which heads attach; empty for a replica that needs no attaching.
+        input_addr: ZMQ address for requests.
+        output_addr: ZMQ address for outputs.
+        event_type: ``update`` (the replica joins, changes or leaves) or ``heartbeat``. For the log only: the effect
+            depends on the other fields.
+        status: ``DOWN`` means that the replica leaves.
+        queue_length: Requests that wait in the replica.
+        incarnation: Grows with each start of the replica. 0: unknown.
+        sequence: Grows with each event of one incarnation, so that the coordinator detects replays. 0: unknown; events
+            of the same incarnation then count in order of arrival.
+        control_addr: ZMQ address on which heads attach; empty for a replica without attachment.
     """
 
     input_addr: Address
@@ -69,8 +65,8 @@ class ReplicaEvent(Struct, frozen=True):
     control_addr: OptionalAddress = ""
 
 
-class Addressed(Protocol):
-    """What is about one replica."""
+class HasReplicaAddress(Protocol):
+    """Anything with the three fields that identify a replica."""
 
     @property
     def stage_id(self) -> int: ...
@@ -83,23 +79,23 @@ class Addressed(Protocol):
 
 
 class ReplicaKey(NamedTuple):
-    """What makes two announcements be about the same replica. An array on the wire."""
+    """Identifies a replica. An array on the wire."""
 
     stage_id: StageId
     input_addr: Address
     output_addr: Address
 
     @classmethod
-    def of(cls, about: Addressed) -> "ReplicaKey":
-        """Return the key of the replica that something is about."""
-        return cls(about.stage_id, about.input_addr, about.output_addr)
+    def of(cls, source: HasReplicaAddress) -> "ReplicaKey":
+        """Return the key of the replica that ``source`` describes."""
+        return cls(source.stage_id, source.input_addr, source.output_addr)
 
 
 class ReplicaInfo(Struct, frozen=True):
-    """One replica as the coordinator publishes it. Times are wall-clock seconds since the epoch.
+    """One row of the replica list. Times are wall-clock seconds since the epoch.
 
     Attributes:
-        replica_id: its number within its stage, the same for all heads; -1: not numbered.
+        replica_id: Number within the stage, the same for all heads; -1: none.
     """
 
     input_addr: Address
@@ -118,10 +114,10 @@ class ReplicaList(Struct, frozen=True):
     """The replicas of all stages at one moment.
 
     Attributes:
-        replicas: Those that are UP and may be given work.
-        timestamp: Wall-clock seconds since the epoch; 0.0 when nothing was received yet.
-        no_new_work: Those that must be given no new work but may finish what they have: suspected of being dead, or
-            draining. A replica in neither list is gone.
+        replicas: Replicas that are UP and take requests.
+        timestamp: Wall-clock seconds since the epoch; 0.0 before the first list.
+        no_new_work: Suspect or draining replicas. They finish their requests and get no new ones. A replica in neither
+            list is gone.
     """
 
     replicas: list[ReplicaInfo]
@@ -136,7 +132,7 @@ _list_decoder = msgspec.json.Decoder(ReplicaList)
 
 
 def encode_event(event: ReplicaEvent) -> bytes:
-    """Return ``event`` as one frame; raise `WireError` if the other end would refuse it."""
+    """Return the frame of ``event``. Raises `WireError` if the coordinator would refuse it."""
     try:
         frame = _encoder.encode(event)
     except (TypeError, OverflowError, UnicodeError) as error:
@@ -146,30 +142,27 @@ def encode_event(event: ReplicaEvent) -> bytes:
 
 
 def decode_event(frame: bytes) -> ReplicaEvent:
-    """Return the event in ``frame``; raise `WireError` naming the field and what is wrong with it.
-
-    Unknown keys are ignored, so that a newer replica may say more.
-    """
+    """Return the event in ``frame``. Unknown keys are ignored. Raises `WireError` with the field and its fault."""
     return decode_strictly(_event_decoder, frame, "replica event", MAX_EVENT_BYTES)
 
 
 def encode_replica_list(replicas: ReplicaList) -> bytes:
-    """Return ``replicas`` as one frame."""
+    """Return the frame of ``replicas``."""
     return _encoder.encode(replicas)
 
 
 def decode_replica_list(frame: bytes) -> ReplicaList:
-    """Return the list in ``frame``; raise `WireError` naming the field and what is wrong with it."""
+    """Return the list in ``frame``. Raises `WireError` with the field and its fault."""
     return decode_strictly(_list_decoder, frame, "replica list", MAX_REPLICA_LIST_BYTES)
 
 
 def decode_strictly(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str, max_bytes: int) -> _T:
-    """Return what ``decoder`` makes of ``frame``; raise `WireError`, which calls it ``what``, if it is not valid."""
+    """Decode a frame. Raises `WireError` if it is invalid; the message begins with ``what``."""
     if len(frame) > max_bytes:
         raise WireError(f"{what}: {len(frame)} bytes, at most {max_bytes} allowed")
     try:
         return decoder.decode(frame)
-    # RecursionError: msgspec descends into the value of an unknown key to skip it.
+    # RecursionError: msgspec parses the value of an unknown key in order to skip it.
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        # The text may quote the sender, who must not choose how much we log.
+        # The text may quote the frame, and the sender must not decide how much we log.
         raise WireError(f"{what}: {str(error)[:_MAX_DETAIL_CHARS]}") from error

@@ -1,8 +1,8 @@
-"""The coordinator's five kinds of sockets and their limits, all in one place; its own two, opened together (`Ports`); a
-flag with which any thread ends another one's poll of them (`Wakeup`)."""
+"""All sockets of the coordinator and its clients, with their limits, and a flag that ends a poll of them (`Wakeup`)."""
 
 import math
 import os
+from contextlib import ExitStack, suppress
 
 import zmq
 
@@ -21,7 +21,7 @@ from vllm_omni_plugin.errors import ConfigError
 
 
 class Wakeup:
-    """A flag that a poller can wait for. `set` and `clear` are thread-safe; neither may be called after `close`."""
+    """A flag for a poller. Thread-safe until `close`."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -31,45 +31,39 @@ class Wakeup:
         return self._fd
 
     def set(self) -> None:
-        """Set the flag."""
         os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Unset the flag, whether it was set or not."""
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        except BlockingIOError:
-            return
 
     def close(self) -> None:
-        """Give the descriptor back."""
         os.close(self._fd)
 
 
 ROLE = "coordinator"
-"""Of the coordinator's sockets in key derivation, and the ZAP domain of both."""
+"""The role in key derivation, and the ZAP domain, of the coordinator's sockets."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
-# A link cut without a word is noticed and opened again after about this time, instead of TCP's quarter of an hour; the
-# other end gives up on it a little later. As long may a connection take to be made, and its handshake.
+# Interval and timeout of ZMTP heartbeats, and timeout of a connection attempt and of its handshake. TCP alone would
+# notice a cut link only after 15 minutes.
 LINK_CHECK_MS = 5000
+# The other end closes a silent connection after this time.
 LINK_TTL_MS = 15000
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 1000
-# Frames queued per peer before TCP pushes back on it: bounds what one peer can make the coordinator hold to 8 MiB.
+# Frames queued per peer before TCP back-pressure. Bounds the coordinator's memory per peer to 8 MiB.
 RECEIVE_QUEUE_FRAMES = 32
-# libzmq keeps about 50 bytes for every byte of a topic that somebody subscribes to, without a limit. Our own client
-# subscribes to everything, which is no topic.
+# libzmq needs about 50 bytes for each byte of a subscribed topic, without a limit. Our own client uses no topic.
 MAX_SUBSCRIPTION_BYTES = HANDSHAKE_FRAME_BYTES
 MAX_TOPICS_PER_PEER = 8
-# Each list replaces those before it, so there is no use in keeping many; but dropping the last one would cost 5 s.
+# A list replaces the previous ones, so few are enough. A dropped last list would be missing for 5 s.
 LIST_QUEUE_FRAMES = 16
-# Each announcement replaces those before it, too; what is queued here while the coordinator is away comes out stale.
+# An event replaces the previous ones, too. Events queued while the coordinator is away arrive late.
 EVENT_QUEUE_FRAMES = 4
-# What a head may be behind by, each way, before everything is told anew. Some
-# 25 of them go each way in a second.
+# Frames queued for or by a head, each way, before a full resync. About 25 per second go each way.
 HEAD_QUEUE_FRAMES = 128
 LINK_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -78,44 +72,44 @@ _LINK_EVENTS = LINK_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONN
 
 
 def bind_router(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
-    """Return a ROUTER for announcements and heads bound to ``address``; see `bound_address`. Raises `ConfigError`.
+    """Return the bound ROUTER for replicas and heads. Raises `ConfigError`.
 
-    What it sends raises `zmq.ZMQError`: EAGAIN if the peer's queue is full, EHOSTUNREACH if it is not connected.
+    Sending raises `zmq.ZMQError`: EAGAIN if the peer's queue is full, EHOSTUNREACH if the peer is not connected.
     """
     router = context.socket(zmq.ROUTER)
     router.maxmsgsize = MAX_HEAD_FRAME_BYTES
     router.rcvhwm = RECEIVE_QUEUE_FRAMES
     router.sndhwm = HEAD_QUEUE_FRAMES
     router.router_mandatory = True
-    # The connection of a head that takes nothing for so long is ended, and with it its queue.
+    # The kernel closes the connection of a head that receives nothing for this time. That also frees its queue.
     router.tcp_maxrt = LINK_TTL_MS
     _bind(router, address, secrets, zap_handler)
     return router
 
 
 def bind_pub(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
-    """Return an XPUB for lists bound to ``address``; it also reads each new subscription. Raises `ConfigError`."""
+    """Return the bound XPUB for lists, from which subscriptions can be read. Raises `ConfigError`."""
     pub = context.socket(zmq.XPUB)
     pub.maxmsgsize = MAX_SUBSCRIPTION_BYTES
     pub.rcvhwm = RECEIVE_QUEUE_FRAMES
     pub.sndhwm = LIST_QUEUE_FRAMES
-    # Without it only the first of several subscribers is heard of.
+    # Reports each subscriber, not only the first.
     pub.xpub_verbose = True
     _bind(pub, address, secrets, zap_handler)
     return pub
 
 
 def open_dealer(context: Context) -> Socket:
-    """Return a DEALER for announcements, not connected yet."""
+    """Return the unconnected DEALER of a replica."""
     dealer = context.socket(zmq.DEALER)
-    # The coordinator never answers: only its handshake comes.
+    # The coordinator sends nothing except its handshake.
     dealer.maxmsgsize = HANDSHAKE_FRAME_BYTES
     dealer.sndhwm = EVENT_QUEUE_FRAMES
     return dealer
 
 
 def open_head_dealer(context: Context) -> Socket:
-    """Return a DEALER for a head, not connected yet."""
+    """Return the unconnected DEALER of a head or of a node that queries one."""
     dealer = context.socket(zmq.DEALER)
     dealer.maxmsgsize = MAX_FRAME_TO_HEAD_BYTES
     dealer.sndhwm = dealer.rcvhwm = HEAD_QUEUE_FRAMES
@@ -123,7 +117,7 @@ def open_head_dealer(context: Context) -> Socket:
 
 
 def open_sub(context: Context) -> Socket:
-    """Return a SUB for lists, not connected yet."""
+    """Return the unconnected SUB of a subscriber."""
     sub = context.socket(zmq.SUB)
     sub.maxmsgsize = MAX_REPLICA_LIST_BYTES
     sub.rcvhwm = LIST_QUEUE_FRAMES
@@ -132,9 +126,9 @@ def open_sub(context: Context) -> Socket:
 
 
 def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attempt: int) -> Socket:
-    """Let ``socket`` stay connected to ``address`` with the secret number ``attempt``; return its monitor.
+    """Connect with the secret number ``attempt`` and return the socket's monitor. Raises `ConfigError`.
 
-    The monitor must be read for as long as the socket is open, or libzmq blocks. Raises `ConfigError`.
+    The monitor must be read while the socket is open, or libzmq blocks.
     """
     socket.ipv6 = "[" in address
     socket.heartbeat_ivl = LINK_CHECK_MS
@@ -152,13 +146,8 @@ def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attem
     return monitor
 
 
-def bound_address(socket: Socket) -> str:
-    """Return the address ``socket`` is bound to, its port resolved."""
-    return socket.get_string(zmq.LAST_ENDPOINT)
-
-
 def poll_ms(seconds: float) -> int:
-    """Return ``seconds`` as a poll timeout that never ends before them; 0 if they are over."""
+    """Return a poll timeout in milliseconds that never ends early; 0 for negative ``seconds``."""
     return max(0, math.ceil(seconds * 1000))
 
 
@@ -177,46 +166,29 @@ def _bind(socket: Socket, address: str, secrets: Secrets | None, zap_handler: Za
         raise ConfigError(f"the coordinator cannot bind {address}: {error.strerror}") from error
 
 
-class Ports:
-    """Opened together and closed in order.
-
-    Attributes:
-        router: For announcements.
-        pub: For lists.
-        router_address: What `router` is bound to.
-        pub_address: What `pub` is bound to.
-        zap_handler: Knows how many were refused.
-    """
+class CoordinatorSockets:
+    """The coordinator's two bound sockets and the ZAP handler that guards them. Raises `ConfigError`."""
 
     def __init__(self, router_address: str, pub_address: str, secrets: Secrets | None) -> None:
-        """Bind both. Raises `ConfigError`."""
-        self._context: Context = zmq.Context()
-        # Now: libzmq keeps what an endpoint lingers from its bind on. With its default, for ever, `close` would hang
-        # when a connection with unread messages ends in the same moment (libzmq's issues 2733 and 3252).
-        self._context.linger = 0
-        self.zap_handler = ZapHandler(self._context, secrets)
-        self.zap_handler.admit_secret_holders(ROLE)
-        if secrets is None:
-            self.zap_handler.admit(ROLE, NO_CREDENTIAL)
-        try:
-            self.router = bind_router(self._context, router_address, secrets, self.zap_handler)
-            try:
-                self.pub = bind_pub(self._context, pub_address, secrets, self.zap_handler)
-            except BaseException:
-                self.router.close()
-                raise
-        except BaseException:
-            self._close_zap_handler()
-            raise
-        self.router_address = bound_address(self.router)
-        self.pub_address = bound_address(self.pub)
+        with ExitStack() as stack:
+            context: Context = zmq.Context()
+            stack.callback(context.term)
+            # Set before bind, when libzmq copies it. With the default, no limit, `close` would hang if a connection
+            # with unread messages ends at the same moment (libzmq's issues 2733 and 3252).
+            context.linger = 0
+            self.zap_handler = ZapHandler(context, secrets)
+            stack.callback(self.zap_handler.close)
+            self.zap_handler.admit_secret_holders(ROLE)
+            if secrets is None:
+                self.zap_handler.admit(ROLE, NO_CREDENTIAL)
+            self.router = bind_router(context, router_address, secrets, self.zap_handler)
+            stack.callback(self.router.close)
+            self.pub = bind_pub(context, pub_address, secrets, self.zap_handler)
+            stack.callback(self.pub.close)
+            self._stack = stack.pop_all()
+        self.router_address = self.router.get_string(zmq.LAST_ENDPOINT)
+        self.pub_address = self.pub.get_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
-        """Give everything back; what was not sent yet is dropped."""
-        self.router.close()
-        self.pub.close()
-        self._close_zap_handler()
-
-    def _close_zap_handler(self) -> None:
-        self.zap_handler.close()
-        self._context.term()
+        """Close both sockets. Unsent frames are dropped."""
+        self._stack.close()

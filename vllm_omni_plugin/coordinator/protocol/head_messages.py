@@ -1,7 +1,7 @@
-"""What heads and the coordinator say to each other, and what nodes ask it before they start.
+"""Messages between heads and the coordinator, and between a node that starts and the coordinator.
 
-A head's frames are objects whose first key is ``type``, which no replica's announcement is. A frame to a head is a list
-of such objects; an empty one answers a beat.
+docs/wire.md explains each message and its fields. A frame from a head is one JSON object whose first key is ``type``. A
+frame to a head is a list of such objects; an empty list answers a `Beat`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,23 +26,23 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
 from vllm_omni_plugin.errors import WireError
 
 SESSION_PROTOCOL = 2
-"""Version of these messages. Ends that differ do not work together."""
+"""Version of these messages. Both ends must have the same."""
 
 MAX_HEAD_ID_CHARS = 128
 MAX_METHOD_CHARS = 128
 MAX_NAMED_ENGINES = 8192
 MAX_STAGES = 1024
 MAX_ERROR_CHARS = 4096
-# As many as every reader of JSON takes for exact integers.
+# JSON numbers below this are exact for every reader.
 ENGINE_KEYS = 2**53
-# A frame of so many rows with addresses of the greatest length is not larger than a head's frame may be.
+# This many rows with the longest addresses fit into MAX_HEAD_FRAME_BYTES.
 ROWS_PER_FRAME = 400
 MAX_LISTENING = 32
 MAX_NONCE_CHARS = 64
 REACHABILITY_TIMEOUT_S = 2.0
-"""For a node's ports to be reached: a second request for a connection is sent after 1 s."""
+"""For a connection to a node's port. TCP repeats a lost connection request after 1 s."""
 MAX_HEAD_FRAME_BYTES = 256 * 1024
-# Several messages share a frame up to this size; the largest message is a full list.
+# Messages share a frame up to this size. The largest message is a full list.
 SHARED_FRAME_BYTES = 1024 * 1024
 MAX_FRAME_TO_HEAD_BYTES = MAX_REPLICA_LIST_BYTES + SHARED_FRAME_BYTES
 _HEAD_PREFIX = b'{"type":'
@@ -54,23 +54,17 @@ ErrorText = Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
 
 
 def engine_key(stage_id: int, input_addr: str, output_addr: str, incarnation: int) -> int:
-    """By what heads name one start of a replica to each other, so that its work never counts for another start.
+    """Return the number that names one start of a replica between heads.
 
-    A hash, since addresses would be three quarters of what the coordinator has to write. That two of 8,192 share one
-    has a chance of 4 in 10**9; what others have on one of the two would then count for the other as well.
+    It is a hash, because the addresses would be three quarters of the bytes that the coordinator writes. Two of 8,192
+    replicas collide with a probability of 4e-9; then their work in flight is added up.
     """
     identity = f"{stage_id} {input_addr} {output_addr} {incarnation}"
     return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest()) % ENGINE_KEYS
 
 
 class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
-    """What one head has in flight on one replica.
-
-    Attributes:
-        engine: See `engine_key`.
-        requests: How many; 0: none any more.
-        prefill_tokens: Tokens of their prompts that it has yet to compute.
-    """
+    """The work in flight of one head on one replica; zero requests: none any more."""
 
     engine: EngineKey
     requests: QueueLength
@@ -78,7 +72,7 @@ class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
 
 
 class ReplicaIdRow(Struct, frozen=True, array_like=True, gc=False):
-    """The number by which a head knows a replica."""
+    """The id that a head knows for a replica."""
 
     stage_id: StageId
     input_addr: Address
@@ -87,12 +81,9 @@ class ReplicaIdRow(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """Opens a session, or opens it anew after a lost connection or an overflow. Repeated until it is answered.
+    """Opens a session. The head repeats it until it gets `Welcome` or `SessionRefused`.
 
-    Attributes:
-        head_id: The head's.
-        session: Grows with each session of the head, so that what is left of an older connection is recognised.
-        protocol: `SESSION_PROTOCOL` of the head.
+    ``session`` grows with each session of the head, so that frames of an older connection are recognised.
     """
 
     head_id: HeadId
@@ -101,36 +92,30 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Beat(Struct, frozen=True, tag="beat"):
-    """The head is there; answered by an empty list."""
+    """Heartbeat of a head."""
 
 
 class WorkReport(Struct, frozen=True, tag="work"):
-    """What a head has in flight. The first of a session is full.
-
-    Attributes:
-        full: Whether replicas that are not in it have nothing; otherwise it has those that changed.
-        work: By replica.
-    """
+    """Work in flight of a head: all of it (``full``), or the rows that changed. The first of a session is full."""
 
     full: bool
     work: Annotated[list[ReplicaWork], Meta(max_length=ROWS_PER_FRAME)]
 
 
 class KnownReplicaIds(Struct, frozen=True, tag="numbers"):
-    """The numbers by which a head has known replicas, for a coordinator that has just started."""
+    """The replica ids that a head knows, for a coordinator that has just started."""
 
     numbers: Annotated[list[ReplicaIdRow], Meta(max_length=ROWS_PER_FRAME)]
 
 
 class OperatorCall(Struct, frozen=True, tag="call"):
-    """An operator's call, to be numbered and passed on to all heads; see `NumberedCall`.
+    """A call that the coordinator numbers and sends to all heads.
 
     Attributes:
-        call_id: The caller's name for it.
-        method: See `call_arguments`.
-        arguments: Likewise.
-        stages: Whose engines are called.
-        called_engines: The engines that the caller calls itself.
+        call_id: Id given by the calling head.
+        method: See `call_arguments`, also for ``arguments``.
+        stages: Ids of the stages whose engines are called.
+        called_engines: Keys of the engines that the caller itself calls.
     """
 
     call_id: Ordinal
@@ -141,12 +126,12 @@ class OperatorCall(Struct, frozen=True, tag="call"):
 
 
 class CallOutcome(Struct, frozen=True, tag="call_outcome"):
-    """What became of a call, said by its caller and passed on to the other heads.
+    """The result of a call, from its caller to the other heads.
 
     Attributes:
-        number: The call's.
-        taken: For each of its stages, whether any engine took it.
-        failed: Engines that did not take what others took.
+        number: Number of the call.
+        taken: For each of its stages, whether any engine accepted the call.
+        failed: Engines that failed although others of their stage accepted.
         cleared: Engines that dropped their prefix caches.
     """
 
@@ -157,18 +142,17 @@ class CallOutcome(Struct, frozen=True, tag="call_outcome"):
 
 
 class CallDone(Struct, frozen=True, tag="call_done"):
-    """This head has done what the outcome of a call asks of it."""
+    """This head has finished its part of a call."""
 
     number: Ordinal
 
 
 class StageState(Struct, frozen=True):
-    """What the engines of one stage were told.
+    """The state that operator calls left in the engines of one stage.
 
     Attributes:
-        stage_id: The stage.
         replay: The calls that bring a fresh engine to this state: method and arguments.
-        unreplayable: Whether that is not all.
+        unreplayable: Whether no calls can bring a fresh engine to this state.
     """
 
     stage_id: StageId
@@ -177,12 +161,13 @@ class StageState(Struct, frozen=True):
 
 
 class FleetState(Struct, frozen=True, tag="fleet_state"):
-    """A snapshot of what operators have told the fleet: to a head at each resync, from one that knows more.
+    """Snapshot of the state that operator calls left in the fleet.
+
+    The coordinator sends it with each resync. A head whose snapshot is newer sends its own.
 
     Attributes:
-        number: Of the last call in it.
-        stages: Those that were told anything.
-        drained: Replicas that an operator has drained: stage, input and output address.
+        number: Number of the last call in the snapshot.
+        drained: Replicas that operators drained.
     """
 
     number: Ordinal
@@ -191,17 +176,17 @@ class FleetState(Struct, frozen=True, tag="fleet_state"):
 
 
 class Bye(Struct, frozen=True, tag="bye"):
-    """The head leaves."""
+    """The head closes its session."""
 
 
 class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
-    """Asked by a node before it loads a model. Needs no session; older coordinators do not answer it.
+    """Sent by a node before it loads a model. It needs no session. Older coordinators do not answer.
 
     Attributes:
-        stage_id: That its replicas will serve.
-        listening: ZMQ addresses with numeric hosts on which it listens while it asks, to be told whether this machine
+        stage_id: The stage that the node will serve.
+        listening: ZMQ addresses with numeric hosts on which the node listens now. The coordinator checks whether it
             reaches them.
-        nonce: What it says there to who connects, and then hangs up.
+        nonce: What the node sends to each connection on these addresses.
     """
 
     stage_id: StageId
@@ -210,13 +195,13 @@ class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
 
 
 class HeadInfo(Struct, frozen=True, tag="facts"):
-    """The answer to a `HeadQuery`, in a frame of its own.
+    """The answer to `HeadQuery`.
 
     Attributes:
         timestamp: Wall-clock seconds since the epoch.
-        stages: Those of the head; empty: not to be told.
-        fingerprint: What all replicas of that stage have in common; empty likewise, or if there is no such stage.
-        trying: Whether `ReachabilityReport` follows.
+        stages: Stage ids of the head; empty without a secret.
+        fingerprint: Configuration that all replicas of the stage share; empty without a secret or such a stage.
+        trying: Whether a `ReachabilityReport` follows.
     """
 
     timestamp: WallSeconds
@@ -226,21 +211,20 @@ class HeadInfo(Struct, frozen=True, tag="facts"):
 
 
 class ReachabilityReport(Struct, frozen=True, tag="reached"):
-    """Follows `HeadInfo`, in a frame of its own and `REACHABILITY_TIMEOUT_S` later at most.
+    """Follows `HeadInfo` after at most `REACHABILITY_TIMEOUT_S`.
 
-    Attributes:
-        unreached: Those of the addresses asked about on which the nonce was not heard, and why.
+    ``unreached`` has the reason for each address from which the nonce did not come.
     """
 
     unreached: dict[str, str]
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """A full resync begins: these are the other heads, then the replica list and the loads of the others.
+    """A full resync begins. The replica list and the work of the other heads follow.
 
     Attributes:
-        heads: Of a head whose load does not follow, what was known stands until it reports.
-        starting: Whether the coordinator has just started, and wants `KnownReplicaIds`.
+        heads: Ids of the other heads. A head whose work does not follow keeps the work it reported last.
+        starting: Whether the coordinator has just started and needs `KnownReplicaIds`.
     """
 
     heads: list[HeadId]
@@ -248,29 +232,26 @@ class Welcome(Struct, frozen=True, tag="welcome"):
 
 
 class SessionRefused(Struct, frozen=True, tag="refused"):
-    """This head gets no session; the answer to each `Hello`."""
+    """This head gets no session. It answers each `Hello`."""
 
     reason: ErrorText
 
 
 class FullList(ReplicaList, frozen=True, tag="full_list"):
-    """The replicas of all stages. Here and in `ListDelta`, a row's `last_heartbeat` may be older than its last one."""
+    """The replicas of all stages. Here and in `ListDelta`, ``last_heartbeat`` may be older than the last heartbeat."""
 
 
 class ListDelta(ReplicaList, frozen=True, tag="list_delta", kw_only=True):
-    """What makes a list out of the one before it: rows that are new or changed, and those that are gone.
+    """New and changed rows, and the keys of ``removed`` rows.
 
-    A row may be told that the head has already, and the end of one that it does not have.
-
-    Attributes:
-        removed: Keys of the rows that are gone: stage, input and output address.
+    A changed row may be known already, and a removed one may be unknown.
     """
 
     removed: list[ReplicaKey]
 
 
 class PeerWork(Struct, frozen=True, tag="work"):
-    """What a head has in flight: all of it (`full`), or what changed. A head's own reports come back to it, too."""
+    """Work in flight of a head: all of it (``full``), or the rows that changed. The head itself gets it, too."""
 
     head_id: HeadId
     full: bool
@@ -278,10 +259,10 @@ class PeerWork(Struct, frozen=True, tag="work"):
 
 
 class NumberedCall(OperatorCall, frozen=True, tag="numbered_call", kw_only=True):
-    """A call of a head, its own included, in the order in which all heads get them.
+    """A call of a head. All heads, also the caller, get the calls in the same order.
 
     Attributes:
-        number: One more than that of the call before.
+        number: One more than that of the previous call.
         head_id: The caller.
     """
 
@@ -290,32 +271,32 @@ class NumberedCall(OperatorCall, frozen=True, tag="numbered_call", kw_only=True)
 
 
 class CallRefused(Struct, frozen=True, tag="call_refused"):
-    """To the caller: its call gets no number. Its operator gets 503, since the same call may succeed later."""
+    """To the caller: the call gets no number. The operator gets 503, because a retry may succeed."""
 
     call_id: Ordinal
     reason: ErrorText
 
 
 class TakeOverCall(Struct, frozen=True, tag="take_over"):
-    """The caller has gone before it said what became of its call: this head makes it again, as its caller."""
+    """The caller left before it sent the outcome. This head repeats the call and becomes its caller."""
 
     call: NumberedCall
 
 
 class CallFinished(Struct, frozen=True, tag="call_finished"):
-    """To the caller: all other heads have done what the outcome asks of them."""
+    """To the caller: all other heads have finished their part of the call."""
 
     number: Ordinal
 
 
 class HeadLeft(Struct, frozen=True, tag="head_left"):
-    """Another head has left, or was silent for too long."""
+    """Another head left, or timed out."""
 
     head_id: HeadId
 
 
 class SessionLost(Struct, frozen=True):
-    """Never sent: a head's client says so of a coordinator that is silent. The last list stands."""
+    """Not on the wire: a head's client reports that the coordinator is silent. The last list remains valid."""
 
 
 CallMessageFromHead = OperatorCall | CallOutcome | CallDone | FleetState
@@ -333,12 +314,12 @@ _DEEPER, _NO_DEEPER = b"[" * 64, b"]" * 64
 
 
 def is_of_head(frame: bytes) -> bool:
-    """Whether a frame that the coordinator got claims to be a head's."""
+    """Whether a frame to the coordinator comes from a head and not from a replica."""
     return frame.startswith(_HEAD_PREFIX)
 
 
 def encode_from_head(message: FromHead | HeadQuery) -> bytes:
-    """Return ``message`` as one frame; raise `WireError` if the coordinator would refuse it."""
+    """Return the frame of ``message``. Raises `WireError` if the coordinator would refuse it."""
     try:
         frame = _encoder.encode(message)
     except (TypeError, OverflowError, UnicodeError, RecursionError) as error:
@@ -348,26 +329,26 @@ def encode_from_head(message: FromHead | HeadQuery) -> bytes:
 
 
 def decode_from_head(frame: bytes) -> FromHead | HeadQuery:
-    """Return the message in ``frame``; raise `WireError` naming the field and what is wrong with it."""
+    """Return the message in ``frame``. Raises `WireError` with the field and its fault, as all decoders here do."""
     return decode_strictly(_from_head, frame, "message of a head", MAX_HEAD_FRAME_BYTES)
 
 
 def encode_to_head(message: ToHead | HeadInfo | ReachabilityReport) -> Raw:
-    """Return ``message`` as a part of any number of frames."""
+    """Encode a message for `frames_to_head`, which may put it into any number of frames."""
     return Raw(_encoder.encode(message))
 
 
 def require_flat(value: Any) -> None:
-    """Raise `WireError` if a value is nested so deeply that a reader may refuse the frame that it is passed on in."""
+    """Raise `WireError` if a value is nested so deeply that a reader could refuse its frame."""
     try:
-        # What is just not too deep here may be so where it arrives: the limit depends on the stack of the reader.
+        # A margin: the limit depends on the reader's stack.
         decode_strictly(_anything, _DEEPER + _encoder.encode(value) + _NO_DEEPER, "value", MAX_FRAME_TO_HEAD_BYTES)
     except RecursionError as error:
         raise WireError(f"value: {error}") from error
 
 
 def frames_to_head(messages: Iterable[Raw]) -> Iterator[bytes]:
-    """Yield frames with these messages in order, of a limited size each unless one message is larger."""
+    """Yield frames with these messages in order, each of at most `SHARED_FRAME_BYTES` or with one message."""
     batch: list[Raw] = []
     size = 0
     for message in messages:
@@ -381,17 +362,14 @@ def frames_to_head(messages: Iterable[Raw]) -> Iterator[bytes]:
 
 
 def decode_to_head(frame: bytes) -> list[ToHead]:
-    """Return the messages in ``frame``; raise `WireError` naming the field and what is wrong with it."""
     return decode_strictly(_to_head, frame, "frame to a head", MAX_FRAME_TO_HEAD_BYTES)
 
 
 def decode_head_info(frame: bytes) -> HeadInfo:
-    """Return the answer to a question in ``frame``; raise `WireError` naming the field and what is wrong with it."""
     (facts,) = decode_strictly(_head_info, frame, "answer to a question", MAX_FRAME_TO_HEAD_BYTES)
     return facts
 
 
 def decode_reachability(frame: bytes) -> ReachabilityReport:
-    """Return what follows the answer to a question, from ``frame``; raises as `decode_head_info` does."""
     (reached,) = decode_strictly(_reachability, frame, "ports reached", MAX_FRAME_TO_HEAD_BYTES)
     return reached

@@ -1,4 +1,1 @@
-"""The coordinator's thread: sockets in front of its tables.
-
-Imports `coordinator.protocol` and `coordinator.state`. Start with `service`.
-"""
+"""The coordinator's thread: it connects the sockets with the tables of `coordinator.state`."""

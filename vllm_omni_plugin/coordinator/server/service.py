@@ -17,7 +17,7 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
 )
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
     MAX_TOPICS_PER_PEER,
-    Ports,
+    CoordinatorSockets,
     Socket,
     Wakeup,
     poll_ms,
@@ -101,9 +101,9 @@ class OmniCoordinator:
         self._ticked_at = clock()
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
         self._delta_schedule = PublishSchedule(self._ticked_at, self._ticked_at + settle_time, RELAY_INTERVAL)
-        self._ports = Ports(router_zmq_addr, pub_zmq_addr, secrets)
-        self._router = self._ports.router
-        self._pub = self._ports.pub
+        self._sockets = CoordinatorSockets(router_zmq_addr, pub_zmq_addr, secrets)
+        self._router = self._sockets.router
+        self._pub = self._sockets.pub
         self._fingerprints = {} if secrets is None else dict(fingerprints or {})
         # Without a secret anybody may ask, and nobody shall learn which ports this machine reaches.
         self._trials = ReachabilityChecks(0 if secrets is None else MAX_CONNECTIONS)
@@ -112,8 +112,8 @@ class OmniCoordinator:
         # belongs to an admission, too, which the ZAP handler gives every connection anew.
         self._topics: dict[int, tuple[str, int]] = {}
         self._has_subscribers = False
-        self.router_zmq_addr = self._ports.router_address
-        self.pub_zmq_addr = self._ports.pub_address
+        self.router_zmq_addr = self._sockets.router_address
+        self.pub_zmq_addr = self._sockets.pub_address
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._serve, name="omni-coordinator", daemon=True)
         self._thread.start()
@@ -132,7 +132,7 @@ class OmniCoordinator:
     @property
     def refused_connections(self) -> int:
         """Connections refused so far because their peer holds none of the secrets, or for a malformed handshake."""
-        return self._ports.zap_handler.refused
+        return self._sockets.zap_handler.refused
 
     def add_new_replica(self, event: ReplicaEvent) -> None:
         """Register the replica that ``event`` describes.
@@ -234,7 +234,7 @@ class OmniCoordinator:
                 self._tick(wake_at)
         finally:
             self._trials.close()
-            self._ports.close()
+            self._sockets.close()
             with self._turned:
                 self._stopped.set()
                 self._turned.notify_all()

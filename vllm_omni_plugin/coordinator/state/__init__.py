@@ -1,4 +1,1 @@
-"""What the coordinator knows, as pure tables: replicas, their numbers, heads' sessions, operator calls.
-
-Imports `coordinator.protocol`. Start with `membership_table`.
-"""
+"""The coordinator's tables, without sockets or clocks: replicas and their ids, heads, operator calls."""
