@@ -134,8 +134,8 @@ class World:
     def restart(self) -> None:
         """Begin with another coordinator; all connections break."""
         self.table = MembershipTable(30.0)
-        self.numbering = ReplicaIds()
-        self.lists = ListDeltas(self.table, self.numbering)
+        self.replica_ids = ReplicaIds()
+        self.lists = ListDeltas(self.table, self.replica_ids)
         self.sessions = ConnectedHeads(self.lists)
         # No node asks here.
         self.frames = HeadFrames(self.sessions, self, lambda stage_id: HeadInfo(0.0, [], {}), None)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ class World:
         self.frames.send(self.sessions.tick(self.now))
 
     def listed(self) -> ReplicaList:
-        return replica_list(self.table, self.numbering, self.now, self.now)
+        return replica_list(self.table, self.replica_ids, self.now, self.now)
 
     def _note_state(self) -> None:
         events = [(m.event, m.takes_new_work) for m in self.table if m.takes_new_work or m.may_finish_work]
@@ -189,7 +189,7 @@ class World:
         while head.session.frames and len(head.up) < self.queue_frames:
             head.up.append(head.session.frames.popleft())
         if head.up:
-            self.frames.take(head.peer, head.up.popleft(), self.now)
+            self.frames.receive(head.peer, head.up.popleft(), self.now)
             return True
         return False
 

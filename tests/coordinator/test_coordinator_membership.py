@@ -72,7 +72,7 @@ def test_what_one_event_changes(
     member = table.get(ReplicaKey.of(A))
     assert (member and member.registered_at) == registered_at
     if change is not None:
-        assert (row(table).event, row(table).heard_at) == (event, 3.0)
+        assert (row(table).event, row(table).last_event_at) == (event, 3.0)
 
 
 def test_error_then_up_under_a_new_incarnation_joins_anew() -> None:
@@ -168,7 +168,7 @@ def test_late_coordinator_extends_deadlines_instead_of_expiring_everyone() -> No
 def test_excuse_never_puts_a_heartbeat_into_the_future() -> None:
     table = table_of(make_event())
     table.expire(3.0, late_by=100.0)
-    assert row(table).heard_at == 3.0
+    assert row(table).last_event_at == 3.0
 
 
 def test_full_table_refuses_new_rows_and_leaves_others() -> None:
@@ -246,7 +246,7 @@ def test_table_stays_consistent_over_any_history(history: list[tuple[ReplicaEven
         assert (deadline is None) == (len(table) == 0)
         assert deadline is None or deadline > now
         for member in table:
-            silent_too_long = now - member.heard_at >= TIMEOUT / 2
+            silent_too_long = now - member.last_event_at >= TIMEOUT / 2
             assert not (member.takes_new_work and silent_too_long)
 
 

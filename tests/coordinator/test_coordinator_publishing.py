@@ -32,7 +32,7 @@ def test_settling_holds_back_every_list_and_then_sends_one() -> None:
 
 
 def test_list_shows_times_by_the_wall_clock() -> None:
-    member = Member(make_event(queue_length=4), Liveness.ALIVE, registered_at=10.0, heard_at=40.0, changed_at=10.0)
+    member = Member(make_event(queue_length=4), Liveness.ALIVE, registered_at=10.0, last_event_at=40.0, changed_at=10.0)
     shown = replica_list([member], ReplicaIds(), now=50.0, wall_now=1_000_050.0)
     assert shown.timestamp == 1_000_050.0
     (info,) = shown.replicas

@@ -71,17 +71,17 @@ def test_stopped_process_is_killed_and_replaced_on_the_same_ports(keep: Keep, ca
 
 
 def test_process_that_serves_is_left_alone(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    beats = threading.Semaphore(0)
-    wait_for_beat = CoordinatorProcess.beats
+    checks = threading.Semaphore(0)
+    is_alive = CoordinatorProcess.is_alive
 
     def counted(child: CoordinatorProcess, timeout: float) -> bool:
-        beats.release()
-        return wait_for_beat(child, timeout)
+        checks.release()
+        return is_alive(child, timeout)
 
-    monkeypatch.setattr(CoordinatorProcess, "beats", counted)
+    monkeypatch.setattr(CoordinatorProcess, "is_alive", counted)
     runtime = keep(OmniCoordinatorRuntime(answer_timeout=5.0))
     first = process_of(runtime)
-    assert all(beats.acquire(timeout=20) for _ in range(4))
+    assert all(checks.acquire(timeout=20) for _ in range(4))
     assert runtime.process_id == first
 
 

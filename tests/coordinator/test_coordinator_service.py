@@ -175,9 +175,9 @@ def test_turn_does_not_come_while_the_serving_thread_hangs() -> None:
         return 0.0
 
     coordinator = OmniCoordinator(ANY, ANY, clock=clock)
-    coordinator.wait_for_turn()
+    coordinator.wait_for_loop_pass()
     goes_on.clear()
-    waiter = threading.Thread(target=coordinator.wait_for_turn)
+    waiter = threading.Thread(target=coordinator.wait_for_loop_pass)
     waiter.start()
     waiter.join(0.05)
     assert waiter.is_alive()
@@ -185,7 +185,7 @@ def test_turn_does_not_come_while_the_serving_thread_hangs() -> None:
     waiter.join(20)
     assert not waiter.is_alive()
     coordinator.close()
-    coordinator.wait_for_turn()
+    coordinator.wait_for_loop_pass()
 
 
 def test_closed_coordinator_refuses_everything_but_reading() -> None:

@@ -26,16 +26,16 @@ def replace(call: OperatorCall, **fields: Any) -> OperatorCall:
 
 def test_only_the_caller_says_what_became_of_its_call() -> None:
     calls = OperatorCalls()
-    calls.take("a", PAUSE, HEADS)
-    assert calls.take("b", CallOutcome(1, [False]), HEADS) == []
+    calls.handle("a", PAUSE, HEADS)
+    assert calls.handle("b", CallOutcome(1, [False]), HEADS) == []
     assert calls.state.stages == [PAUSED]
 
 
 def test_the_snapshot_has_what_was_taken_or_is_under_way_and_who_is_drained() -> None:
     calls = OperatorCalls()
     for call in (PAUSE, DRAIN, replace(PAUSE, stages=[2]), replace(PAUSE, stages=[1])):
-        calls.take("a", call, HEADS)
-    calls.take("a", CallOutcome(4, [False]), HEADS)
+        calls.handle("a", call, HEADS)
+    calls.handle("a", CallOutcome(4, [False]), HEADS)
     state = calls.state
     assert (state.number, state.drained) == (4, [(0, "in", "out")])
     assert [(stage.stage_id, stage.replay) for stage in state.stages] == [
@@ -43,7 +43,7 @@ def test_the_snapshot_has_what_was_taken_or_is_under_way_and_who_is_drained() ->
         (2, PAUSED.replay),
         (1, []),
     ]
-    calls.take("b", replace(DRAIN, method="resume"), HEADS)
+    calls.handle("b", replace(DRAIN, method="resume"), HEADS)
     assert calls.state.drained == []
 
 
@@ -62,11 +62,11 @@ def test_a_call_that_may_not_be_repeated_counts_as_taken_when_its_caller_leaves(
     call: OperatorCall, later: bool
 ) -> None:
     calls = OperatorCalls()
-    calls.take("a", call, HEADS)
+    calls.handle("a", call, HEADS)
     if later:
-        calls.take("b", OperatorCall(3, "resume_scheduler", [], [0], []), HEADS)
+        calls.handle("b", OperatorCall(3, "resume_scheduler", [], [0], []), HEADS)
     outcome = CallOutcome(1, [True] * len(call.stages))
-    assert sorted(calls.left("a", ["b", "c"])) == [("b", outcome), ("c", outcome)]
+    assert sorted(calls.head_left("a", ["b", "c"])) == [("b", outcome), ("c", outcome)]
 
 
 BAD: dict[str, Any] = {
@@ -86,15 +86,15 @@ BAD: dict[str, Any] = {
 @pytest.mark.parametrize("message", BAD.values(), ids=BAD)
 def test_what_is_no_call_or_state_is_an_error_and_changes_nothing(message: Any) -> None:
     calls = OperatorCalls()
-    calls.take("a", PAUSE, HEADS)
+    calls.handle("a", PAUSE, HEADS)
     with pytest.raises(WireError):
-        calls.take("a", message, HEADS)
+        calls.handle("a", message, HEADS)
     assert calls.state == FleetState(1, [PAUSED], [])
 
 
 def test_calls_under_way_are_bounded() -> None:
     calls = OperatorCalls()
     for _ in range(MAX_OPEN_CALLS):
-        calls.take("a", DRAIN, HEADS)
-    ((head, refused),) = calls.take("b", PAUSE, HEADS)
+        calls.handle("a", DRAIN, HEADS)
+    ((head, refused),) = calls.handle("b", PAUSE, HEADS)
     assert (head, refused) == ("b", CallRefused(1, "1024 calls are under way. Please try again later."))

@@ -77,37 +77,37 @@ def test_all_heads_name_a_start_of_a_replica_alike_and_every_other_one_different
 
 
 def test_lowest_free_number_of_the_stage_is_given_and_kept() -> None:
-    numbering = ReplicaIds()
-    assert [numbering.number_of(key(name)) for name in "abca"] == [0, 1, 2, 0]
-    assert numbering.number_of(key("x", stage_id=1)) == 0
-    numbering.release(key("b"))
-    numbering.release(key("unknown"))
-    assert [numbering.number_of(key(name)) for name in "de"] == [1, 3]
+    replica_ids = ReplicaIds()
+    assert [replica_ids.id_of(key(name)) for name in "abca"] == [0, 1, 2, 0]
+    assert replica_ids.id_of(key("x", stage_id=1)) == 0
+    replica_ids.release(key("b"))
+    replica_ids.release(key("unknown"))
+    assert [replica_ids.id_of(key(name)) for name in "de"] == [1, 3]
 
 
 def test_reserved_numbers_wait_for_their_replicas_until_the_end_of_reservations() -> None:
-    numbering = ReplicaIds()
-    numbering.reserve([number("b", 0), number("a", 5), number("thief", 5), number("b", 9)])
-    assert [numbering.number_of(key(name)) for name in "axb"] == [5, 1, 0]
-    numbering.reserve([number("gone", 2), number("x", 7), number("late", 5)])
-    numbering.end_reservations()
-    assert [numbering.number_of(key(name)) for name in ("y", "late", "x")] == [2, 3, 1]
+    replica_ids = ReplicaIds()
+    replica_ids.reserve([number("b", 0), number("a", 5), number("thief", 5), number("b", 9)])
+    assert [replica_ids.id_of(key(name)) for name in "axb"] == [5, 1, 0]
+    replica_ids.reserve([number("gone", 2), number("x", 7), number("late", 5)])
+    replica_ids.end_reservations()
+    assert [replica_ids.id_of(key(name)) for name in ("y", "late", "x")] == [2, 3, 1]
 
 
 def test_numbers_of_the_heads_own_engines_are_given_to_nobody() -> None:
-    numbering = ReplicaIds({0: 2})
-    numbering.reserve([number("a", 1), number("b", 3)])
-    assert [numbering.number_of(key(name)) for name in "abc"] == [2, 3, 4]
-    assert numbering.number_of(key("x", stage_id=1)) == 0
-    numbering.release(key("a"))
-    numbering.reserve([number("d", 7)])
-    numbering.end_reservations()
-    assert numbering.number_of(key("e")) == 2
+    replica_ids = ReplicaIds({0: 2})
+    replica_ids.reserve([number("a", 1), number("b", 3)])
+    assert [replica_ids.id_of(key(name)) for name in "abc"] == [2, 3, 4]
+    assert replica_ids.id_of(key("x", stage_id=1)) == 0
+    replica_ids.release(key("a"))
+    replica_ids.reserve([number("d", 7)])
+    replica_ids.end_reservations()
+    assert replica_ids.id_of(key("e")) == 2
 
 
 def test_number_of_a_row_that_was_displaced_is_free_again() -> None:
-    table, numbering = MembershipTable(10.0, max_replicas=1), ReplicaIds()
-    lists = ListDeltas(table, numbering)
+    table, replica_ids = MembershipTable(10.0, max_replicas=1), ReplicaIds()
+    lists = ListDeltas(table, replica_ids)
 
     def announce(event: ReplicaEvent) -> None:
         change = table.apply(event, 0.0)
@@ -117,9 +117,9 @@ def test_number_of_a_row_that_was_displaced_is_free_again() -> None:
 
     announce(make_event("a"))
     announce(make_event("a", status=ReplicaStatus.DOWN))
-    assert numbering.number_of(key("a", stage_id=make_event("a").stage_id)) == 0
+    assert replica_ids.id_of(key("a", stage_id=make_event("a").stage_id)) == 0
     announce(make_event("b"))
-    assert numbering.number_of(key("b", stage_id=make_event("b").stage_id)) == 0
+    assert replica_ids.id_of(key("b", stage_id=make_event("b").stage_id)) == 0
 
 
 def test_replica_keeps_its_number_when_it_comes_back_and_when_the_coordinator_does(world: World) -> None:

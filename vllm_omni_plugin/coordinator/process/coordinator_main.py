@@ -1,4 +1,4 @@
-"""Entry of the coordinator's own process: ``python -m`` with this module, and its arguments on standard input."""
+"""Main module of the coordinator's process. It reads its arguments from standard input."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ import threading
 
 import msgspec
 
-from vllm_omni_plugin.coordinator.process.coordinator_process import BEAT, Answer, ChildArguments
+from vllm_omni_plugin.coordinator.process.coordinator_process import ALIVE_BYTE, Answer, ChildArguments
 from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Serve until standard input ends; return the exit code."""
+    """Run until the end of standard input; return the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _die_with_parent()
     _allow_many_connections()
@@ -43,9 +43,9 @@ def main() -> int:
     _answer((coordinator.router_zmq_addr, coordinator.pub_zmq_addr))
     orderly = threading.Event()
     threading.Thread(target=_close_at_end_of_input, args=(coordinator, orderly), daemon=True).start()
-    while not coordinator.wait_for_shutdown(arguments.beat_interval):
-        coordinator.wait_for_turn()
-        _write(BEAT)
+    while not coordinator.wait_for_shutdown(arguments.alive_interval):
+        coordinator.wait_for_loop_pass()
+        _write(ALIVE_BYTE)
     return 0 if orderly.is_set() else EXIT_FAILED
 
 
@@ -60,20 +60,20 @@ def _answer(answer: Answer) -> None:
     _write(msgspec.json.encode(answer) + b"\n")
 
 
-def _write(said: bytes) -> None:
-    # A parent that is gone is noticed by the end of standard input.
+def _write(data: bytes) -> None:
+    # If the parent is gone, standard input ends, too.
     with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), said)
+        os.write(sys.stdout.fileno(), data)
 
 
 def _allow_many_connections() -> None:
-    # Each replica and each head is one, and the usual limit is 1,024 descriptors.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Each replica and each head needs a descriptor, and the usual limit is 1,024.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _die_with_parent() -> None:
-    # Beside the end of standard input, because another child of the parent may hold a copy of that pipe's other end.
+    # The end of standard input is not enough: another child of the parent may hold the other end of the pipe.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

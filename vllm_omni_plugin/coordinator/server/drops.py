@@ -1,4 +1,4 @@
-"""Frames that were dropped: counted always, logged once per peer and reason."""
+"""Counts dropped frames, and logs the first of each peer and reason."""
 
 from collections import Counter
 from enum import StrEnum
@@ -13,7 +13,7 @@ MAX_LOGGED_PEERS = 1024
 
 
 class DropReason(StrEnum):
-    """Why a frame had no effect."""
+    """Why a frame was dropped."""
 
     MULTIPART = "multipart"
     MALFORMED = "malformed"
@@ -23,16 +23,16 @@ class DropReason(StrEnum):
 
 
 def peer_of(frame: zmq.Frame) -> str:
-    """The network address of a frame's sender, as far as it is known."""
+    """Return the network address of a frame's sender, for the log."""
     try:
         return str(frame.get("Peer-Address")) or "on this machine"
     except zmq.ZMQError:
-        # libzmq knows none of a peer that speaks the protocol of its version 3 or older.
+        # libzmq does not know the address of a peer with libzmq 3 or older.
         return "without an address"
 
 
 class DropLog:
-    """Counts dropped frames by reason. Remembers at most ``max_peers`` (peer, reason) pairs and logs none beyond."""
+    """Counts dropped frames by reason. Logs at most ``max_peers`` different pairs of peer and reason."""
 
     def __init__(self, max_peers: int = MAX_LOGGED_PEERS) -> None:
         self._max_peers = max_peers
@@ -41,11 +41,11 @@ class DropLog:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Dropped frames so far, by reason; a copy, with every reason in it."""
+        """A copy of the counts, with all reasons."""
         return {reason.value: self._counts[reason] for reason in DropReason}
 
     def record(self, reason: DropReason, peer: str, detail: str) -> None:
-        """Count one frame of ``peer`` (its network address); log ``detail`` unless that was done before."""
+        """Count one dropped frame of a peer, given by its network address."""
         self._counts[reason] += 1
         if (peer, reason) in self._logged or len(self._logged) >= self._max_peers:
             return

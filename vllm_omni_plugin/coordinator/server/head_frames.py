@@ -1,4 +1,4 @@
-"""Where heads' frames come in at the coordinator, and frames to them go out."""
+"""Receives frames from heads and nodes at the coordinator's ROUTER, and sends frames to them."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -24,68 +24,64 @@ from vllm_omni_plugin.errors import WireError
 
 
 class HeadFrames:
-    """Sends what the sessions say. For the coordinator's own thread.
+    """Connects the ROUTER with `ConnectedHeads` and `ReachabilityChecks`. For the coordinator's thread only.
 
-    Args:
-        sessions: Of all heads.
-        router: The coordinator's ROUTER.
-        facts: What nodes are told that ask about a stage.
-        trials: Of their ports.
+    ``head_info`` returns the answer to a query about a stage.
     """
 
     def __init__(
-        self, sessions: ConnectedHeads, router: Socket, facts: Callable[[int], HeadInfo], trials: ReachabilityChecks
+        self, heads: ConnectedHeads, router: Socket, head_info: Callable[[int], HeadInfo], checks: ReachabilityChecks
     ) -> None:
-        self._sessions = sessions
+        self._heads = heads
         self._router = router
-        self._facts = facts
-        self._trials = trials
+        self._head_info = head_info
+        self._checks = checks
 
-    def take(self, peer: bytes, frame: bytes, now: float) -> bool:
-        """Take in a frame of a connection; return whether it may say so: most of it only in a session.
+    def receive(self, peer: bytes, frame: bytes, now: float) -> bool:
+        """Handle a frame. Returns False if it needs a session and there is none on this connection.
 
         Raises:
-            WireError: It is no message of a head, or of one of another version.
-            TableFullError: There is no place for another head.
+            WireError: The frame is invalid, or from a head of another version.
+            TableFullError: There are too many heads.
         """
         message = decode_from_head(frame)
         if isinstance(message, HeadQuery):
-            trying = self._trials.begin(peer, message.listening, message.nonce, now)
-            self._tell_node(peer, replace(self._facts(message.stage_id), trying=trying))
+            trying = self._checks.begin(peer, message.listening, message.nonce, now)
+            self._answer_node(peer, replace(self._head_info(message.stage_id), trying=trying))
             return True
         try:
-            letters = self._sessions.handle(peer, message, now)
+            frames = self._heads.handle(peer, message, now)
         except (TableFullError, WireError) as error:
-            # Both are waited for.
+            # Their senders wait for an answer.
             if isinstance(message, Hello | OperatorCall):
-                self.send([self._sessions.refusal(peer, message, str(error))])
+                self.send([self._heads.refusal(peer, message, str(error))])
             raise
-        self.send(letters or ())
-        return letters is not None
+        self.send(frames or ())
+        return frames is not None
 
-    def tell_nodes(self, now: float) -> None:
-        """Tell those whose ports were tried which of them are reached."""
-        for peer, reached in self._trials.take(now):
-            self._tell_node(peer, reached)
+    def send_reachability(self, now: float) -> None:
+        """Send the results of finished reachability checks."""
+        for peer, report in self._checks.take_reports(now):
+            self._answer_node(peer, report)
 
-    def _tell_node(self, peer: bytes, answer: HeadInfo | ReachabilityReport) -> None:
+    def _answer_node(self, peer: bytes, answer: HeadInfo | ReachabilityReport) -> None:
         self.send((peer, frame) for frame in frames_to_head([encode_to_head(answer)]))
 
-    def send(self, letters: Iterable[OutgoingFrame]) -> None:
-        """Send them to those who are there and whose queues are not full."""
-        pending = deque(letters)
+    def send(self, frames: Iterable[OutgoingFrame]) -> None:
+        """Send frames. A head whose queue is full gets a resync later; a head that is gone is removed."""
+        pending = deque(frames)
         full: set[bytes] = set()
         while pending:
             peer, frame = pending.popleft()
             if peer in full:
-                # What follows on something lost would be misread.
+                # Frames after a lost one are of no use.
                 continue
             try:
                 self._router.send_multipart((peer, frame), zmq.NOBLOCK)
             except zmq.Again:
                 full.add(peer)
-                self._sessions.mark_out_of_sync(peer)
+                self._heads.mark_out_of_sync(peer)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                pending += self._sessions.connection_lost(peer)
+                pending += self._heads.connection_lost(peer)

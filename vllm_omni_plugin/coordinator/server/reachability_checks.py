@@ -1,4 +1,4 @@
-"""Whether this machine reaches the ports on which a node listens that asks: tried by connections that never block."""
+"""Checks whether this machine reaches the ports of a node that asks, with non-blocking connections."""
 
 import ipaddress
 import os
@@ -15,16 +15,14 @@ MAX_CONNECTIONS = 256
 
 
 @dataclass
-class _Trial:
-    """What is tried for one node.
+class _Check:
+    """The check of one node.
 
     Attributes:
-        nonce: what the node says to who connects.
-        ends_at: when what was not answered counts as not reached.
-        connections: how many were begun.
-        waiting: how many of them have no result yet.
-        unreached: why, by address.
-        is_told: whether the node was sent the result.
+        ends_at: When addresses without an answer count as not reached.
+        connections: Number of connections that were started.
+        waiting: Number of connections without a result.
+        unreached: The reason by address.
     """
 
     nonce: bytes
@@ -32,117 +30,110 @@ class _Trial:
     connections: int
     waiting: int
     unreached: dict[str, str] = field(default_factory=dict)
-    is_told: bool = False
+    is_reported: bool = False
 
 
 @dataclass
 class _Connection:
-    """One that has no result yet; `heard` is what came on it."""
-
-    trial: _Trial
+    check: _Check
     address: str
     socket: socket.socket
-    heard: bytes = b""
+    received: bytes = b""
 
 
 class ReachabilityChecks:
-    """Connects where nodes say that they listen. An address is reached if the nonce of its node comes from there, so
-    that nothing else that answers counts. Times are monotonic seconds given by the caller.
+    """Connects to addresses of nodes. An address is reached if it sends the node's nonce, so no other server counts.
 
-    A peer gets one check in `REACHABILITY_TIMEOUT_S`. All peers together get few connections, since a check keeps its
-    places for that long.
-
-    Args:
-        places: for connections; 0: nothing is ever tried.
+    In `REACHABILITY_TIMEOUT_S`, a peer gets one check, and all peers together get ``max_connections``. Times are
+    monotonic seconds.
     """
 
-    def __init__(self, places: int = MAX_CONNECTIONS) -> None:
-        self._places = places
+    def __init__(self, max_connections: int = MAX_CONNECTIONS) -> None:
+        self._max_connections = max_connections
         # By peer, in the order in which they end.
-        self._trials: dict[bytes, _Trial] = {}
+        self._checks: dict[bytes, _Check] = {}
         self._connections: dict[int, _Connection] = {}
         self._epoll = select.epoll()
 
     def fileno(self) -> int:
-        """The descriptor that is readable when something has come on a connection."""
+        """Return the descriptor that is readable when a connection has received something."""
         return self._epoll.fileno()
 
     def begin(self, peer: bytes, addresses: list[str], nonce: str, now: float) -> bool:
-        """Connect to all of them for a peer; return whether it will be told of it. The next `take` may do so.
+        """Start a check for a peer. Returns whether `take_reports` will have a report for it.
 
         Raises:
-            WireError: one is no numeric tcp address.
+            WireError: An address is not numeric tcp.
         """
         targets = {address: _target(address) for address in addresses}
-        begun = sum(trial.connections for trial in self._trials.values())
-        if not (targets and nonce) or peer in self._trials or begun + len(targets) > self._places:
+        begun = sum(check.connections for check in self._checks.values())
+        if not (targets and nonce) or peer in self._checks or begun + len(targets) > self._max_connections:
             return False
-        trial = self._trials[peer] = _Trial(nonce.encode(), now + REACHABILITY_TIMEOUT_S, len(targets), len(targets))
+        check = self._checks[peer] = _Check(nonce.encode(), now + REACHABILITY_TIMEOUT_S, len(targets), len(targets))
         for address, (family, host, port) in targets.items():
             try:
-                connection = _Connection(trial, address, socket.socket(family, socket.SOCK_STREAM))
+                connection = _Connection(check, address, socket.socket(family, socket.SOCK_STREAM))
             except OSError as error:
-                trial.waiting -= 1
-                trial.unreached[address] = str(error.strerror)
+                check.waiting -= 1
+                check.unreached[address] = str(error.strerror)
                 continue
             connection.socket.setblocking(False)
             self._connections[connection.socket.fileno()] = connection
-            refused = connection.socket.connect_ex((host, port))
-            if refused in (0, EINPROGRESS):
+            error_number = connection.socket.connect_ex((host, port))
+            if error_number in (0, EINPROGRESS):
                 self._epoll.register(connection.socket, select.EPOLLIN)
             else:
-                self._end(connection, os.strerror(refused))
+                self._end(connection, os.strerror(error_number))
         return True
 
     def next_deadline(self) -> float | None:
-        """When `take` has something to do, whatever comes."""
-        return next((trial.ends_at for trial in self._trials.values()), None)
+        """Return the next time at which `take_reports` has something to do."""
+        return next((check.ends_at for check in self._checks.values()), None)
 
-    def take(self, now: float) -> list[tuple[bytes, ReachabilityReport]]:
-        """Take in what came; return the peers of which everything is known now, and what they are to be told."""
-        if not self._trials:
+    def take_reports(self, now: float) -> list[tuple[bytes, ReachabilityReport]]:
+        """Read what was received, and return the reports of finished checks, by peer."""
+        if not self._checks:
             return []
         for descriptor, _ in self._epoll.poll(0):
             self._read(self._connections[descriptor])
         for connection in list(self._connections.values()):
-            if connection.trial.ends_at <= now:
+            if connection.check.ends_at <= now:
                 self._end(connection, f"no answer within {REACHABILITY_TIMEOUT_S:g} s")
-        known = {peer: trial for peer, trial in self._trials.items() if not (trial.waiting or trial.is_told)}
-        for trial in known.values():
-            trial.is_told = True
-        self._trials = {peer: trial for peer, trial in self._trials.items() if trial.ends_at > now}
-        return [(peer, ReachabilityReport(trial.unreached)) for peer, trial in known.items()]
+        finished = {peer: check for peer, check in self._checks.items() if not (check.waiting or check.is_reported)}
+        for check in finished.values():
+            check.is_reported = True
+        self._checks = {peer: check for peer, check in self._checks.items() if check.ends_at > now}
+        return [(peer, ReachabilityReport(check.unreached)) for peer, check in finished.items()]
 
     def close(self) -> None:
-        """End all connections."""
         for connection in self._connections.values():
             connection.socket.close()
         self._epoll.close()
 
     def _read(self, connection: _Connection) -> None:
-        nonce = connection.trial.nonce
+        nonce = connection.check.nonce
         try:
-            said = connection.socket.recv(len(nonce))
+            data = connection.socket.recv(len(nonce))
         except OSError as error:
             self._end(connection, str(error.strerror))
             return
-        connection.heard += said
-        if connection.heard == nonce:
+        connection.received += data
+        if connection.received == nonce:
             self._end(connection)
-        elif not said or not nonce.startswith(connection.heard):
+        elif not data or not nonce.startswith(connection.received):
             self._end(connection, "something else answers")
 
     def _end(self, connection: _Connection, why_unreached: str = "") -> None:
         del self._connections[connection.socket.fileno()]
-        # This takes it out of the epoll, too.
+        # This also removes the socket from the epoll.
         connection.socket.close()
-        connection.trial.waiting -= 1
+        connection.check.waiting -= 1
         if why_unreached:
-            connection.trial.unreached[connection.address] = why_unreached
+            connection.check.unreached[connection.address] = why_unreached
 
 
 def _target(address: str) -> tuple[int, str, int]:
-    """Family, host and port. A name is refused, since to look it up blocks."""
+    """Return family, host and port. Host names are refused, because a lookup blocks."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     try:

@@ -1,4 +1,4 @@
-"""The coordinator: replicas report to its ROUTER, one table, heads have sessions or read its PUB."""
+"""The coordinator: replicas and heads connect to its ROUTER, subscribers to its PUB."""
 
 import threading
 import time
@@ -32,23 +32,23 @@ from vllm_omni_plugin.coordinator.state.membership_table import Change, Membersh
 from vllm_omni_plugin.curve import Secrets, cut_connection
 from vllm_omni_plugin.errors import ConfigError, WireError
 
-# Frames taken in before deadlines and publishing get their turn.
+# Frames received before deadlines and publishing are handled.
 BATCH_FRAMES = 256
-# Being late by less than this part of the heartbeat timeout is scheduling noise.
+# Lateness below this part of the heartbeat timeout is scheduling noise.
 LATENESS_TOLERANCE_FRACTION = 0.1
-_STALE = "older than what the table holds, or leaving while unknown"
+_STALE = "older than the table's row, or DOWN of an unknown replica"
 _NO_SESSION = "from a head without a session on this connection"
 
 
 class OmniCoordinator:
     """Keeps the table of replicas and publishes it. One thread owns the sockets; all public methods are thread-safe.
 
-    The thread sleeps until a frame comes or the next deadline of a replica or of publishing is reached. Whatever comes
-    over the network, it goes on: a frame that is not valid is counted in `invalid_frames` and dropped.
+    The thread sleeps until a frame comes or the next deadline. Invalid frames are counted in `invalid_frames` and
+    dropped; they never stop it.
 
     Attributes:
-        router_zmq_addr: Address bound for replicas, and for heads (`OmniCoordClientForHead`).
-        pub_zmq_addr: Address bound for subscribers; each new one is sent the list at once.
+        router_zmq_addr: Bound address for replicas and heads.
+        pub_zmq_addr: Bound address for subscribers. A new subscriber gets the list at once.
     """
 
     def __init__(
@@ -64,21 +64,17 @@ class OmniCoordinator:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Bind both addresses (port 0 or ``*``: any free one) and start serving.
+        """Bind both addresses (port 0 or ``*``: any free port) and start.
 
         Args:
-            router_zmq_addr: Address to bind for replicas and heads.
-            pub_zmq_addr: Address to bind for subscribers.
-            heartbeat_timeout: Seconds of silence after which a replica is dead; after half of them it is suspected.
-            settle_time: Seconds to publish nothing, so that a restarted coordinator does not tell heads of an empty
-                fleet before the replicas had time to report again.
-            first_replica_ids: By stage, the lowest number that a replica gets. Those below are the head's own engines,
-                which it does not register.
-            secrets: Who does not hold one of them cannot connect; None admits everybody, unencrypted.
-            fingerprints: By stage, what all its replicas have in common. Told to nodes that ask, but to nobody without
+            heartbeat_timeout: Seconds of silence after which a replica is dead. After half of it, it is suspect.
+            settle_time: Seconds without publishing. A restarted coordinator gives replicas time to register again,
+                so that heads get no empty list.
+            first_replica_ids: By stage, the lowest replica id. Lower ids are the head's own engines, which do not
+                register.
+            secrets: Only their holders can connect; None admits everybody, without encryption.
+            fingerprints: By stage, the configuration that all its replicas share. Nodes can query it if there are
                 secrets.
-            clock: Monotonic seconds.
-            wall_clock: Seconds since the epoch.
 
         Raises:
             ConfigError: An address cannot be bound, or the timeout is not positive.
@@ -89,14 +85,14 @@ class OmniCoordinator:
         self._wall_clock = wall_clock
         self._late_tolerance = heartbeat_timeout * LATENESS_TOLERANCE_FRACTION
         self._lock = threading.Lock()
-        self._turned = threading.Condition(self._lock)
-        self._turns = 0
+        self._loop_passed = threading.Condition(self._lock)
+        self._passes = 0
         self._closing = False
         self._stopped = threading.Event()
         self._table = MembershipTable(heartbeat_timeout)
-        self._numbering = ReplicaIds(first_replica_ids)
-        self._lists = ListDeltas(self._table, self._numbering)
-        self._sessions = ConnectedHeads(self._lists)
+        self._replica_ids = ReplicaIds(first_replica_ids)
+        self._lists = ListDeltas(self._table, self._replica_ids)
+        self._heads = ConnectedHeads(self._lists)
         self._drops = DropLog()
         self._ticked_at = clock()
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
@@ -105,11 +101,11 @@ class OmniCoordinator:
         self._router = self._sockets.router
         self._pub = self._sockets.pub
         self._fingerprints = {} if secrets is None else dict(fingerprints or {})
-        # Without a secret anybody may ask, and nobody shall learn which ports this machine reaches.
-        self._trials = ReachabilityChecks(0 if secrets is None else MAX_CONNECTIONS)
-        self._heads = HeadFrames(self._sessions, self._router, self._facts, self._trials)
-        # How many each connection subscribed to, by its descriptor. That is used again for the next one, so each count
-        # belongs to an admission, too, which the ZAP handler gives every connection anew.
+        # Without a secret everybody may ask, and strangers must not learn which ports this machine reaches.
+        self._checks = ReachabilityChecks(0 if secrets is None else MAX_CONNECTIONS)
+        self._head_frames = HeadFrames(self._heads, self._router, self._head_info, self._checks)
+        # User id and number of topics of each connection, by its descriptor. Descriptors are reused; the user id is the
+        # one that the ZAP handler gives each connection.
         self._topics: dict[int, tuple[str, int]] = {}
         self._has_subscribers = False
         self.router_zmq_addr = self._sockets.router_address
@@ -125,42 +121,42 @@ class OmniCoordinator:
 
     @property
     def invalid_frames(self) -> dict[str, int]:
-        """Frames dropped so far, by reason (`DropReason`). One over 256 KiB ends its connection and is not counted."""
+        """Dropped frames by `DropReason`. A frame over 256 KiB ends its connection and is not counted."""
         with self._lock:
             return self._drops.counts
 
     @property
     def refused_connections(self) -> int:
-        """Connections refused so far because their peer holds none of the secrets, or for a malformed handshake."""
+        """Number of connections refused for a wrong secret or a malformed handshake."""
         return self._sockets.zap_handler.refused
 
     def add_new_replica(self, event: ReplicaEvent) -> None:
-        """Register the replica that ``event`` describes.
+        """Register a replica.
 
         Raises:
             WireError: The event is invalid.
-            TableFullError: There is no place for another replica.
+            TableFullError: The table is full.
             RuntimeError: The coordinator is closed.
         """
         self._apply_local(event)
 
     def update_replica_info(self, event: ReplicaEvent) -> None:
-        """Take over what ``event`` says of its replica. Raises as `add_new_replica` does."""
+        """Update a replica's row. Raises as `add_new_replica` does."""
         self._apply_local(event)
 
     def remove_replica(self, event: ReplicaEvent) -> None:
-        """Take the replica of ``event`` out, whatever status that states, until it announces itself again."""
+        """Remove a replica, whatever the event's status, until it registers again."""
         self._apply_local(replace(event, event_type="update", status=ReplicaStatus.DOWN))
 
     def get_active_replicas(self) -> ReplicaList:
-        """Return the list as it would be published now: in ``replicas`` those that are UP and not suspected."""
+        """Return the current list; ``replicas`` has those that are UP and not suspect."""
         with self._lock:
             return self._snapshot(self._clock())
 
     def publish_replica_list_update(self) -> bool:
-        """Ask for the list to be published; return whether this is done at once.
+        """Request that the list is published; return whether this is done at once.
 
-        False when closed, or when the last list is less than 0.1 s old: the next one, due then, stands for both.
+        False when closed, or when the last list is less than 0.1 s old: then one more list follows at that time.
         """
         with self._lock:
             if self._closing:
@@ -170,19 +166,19 @@ class OmniCoordinator:
             return at_once
 
     def wait_for_shutdown(self, timeout: float | None = None) -> bool:
-        """Block until the coordinator serves no more: closed, or its thread failed. False after ``timeout`` seconds."""
+        """Block until the coordinator is closed or its thread has failed. Returns False after ``timeout`` seconds."""
         return self._stopped.wait(timeout)
 
-    def wait_for_turn(self) -> None:
-        """Block until its thread has come round once, which shows that it does not hang, or serves no more."""
-        with self._turned:
+    def wait_for_loop_pass(self) -> None:
+        """Block until the thread has passed its loop once, so it does not hang, or until it has ended."""
+        with self._loop_passed:
             if not self._closing:
                 self._wakeup.set()
-            after = self._turns
-            self._turned.wait_for(lambda: self._turns > after or self._stopped.is_set())
+            after = self._passes
+            self._loop_passed.wait_for(lambda: self._passes > after or self._stopped.is_set())
 
     def close(self) -> None:
-        """Stop serving and give everything back. Raises RuntimeError when called again."""
+        """Stop. Raises RuntimeError when called again."""
         with self._lock:
             if self._closing:
                 raise RuntimeError("the coordinator is closed already")
@@ -204,25 +200,25 @@ class OmniCoordinator:
         now = self._clock()
         change = self._table.apply(event, now, authoritative=authoritative)
         if change is not None:
-            self._note([change], now)
+            self._record([change], now)
         return change is not None
 
-    def _note(self, changes: list[Change], now: float) -> None:
+    def _record(self, changes: list[Change], now: float) -> None:
         if self._lists.record(changes):
             self._schedule.request(now)
             self._delta_schedule.request(now)
 
     def _snapshot(self, now: float) -> ReplicaList:
-        return replica_list(self._table, self._numbering, now, self._wall_clock())
+        return replica_list(self._table, self._replica_ids, now, self._wall_clock())
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         sources: dict[Socket | int, Callable[[], None]] = {
             self._wakeup.fileno(): self._wakeup.clear,
-            self._pub: self._take_subscriptions,
-            self._router: self._take_frames,
-            # What came is taken by every `_tick`.
-            self._trials.fileno(): lambda: None,
+            self._pub: self._receive_subscriptions,
+            self._router: self._receive_frames,
+            # Read by every `_tick`.
+            self._checks.fileno(): lambda: None,
         }
         for source in sources:
             poller.register(source, zmq.POLLIN)
@@ -233,23 +229,23 @@ class OmniCoordinator:
                     sources[source]()
                 self._tick(wake_at)
         finally:
-            self._trials.close()
+            self._checks.close()
             self._sockets.close()
-            with self._turned:
+            with self._loop_passed:
                 self._stopped.set()
-                self._turned.notify_all()
+                self._loop_passed.notify_all()
 
     def _next_wake(self) -> float:
-        with self._turned:
-            self._turns += 1
-            self._turned.notify_all()
-            deadlines = (self._table.next_deadline(), self._sessions.next_deadline(), self._trials.next_deadline())
+        with self._loop_passed:
+            self._passes += 1
+            self._loop_passed.notify_all()
+            deadlines = (self._table.next_deadline(), self._heads.next_deadline(), self._checks.next_deadline())
             due_at = min(self._schedule.due_at, self._delta_schedule.due_at)
             wake_at = min([due_at, *(deadline for deadline in deadlines if deadline is not None)])
-            # A request that came since the last tick may have been due long before it: that is no lateness of ours.
+            # A request since the last tick may have been due before that tick. This is no lateness of this thread.
             return max(wake_at, self._ticked_at)
 
-    def _take_frames(self) -> None:
+    def _receive_frames(self) -> None:
         for _ in range(BATCH_FRAMES):
             try:
                 peer = self._router.recv(zmq.NOBLOCK)
@@ -258,15 +254,15 @@ class OmniCoordinator:
             frame = self._router.recv(copy=False)
             is_single = not _skip_rest(self._router, frame)
             with self._lock:
-                self._take_frame(peer, frame, is_single)
+                self._handle_frame(peer, frame, is_single)
 
-    def _take_frame(self, peer: bytes, frame: zmq.Frame, is_single: bool) -> None:
+    def _handle_frame(self, peer: bytes, frame: zmq.Frame, is_single: bool) -> None:
         if not is_single:
             self._drops.record(DropReason.MULTIPART, peer_of(frame), "more than one frame")
             return
         try:
             if is_of_head(frame.bytes):
-                if not self._take_from_head(peer, frame.bytes):
+                if not self._handle_head_frame(peer, frame.bytes):
                     self._drops.record(DropReason.STALE, peer_of(frame), _NO_SESSION)
             elif not self._apply(decode_event(frame.bytes), authoritative=False):
                 self._drops.record(DropReason.STALE, peer_of(frame), _STALE)
@@ -275,18 +271,18 @@ class OmniCoordinator:
         except TableFullError as error:
             self._drops.record(DropReason.TABLE_FULL, peer_of(frame), str(error))
 
-    def _take_from_head(self, peer: bytes, frame: bytes) -> bool:
+    def _handle_head_frame(self, peer: bytes, frame: bytes) -> bool:
         now = self._clock()
         if not self._lists.has_list:
-            # The head shall not wait for a change to have its first list.
+            # The head gets its first list without waiting for a change.
             self._delta_schedule.request(now)
-        return self._heads.take(peer, frame, now)
+        return self._head_frames.receive(peer, frame, now)
 
-    def _facts(self, stage_id: int) -> HeadInfo:
+    def _head_info(self, stage_id: int) -> HeadInfo:
         fingerprint = dict(self._fingerprints.get(stage_id, {}))
         return HeadInfo(self._wall_clock(), sorted(self._fingerprints), fingerprint)
 
-    def _take_subscriptions(self) -> None:
+    def _receive_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):
             try:
                 message = self._pub.recv(zmq.NOBLOCK, copy=False)
@@ -301,10 +297,10 @@ class OmniCoordinator:
     def _count_topic(self, subscription: zmq.Frame) -> None:
         if len(subscription.bytes) == 1:
             return
-        connection, admission = int(subscription.get(zmq.SRCFD)), str(subscription.get("User-Id"))
-        known, count = self._topics.get(connection, (admission, 0))
-        count = count + 1 if known == admission else 1
-        self._topics[connection] = admission, count
+        connection, user_id = int(subscription.get(zmq.SRCFD)), str(subscription.get("User-Id"))
+        known, count = self._topics.get(connection, (user_id, 0))
+        count = count + 1 if known == user_id else 1
+        self._topics[connection] = user_id, count
         if count > MAX_TOPICS_PER_PEER:
             with self._lock:
                 self._drops.record(DropReason.TOPICS, peer_of(subscription), f"over {MAX_TOPICS_PER_PEER} topics")
@@ -315,30 +311,30 @@ class OmniCoordinator:
             now = self._ticked_at = self._clock()
             late_by = now - wake_at
             late_by = late_by if late_by > self._late_tolerance else 0.0
-            self._note(self._table.expire(now, late_by), now)
-            self._heads.send(self._sessions.expire(now, late_by))
-            self._tell_heads(now)
-            self._heads.tell_nodes(now)
+            self._record(self._table.expire(now, late_by), now)
+            self._head_frames.send(self._heads.expire(now, late_by))
+            self._send_to_heads(now)
+            self._head_frames.send_reachability(now)
             if now < self._schedule.due_at:
                 return
             self._schedule.published(now)
-            # Our own heads do not subscribe, and the whole list is dear.
+            # Our own heads do not subscribe, and a whole list is expensive.
             replicas = self._snapshot(now) if self._has_subscribers else None
         if replicas is not None:
             self._pub.send(encode_replica_list(replicas))
 
-    def _tell_heads(self, now: float) -> None:
+    def _send_to_heads(self, now: float) -> None:
         if now >= self._delta_schedule.due_at:
             self._delta_schedule.published(now)
             delta = self._lists.next_delta(now, self._wall_clock())
             if delta is not None:
-                self._heads.send(self._sessions.broadcast([delta]))
-        self._heads.send(self._sessions.tick(now))
+                self._head_frames.send(self._heads.broadcast([delta]))
+        self._head_frames.send(self._heads.tick(now))
 
 
 def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:
-    """Read the frames after ``frame`` without keeping them; return whether there were any."""
-    is_first_of_many = more = bool(frame.more)
+    """Drop the frames after ``frame`` of the same message; return whether there were any."""
+    has_more = more = bool(frame.more)
     while more:
         more = bool(socket.recv(copy=False).more)
-    return is_first_of_many
+    return has_more

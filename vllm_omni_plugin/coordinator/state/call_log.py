@@ -1,4 +1,4 @@
-"""Operators' calls at the coordinator: numbers, who has yet to follow, and the state that they leave. Pure."""
+"""Operator calls at the coordinator: their numbers, the heads that must still do their part, the resulting state."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import WireError
 
 MAX_OPEN_CALLS = 1024
+# Not sent to engines, or not idempotent.
 _NOT_REPEATED = MANAGE_CALLS | {FORGET_LORA, "collective_rpc"}
-"""What is not sent to engines, and what may not be done twice."""
 _OF_ADAPTERS = frozenset({"add_lora", "pin_lora", "remove_lora"})
 
 OutgoingMessages = list[tuple[str, CallMessageToHead]]
-"""Messages, after the head that each is for."""
+"""Pairs of a head's id and a message for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,20 +41,20 @@ class _OpenCall:
 
 
 class OperatorCalls:
-    """Gives each call its number, and keeps a snapshot for heads that come later.
+    """Numbers the calls, and keeps a snapshot for heads that come later.
 
-    A call is open from its number until all heads that were there at its outcome have done their part, or left. One
-    whose caller leaves before the outcome is made again by another head if it may be made twice and no later one
-    could be undone by that; otherwise it counts as taken.
+    A call is open from its number until all heads that were connected at its outcome have done their part or left. If
+    its caller leaves before the outcome, another head repeats the call, provided that it may be made twice and undoes
+    no later call. Otherwise the call counts as accepted.
 
     Args:
-        settled: Whether calls get numbers now. They wait until `settle` where the coordinator has just started, since a
-            head that has followed more calls than the others may still come, and what it knows replaces all else.
+        numbering: Whether calls get numbers at once. After a start of the coordinator they wait for `start_numbering`,
+            because a head with a newer snapshot may still connect, and that snapshot replaces this one.
     """
 
-    def __init__(self, settled: bool = True) -> None:
-        self._settled = settled
-        self._early: list[tuple[str, OperatorCall]] = []
+    def __init__(self, numbering: bool = True) -> None:
+        self._numbering = numbering
+        self._unnumbered: list[tuple[str, OperatorCall]] = []
         self._number = 0
         self._last_lasting = 0
         self._stages: dict[int, SharedState] = {}
@@ -63,20 +63,15 @@ class OperatorCalls:
 
     @property
     def state(self) -> FleetState:
-        """The snapshot."""
+        """The snapshot for heads."""
         stages = [stage.snapshot(stage_id) for stage_id, stage in self._stages.items()]
         return FleetState(self._number, stages, sorted(self._drained))
 
-    def take(self, head_id: str, message: CallMessageFromHead, heads: Sequence[str]) -> OutgoingMessages:
-        """Take in what a head says of calls.
-
-        Args:
-            head_id: The head.
-            message: What it says.
-            heads: All that there are, this one among them.
+    def handle(self, head_id: str, message: CallMessageFromHead, heads: Sequence[str]) -> OutgoingMessages:
+        """Handle a message from a head. ``heads``: ids of all heads.
 
         Raises:
-            WireError: It is no such message. Nothing has changed.
+            WireError: The message is invalid. Nothing has changed.
         """
         match message:
             case OperatorCall():
@@ -93,23 +88,23 @@ class OperatorCalls:
             case FleetState():
                 return self._adopt(head_id, message, heads)
 
-    def settle(self, heads: Sequence[str]) -> OutgoingMessages:
-        """Number the calls that have waited, and all others from now on as they come. ``heads``: as for `take`."""
-        self._settled = True
-        early, self._early = self._early, []
-        return [said for head_id, call in early for said in self._call(head_id, call, heads)]
+    def start_numbering(self, heads: Sequence[str]) -> OutgoingMessages:
+        """Number the waiting calls, and from now on all calls at once. ``heads``: ids of all heads."""
+        self._numbering = True
+        waiting, self._unnumbered = self._unnumbered, []
+        return [outgoing for head_id, call in waiting for outgoing in self._call(head_id, call, heads)]
 
-    def left(self, head_id: str, others: Sequence[str]) -> OutgoingMessages:
-        """A head follows no longer. ``others``: who still follows."""
-        said = self.begins_anew(head_id, others)
+    def head_left(self, head_id: str, others: Sequence[str]) -> OutgoingMessages:
+        """Remove a head. ``others``: ids of the other synced heads."""
+        outgoing = self.head_resynced(head_id, others)
         for number in list(self._open):
-            said += self._done(number, head_id)
-        return said
+            outgoing += self._done(number, head_id)
+        return outgoing
 
-    def begins_anew(self, head_id: str, others: Sequence[str]) -> OutgoingMessages:
-        """A head knows nothing of its own calls any more. ``others``: who else follows."""
-        self._early = [early for early in self._early if early[0] != head_id]
-        said: OutgoingMessages = []
+    def head_resynced(self, head_id: str, others: Sequence[str]) -> OutgoingMessages:
+        """End the open calls of a head that has lost them. ``others``: ids of the other synced heads."""
+        self._unnumbered = [waiting for waiting in self._unnumbered if waiting[0] != head_id]
+        outgoing: OutgoingMessages = []
         for number, open_call in list(self._open.items()):
             call = open_call.call
             if call.head_id != head_id:
@@ -118,13 +113,13 @@ class OperatorCalls:
                 del self._open[number]
             elif others and self._may_repeat(call):
                 open_call.call = replace(call, head_id=others[0], called_engines=[])
-                said.append((others[0], TakeOverCall(open_call.call)))
+                outgoing.append((others[0], TakeOverCall(open_call.call)))
             else:
-                said += self._end(open_call, CallOutcome(number, [True] * len(call.stages)), others)
-        return said
+                outgoing += self._end(open_call, CallOutcome(number, [True] * len(call.stages)), others)
+        return outgoing
 
-    def outcomes_for(self, head_id: str) -> list[CallOutcome]:
-        """The outcomes that a head has yet to follow which has the snapshot, so that what was taken is not said."""
+    def pending_outcomes(self, head_id: str) -> list[CallOutcome]:
+        """Return the outcomes of which a head must still do its part. ``taken`` is empty: the snapshot contains it."""
         return [
             replace(open_call.outcome, taken=[])
             for open_call in self._open.values()
@@ -134,11 +129,11 @@ class OperatorCalls:
     def _call(self, head_id: str, call: OperatorCall, heads: Sequence[str]) -> OutgoingMessages:
         args = decode(call.method, call.arguments)
         require_flat(call.arguments)
-        if len(self._open) + len(self._early) >= MAX_OPEN_CALLS:
+        if len(self._open) + len(self._unnumbered) >= MAX_OPEN_CALLS:
             reason = f"{MAX_OPEN_CALLS} calls are under way. Please try again later."
             return [(head_id, CallRefused(call.call_id, reason))]
-        if not self._settled:
-            self._early.append((head_id, call))
+        if not self._numbering:
+            self._unnumbered.append((head_id, call))
             return []
         self._number += 1
         stages = [self._stages.setdefault(stage_id, SharedState()) for stage_id in call.stages]
@@ -156,8 +151,7 @@ class OperatorCalls:
             settle(taken)
         open_call.outcome = outcome
         open_call.waiting = {head for head in heads if head != open_call.call.head_id}
-        said: OutgoingMessages = [(head, outcome) for head in open_call.waiting]
-        return said + self._finish(open_call)
+        return [*((head, outcome) for head in open_call.waiting), *self._finish(open_call)]
 
     def _done(self, number: int, head_id: str) -> OutgoingMessages:
         open_call = self._open.get(number)
@@ -177,7 +171,7 @@ class OperatorCalls:
         return call.method not in _NOT_REPEATED and (is_last or call.method in _OF_ADAPTERS)
 
     def _adopt(self, head_id: str, state: FleetState, heads: Sequence[str]) -> OutgoingMessages:
-        """This coordinator has started after the call that the head saw last."""
+        """Replace the snapshot by that of a head if it is newer, as after a restart of the coordinator."""
         if state.number <= self._number:
             return []
         stages = {stage.stage_id: SharedState() for stage in state.stages}
@@ -189,7 +183,7 @@ class OperatorCalls:
 
 
 def update_drained(action: str, key: ReplicaKey, drained: set[ReplicaKey]) -> None:
-    """Keep in mind which replicas an operator holds back."""
+    """Update the set of drained replicas with a call of `MANAGE_CALLS`."""
     if action == "drain":
         drained.add(key)
     else:

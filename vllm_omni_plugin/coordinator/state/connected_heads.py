@@ -1,7 +1,7 @@
-"""The heads of a fleet: who is there, and what each is to be told. Pure: what comes in returns what to send.
+"""The coordinator's side of the sessions with heads, without sockets: messages in, frames to send out.
 
-A connection loses nothing on its way, so a head that takes all that it is sent knows everything. One whose queue is
-full is told nothing more until there is room; then it is told everything anew.
+A connection loses no frames. If a head's send queue is full, the coordinator stops sending to it. Once there is room
+again it sends a full resync.
 """
 
 from collections.abc import Iterable
@@ -33,36 +33,34 @@ from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
 
 MAX_HEADS = 64
-# Heads beat at least once a second: three beats, and two seconds.
+# Three beats, which come at least every second, and two seconds.
 HEAD_TIMEOUT = 5.0
-# Often enough for 0.1 s from one head to another, rarely enough for many reports to share a frame.
+# Work reaches the other heads within 0.1 s, and many reports share a frame.
 RELAY_INTERVAL = 0.04
 # A full resync is expensive.
 RESYNC_INTERVAL = 0.25
-# As many replicas as a table may hold, and as many again that have just started anew.
+# A full membership table, and as many replicas again whose previous incarnation is still listed.
 MAX_WORK_ROWS = 8192
 
 OutgoingFrame = tuple[bytes, bytes]
-"""A frame, after the connection it is for."""
+"""The ROUTER's id of a connection, and a frame for it."""
 
 _ANSWER_TO_BEAT = b"[]"
 
 
 class ConnectedHead:
-    """One connection of a head, and what the head has in flight, which outlives the connection.
+    """One head: its current connection, and its work in flight, which outlives the connection.
 
     Attributes:
-        head_id: The head's.
-        peer: By which the coordinator's socket knows its connection.
-        number: See `Hello`.
-        heard_at: Monotonic seconds of its last word.
-        synced: Whether it was told everything so far; otherwise it is told nothing before a full resync.
-        synced_at: Monotonic seconds of its last full resync.
+        peer: The ROUTER's id of the connection.
+        session: See `Hello`.
+        synced: Whether the head has got everything so far. Otherwise it gets nothing before a full resync.
+        synced_at: Monotonic seconds of the last full resync.
     """
 
     def __init__(self, hello: Hello, peer: bytes, now: float) -> None:
         self.head_id = hello.head_id
-        self.heard_at = now
+        self.last_message_at = now
         self.synced_at = float("-inf")
         self._work: dict[int, ReplicaWork] = {}
         self._changed: dict[int, ReplicaWork] = {}
@@ -70,13 +68,13 @@ class ConnectedHead:
         self.open(hello, peer)
 
     def open(self, hello: Hello, peer: bytes) -> None:
-        """Go on with another connection. What the head has reported stands until it reports anew."""
+        """Use another connection. The reported work remains until the head reports again."""
         self.peer = peer
-        self.number = hello.session
+        self.session = hello.session
         self.synced = False
 
     def report(self, work: WorkReport) -> None:
-        """Take a report in. Rows of more than `MAX_WORK_ROWS` replicas are ignored."""
+        """Store a report. Rows beyond `MAX_WORK_ROWS` are ignored."""
         if work.full:
             self._work.clear()
             self._changed.clear()
@@ -91,116 +89,106 @@ class ConnectedHead:
 
     @property
     def has_changes(self) -> bool:
-        """Whether there is something that `take_changes` would return."""
         return self._replaced or bool(self._changed)
 
     def take_changes(self) -> PeerWork:
-        """Return what the head has reported since the last time, the last of each replica only."""
-        news = self.all_work() if self._replaced else None
-        news = news or PeerWork(self.head_id, False, list(self._changed.values()))
+        """Return the changes since the last call; of each replica only the last report."""
+        changes = self.all_work() if self._replaced else None
+        changes = changes or PeerWork(self.head_id, False, list(self._changed.values()))
         self._changed.clear()
         self._replaced = False
-        return news
+        return changes
 
     def all_work(self) -> PeerWork | None:
-        """Return all that it has in flight; None if it has not said yet."""
+        """Return all work in flight; None before the first full report."""
         return PeerWork(self.head_id, True, list(self._work.values())) if self._has_reported else None
 
 
 class ConnectedHeads:
-    """At most `MAX_HEADS` sessions. Times are monotonic seconds.
-
-    Args:
-        lists: What heads are told of replicas.
-    """
+    """At most `MAX_HEADS` heads. Times are monotonic seconds."""
 
     def __init__(self, lists: ListDeltas) -> None:
         self._lists = lists
-        self._sessions: dict[str, ConnectedHead] = {}
+        self._heads: dict[str, ConnectedHead] = {}
         self._by_peer: dict[bytes, ConnectedHead] = {}
-        self._calls = OperatorCalls(settled=lists.has_list)
+        self._calls = OperatorCalls(numbering=lists.has_list)
         self._relayed_at = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return len(self._heads)
 
     def handle(self, peer: bytes, message: FromHead, now: float) -> list[OutgoingFrame] | None:
-        """Take a message in; return the answer, or None if it is of a connection without a session.
+        """Handle a message and return the answers, or None if the connection has no session.
 
         Raises:
-            TableFullError: There is no place for another head.
-            WireError: The head speaks another version, or the message cannot be passed on.
+            TableFullError: There are `MAX_HEADS` heads.
+            WireError: The head has another version, or its message is invalid.
         """
         if isinstance(message, Hello):
             return self._open(peer, message, now)
-        session = self._by_peer.get(peer)
-        if session is None:
+        head = self._by_peer.get(peer)
+        if head is None:
             return None
-        session.heard_at = now
+        head.last_message_at = now
         match message:
             case Beat():
                 return [(peer, _ANSWER_TO_BEAT)]
             case WorkReport():
-                session.report(message)
+                head.report(message)
             case KnownReplicaIds():
                 self._lists.reserve(message)
             case Bye():
-                return self._remove(session)
+                return self._remove(head)
             case _:
-                return self._tell(self._calls.take(session.head_id, message, list(self._sessions)))
+                return self._encode(self._calls.handle(head.head_id, message, list(self._heads)))
         return []
 
     def mark_out_of_sync(self, peer: bytes) -> None:
-        """A connection's queue is full: it is told nothing more before a full resync."""
-        session = self._by_peer.get(peer)
-        if session is not None:
-            session.synced = False
+        """The send queue of a connection is full: send nothing more before a full resync."""
+        if peer in self._by_peer:
+            self._by_peer[peer].synced = False
 
     def connection_lost(self, peer: bytes) -> list[OutgoingFrame]:
-        """A connection is gone."""
-        session = self._by_peer.get(peer)
-        return [] if session is None else self._remove(session)
+        return self._remove(self._by_peer[peer]) if peer in self._by_peer else []
 
     def broadcast(self, messages: Iterable[Raw]) -> list[OutgoingFrame]:
-        """Return these messages for all heads."""
+        """Return frames with these messages for all synced heads."""
         frames = list(frames_to_head(messages))
-        return [(session.peer, frame) for session in self._sessions.values() if session.synced for frame in frames]
+        return [(head.peer, frame) for head in self._heads.values() if head.synced for frame in frames]
 
     def tick(self, now: float) -> list[OutgoingFrame]:
-        """Resync the heads that need it, and tell all what was reported, unless that was just now."""
-        letters: list[OutgoingFrame] = []
-        for session in self._sessions.values():
-            if not session.synced and now >= session.synced_at + RESYNC_INTERVAL:
-                letters += self._resync(session, now)
+        """Resync the heads that need it, and relay reported work at most every `RELAY_INTERVAL`."""
+        frames: list[OutgoingFrame] = []
+        for head in self._heads.values():
+            if not head.synced and now >= head.synced_at + RESYNC_INTERVAL:
+                frames += self._resync(head, now)
         if self._lists.has_list:
-            letters += self._tell(self._calls.settle(list(self._sessions)))
+            frames += self._encode(self._calls.start_numbering(list(self._heads)))
         if now >= self._relayed_at + RELAY_INTERVAL:
-            news = [
-                encode_to_head(session.take_changes()) for session in self._sessions.values() if session.has_changes
-            ]
-            if news:
+            changes = [encode_to_head(head.take_changes()) for head in self._heads.values() if head.has_changes]
+            if changes:
                 self._relayed_at = now
-                letters += self.broadcast(news)
-        return letters
+                frames += self.broadcast(changes)
+        return frames
 
     def expire(self, now: float, late_by: float = 0.0) -> list[OutgoingFrame]:
-        """Let those go that are silent. ``late_by``: as for `MembershipTable.expire`."""
-        for session in self._sessions.values():
-            session.heard_at = min(now, session.heard_at + late_by)
-        silent = [session for session in self._sessions.values() if session.heard_at + HEAD_TIMEOUT <= now]
-        return [letter for session in silent for letter in self._remove(session)]
+        """Remove silent heads. ``late_by``: as for `MembershipTable.expire`."""
+        for head in self._heads.values():
+            head.last_message_at = min(now, head.last_message_at + late_by)
+        silent = [head for head in self._heads.values() if head.last_message_at + HEAD_TIMEOUT <= now]
+        return [frame for head in silent for frame in self._remove(head)]
 
     def next_deadline(self) -> float | None:
-        """Return when `tick` or `expire` will next have something to do, or None if there is no head."""
-        sessions = self._sessions.values()
-        deadlines = [session.heard_at + HEAD_TIMEOUT for session in sessions]
-        deadlines += [session.synced_at + RESYNC_INTERVAL for session in sessions if not session.synced]
-        if any(session.has_changes for session in sessions):
+        """Return the next time at which `tick` or `expire` has something to do; None without heads."""
+        heads = self._heads.values()
+        deadlines = [head.last_message_at + HEAD_TIMEOUT for head in heads]
+        deadlines += [head.synced_at + RESYNC_INTERVAL for head in heads if not head.synced]
+        if any(head.has_changes for head in heads):
             deadlines.append(self._relayed_at + RELAY_INTERVAL)
         return min(deadlines, default=None)
 
     def refusal(self, peer: bytes, message: Hello | OperatorCall, reason: str) -> OutgoingFrame:
-        """What a connection is told that gets no session, or no number for a call."""
+        """Return the frame that refuses a session or a call."""
         reason = reason[:MAX_ERROR_CHARS]
         refused = SessionRefused(reason) if isinstance(message, Hello) else CallRefused(message.call_id, reason)
         (frame,) = frames_to_head([encode_to_head(refused)])
@@ -212,54 +200,54 @@ class ConnectedHeads:
                 f"head {hello.head_id} speaks version {hello.protocol} and the coordinator version {SESSION_PROTOCOL}: "
                 "all heads of a fleet need the same version of vllm-omni-plugin"
             )
-        session = self._sessions.get(hello.head_id)
-        if self._by_peer.get(peer, session) is not session:
-            # The connection is another head's.
+        head = self._heads.get(hello.head_id)
+        if self._by_peer.get(peer, head) is not head:
+            # The connection belongs to another head.
             return None
-        if session is None:
-            if len(self._sessions) >= MAX_HEADS:
+        if head is None:
+            if len(self._heads) >= MAX_HEADS:
                 raise TableFullError(f"there are {MAX_HEADS} heads already")
-            session = self._sessions[hello.head_id] = ConnectedHead(hello, peer, now)
-        elif hello.session < session.number or (hello.session == session.number and peer != session.peer):
+            head = self._heads[hello.head_id] = ConnectedHead(hello, peer, now)
+        elif hello.session < head.session or (hello.session == head.session and peer != head.peer):
             return None
         else:
-            del self._by_peer[session.peer]
-            session.open(hello, peer)
-            session.heard_at = now
-        self._by_peer[peer] = session
+            del self._by_peer[head.peer]
+            head.open(hello, peer)
+            head.last_message_at = now
+        self._by_peer[peer] = head
         return []
 
-    def _resync(self, session: ConnectedHead, now: float) -> list[OutgoingFrame]:
-        letters = self._tell(self._calls.begins_anew(session.head_id, self._following()))
-        session.synced, session.synced_at = True, now
-        others = [other for other in self._sessions.values() if other is not session]
-        whole_list = self._lists.full(now)
-        messages = [encode_to_head(Welcome([other.head_id for other in others], starting=whole_list is None))]
-        if whole_list is not None:
-            messages.append(whole_list)
+    def _resync(self, head: ConnectedHead, now: float) -> list[OutgoingFrame]:
+        frames = self._encode(self._calls.head_resynced(head.head_id, self._synced_ids()))
+        head.synced, head.synced_at = True, now
+        others = [other for other in self._heads.values() if other is not head]
+        full_list = self._lists.full_list(now)
+        messages = [encode_to_head(Welcome([other.head_id for other in others], starting=full_list is None))]
+        if full_list is not None:
+            messages.append(full_list)
         messages += [encode_to_head(work) for other in others if (work := other.all_work()) is not None]
         messages.append(encode_to_head(self._calls.state))
-        messages += [encode_to_head(outcome) for outcome in self._calls.outcomes_for(session.head_id)]
-        return letters + [(session.peer, frame) for frame in frames_to_head(messages)]
+        messages += [encode_to_head(outcome) for outcome in self._calls.pending_outcomes(head.head_id)]
+        return frames + [(head.peer, frame) for frame in frames_to_head(messages)]
 
-    def _following(self) -> list[str]:
-        return [session.head_id for session in self._sessions.values() if session.synced]
+    def _synced_ids(self) -> list[str]:
+        return [head.head_id for head in self._heads.values() if head.synced]
 
-    def _tell(self, said: OutgoingMessages) -> list[OutgoingFrame]:
-        """What heads are told of calls, unless a resync will tell them."""
+    def _encode(self, messages: OutgoingMessages) -> list[OutgoingFrame]:
+        """Return the frames for synced heads. The others get the content with their resync."""
         return [
-            (session.peer, frame)
-            for head_id, message in said
-            if (session := self._sessions.get(head_id)) is not None and session.synced
+            (head.peer, frame)
+            for head_id, message in messages
+            if (head := self._heads.get(head_id)) is not None and head.synced
             for frame in frames_to_head([encode_to_head(message)])
         ]
 
-    def _remove(self, leaver: ConnectedHead) -> list[OutgoingFrame]:
-        del self._sessions[leaver.head_id]
-        del self._by_peer[leaver.peer]
-        letters = self.broadcast([encode_to_head(HeadLeft(leaver.head_id))])
-        letters += self._tell(self._calls.left(leaver.head_id, self._following()))
-        if not self._sessions:
-            # Engines that lose their last head forget what they were told.
-            self._calls = OperatorCalls(settled=self._lists.has_list)
-        return letters
+    def _remove(self, head: ConnectedHead) -> list[OutgoingFrame]:
+        del self._heads[head.head_id]
+        del self._by_peer[head.peer]
+        frames = self.broadcast([encode_to_head(HeadLeft(head.head_id))])
+        frames += self._encode(self._calls.head_left(head.head_id, self._synced_ids()))
+        if not self._heads:
+            # Engines are reset when their last head has left.
+            self._calls = OperatorCalls(numbering=self._lists.has_list)
+        return frames

@@ -1,4 +1,4 @@
-"""What the engines of a stage have been told and a replica that attaches later must be told too."""
+"""The engine state of a stage that operator calls have left, for replicas that attach later."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,9 +21,7 @@ _WEIGHT_UPDATES = frozenset(
 
 
 @dataclass
-class _Facts:
-    """The state itself, apart from how it is recorded."""
-
+class _State:
     loras: dict[int, Adapter] = field(default_factory=dict)
     pinned: dict[int, None] = field(default_factory=dict)
     rest: PauseState = field(default_factory=PauseState)
@@ -32,150 +30,144 @@ class _Facts:
 
 
 @dataclass(eq=False, slots=True)
-class _Note:
-    """A recorded call, and whether replicas have taken it yet."""
-
+class _RecordedCall:
     method: str
     args: tuple[Any, ...]
     taken: bool = False
 
-    def apply_to(self, facts: _Facts) -> None:
-        _RECORDERS[self.method](facts, self.args)
+    def apply_to(self, state: _State) -> None:
+        _RECORDERS[self.method](state, self.args)
 
 
 class SharedState:
-    """The engine state that past calls have left, as the shortest list of calls that makes it again.
+    """The engine state, from which the shortest list of calls that restores it is made.
 
-    Calls overlap, so each is kept as a note until it and all before it are settled; only then is it part of the state
-    for good, and one that is refused leaves no trace in what the others have made.
+    Calls overlap. Each recorded call stays open until its result and the results of all previous calls are known. Only
+    then is it applied for good, so that a failed call has no effect on the others.
 
     Attributes:
-        refusals: how often what had been recorded was taken back.
+        rollbacks: Number of recorded calls or states that were taken back.
     """
 
     def __init__(self) -> None:
-        self.refusals = 0
-        self._settled = _Facts()
-        self._open: list[_Note] = []
+        self.rollbacks = 0
+        self._state = _State()
+        self._open: list[_RecordedCall] = []
 
     @property
     def unreplayable(self) -> str | None:
-        """Why a replica with weights from disk must not join, or None."""
-        return "weights were updated at run time" if self._facts().weights_changed else None
+        """The reason why a replica with the weights from disk must not join; None if it may."""
+        return "weights were updated at run time" if self._current().weights_changed else None
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
         """The adapters that requests can ask for."""
-        return tuple(self._facts().loras.values())
+        return tuple(self._current().loras.values())
 
     @property
     def sleep_level(self) -> int:
-        """How the engines' weights are put away, 0 while they are not."""
-        rest = self._facts().rest
+        """The sleep level of the engines' weights; 0 when they are awake."""
+        rest = self._current().rest
         return rest.sleep_level if "weights" in rest.asleep else 0
 
     def leaves_state(self, method: str, args: tuple[Any, ...]) -> bool:
-        """Whether a joiner must be told of this call."""
+        """Whether a call changes the state."""
         return method in _RECORDERS and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)
 
     def record(self, method: str, args: tuple[Any, ...]) -> Callable[[bool], None]:
-        """Note a call that is about to go to all replicas.
+        """Record a call before it is sent to all replicas.
 
         Returns:
-            A function to call once with whether any replica took it.
+            A function to call once with whether any replica accepted it.
         """
         if not self.leaves_state(method, args):
             return lambda taken: None
-        note = _Note(method, args)
-        self._open.append(note)
-        return partial(self._settle, note)
+        call = _RecordedCall(method, args)
+        self._open.append(call)
+        return partial(self._settle, call)
 
     def replay(self) -> list[Call]:
-        """The calls that bring a fresh engine to this state, in order."""
-        facts = self._facts()
-        calls: list[Call] = [("add_lora", (lora,)) for lora in facts.loras.values()]
-        calls += [("pin_lora", (lora_id,)) for lora_id in facts.pinned]
-        if facts.weight_version is not None:
-            calls.append(("set_weight_version", (facts.weight_version,)))
-        return calls + facts.rest.replay()
+        """Return the calls that bring a fresh engine to this state, in order."""
+        state = self._current()
+        calls: list[Call] = [("add_lora", (lora,)) for lora in state.loras.values()]
+        calls += [("pin_lora", (lora_id,)) for lora_id in state.pinned]
+        if state.weight_version is not None:
+            calls.append(("set_weight_version", (state.weight_version,)))
+        return calls + state.rest.replay()
 
     def undo(self) -> list[Call]:
-        """The calls that let an engine of this state schedule and have its memory again; adapters may stay."""
-        return self._facts().rest.undo()
+        """Return the calls that resume and wake an engine of this state. Adapters stay."""
+        return self._current().rest.undo()
 
     def snapshot(self, stage_id: int) -> StageState:
-        """The whole state of a stage, for who follows from here on. Calls that are not settled count as taken."""
+        """Return the state of a stage. Calls without a result count as accepted."""
         calls = [(method, to_builtins(list(args))) for method, args in self.replay()]
         return StageState(stage_id, calls, self.unreplayable is not None)
 
     def adopt(self, snapshot: StageState) -> None:
-        """Take a snapshot for this state. Whatever was recorded here is forgotten.
-
-        Raises:
-            WireError: it is none. Nothing has changed.
-        """
-        facts = _Facts(weights_changed=snapshot.unreplayable)
+        """Replace this state by a snapshot. Raises `WireError` if it is invalid; then nothing has changed."""
+        state = _State(weights_changed=snapshot.unreplayable)
         for method, arguments in snapshot.replay:
             args = decode(method, arguments)
             if not self.leaves_state(method, args):
                 raise WireError(f"{method} leaves no state")
-            _RECORDERS[method](facts, args)
-        self._settled = facts
+            _RECORDERS[method](state, args)
+        self._state = state
         self._open.clear()
-        self.refusals += 1
+        self.rollbacks += 1
 
-    def _facts(self) -> _Facts:
-        facts = deepcopy(self._settled)
-        for note in self._open:
-            note.apply_to(facts)
-        return facts
+    def _current(self) -> _State:
+        state = deepcopy(self._state)
+        for call in self._open:
+            call.apply_to(state)
+        return state
 
-    def _settle(self, note: _Note, taken: bool) -> None:
-        if note not in self._open:
+    def _settle(self, call: _RecordedCall, taken: bool) -> None:
+        if call not in self._open:
             return
-        note.taken = taken
+        call.taken = taken
         if not taken:
-            self._open.remove(note)
-            self.refusals += 1
+            self._open.remove(call)
+            self.rollbacks += 1
         while self._open and self._open[0].taken:
-            self._open.pop(0).apply_to(self._settled)
+            self._open.pop(0).apply_to(self._state)
 
 
-def _add_lora(facts: _Facts, args: tuple[Any, ...]) -> None:
-    # Whoever has it need not load it again.
-    facts.loras[args[0].lora_int_id] = replace(args[0], load_inplace=False)
+def _add_lora(state: _State, args: tuple[Any, ...]) -> None:
+    # An engine that already has it need not load it again.
+    state.loras[args[0].lora_int_id] = replace(args[0], load_inplace=False)
 
 
-def _remove_lora(facts: _Facts, args: tuple[Any, ...]) -> None:
-    facts.loras.pop(args[0], None)
-    facts.pinned.pop(args[0], None)
+def _remove_lora(state: _State, args: tuple[Any, ...]) -> None:
+    state.loras.pop(args[0], None)
+    state.pinned.pop(args[0], None)
 
 
-def _pin_lora(facts: _Facts, args: tuple[Any, ...]) -> None:
-    # Engines keep an adapter that is forgotten, and can pin it; one that attaches later has none to pin.
-    if args[0] in facts.loras:
-        facts.pinned[args[0]] = None
+def _pin_lora(state: _State, args: tuple[Any, ...]) -> None:
+    # Current engines keep a forgotten adapter and can pin it, but an engine that attaches later does not have it.
+    if args[0] in state.loras:
+        state.pinned[args[0]] = None
 
 
-def _set_weight_version(facts: _Facts, args: tuple[Any, ...]) -> None:
-    facts.weight_version = args[0]
+def _set_weight_version(state: _State, args: tuple[Any, ...]) -> None:
+    state.weight_version = args[0]
 
 
-def _update_weights(facts: _Facts, args: tuple[Any, ...]) -> None:
-    facts.weights_changed = True
+def _update_weights(state: _State, args: tuple[Any, ...]) -> None:
+    state.weights_changed = True
 
 
-_RECORDERS: dict[str, Callable[[_Facts, tuple[Any, ...]], None]] = {
+_RECORDERS: dict[str, Callable[[_State, tuple[Any, ...]], None]] = {
     "add_lora": _add_lora,
     "remove_lora": _remove_lora,
     FORGET_LORA: _remove_lora,
     "pin_lora": _pin_lora,
-    "pause_generation": lambda facts, args: facts.rest.pause_generation(*args),
-    "pause_scheduler": lambda facts, args: facts.rest.pause(*args),
-    "resume_scheduler": lambda facts, args: facts.rest.resume(),
-    "sleep": lambda facts, args: facts.rest.sleep(*args),
-    "wake_up": lambda facts, args: facts.rest.wake_up(*args),
-    "release_kv_cache_memory": lambda facts, args: facts.rest.release_kv_cache(),
+    "pause_generation": lambda state, args: state.rest.pause_generation(*args),
+    "pause_scheduler": lambda state, args: state.rest.pause(*args),
+    "resume_scheduler": lambda state, args: state.rest.resume(),
+    "sleep": lambda state, args: state.rest.sleep(*args),
+    "wake_up": lambda state, args: state.rest.wake_up(*args),
+    "release_kv_cache_memory": lambda state, args: state.rest.release_kv_cache(),
     "set_weight_version": _set_weight_version,
     "collective_rpc": _update_weights,
 }

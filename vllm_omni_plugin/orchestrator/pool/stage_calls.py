@@ -102,7 +102,7 @@ class StageCalls:
         Raises:
             ReplicaError: it cannot be told, or others refused a call meanwhile; it must not serve.
         """
-        refusals = self.shared.refusals
+        refusals = self.shared.rollbacks
         backlog = self._joiners[client] = deque([] if told else self.shared.replay())
         try:
             if not told:
@@ -117,7 +117,7 @@ class StageCalls:
                     await self._numbered.wait()
         finally:
             del self._joiners[client]
-        if self.shared.refusals != refusals:
+        if self.shared.rollbacks != refusals:
             # It may have taken what the others did not, or what is not so any more. No call undoes another.
             raise ReplicaError(
                 "it cannot be brought up to date: meanwhile others refused a call, or the coordinator told of new ones"
