@@ -32,9 +32,9 @@ def test_who_was_refused_counts_once_though_another_ends_before_it() -> None:
         (zmq.EVENT_DISCONNECTED, -4),
     ]
     reader: Any = Monitor(events)
-    watch = HandshakeMonitor(reader, "test", refusals, PendingConnections(), zmq.NULL, None)
+    monitor = HandshakeMonitor(reader, "test", refusals, PendingConnections(), zmq.NULL, None)
     counts = []
     for _ in events:
-        watch.take_event()
+        monitor.read_event()
         counts.append(refusals.count)
     assert counts == [0, 0, 0, 0, 1, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""Reading files of keys or secrets, one per line. Imports little: the command `vllm-omni-plugin` reads them, too."""
+"""Reads files of keys or secrets. Imports little, because the command `vllm-omni-plugin` uses it, too."""
 
 import os
 import stat
@@ -10,17 +10,16 @@ _MAX_FILE_BYTES = 65_536
 
 
 def read_key_file(path: str | Path, place: str, private: bool = False) -> list[str]:
-    """The lines of a UTF-8 file that are not empty, without the white space around them.
+    """Return the lines of a UTF-8 file, stripped and without empty ones.
 
     Args:
-        path: of the file.
-        place: where the path was given, for errors.
-        private: refuse a file of another user's, or that others may access.
+        place: Where the path was given, for errors.
+        private: Refuse a file that belongs to, or can be accessed by, other users.
 
     Raises:
-        ConfigError: it cannot be read, is no regular file, is larger than 64 KiB, is not UTF-8, or is not private.
+        ConfigError: The file is unreadable, not regular, larger than 64 KiB, not UTF-8, or not private.
     """
-    # Not blocking, because the open of a named pipe waits for a writer.
+    # Non-blocking, because opening a named pipe would wait for a writer.
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             fault = _fault(os.fstat(file.fileno()), private)
@@ -38,7 +37,7 @@ def read_key_file(path: str | Path, place: str, private: bool = False) -> list[s
 
 
 def _fault(found: os.stat_result, private: bool) -> str:
-    """Why a file is refused, or ""."""
+    """Return the reason to refuse a file, or an empty string."""
     if not stat.S_ISREG(found.st_mode):
         return "it is not a regular file"
     if private and found.st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""Who may connect: keys from a secret file, sockets that demand them, and the ZAP handler that admits their holders."""
+"""Authentication and encryption of sockets: the secret file, CURVE keys, and the ZAP handler that checks them."""
 
 from vllm_omni_plugin.curve.descriptors import cut_connection
 from vllm_omni_plugin.curve.secrets import (

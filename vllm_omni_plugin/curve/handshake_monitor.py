@@ -1,4 +1,4 @@
-"""Connections that were refused: counted always, logged with the peer's address at a bounded rate."""
+"""Counts refused connections, and logs the peers' addresses at a bounded rate."""
 
 import struct
 from collections.abc import Callable
@@ -35,14 +35,14 @@ _FAILURES = {
     int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): f"it does not authenticate as this socket demands; see {FLAG}",
 }
 _MALFORMED = "its handshake is malformed"
-# Both ends see that their mechanisms differ; if the peer is the first, this is all there is to see of it.
+# If the peer notices different mechanisms first, this end sees only that the handshake was not finished.
 _UNFINISHED = f"it did not finish the handshake, like one that authenticates in another way, see {FLAG}"
-_TOO_MUCH = "it sent more than a handshake takes, without having been let in"
+_TOO_MUCH = "it sent more than a handshake takes, without being authenticated"
 _UNKNOWN_PEER = ("", "a peer that was gone before its address could be read")
 
 
 class RefusalLog:
-    """Counts refused peers; logs each at most once a minute, and no more than 1,024 different ones in a minute."""
+    """Counts refused peers. Logs each host at most once, and at most 1,024 hosts, in `LOG_INTERVAL`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -50,7 +50,7 @@ class RefusalLog:
         self.count = 0
 
     def record(self, host: str, peer: str, where: str, why: str) -> None:
-        """Count one refusal of ``peer``, which is ``host`` with or without a port, at the socket called ``where``."""
+        """Count one refusal by the socket named ``where``. ``peer`` is ``host`` with or without a port."""
         if self._may_log(host):
             logger.warning(
                 "Refused %s at the %s socket: %s; more from there within %.0f s are counted, not logged",
@@ -59,12 +59,12 @@ class RefusalLog:
                 why,
                 LOG_INTERVAL,
             )
-        # Who sees the count finds the line in the log.
+        # After the log line, so that a reader of the count finds that line.
         self.count += 1
 
     def _may_log(self, host: str) -> bool:
         now = self._clock()
-        # In the order of their times, so those that are over stand in front.
+        # Ordered by time, so the expired ones come first.
         while self._logged_at and next(iter(self._logged_at.values())) + LOG_INTERVAL <= now:
             del self._logged_at[next(iter(self._logged_at))]
         if host in self._logged_at or len(self._logged_at) >= MAX_LOGGED_PEERS:
@@ -74,10 +74,9 @@ class RefusalLog:
 
 
 class HandshakeMonitor:
-    """Reads the monitor of one server socket, because those who fail before they have shown a key never reach ZAP.
+    """Reads the monitor of one server socket, because most failed handshakes never reach ZAP.
 
-    Args:
-        on_last_disconnect: Called when the last peer that was let in is gone, from the thread that calls `take_event`.
+    ``on_last_disconnect``: called by `read_event` when the last authenticated peer has disconnected.
     """
 
     def __init__(
@@ -95,26 +94,26 @@ class HandshakeMonitor:
         self._pending = pending
         self._max_sent_before_auth = MAX_SENT_BEFORE_AUTH.get(mechanism)
         self._on_alone = on_last_disconnect
-        # By descriptor: host, whole address, and how many had been let in before.
+        # By descriptor: host, address, and the number of peers authenticated before.
         self._accepted: dict[int, tuple[str, str, int]] = {}
         self._authenticated = 0
         self._is_idle = True
         self._failure: str | None = None
-        # Connections that the ZAP handler has refused and recorded, whose end is still to come.
+        # Connections that the ZAP handler has refused and recorded, and that have not ended yet.
         self._recorded = 0
         self._ended: set[int] = set()
 
     def note_closed(self, descriptor: int) -> None:
-        """`PendingConnections` has ended this connection, which may be another socket's."""
+        """Record that `PendingConnections` has ended a connection, perhaps of another socket."""
         if descriptor in self._accepted:
             self._ended.add(descriptor)
 
-    def take_event(self) -> bool:
-        """Take in one event; return False when it was the last."""
-        said, endpoint = self.reader.recv_multipart()
-        event, value = struct.unpack("=Hi", said)
+    def read_event(self) -> bool:
+        """Handle one event; return False after the last one."""
+        frame, endpoint = self.reader.recv_multipart()
+        event, value = struct.unpack("=Hi", frame)
         if event == zmq.EVENT_ACCEPTED and is_reserved(value):
-            # All of them as one peer: there may be hundreds, and what is wrong is the same.
+            # Logged as one peer: there may be hundreds, all with the same reason.
             self._refusals.record("", _peer_of(value)[1], self._name, NO_DESCRIPTORS_LEFT)
             cut_connection(value)
         elif event == zmq.EVENT_ACCEPTED:
@@ -135,12 +134,12 @@ class HandshakeMonitor:
         return bool(event != zmq.EVENT_MONITOR_STOPPED)
 
     def _disconnected(self, descriptor: int) -> None:
-        host, peer, let_in = self._accepted.pop(descriptor, (*_UNKNOWN_PEER, -1))
+        host, peer, authenticated = self._accepted.pop(descriptor, (*_UNKNOWN_PEER, -1))
         # A failure event does not name its connection. The end of that connection is the next event, unless the ZAP
         # handler has refused it. libzmq reports no failure for a frame that is too large, but then no peer was
         # authenticated since this one connected.
         why, self._failure = self._failure, None
-        if why is None and let_in == self._authenticated:
+        if why is None and authenticated == self._authenticated:
             if self._recorded:
                 self._recorded -= 1
             else:
@@ -152,7 +151,7 @@ class HandshakeMonitor:
             self._refusals.record(host, peer, self._name, why)
         if not self._accepted:
             self._recorded = 0
-        # Which one was let in is not said either; but the others are not kept for longer than a handshake may last.
+        # The events do not tell which peers are authenticated, but the others last no longer than a handshake.
         if not (self._is_idle or self._accepted):
             self._is_idle = True
             if self._on_alone is not None:
@@ -160,7 +159,7 @@ class HandshakeMonitor:
 
 
 def _peer_of(descriptor: int) -> tuple[str, str]:
-    """Return the host and the whole address at the other end of a connection of libzmq's, if it still stands."""
+    """Return host and address of a connection's peer, if it still exists."""
     try:
         with borrowed(descriptor) as connection:
             host, port, *_ = connection.getpeername()

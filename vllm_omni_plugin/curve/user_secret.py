@@ -1,4 +1,4 @@
-"""The secret that the processes of one user share unasked, for fleets on loopback, which others reach as well."""
+"""The secret that all processes of one user share, for fleets on loopback, which other users can reach, too."""
 
 import os
 import secrets
@@ -19,42 +19,42 @@ _NAME = "loopback.secret"
 
 
 def user_secret() -> str:
-    """This user's secret, which is made if there is none; as a path that this process keeps, see `kept`.
+    """Return this user's secret as a path, see `keep_in_memory`. Creates the secret if there is none.
 
-    It lies in the user's run-time directory or, where there is none, in the directory for temporary files; one that
-    exists in the other of them is used. A folder that others could have prepared is passed over.
+    It is in the user's run-time directory or, without one, in the directory for temporary files. Folders that another
+    user could have created are ignored.
 
     Raises:
-        ConfigError: there is no folder for it. Says what to do.
+        ConfigError: There is no folder for it.
     """
-    troubles: list[str] = []
-    usable = [folder for folder in _folders() if _is_usable(folder, troubles)]
+    problems: list[str] = []
+    usable = [folder for folder in _folders() if _is_usable(folder, problems)]
     for path in (folder / _NAME for folder in usable):
         with suppress(FileNotFoundError):
-            return kept(path.read_text())
+            return keep_in_memory(path.read_text())
     for folder in usable:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             _make(folder / _NAME)
-            return kept((folder / _NAME).read_text())
+            return keep_in_memory((folder / _NAME).read_text())
         except OSError as error:
-            troubles.append(f"{folder}: {error.strerror}")
+            problems.append(f"{folder}: {error.strerror}")
     raise ConfigError(
-        f"there is no place for the secret of links on loopback ({'; '.join(troubles)}): give all processes of the "
+        f"there is no place for the secret of links on loopback ({'; '.join(problems)}): give all processes of the "
         f"fleet the same {FLAG}, or accept that every user here can use and harm it, with --omni-insecure"
     )
 
 
 def new_secret() -> str:
-    """A secret that nobody else has, as a path; see `kept`."""
-    return kept(secrets.token_urlsafe(32))
+    """Return a new random secret as a path, see `keep_in_memory`."""
+    return keep_in_memory(secrets.token_urlsafe(32))
 
 
 @cache
-def kept(secret: str) -> str:
-    """A path under which this user's processes can read a secret for as long as this one lives, whatever is deleted.
+def keep_in_memory(secret: str) -> str:
+    """Return a path at which this user's processes can read the secret while this process lives.
 
-    The user's run-time directory goes away with the last session, and temporary files are cleaned up.
+    The file in the run-time or temporary directory may be deleted while the process runs.
     """
     descriptor = os.memfd_create("omni-secret")
     os.fchmod(descriptor, 0o600)
@@ -64,7 +64,7 @@ def kept(secret: str) -> str:
 
 def _folders() -> Iterator[Path]:
     user = os.geteuid()
-    # Set in a login session, but not for the same user's services, which shall find the same secret.
+    # The variable is set in a login session, but not for the user's services, which need the same secret.
     for runtime in dict.fromkeys((os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}", f"/run/user/{user}")):
         with suppress(OSError):
             if os.stat(runtime).st_uid == user:
@@ -72,27 +72,27 @@ def _folders() -> Iterator[Path]:
     yield Path(tempfile.gettempdir(), f"vllm-omni-plugin-{user}")
 
 
-def _is_usable(folder: Path, troubles: list[str]) -> bool:
-    """Whether a folder is ours alone, or not there yet."""
+def _is_usable(folder: Path, problems: list[str]) -> bool:
+    """Whether a folder is private to this user, or does not exist yet."""
     try:
         found = os.lstat(folder)
     except FileNotFoundError:
         return True
     except OSError as error:
-        troubles.append(f"{folder}: {error.strerror}")
+        problems.append(f"{folder}: {error.strerror}")
         return False
     mode = stat.S_IMODE(found.st_mode)
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not mode & 0o077:
         return True
-    troubles.append(
+    problems.append(
         f"{folder} must be a folder of this user's with mode 0700, not of user {found.st_uid} with {mode:04o}"
     )
-    logger.warning("%s: the secret of links on loopback is not looked for there.", troubles[-1])
+    logger.warning("%s: the secret of links on loopback is not looked for there.", problems[-1])
     return False
 
 
 def _make(path: Path) -> None:
-    # Under another name first: whoever comes at the same time shall not find half of it, and the first one wins.
+    # First under another name, so that concurrent processes never read half a secret. The first link wins.
     descriptor, draft = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:

@@ -1,4 +1,4 @@
-"""Who may connect to the secured sockets of a context: its ZAP handler (RFC 27 of ZeroMQ)."""
+"""The ZAP handler (ZeroMQ RFC 27) of a context, which authenticates the peers of its secured sockets."""
 
 import itertools
 import os
@@ -19,21 +19,18 @@ from vllm_omni_plugin.curve.secrets import PLAIN_USERNAME, Secrets, Socket
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 NO_CREDENTIAL = ""
-"""The credential of a peer without authentication (mechanism NULL)."""
+"""The credential of a peer with mechanism NULL."""
 
 
 class ZapHandler:
-    """Decides who may connect to the secured sockets of one context (its ZAP handler), in a thread of its own.
+    """Authenticates the peers of one context's secured sockets, in its own thread. All methods are thread-safe.
 
-    It must be there before the first of them is bound; while it is not, they admit nobody. Refusals are logged with the
-    peer's address and counted. Messages of a connection it admits carry a `User-Id` that no other connection's do. Who
-    sends more than a handshake takes without having been let in is cut off. All methods are thread-safe.
-
-    Args:
-        clock: Monotonic seconds, for the log's rate.
+    Create it before binding these sockets; without it they refuse all peers. It logs refusals with the peer's address,
+    counts them, and ends unauthenticated connections that send too much. Messages of an admitted connection carry a
+    unique ``User-Id``.
 
     Raises:
-        zmq.ZMQError: The context has a ZAP handler already.
+        zmq.ZMQError: The context already has a ZAP handler.
     """
 
     def __init__(
@@ -44,8 +41,8 @@ class ZapHandler:
         self._refusals = RefusalLog(clock)
         self._lock = threading.Lock()
         self._admitted: dict[str, set[bytes]] = {}
-        self._arriving: deque[HandshakeMonitor] = deque()
-        self._admissions = itertools.count()
+        self._new_monitors: deque[HandshakeMonitor] = deque()
+        self._user_ids = itertools.count()
         self._closed = False
         self._zap: Socket = context.socket(zmq.REP, socket_class=zmq.Socket)
         try:
@@ -60,29 +57,29 @@ class ZapHandler:
 
     @property
     def refused(self) -> int:
-        """How many connections were refused so far."""
+        """Number of refused connections."""
         return self._refusals.count
 
     def admit_secret_holders(self, domain: str) -> None:
-        """Admit to sockets of ``domain`` the clients of `secure_client` with that role and any of the secrets."""
+        """Admit clients of `secure_client` with the role ``domain`` and any of the secrets."""
         if self._secrets is not None:
             for attempt in range(self._secrets.count):
                 self.admit(domain, self._secrets.client_keys(domain, attempt).public.decode())
 
     def admit(self, domain: str, credential: str) -> None:
-        """Admit to sockets of ``domain`` who shows this public CURVE key (Z85) or password."""
+        """Admit peers with this public CURVE key (Z85) or password to sockets of ``domain``."""
         with self._lock:
             self._admitted.setdefault(domain, set()).add(credential.encode())
 
     def watch(self, socket: Socket, name: str, on_last_disconnect: Callable[[], object] | None = None) -> None:
-        """Log and count also those who fail before they have shown a key, and cut off those who send too much.
+        """Also log and count handshakes that fail before ZAP, and end unauthenticated connections that send too much.
 
         Call after the socket's mechanism is set and before bind, in the thread that owns it. Close the socket before
         the ZAP handler, unless the context is terminated then: libzmq blocks a monitored socket whose events nobody
         reads.
 
         Args:
-            on_last_disconnect: Called in the ZAP handler's thread when the last of those that were let in is gone.
+            on_last_disconnect: Called in the ZAP handler's thread when the last authenticated peer has disconnected.
         """
         with self._lock:
             if self._closed:
@@ -92,12 +89,12 @@ class ZapHandler:
             reader: Socket = self._context.socket(zmq.PAIR, socket_class=zmq.Socket)
             reader.connect(endpoint)
             mechanism = int(socket.getsockopt(zmq.MECHANISM))
-            watch = HandshakeMonitor(reader, name, self._refusals, self._pending, mechanism, on_last_disconnect)
-            self._arriving.append(watch)
+            monitor = HandshakeMonitor(reader, name, self._refusals, self._pending, mechanism, on_last_disconnect)
+            self._new_monitors.append(monitor)
             os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Stop, after the sockets it guards were closed and before their context is. May be called again."""
+        """Stop. Close the guarded sockets before, and the context after. May be called again."""
         with self._lock:
             if self._closed:
                 return
@@ -112,40 +109,39 @@ class ZapHandler:
         poller.register(self._zap, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
         poller.register(self._pending.fileno(), zmq.POLLIN)
-        watches: dict[Socket, HandshakeMonitor] = {}
+        monitors: dict[Socket, HandshakeMonitor] = {}
         while not self._closed:
             for source, _ in poller.poll():
                 if source is self._zap:
                     self._answer()
                 elif source == self._pending.fileno():
                     for descriptor in self._pending.close_oversized():
-                        for watch in watches.values():
-                            watch.note_closed(descriptor)
+                        for monitor in monitors.values():
+                            monitor.note_closed(descriptor)
                 elif source == self._wakeup:
                     os.eventfd_read(self._wakeup)
-                    while self._arriving:
-                        watch = self._arriving.popleft()
-                        watches[watch.reader] = watch
-                        poller.register(watch.reader, zmq.POLLIN)
-                elif not watches[source].take_event():
+                    while self._new_monitors:
+                        monitor = self._new_monitors.popleft()
+                        monitors[monitor.reader] = monitor
+                        poller.register(monitor.reader, zmq.POLLIN)
+                elif not monitors[source].read_event():
                     poller.unregister(source)
-                    watches.pop(source).reader.close(linger=0)
-        for reader in (self._zap, *watches, *(watch.reader for watch in self._arriving)):
+                    monitors.pop(source).reader.close(linger=0)
+        for reader in (self._zap, *monitors, *(monitor.reader for monitor in self._new_monitors)):
             reader.close(linger=0)
 
     def _answer(self) -> None:
-        version, request_id, domain, address, _, mechanism, *shown = self._zap.recv_multipart()
+        version, request_id, domain, address, _, mechanism, *credentials = self._zap.recv_multipart()
         if mechanism == b"CURVE":
-            credential = z85.encode(shown[0])
-        elif mechanism == b"PLAIN" and shown[0] == PLAIN_USERNAME.encode():
-            credential = shown[1]
+            credential = z85.encode(credentials[0])
+        elif mechanism == b"PLAIN" and credentials[0] == PLAIN_USERNAME.encode():
+            credential = credentials[1]
         else:
             credential = b""
         with self._lock:
             admitted = credential in self._admitted.get(domain.decode(), ())
         if not admitted:
             host = address.decode()
-            self._refusals.record(host, host, domain.decode(), "what it shows is not admitted there (any more)")
-        # The fifth frame becomes "User-Id" of every message of this connection.
-        admission = b"%d" % next(self._admissions)
-        self._zap.send_multipart([version, request_id, b"200" if admitted else b"400", b"", admission, b""])
+            self._refusals.record(host, host, domain.decode(), "its key or password is not admitted there (any more)")
+        user_id = b"%d" % next(self._user_ids)
+        self._zap.send_multipart([version, request_id, b"200" if admitted else b"400", b"", user_id, b""])
