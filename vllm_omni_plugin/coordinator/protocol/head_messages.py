@@ -64,7 +64,7 @@ def engine_key(stage_id: int, input_addr: str, output_addr: str, incarnation: in
 
 
 class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
-    """The work in flight of one head on one replica; zero requests: none any more."""
+    """The work in flight of one head on one replica. Zero requests: none any more."""
 
     engine: EngineKey
     requests: QueueLength
@@ -81,10 +81,7 @@ class ReplicaIdRow(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """Opens a session. The head repeats it until it gets `Welcome` or `SessionRefused`.
-
-    ``session`` grows with each session of the head, so that frames of an older connection are recognised.
-    """
+    """Opens a session. The head repeats it until it gets `Welcome` or `SessionRefused`."""
 
     head_id: HeadId
     session: Ordinal
@@ -109,14 +106,7 @@ class KnownReplicaIds(Struct, frozen=True, tag="numbers"):
 
 
 class OperatorCall(Struct, frozen=True, tag="call"):
-    """A call that the coordinator numbers and sends to all heads.
-
-    Attributes:
-        call_id: Id given by the calling head.
-        method: See `call_arguments`, also for ``arguments``.
-        stages: Ids of the stages whose engines are called.
-        called_engines: Keys of the engines that the caller itself calls.
-    """
+    """A call that the coordinator numbers and sends to all heads."""
 
     call_id: Ordinal
     method: Method
@@ -126,14 +116,7 @@ class OperatorCall(Struct, frozen=True, tag="call"):
 
 
 class CallOutcome(Struct, frozen=True, tag="call_outcome"):
-    """The result of a call, from its caller to the other heads.
-
-    Attributes:
-        number: Number of the call.
-        taken: For each of its stages, whether any engine accepted the call.
-        failed: Engines that failed although others of their stage accepted.
-        cleared: Engines that dropped their prefix caches.
-    """
+    """The result of a call, from its caller to the other heads."""
 
     number: Ordinal
     taken: Annotated[list[bool], Meta(max_length=MAX_STAGES)]
@@ -148,12 +131,7 @@ class CallDone(Struct, frozen=True, tag="call_done"):
 
 
 class StageState(Struct, frozen=True):
-    """The state that operator calls left in the engines of one stage.
-
-    Attributes:
-        replay: The calls that bring a fresh engine to this state: method and arguments.
-        unreplayable: Whether no calls can bring a fresh engine to this state.
-    """
+    """The calls that bring a fresh engine to the state of its stage. ``unreplayable``: no calls can."""
 
     stage_id: StageId
     replay: list[tuple[Method, list[Any]]]
@@ -161,14 +139,7 @@ class StageState(Struct, frozen=True):
 
 
 class FleetState(Struct, frozen=True, tag="fleet_state"):
-    """Snapshot of the state that operator calls left in the fleet.
-
-    The coordinator sends it with each resync. A head whose snapshot is newer sends its own.
-
-    Attributes:
-        number: Number of the last call in the snapshot.
-        drained: Replicas that operators drained.
-    """
+    """Snapshot of the state that operator calls left, from the coordinator, or from a head with a newer one."""
 
     number: Ordinal
     stages: Annotated[list[StageState], Meta(max_length=MAX_STAGES)]
@@ -180,14 +151,7 @@ class Bye(Struct, frozen=True, tag="bye"):
 
 
 class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
-    """Sent by a node before it loads a model. It needs no session. Older coordinators do not answer.
-
-    Attributes:
-        stage_id: The stage that the node will serve.
-        listening: ZMQ addresses with numeric hosts on which the node listens now. The coordinator checks whether it
-            reaches them.
-        nonce: What the node sends to each connection on these addresses.
-    """
+    """Sent by a node before it loads a model. It needs no session. Older coordinators do not answer."""
 
     stage_id: StageId
     listening: Annotated[list[Address], Meta(max_length=MAX_LISTENING)] = []
@@ -195,14 +159,7 @@ class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
 
 
 class HeadInfo(Struct, frozen=True, tag="facts"):
-    """The answer to `HeadQuery`.
-
-    Attributes:
-        timestamp: Wall-clock seconds since the epoch.
-        stages: Stage ids of the head; empty without a secret.
-        fingerprint: Configuration that all replicas of the stage share; empty without a secret or such a stage.
-        trying: Whether a `ReachabilityReport` follows.
-    """
+    """The answer to `HeadQuery`. ``trying``: a `ReachabilityReport` follows."""
 
     timestamp: WallSeconds
     stages: list[StageId]
@@ -211,21 +168,13 @@ class HeadInfo(Struct, frozen=True, tag="facts"):
 
 
 class ReachabilityReport(Struct, frozen=True, tag="reached"):
-    """Follows `HeadInfo` after at most `REACHABILITY_TIMEOUT_S`.
-
-    ``unreached`` has the reason for each address from which the nonce did not come.
-    """
+    """The reason for each address that is not reached, within `REACHABILITY_TIMEOUT_S` after `HeadInfo`."""
 
     unreached: dict[str, str]
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """A full resync begins. The replica list and the work of the other heads follow.
-
-    Attributes:
-        heads: Ids of the other heads. A head whose work does not follow keeps the work it reported last.
-        starting: Whether the coordinator has just started and needs `KnownReplicaIds`.
-    """
+    """A full resync begins. ``heads`` are the other heads; ``starting`` requests `KnownReplicaIds`."""
 
     heads: list[HeadId]
     starting: bool
@@ -242,10 +191,7 @@ class FullList(ReplicaList, frozen=True, tag="full_list"):
 
 
 class ListDelta(ReplicaList, frozen=True, tag="list_delta", kw_only=True):
-    """New and changed rows, and the keys of ``removed`` rows.
-
-    A changed row may be known already, and a removed one may be unknown.
-    """
+    """New and changed rows, and the keys of removed ones. Rows and keys may be known already."""
 
     removed: list[ReplicaKey]
 
@@ -259,12 +205,7 @@ class PeerWork(Struct, frozen=True, tag="work"):
 
 
 class NumberedCall(OperatorCall, frozen=True, tag="numbered_call", kw_only=True):
-    """A call of a head. All heads, also the caller, get the calls in the same order.
-
-    Attributes:
-        number: One more than that of the previous call.
-        head_id: The caller.
-    """
+    """A call of the head ``head_id``. All heads, also the caller, get the calls in the same order."""
 
     number: Ordinal
     head_id: HeadId
