@@ -119,7 +119,7 @@ def test_restart_fails_until_the_port_is_free_again(
     with socket.create_server(("127.0.0.1", port)):
         eventually(lambda: "could not be restarted" in caplog.text)
     assert runtime.router_address in caplog.text
-    eventually(lambda: "serves again" in caplog.text)
+    eventually(lambda: "was restarted" in caplog.text)
     assert runs(process_of(runtime))
 
 
