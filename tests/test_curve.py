@@ -126,7 +126,7 @@ def with_keys(server_key: bytes, public: bytes, secret: bytes) -> Callable[[Sock
     return secure
 
 
-def test_holder_is_let_in_where_there_is_no_port(site: Site, tmp_path: Path) -> None:
+def test_holder_of_the_secret_is_admitted_over_ipc(site: Site, tmp_path: Path) -> None:
     server = site.serve(address=f"ipc://{tmp_path}/socket")
     assert [site.lets_in(server, holder(made(OLD))) for _ in range(2)] == [True, True]
     assert not site.lets_in(server, holder(made(OTHER)))
@@ -141,7 +141,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS.keys())
-def test_stranger_is_refused_counted_and_logged_with_its_address(
+def test_unauthenticated_peer_is_refused_counted_and_logged_with_its_address(
     site: Site, stranger: Callable[[Socket], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = site.serve()
@@ -157,7 +157,7 @@ def test_stranger_is_refused_counted_and_logged_with_its_address(
     assert site.lets_in(server, holder(made(OLD)))
 
 
-def test_who_knows_the_server_but_holds_no_key_of_it_is_refused(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_key_that_is_not_admitted_is_refused(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     own = zmq.curve_keypair()
     event, _ = site.connect(site.serve(), with_keys(made(OLD).server_keys("test").public, *own))
     assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -165,7 +165,7 @@ def test_who_knows_the_server_but_holds_no_key_of_it_is_refused(site: Site, capl
     assert "Refused 127.0.0.1 at the test socket" in caplog.text
 
 
-def test_secured_socket_admits_nobody_without_a_gate(sites: OpenSite) -> None:
+def test_secured_socket_admits_no_peer_without_a_zap_handler(sites: OpenSite) -> None:
     secrets = made(OLD)
     site = sites(secrets)
     context: zmq.Context[Socket] = zmq.Context()
@@ -228,7 +228,7 @@ TOO_MUCH = "it sent more than a handshake takes"
 
 
 @pytest.mark.parametrize("mechanism", [b"CURVE", b"PLAIN"])
-def test_stranger_that_sends_more_than_a_handshake_is_cut_off_whatever_size_of_frame_is_allowed(
+def test_unauthenticated_peer_that_sends_too_much_is_disconnected(
     sites: OpenSite, caplog: pytest.LogCaptureFixture, mechanism: bytes
 ) -> None:
     site = sites(made(OLD))
@@ -241,7 +241,7 @@ def test_stranger_that_sends_more_than_a_handshake_is_cut_off_whatever_size_of_f
     assert TOO_MUCH in caplog.text
 
 
-def test_stranger_that_announces_a_frame_over_the_limit_is_cut_off_and_logged(
+def test_unauthenticated_peer_with_an_oversized_frame_is_disconnected_and_logged(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
 
@@ -259,7 +259,7 @@ def test_stranger_that_announces_a_frame_over_the_limit_is_cut_off_and_logged(
 
 
 @pytest.mark.parametrize("mechanism", ["CURVE", "PLAIN"])
-def test_who_is_let_in_may_send_large_messages_at_once(site: Site, mechanism: str) -> None:
+def test_authenticated_peer_may_send_large_messages_at_once(site: Site, mechanism: str) -> None:
     site.zap_handler.admit("test", "x" * 40)
     encrypted = mechanism == "CURVE"
     server = site.serve(None if encrypted else lambda socket: require_password(socket, "test"))
@@ -277,7 +277,7 @@ def test_who_is_let_in_may_send_large_messages_at_once(site: Site, mechanism: st
     assert site.zap_handler.refused == 0
 
 
-def test_socket_may_come_and_go_while_the_gate_stands(site: Site) -> None:
+def test_sockets_may_open_and_close_while_the_zap_handler_runs(site: Site) -> None:
     descriptors = []
     for _ in range(10):
         server = site.serve()
@@ -288,7 +288,7 @@ def test_socket_may_come_and_go_while_the_gate_stands(site: Site) -> None:
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors[2])
 
 
-def test_context_has_one_gate_and_a_closed_one_watches_nothing(sites: OpenSite) -> None:
+def test_context_has_one_zap_handler_and_a_closed_one_watches_no_socket(sites: OpenSite) -> None:
     site = sites(None)
     with pytest.raises(zmq.ZMQError):
         ZapHandler(site.context, None)
@@ -313,7 +313,7 @@ def test_refusals_of_one_peer_are_logged_once_a_minute(caplog: pytest.LogCapture
     assert log.count == 4
 
 
-def test_log_of_refusals_is_bounded_however_many_peers_there_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_number_of_logged_refusals_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     log = RefusalLog(lambda: 0.0)
     with caplog.at_level(logging.WARNING):
         for number in range(2 * MAX_LOGGED_PEERS):
@@ -322,7 +322,7 @@ def test_log_of_refusals_is_bounded_however_many_peers_there_are(caplog: pytest.
     assert log.count == 2 * MAX_LOGGED_PEERS
 
 
-def test_a_connection_is_watched_although_its_descriptor_was_told_of_before_at_another_port() -> None:
+def test_a_reused_descriptor_is_watched_again() -> None:
     pending = PendingConnections()
     with (
         socket.create_server(("127.0.0.1", 0)) as own,

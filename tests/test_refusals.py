@@ -19,7 +19,7 @@ class Monitor:
         return struct.pack("=Hi", *next(self._events)), b"tcp://127.0.0.1:1"
 
 
-def test_who_was_refused_counts_once_though_another_ends_before_it() -> None:
+def test_a_refused_connection_counts_once_even_if_another_one_ends_first() -> None:
     refusals = RefusalLog(lambda: 0.0)
     events = [
         (zmq.EVENT_ACCEPTED, -2),

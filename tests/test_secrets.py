@@ -26,12 +26,12 @@ def test_file_gives_one_secret_per_line_that_is_not_empty(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o700])
-def test_file_for_its_owner_alone_is_accepted(tmp_path: Path, mode: int) -> None:
+def test_private_file_is_accepted(tmp_path: Path, mode: int) -> None:
     assert Secrets.from_file(secret_file(tmp_path, OLD.encode(), mode)).count == 1
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o602, 0o610, 0o644, 0o666])
-def test_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
+def test_file_that_others_may_access_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match=f"--omni-secret-file .*mode {mode:04o}.*chmod 600"):
         Secrets.from_file(secret_file(tmp_path, OLD.encode(), mode))
 
@@ -60,7 +60,7 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         Secrets.from_file(tmp_path / "absent")
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_regular_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
@@ -75,7 +75,7 @@ def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
         Secrets.from_file(path)
 
 
-def test_neither_text_shows_the_secret() -> None:
+def test_errors_and_repr_do_not_contain_the_secret() -> None:
     assert repr(Secrets([OLD])) == "<Secrets [1]>"
     assert OLD not in str(vars(Secrets([OLD])))
 

@@ -40,7 +40,7 @@ def secret_in(folder: Path) -> Path:
     return path
 
 
-def test_it_is_made_for_its_owner_alone_and_found_again(temporary: Path) -> None:
+def test_the_secret_is_created_private_and_found_again(temporary: Path) -> None:
     found = user_secret()
     path = secret_in(temporary / FOLDER)
     assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
@@ -49,7 +49,7 @@ def test_it_is_made_for_its_owner_alone_and_found_again(temporary: Path) -> None
     assert user_secret() == found
 
 
-def test_another_process_can_read_it_when_its_file_is_gone(temporary: Path) -> None:
+def test_the_secret_is_readable_after_its_file_was_deleted(temporary: Path) -> None:
     found = user_secret()
     path = secret_in(temporary / FOLDER)
     content = path.read_text()
@@ -61,14 +61,14 @@ def test_another_process_can_read_it_when_its_file_is_gone(temporary: Path) -> N
     assert Path(found).read_text() == content
 
 
-def test_those_who_make_it_at_the_same_time_share_one(temporary: Path) -> None:
+def test_concurrent_processes_create_one_secret(temporary: Path) -> None:
     with ThreadPoolExecutor(16) as many:
         found = set(many.map(lambda _: Path(user_secret()).read_bytes(), range(64)))
     assert len(found) == 1
     assert secret_in(temporary / FOLDER).read_bytes() in found
 
 
-def test_it_lies_in_the_run_time_directory_if_there_is_one(
+def test_the_secret_is_in_the_run_time_directory_if_there_is_one(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -76,7 +76,7 @@ def test_it_lies_in_the_run_time_directory_if_there_is_one(
     assert not (temporary / FOLDER).exists()
 
 
-def test_one_that_was_made_before_there_was_a_run_time_directory_stays_in_use(
+def test_a_secret_from_before_the_run_time_directory_stays_in_use(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = user_secret()
@@ -108,7 +108,7 @@ def test_a_link_to_another_folder_is_refused(temporary: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("trouble", ["foreign", "out of reach"])
-def test_what_others_put_into_the_temporary_directory_does_not_matter_beside_a_run_time_directory(
+def test_files_of_others_in_the_temporary_directory_do_not_matter_with_a_run_time_directory(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -126,7 +126,7 @@ def test_what_others_put_into_the_temporary_directory_does_not_matter_beside_a_r
     assert Path(user_secret()).read_bytes() == secret_in(tmp_path / "vllm-omni-plugin").read_bytes()
 
 
-def test_where_none_can_be_made_the_user_is_told_what_to_do(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_a_usable_folder_has_a_remedy(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "absent"))
     with pytest.raises(ConfigError, match=r"No such file.*--omni-secret-file.*--omni-insecure"):
         user_secret()
@@ -137,12 +137,12 @@ NETWORK = OmniConfig(join=True, master_address="10.0.0.1")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1"])
-def test_links_on_loopback_have_it(temporary: Path, address: str) -> None:
+def test_links_on_loopback_use_the_user_secret(temporary: Path, address: str) -> None:
     assert with_secret(LOOPBACK, address).secret_file == user_secret()
 
 
 @pytest.mark.parametrize("said", [{"insecure": True}, {"secret_file": "given"}])
-def test_links_for_which_the_user_said_something_else_do_not(temporary: Path, said: dict[str, object]) -> None:
+def test_links_with_other_flags_do_not_use_the_user_secret(temporary: Path, said: dict[str, object]) -> None:
     options = OmniConfig(master_address="127.0.0.1", master_port=1, **said)  # type: ignore[arg-type]
     assert with_secret(options, "127.0.0.1") is options
     assert not os.listdir(temporary)
@@ -156,7 +156,7 @@ def test_flags_of_links_go_with_several_api_servers_of_a_fleet_that_nobody_joins
         check(options, said, headless=False, api_servers=1)
 
 
-def test_links_that_leave_this_machine_do_not(temporary: Path) -> None:
+def test_links_beyond_loopback_do_not_use_the_user_secret(temporary: Path) -> None:
     with pytest.raises(ConfigError, match="can be reached from other machines"):
         with_secret(LOOPBACK, "10.0.0.1")
     # Whether it demands one is for the head to say that is joined.

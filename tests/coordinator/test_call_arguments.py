@@ -34,7 +34,7 @@ CALLS: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[:2])))
-def test_a_call_arrives_as_it_was_made(call: tuple[Any, ...]) -> None:
+def test_encoded_arguments_decode_to_the_same_arguments(call: tuple[Any, ...]) -> None:
     method, *args = call
     told = encode(method, args)
     assert decode(method, msgspec.json.decode(msgspec.json.encode(told))) == tuple(args)
@@ -50,7 +50,7 @@ def test_a_call_with_other_arguments_is_refused(call: tuple[Any, ...], spoiled: 
         decode(call[0], wrong)
 
 
-def test_what_leaves_state_can_be_told() -> None:
+def test_calls_that_leave_state_can_be_encoded() -> None:
     state = SharedState()
     told = {call[0] for call in CALLS}
     leaving = {call[0] for call in CALLS if state.leaves_state(call[0], call[1:])}
@@ -75,5 +75,5 @@ def test_what_leaves_state_can_be_told() -> None:
         ("shutdown", ()),
     ],
 )
-def test_what_concerns_nobody_or_cannot_be_said_is_not_told(method: str, args: tuple[Any, ...]) -> None:
+def test_queries_and_invalid_arguments_are_not_encoded(method: str, args: tuple[Any, ...]) -> None:
     assert encode(method, args) is None

@@ -1,4 +1,4 @@
-"""The two clients: what a replica says, what a head hears."""
+"""The clients of a replica and of a subscriber."""
 
 import json
 import logging
@@ -23,23 +23,23 @@ from vllm_omni_plugin.coordinator import (
 from vllm_omni_plugin.errors import ConfigError, WireError
 
 
-class Ear:
-    """A ROUTER that hears what a stage client says."""
+class FakeCoordinator:
+    """A ROUTER that receives the events of a stage client."""
 
     def __init__(self, open_socket: OpenSocket) -> None:
         self._router = open_socket(zmq.ROUTER)
         self._router.bind(ANY)
         self.address = self._router.get_string(zmq.LAST_ENDPOINT)
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         _, frame = self._router.recv_multipart()
-        heard: dict[str, Any] = json.loads(frame)
-        return heard
+        received: dict[str, Any] = json.loads(frame)
+        return received
 
 
 @pytest.fixture
-def ear(open_socket: OpenSocket) -> Ear:
-    return Ear(open_socket)
+def fake_coordinator(open_socket: OpenSocket) -> FakeCoordinator:
+    return FakeCoordinator(open_socket)
 
 
 def stage_client(address: str, interval: float = 1000.0) -> OmniCoordClientForStage:
@@ -47,18 +47,18 @@ def stage_client(address: str, interval: float = 1000.0) -> OmniCoordClientForSt
 
 
 @pytest.fixture
-def client(ear: Ear, keep: Keep) -> OmniCoordClientForStage:
-    return keep(stage_client(ear.address))
+def client(fake_coordinator: FakeCoordinator, keep: Keep) -> OmniCoordClientForStage:
+    return keep(stage_client(fake_coordinator.address))
 
 
 def info(name: str, stage_id: int) -> ReplicaInfo:
     return ReplicaInfo(f"tcp://{name}:1", f"tcp://{name}:2", stage_id, ReplicaStatus.UP, 0, 1.0, 1.0)
 
 
-def test_stage_client_announces_up_at_once(ear: Ear, client: OmniCoordClientForStage) -> None:
-    heard = ear.hear()
-    assert heard.pop("incarnation") > 0
-    assert heard == {
+def test_stage_client_announces_up_at_once(fake_coordinator: FakeCoordinator, client: OmniCoordClientForStage) -> None:
+    received = fake_coordinator.receive()
+    assert received.pop("incarnation") > 0
+    assert received == {
         "input_addr": "tcp://a:1",
         "output_addr": "tcp://a:2",
         "stage_id": 3,
@@ -70,33 +70,37 @@ def test_stage_client_announces_up_at_once(ear: Ear, client: OmniCoordClientForS
     }
 
 
-def test_every_update_is_sent_in_order_with_the_whole_registration(ear: Ear, client: OmniCoordClientForStage) -> None:
+def test_every_update_is_sent_in_order_with_the_whole_registration(
+    fake_coordinator: FakeCoordinator, client: OmniCoordClientForStage
+) -> None:
     client.update_info(status=ReplicaStatus.ERROR)
     client.update_info(queue_length=10)
-    heard = [ear.hear() for _ in range(3)]
-    assert [(event["status"], event["queue_length"]) for event in heard] == [("up", 0), ("error", 0), ("error", 10)]
-    assert [event["sequence"] for event in heard] == [1, 2, 3]
-    assert {event["input_addr"] for event in heard} == {"tcp://a:1"}
+    received = [fake_coordinator.receive() for _ in range(3)]
+    assert [(event["status"], event["queue_length"]) for event in received] == [("up", 0), ("error", 0), ("error", 10)]
+    assert [event["sequence"] for event in received] == [1, 2, 3]
+    assert {event["input_addr"] for event in received} == {"tcp://a:1"}
 
 
-def test_heartbeats_repeat_the_last_word(ear: Ear, keep: Keep) -> None:
-    client = keep(stage_client(ear.address, interval=0.02))
+def test_heartbeats_repeat_the_last_status(fake_coordinator: FakeCoordinator, keep: Keep) -> None:
+    client = keep(stage_client(fake_coordinator.address, interval=0.02))
     client.update_info(status=ReplicaStatus.DRAINING, queue_length=4)
-    heartbeats = [event for event in (ear.hear() for _ in range(8)) if event["event_type"] == "heartbeat"]
+    heartbeats = [
+        event for event in (fake_coordinator.receive() for _ in range(8)) if event["event_type"] == "heartbeat"
+    ]
     assert len(heartbeats) >= 5
     assert (heartbeats[-1]["status"], heartbeats[-1]["queue_length"]) == ("draining", 4)
 
 
-def test_close_sends_down_before_it_returns(ear: Ear) -> None:
-    client = stage_client(ear.address)
-    ear.hear()
+def test_close_sends_down_before_it_returns(fake_coordinator: FakeCoordinator) -> None:
+    client = stage_client(fake_coordinator.address)
+    fake_coordinator.receive()
     client.close()
-    heard = ear.hear()
-    assert (heard["event_type"], heard["status"]) == ("update", "down")
+    received = fake_coordinator.receive()
+    assert (received["event_type"], received["status"]) == ("update", "down")
 
 
-def test_closed_stage_client_refuses(ear: Ear) -> None:
-    client = stage_client(ear.address)
+def test_closed_stage_client_refuses(fake_coordinator: FakeCoordinator) -> None:
+    client = stage_client(fake_coordinator.address)
     client.close()
     for refused in (client.close, lambda: client.update_info(queue_length=1)):
         with pytest.raises(RuntimeError):
@@ -108,14 +112,16 @@ def test_update_of_nothing_is_a_value_error(client: OmniCoordClientForStage) -> 
         client.update_info()
 
 
-def test_refused_update_leaves_the_last_valid_one(ear: Ear, client: OmniCoordClientForStage) -> None:
+def test_refused_update_leaves_the_last_valid_one(
+    fake_coordinator: FakeCoordinator, client: OmniCoordClientForStage
+) -> None:
     with pytest.raises(WireError, match="queue_length"):
         client.update_info(queue_length=-1)
     client.update_info(status=ReplicaStatus.UP)
-    assert [ear.hear()["queue_length"] for _ in range(2)] == [0, 0]
+    assert [fake_coordinator.receive()["queue_length"] for _ in range(2)] == [0, 0]
 
 
-def test_registration_that_would_be_refused_is_never_opened() -> None:
+def test_invalid_registration_is_an_error_of_the_constructor() -> None:
     with pytest.raises(WireError, match="stage_id"):
         OmniCoordClientForStage("tcp://127.0.0.1:1", "tcp://a:1", "tcp://a:2", -1)
 
@@ -153,39 +159,39 @@ def test_stage_client_started_first_registers_when_the_coordinator_comes() -> No
     for queue_length in range(1, 501):
         client.update_info(queue_length=queue_length)
 
-    def last_word_heard(coordinator: OmniCoordinator) -> bool:
+    def has_last_update(coordinator: OmniCoordinator) -> bool:
         return [info.queue_length for info in coordinator.get_active_replicas().replicas] == [500]
 
     coordinator = OmniCoordinator(address, ANY)
-    eventually(lambda: last_word_heard(coordinator))
+    eventually(lambda: has_last_update(coordinator))
     coordinator.close()
     coordinator = OmniCoordinator(address, ANY)
-    eventually(lambda: last_word_heard(coordinator))
+    eventually(lambda: has_last_update(coordinator))
     client.close()
     eventually(lambda: coordinator.get_active_replicas().replicas == [])
     coordinator.close()
 
 
-class Voice:
-    """An XPUB that says what a test wants a hub client to hear."""
+class FakePublisher:
+    """An XPUB that publishes frames of the test to a hub client."""
 
     def __init__(self, open_socket: OpenSocket, keep: Keep) -> None:
         self._pub = open_socket(zmq.XPUB)
         self._pub.bind(ANY)
         self._keep = keep
 
-    def listener(self, on_update: Callable[[ReplicaList], None] | None = None) -> OmniCoordClientForHub:
+    def subscribe(self, on_update: Callable[[ReplicaList], None] | None = None) -> OmniCoordClientForHub:
         hub = self._keep(OmniCoordClientForHub(self._pub.get_string(zmq.LAST_ENDPOINT), on_update))
         assert self._pub.recv() == b"\x01"
         return hub
 
-    def say(self, *parts: bytes) -> None:
+    def publish(self, *parts: bytes) -> None:
         self._pub.send_multipart(parts)
 
 
 @pytest.fixture
-def voice(open_socket: OpenSocket, keep: Keep) -> Voice:
-    return Voice(open_socket, keep)
+def publisher(open_socket: OpenSocket, keep: Keep) -> FakePublisher:
+    return FakePublisher(open_socket, keep)
 
 
 def test_hub_starts_with_an_empty_list_of_time_zero() -> None:
@@ -197,38 +203,38 @@ def test_hub_starts_with_an_empty_list_of_time_zero() -> None:
         hub.close()
 
 
-def test_hub_filters_by_stage(voice: Voice) -> None:
-    hub = voice.listener()
-    voice.say(encode_replica_list(ReplicaList([info("a", 0), info("b", 1)], 5.0, no_new_work=[info("c", 1)])))
+def test_hub_filters_by_stage(publisher: FakePublisher) -> None:
+    hub = publisher.subscribe()
+    publisher.publish(encode_replica_list(ReplicaList([info("a", 0), info("b", 1)], 5.0, no_new_work=[info("c", 1)])))
     eventually(lambda: hub.get_replica_list().timestamp == 5.0)
     assert hub.get_replicas_for_stage(1) == ReplicaList([info("b", 1)], 5.0, no_new_work=[info("c", 1)])
     assert hub.get_replicas_for_stage(7) == ReplicaList([], 5.0)
 
 
-def test_hub_survives_garbage_and_keeps_its_list(voice: Voice, caplog: pytest.LogCaptureFixture) -> None:
-    hub = voice.listener()
+def test_hub_survives_garbage_and_keeps_its_list(publisher: FakePublisher, caplog: pytest.LogCaptureFixture) -> None:
+    hub = publisher.subscribe()
     good = encode_replica_list(ReplicaList([info("a", 0)], 5.0))
-    voice.say(good)
+    publisher.publish(good)
     eventually(lambda: hub.get_replica_list().timestamp == 5.0)
     for number, parts in enumerate([(b"",), (b"\xff",), (b"[" * 60_000,), (good, good), (good[:-3],), (b"5",)], 1):
-        voice.say(*parts)
+        publisher.publish(*parts)
         eventually(lambda expected=number: hub.invalid_frames == expected)  # type: ignore[misc]
     assert hub.get_replica_list().timestamp == 5.0
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
-    voice.say(encode_replica_list(ReplicaList([], 6.0)))
+    publisher.publish(encode_replica_list(ReplicaList([], 6.0)))
     eventually(lambda: hub.get_replica_list().timestamp == 6.0)
 
 
-def test_failing_callback_does_not_end_the_hub(voice: Voice, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_callback_does_not_end_the_hub(publisher: FakePublisher, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[float] = []
 
     def on_update(replicas: ReplicaList) -> None:
         seen.append(replicas.timestamp)
         raise OSError("the head is unwell")
 
-    voice.listener(on_update)
+    publisher.subscribe(on_update)
     for timestamp in (1.0, 2.0):
-        voice.say(encode_replica_list(ReplicaList([], timestamp)))
+        publisher.publish(encode_replica_list(ReplicaList([], timestamp)))
         eventually(lambda expected=timestamp: seen[-1:] == [expected])  # type: ignore[misc]
     assert seen == [1.0, 2.0]
     assert "A callback of the coordinator's client failed" in caplog.text

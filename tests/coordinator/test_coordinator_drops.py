@@ -15,7 +15,7 @@ def test_peer_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.text.count("(stale)") == caplog.text.count("(malformed)") == 1
 
 
-def test_endless_new_peers_stop_being_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_number_of_logged_peers_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     drops = DropLog(max_peers=3)
     for number in range(100):
         drops.record(DropReason.MALFORMED, f"peer{number}", "bad")
@@ -23,6 +23,6 @@ def test_endless_new_peers_stop_being_logged(caplog: pytest.LogCaptureFixture) -
     assert drops.counts["malformed"] == 100
 
 
-def test_what_a_peer_sent_cannot_break_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_frame_content_cannot_break_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
     DropLog().record(DropReason.MALFORMED, "10.0.0.1", "bad\nERROR forged line")
     assert "\n" not in caplog.text.rstrip("\n")

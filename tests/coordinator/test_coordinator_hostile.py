@@ -33,7 +33,7 @@ BAD_FRAMES = {
 }
 
 
-def test_ten_megabytes_cut_only_their_own_connection(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+def test_oversized_frame_ends_only_its_own_connection(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
     neighbour = dealer(coordinator.router_zmq_addr)
     neighbour.send(encode_event(make_event("neighbour", queue_length=1)))
     eventually(lambda: names(coordinator.get_active_replicas()) == ["neighbour"])

@@ -111,7 +111,7 @@ def test_authoritative_removal_needs_no_numbers_and_replays_stay_refused() -> No
     assert row(table).registered_at == 3.0
 
 
-def test_leaving_is_not_dying() -> None:
+def test_replica_that_left_does_not_become_dead() -> None:
     table = table_of(make_event())
     assert alters_list(table.apply(make_event(status=DOWN), 1.0))
     assert alters_list(table.apply(make_event(status=DOWN), 2.0)) is False
@@ -120,7 +120,7 @@ def test_leaving_is_not_dying() -> None:
     assert row(table).liveness is Liveness.LEFT
 
 
-def test_silence_is_suspicion_before_death() -> None:
+def test_silent_replica_is_suspect_before_it_is_dead() -> None:
     table = table_of(make_event())
     assert table.expire(4.99) == []
     assert livenesses(table.expire(5.0)) == [Liveness.SUSPECT]
@@ -139,7 +139,7 @@ def test_heartbeat_clears_suspicion() -> None:
     assert row(table).registered_at == 0.0
 
 
-def test_dead_replica_that_is_heard_again_recovers() -> None:
+def test_dead_replica_that_sends_a_new_event_recovers() -> None:
     table = table_of(make_event(incarnation=1, sequence=1))
     table.expire(TIMEOUT)
     assert table.apply(make_event(incarnation=1, sequence=1), 11.0) is None
@@ -147,7 +147,7 @@ def test_dead_replica_that_is_heard_again_recovers() -> None:
     assert (row(table).liveness, row(table).registered_at) == (Liveness.ALIVE, 0.0)
 
 
-def test_rows_that_are_gone_are_forgotten_in_the_end() -> None:
+def test_dead_and_left_rows_are_forgotten_later() -> None:
     table = table_of(make_event("dead"), make_event("left"))
     table.apply(make_event("left", status=DOWN), 0.0)
     table.expire(TIMEOUT)
@@ -165,7 +165,7 @@ def test_late_coordinator_extends_deadlines_instead_of_expiring_everyone() -> No
     assert livenesses(table.expire(1001.0)) == [Liveness.SUSPECT] * 2
 
 
-def test_excuse_never_puts_a_heartbeat_into_the_future() -> None:
+def test_extended_deadlines_never_move_a_heartbeat_into_the_future() -> None:
     table = table_of(make_event())
     table.expire(3.0, late_by=100.0)
     assert row(table).last_event_at == 3.0
@@ -179,7 +179,7 @@ def test_full_table_refuses_new_rows_and_leaves_others() -> None:
     assert alters_list(table.apply(make_event("a", queue_length=1), 2.0))
 
 
-def test_full_table_gives_the_place_of_a_row_that_is_gone() -> None:
+def test_full_table_replaces_a_row_that_has_left() -> None:
     table = table_of(make_event("a"), make_event("b"), max_replicas=2)
     table.apply(make_event("b", status=DOWN), 1.0)
     displaced = row(table, "b")

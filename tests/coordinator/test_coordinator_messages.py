@@ -55,7 +55,7 @@ def frame_with(**fields: Any) -> bytes:
     return json.dumps({**PLAIN, **fields}).encode()
 
 
-def test_largest_list_is_taken_in_by_a_head() -> None:
+def test_largest_list_is_below_the_size_limit() -> None:
     info = ReplicaInfo(
         LONGEST_ADDRESS,
         LONGEST_ADDRESS,

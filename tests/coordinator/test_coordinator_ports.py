@@ -8,7 +8,7 @@ import zmq
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import CoordinatorSockets
 
 
-def test_close_ends_though_heads_that_read_nothing_leave_in_the_same_moment() -> None:
+def test_close_returns_while_heads_that_read_nothing_disconnect() -> None:
     # Each round hung once in 15 while an endpoint lingered for ever.
     for _ in range(60):
         ports = CoordinatorSockets("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", None)

@@ -25,7 +25,7 @@ def test_without_changes_the_keep_alive_is_due_every_five_seconds() -> None:
     assert schedule.due_at == 8.0
 
 
-def test_settling_holds_back_every_list_and_then_sends_one() -> None:
+def test_settle_time_delays_all_lists() -> None:
     schedule = PublishSchedule(0.0, quiet_until=3.0)
     assert not schedule.request(1.0)
     assert schedule.due_at == 3.0
@@ -39,7 +39,7 @@ def test_list_shows_times_by_the_wall_clock() -> None:
     assert (info.registered_at, info.last_heartbeat, info.queue_length) == (1_000_010.0, 1_000_040.0, 4)
 
 
-def test_list_keeps_its_order_whoever_was_heard_last() -> None:
+def test_list_has_a_stable_order() -> None:
     def shown(*order: str) -> list[str]:
         members = [Member(make_event(name), Liveness.ALIVE, 0.0, 0.0, 0.0) for name in order]
         return [info.input_addr for info in replica_list(members, ReplicaIds(), 0.0, 0.0).replicas]
@@ -47,7 +47,7 @@ def test_list_keeps_its_order_whoever_was_heard_last() -> None:
     assert shown("c", "a", "b") == shown("b", "c", "a") == ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
 
 
-def test_list_shows_only_those_that_may_work() -> None:
+def test_list_shows_only_replicas_that_may_work() -> None:
     def member(name: str, status: ReplicaStatus, liveness: Liveness) -> Member:
         return Member(make_event(name, status=status), liveness, 0.0, 0.0, 0.0)
 

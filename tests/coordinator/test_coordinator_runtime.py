@@ -70,7 +70,7 @@ def test_stopped_process_is_killed_and_replaced_on_the_same_ports(keep: Keep, ca
     eventually(lambda: names(hub.get_replica_list()) == ["a"])
 
 
-def test_process_that_serves_is_left_alone(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthy_process_is_not_restarted(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = threading.Semaphore(0)
     is_alive = CoordinatorProcess.is_alive
 
@@ -85,13 +85,13 @@ def test_process_that_serves_is_left_alone(keep: Keep, monkeypatch: pytest.Monke
     assert runtime.process_id == first
 
 
-def test_process_that_does_not_answer_at_the_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_module, "START_TIMEOUT", 0.0)
     with pytest.raises(OmniError, match=r"was not ready after 0\.0 s"):
         OmniCoordinatorRuntime()
 
 
-def test_restarted_process_tells_no_head_of_a_fleet_it_does_not_know_yet(keep: Keep, dealer: OpenDealer) -> None:
+def test_restarted_process_publishes_no_list_before_replicas_registered(keep: Keep, dealer: OpenDealer) -> None:
     runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=9.0))
     replica = dealer(runtime.router_address)
     hub = keep(OmniCoordClientForHub(runtime.pub_address))
@@ -137,7 +137,7 @@ def test_busy_port_is_a_config_error_naming_it() -> None:
             OmniCoordinatorRuntime(port=port)
 
 
-def test_close_ends_the_process_and_may_be_repeated() -> None:
+def test_close_ends_the_process_and_is_idempotent() -> None:
     runtime = OmniCoordinatorRuntime()
     pid = process_of(runtime)
     runtime.close()
@@ -197,7 +197,9 @@ def test_child_may_have_as_many_connections_as_the_system_allows(runtime: OmniCo
     assert soft == hard
 
 
-def test_process_out_of_descriptors_lets_nobody_wait_and_goes_on(keep: Keep, capfd: pytest.CaptureFixture[str]) -> None:
+def test_process_out_of_descriptors_cuts_new_connections_and_goes_on(
+    keep: Keep, capfd: pytest.CaptureFixture[str]
+) -> None:
     runtime = OmniCoordinatorRuntime(heartbeat_timeout=1000.0)
     hub = keep(OmniCoordClientForHub(runtime.pub_address))
     client = keep(OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0, heartbeat_interval=0.1))

@@ -88,7 +88,7 @@ def follow_until(address: str, secrets: Secrets | None, expected: list[str]) -> 
         pytest.param(NEW_THEN_OLD, NEW, id="replica forgot the old"),
     ],
 )
-def test_replica_and_head_that_share_the_served_secret_meet(
+def test_replica_and_subscriber_with_the_served_secret_connect(
     serve: OpenCoordinator, report: OpenReplica, served: Secrets | None, held: Secrets | None
 ) -> None:
     coordinator = serve(served)
@@ -110,7 +110,7 @@ def test_replica_and_head_that_share_the_served_secret_meet(
         pytest.param(OLD_THEN_NEW, NEW, "serves without one, or with one that is not in the file", id="too early"),
     ],
 )
-def test_replica_with_a_wrong_secret_is_kept_out_and_knows_why(
+def test_replica_with_a_wrong_secret_is_refused_with_the_reason(
     serve: OpenCoordinator, report: OpenReplica, served: Secrets | None, held: Secrets | None, why: str
 ) -> None:
     coordinator = serve(served)
@@ -171,7 +171,7 @@ def test_refused_link_sleeps_until_its_next_attempt(
     assert wakeups < 40
 
 
-def test_replica_whose_coordinator_does_not_exist_says_so_and_joins_when_it_comes(
+def test_replica_reports_an_absent_coordinator_and_joins_when_it_starts(
     serve: OpenCoordinator, report: OpenReplica
 ) -> None:
     address = free_address()
@@ -184,7 +184,7 @@ def test_replica_whose_coordinator_does_not_exist_says_so_and_joins_when_it_come
     assert (said[-1], replica.connected) == ("", True)
 
 
-def test_lost_connection_is_told_and_does_not_last(serve: OpenCoordinator, report: OpenReplica) -> None:
+def test_lost_connection_is_reported_and_repaired(serve: OpenCoordinator, report: OpenReplica) -> None:
     address = free_address()
     said: list[str] = []
     first = OmniCoordinator(address, ANY, secrets=OLD)
@@ -217,9 +217,7 @@ def secret_file(folder: Path, line: str = OLD_LINE, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_killed_process_comes_back_with_its_secret_and_no_head_drops_anybody(
-    tmp_path: Path, report: OpenReplica
-) -> None:
+def test_restarted_process_has_the_secret_and_no_list_loses_a_replica(tmp_path: Path, report: OpenReplica) -> None:
     runtime = OmniCoordinatorRuntime(heartbeat_timeout=9.0, secret_file=secret_file(tmp_path))
     lists: list[list[str]] = []
     hub = OmniCoordClientForHub(runtime.pub_address, lambda replicas: lists.append(names(replicas)), secrets=OLD)
@@ -236,7 +234,7 @@ def test_killed_process_comes_back_with_its_secret_and_no_head_drops_anybody(
     runtime.close()
 
 
-def test_who_lists_processes_sees_neither_the_secret_nor_its_path(tmp_path: Path) -> None:
+def test_arguments_and_environment_contain_neither_the_secret_nor_its_path(tmp_path: Path) -> None:
     path = secret_file(tmp_path)
     runtime = OmniCoordinatorRuntime(secret_file=path)
     visible = Path(f"/proc/{runtime.process_id}/cmdline").read_bytes()
@@ -251,7 +249,7 @@ def test_process_with_a_bad_secret_file_is_a_config_error(tmp_path: Path) -> Non
         OmniCoordinatorRuntime(secret_file=secret_file(tmp_path, mode=0o644))
 
 
-def test_heads_are_served_on_loopback_wherever_replicas_are() -> None:
+def test_lists_are_published_on_loopback_only() -> None:
     runtime = OmniCoordinatorRuntime(host="0.0.0.0")
     assert runtime.router_address.startswith("tcp://0.0.0.0:")
     assert runtime.pub_address.startswith("tcp://127.0.0.1:")

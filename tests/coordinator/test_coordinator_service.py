@@ -128,13 +128,13 @@ def test_silent_replica_is_suspected_then_gone(keep: Keep) -> None:
     assert [len(replicas.no_new_work) for replicas in published] == [0] * 9 + [1] * 10 + [0] * 5
 
 
-def test_coordinator_that_was_late_expires_nobody(keep: Keep) -> None:
+def test_late_coordinator_expires_no_replica(keep: Keep) -> None:
     slowly = Slowly(keep, 30.0)
     slowly.advance(1.0)
     assert names(slowly.advance(10_000.0)) == ["a"]
 
 
-def test_sleeping_for_long_is_not_being_late(keep: Keep) -> None:
+def test_a_long_sleep_does_not_count_as_lateness(keep: Keep) -> None:
     slowly = Slowly(keep, 30.0)
     # Requests that come long after the last list must not excuse the silent.
     published = [slowly.advance(2.5) for _ in range(7)]
@@ -165,7 +165,7 @@ def test_wait_for_shutdown_ends_with_close() -> None:
     assert not waiter.is_alive()
 
 
-def test_turn_does_not_come_while_the_serving_thread_hangs() -> None:
+def test_wait_for_loop_pass_blocks_while_the_thread_hangs() -> None:
     goes_on = threading.Event()
     goes_on.set()
 

@@ -50,9 +50,9 @@ class Fleet:
         """Return once a change of the neighbour has reached the head."""
         self.queue_length += 1
         self.neighbour.update_info(ReplicaStatus.UP, self.queue_length)
-        eventually(lambda: self.heard() == self.queue_length)
+        eventually(lambda: self.listed_queue_length() == self.queue_length)
 
-    def heard(self) -> int | None:
+    def listed_queue_length(self) -> int | None:
         """Return the neighbour's queue length as the head knows it."""
         known = {info.input_addr: info.queue_length for info in self.hub.get_replica_list().replicas}
         return known.get("tcp://neighbour:1")
@@ -78,7 +78,7 @@ def tcp_connection(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def test_hostile_frames_of_a_holder_on_the_port_for_heads(fleet: Fleet, open_socket: OpenSocket) -> None:
+def test_hostile_frames_on_the_pub_socket_from_a_holder_of_the_secret(fleet: Fleet, open_socket: OpenSocket) -> None:
     rng = random.Random(4)
     peers = [insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr) for _ in range(3)]
     for _ in range(FRAMES):
@@ -147,12 +147,12 @@ def test_registration_storm_is_bounded_and_displaces_nobody(fleet: Fleet, open_s
     assert len(fleet.coordinator.get_active_replicas().replicas) == 4096
     fleet.check()
     fleet.neighbour.update_info(ReplicaStatus.DRAINING)
-    eventually(lambda: fleet.heard() is None)
+    eventually(lambda: fleet.listed_queue_length() is None)
     fleet.neighbour.update_info(new_incarnation=True)
     fleet.check()
 
 
-def test_subscriber_to_many_topics_is_cut_off_and_no_other(fleet: Fleet, open_socket: OpenSocket) -> None:
+def test_only_a_subscriber_to_too_many_topics_is_disconnected(fleet: Fleet, open_socket: OpenSocket) -> None:
     modest, greedy = (insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr) for _ in range(2))
     monitors = [peer.get_monitor_socket(zmq.EVENT_DISCONNECTED) for peer in (modest, greedy)]
     try:
@@ -170,12 +170,12 @@ def test_subscriber_to_many_topics_is_cut_off_and_no_other(fleet: Fleet, open_so
             monitor.close()
 
 
-def test_topics_of_a_peer_that_left_are_not_charged_to_the_next_one(fleet: Fleet, open_socket: OpenSocket) -> None:
+def test_topics_of_a_closed_connection_do_not_count_for_the_next_one(fleet: Fleet, open_socket: OpenSocket) -> None:
     for _ in range(3):
         peer = insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr)
         for number in range(MAX_TOPICS_PER_PEER - 1):
             peer.send(b"\x01topic %d" % number)
-        # Lists begin so: when one comes, all before has been heard.
+        # Lists begin so: when one comes, all before has been listed_queue_length.
         peer.send(b"\x01{")
         assert peer.poll(20_000)
         peer.close(linger=0)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, make_event, names
-from head_world import Heard, numbers
+from memory_fleet import ReceivedState, numbers
 
 from tests.fakes.hostile_frames import hostile_message
 from tests.fakes.keeping import Keep
@@ -54,31 +54,31 @@ SECRETS = Secrets(["a secret that heads share"])
 CALL = OperatorCall(7, "pause_scheduler", ["keep", True], [0], [])
 
 
-class Listener(Heard):
-    """Remembers what it is told, answers calls with its own name, and says what it has in flight when it is asked."""
+class RecordingHead(ReceivedState):
+    """A head that records its events and, after a welcome, reports its work in flight."""
 
     def __init__(self, address: str, head_id: str, secrets: Secrets | None = None, interval: float = 0.2) -> None:
         super().__init__()
         self.head_id = head_id
         self.in_flight: list[ReplicaWork] = []
-        self.troubles: list[str] = []
+        self.problems: list[str] = []
         self.calls: list[NumberedCall] = []
         self.client = OmniCoordClientForHead(
             address,
             head_id,
-            self.hear,
+            self.handle,
             secrets=secrets,
             heartbeat_interval=interval,
-            on_unreachable=self.troubles.append,
+            on_unreachable=self.problems.append,
         )
 
-    def hear(self, event: SessionEvent) -> None:
+    def handle(self, event: SessionEvent) -> None:
         self.take(event)
         if isinstance(event, Welcome):
             self.client.report_work(self.in_flight, full=True)
         elif isinstance(event, NumberedCall):
             if event.method == "profile":
-                raise RuntimeError("who is told may fail")
+                raise RuntimeError("a callback may fail")
             self.calls.append(event)
 
     @property
@@ -86,18 +86,18 @@ class Listener(Heard):
         return self.lists[-1] if self.lists else ReplicaList([], 0.0)
 
     def report(self, *in_flight: ReplicaWork) -> None:
-        """Tell the others what is in flight here from now on."""
+        """Report work in flight, now and after each welcome."""
         self.in_flight = list(in_flight)
         self.client.report_work(self.in_flight, full=True)
 
 
-Connect = Callable[..., Listener]
+Connect = Callable[..., RecordingHead]
 
 
 @pytest.fixture
 def connect(keep: Keep) -> Connect:
-    def connect(address: str, *head_ids: str, secrets: Secrets | None = None) -> list[Listener]:
-        heads = [Listener(address, head_id, secrets) for head_id in head_ids]
+    def connect(address: str, *head_ids: str, secrets: Secrets | None = None) -> list[RecordingHead]:
+        heads = [RecordingHead(address, head_id, secrets) for head_id in head_ids]
         for head in heads:
             keep(head.client)
         eventually(lambda: all(head.resyncs for head in heads))
@@ -118,9 +118,7 @@ def fleet(keep: Keep, secrets: Secrets | None) -> OmniCoordinator:
     return keep(OmniCoordinator(ANY, ANY, heartbeat_timeout=1000.0, secrets=secrets))
 
 
-def test_heads_hear_of_replicas_of_work_and_of_calls(
-    fleet: OmniCoordinator, secrets: Secrets | None, connect: Connect
-) -> None:
+def test_heads_get_replicas_work_and_calls(fleet: OmniCoordinator, secrets: Secrets | None, connect: Connect) -> None:
     first, second = connect(fleet.router_zmq_addr, "first", "second", secrets=secrets)
     fleet.add_new_replica(make_event("b"))
     fleet.add_new_replica(make_event("a"))
@@ -138,7 +136,7 @@ def test_heads_hear_of_replicas_of_work_and_of_calls(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads take no coordinator for silent that a busy machine keeps from answering."""
+    """On a busy machine the coordinator may answer late."""
     monkeypatch.setattr(head_session, "SILENCE_TIMEOUT", 20.0)
 
 
@@ -152,9 +150,9 @@ def test_report_of_thousands_of_replicas_arrives_whole(coordinator: OmniCoordina
     assert second.losses == 0
 
 
-def test_head_that_closes_has_left_at_once(coordinator: OmniCoordinator, connect: Connect) -> None:
+def test_head_that_closes_leaves_at_once(coordinator: OmniCoordinator, connect: Connect) -> None:
     (first,) = connect(coordinator.router_zmq_addr, "first")
-    leaver = Listener(coordinator.router_zmq_addr, "leaver")
+    leaver = RecordingHead(coordinator.router_zmq_addr, "leaver")
     eventually(lambda: leaver.resyncs)
     leaver.report(ROW)
     eventually(lambda: first.others.get("leaver") == {ROW.engine: ROW})
@@ -167,7 +165,7 @@ def test_head_that_closes_has_left_at_once(coordinator: OmniCoordinator, connect
         leaver.client.close()
 
 
-def test_listener_that_fails_is_told_of_what_comes_next(coordinator: OmniCoordinator, connect: Connect) -> None:
+def test_failing_callback_still_gets_later_events(coordinator: OmniCoordinator, connect: Connect) -> None:
     first, second = connect(coordinator.router_zmq_addr, "first", "second")
     first.client.send(OperatorCall(1, "profile", [True, None, None, None], [], []))
     eventually(lambda: first.client.send(CALL) and first.calls and second.calls)
@@ -175,15 +173,15 @@ def test_listener_that_fails_is_told_of_what_comes_next(coordinator: OmniCoordin
 
 def test_coordinator_that_is_not_there_yet_is_no_error(keep: Keep) -> None:
     address = free_address()
-    head = Listener(address, "early")
+    head = RecordingHead(address, "early")
     keep(head.client)
-    eventually(lambda: any("no coordinator answers" in trouble for trouble in head.troubles))
+    eventually(lambda: any("no coordinator answers" in problem for problem in head.problems))
     assert not head.client.send(CALL)
     keep(OmniCoordinator(address, ANY))
     eventually(lambda: head.resyncs)
 
 
-def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(keep: Keep, connect: Connect) -> None:
+def test_restarted_coordinator_keeps_replica_ids(keep: Keep, connect: Connect) -> None:
     runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=9.0, first_replica_ids={0: 2}))
     first, second = connect(runtime.router_address, "first", "second")
 
@@ -199,7 +197,7 @@ def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(keep: Keep
     keep(announce("b"))
     eventually(lambda: numbers_are({"tcp://a:1": 2, "tcp://b:1": 3}))
     leaver.close()
-    # Either would tell the next coordinator of numbers that it still knows.
+    # Each of them would send the ids that it still knows to the next coordinator.
     eventually(lambda: numbers_are({"tcp://b:1": 3}))
     wanted = first.resyncs
     assert runtime.process_id is not None
@@ -211,11 +209,11 @@ def test_killed_coordinator_is_followed_by_one_that_knows_the_numbers(keep: Keep
 
 def test_impossible_address_interval_and_id_are_refused() -> None:
     with pytest.raises(ConfigError, match="no-address"):
-        Listener("no-address", "head")
+        RecordingHead("no-address", "head")
     with pytest.raises(WireError, match="head_id"):
-        Listener(free_address(), "x" * 129)
+        RecordingHead(free_address(), "x" * 129)
     with pytest.raises(ConfigError, match="heartbeat_interval"):
-        Listener(free_address(), "head", interval=0.0)
+        RecordingHead(free_address(), "head", interval=0.0)
 
 
 def test_call_that_is_too_large_or_no_json_is_the_callers_error(coordinator: OmniCoordinator, connect: Connect) -> None:
@@ -275,7 +273,7 @@ def test_frames_without_a_session_are_stale(coordinator: OmniCoordinator, dealer
     eventually(lambda: coordinator.invalid_frames["stale"] == 8)
 
 
-def test_a_head_says_why_it_has_no_session_and_when_it_has_one(
+def test_a_head_reports_the_reason_of_a_missing_session(
     coordinator: OmniCoordinator, keep: Keep, dealer: OpenDealer
 ) -> None:
     peers = [dealer(coordinator.router_zmq_addr) for _ in range(64)]
@@ -283,13 +281,13 @@ def test_a_head_says_why_it_has_no_session_and_when_it_has_one(
         peer.send(encode_from_head(Hello(f"head-{number}", 1, SESSION_PROTOCOL)))
     for peer in peers:
         peer.recv()
-    head = Listener(coordinator.router_zmq_addr, "late", interval=0.05)
+    head = RecordingHead(coordinator.router_zmq_addr, "late", interval=0.05)
     keep(head.client)
-    eventually(lambda: head.troubles != [])
+    eventually(lambda: head.problems != [])
     peers[0].send(encode_from_head(Bye()))
-    eventually(lambda: len(head.troubles) == 2)
+    eventually(lambda: len(head.problems) == 2)
     full = f"the coordinator at {coordinator.router_zmq_addr} gives this head no session: there are 64 heads already"
-    assert head.troubles == [full, ""]
+    assert head.problems == [full, ""]
     assert coordinator.invalid_frames["table-full"] > 0
 
 
@@ -323,7 +321,7 @@ def test_hostile_frames_of_heads_harm_neither_service_nor_neighbours(
 def test_hostile_coordinator_harms_no_head(keep: Keep, open_socket: OpenSocket) -> None:
     router = open_socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    head = Listener(f"tcp://127.0.0.1:{port}", "head")
+    head = RecordingHead(f"tcp://127.0.0.1:{port}", "head")
     keep(head.client)
     peer = router.recv_multipart()[0]
     rng = random.Random(7)

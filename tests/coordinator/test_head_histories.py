@@ -1,9 +1,9 @@
 """Whatever is lost and in whatever order it comes: a head never sees a wrong list, and in the end the right one."""
 
 from coordinator_support import make_event
-from head_world import World, numbers, rows
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from memory_fleet import MemoryFleet, numbers, rows
 
 from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork, engine_key
 
@@ -16,100 +16,100 @@ class HeadHistories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.fleet = MemoryFleet()
         self.announced: dict[str, ReplicaStatus] = {}
 
     @initialize()
     def begin(self) -> None:
         for name in ("h1", "h2", "h3"):
-            self.world.connect(name)
-        self.world.settle()
+            self.fleet.connect(name)
+        self.fleet.settle()
 
     @rule(name=replicas, status=st.sampled_from(ReplicaStatus), incarnation=st.integers(0, 2))
     def announce(self, name: str, status: ReplicaStatus, incarnation: int) -> None:
         self.announced[name] = status
-        self.world.announce(make_event(name, stage_id=len(name), status=status, incarnation=incarnation))
+        self.fleet.announce(make_event(name, stage_id=len(name), status=status, incarnation=incarnation))
 
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.3, 1.0, 3.0, 6.0]))
     def tick(self, seconds: float) -> None:
-        self.world.tick(seconds)
+        self.fleet.tick(seconds)
 
     @rule(name=heads, how=st.sampled_from(["connect", "vanish", "leave"]))
     def come_or_go(self, name: str, how: str) -> None:
-        if how == "connect" or name not in self.world.heads:
-            self.world.connect(name)
+        if how == "connect" or name not in self.fleet.heads:
+            self.fleet.connect(name)
             return
         if how == "leave":
-            self.world.heads[name].session.leave()
-            self.world.exchange(name)
-        del self.world.heads[name]
+            self.fleet.heads[name].session.leave()
+            self.fleet.exchange(name)
+        del self.fleet.heads[name]
 
     @rule(name=heads, replica=replicas, requests=st.integers(0, 3), incarnation=st.integers(0, 1))
     def work(self, name: str, replica: str, requests: int, incarnation: int) -> None:
-        if name in self.world.heads:
+        if name in self.fleet.heads:
             engine = engine_key(1, f"tcp://{replica}:1", f"tcp://{replica}:2", incarnation)
-            self.world.report(name, ReplicaWork(engine, requests, 7 * requests))
+            self.fleet.report(name, ReplicaWork(engine, requests, 7 * requests))
 
     @rule(name=heads)
     def exchange(self, name: str) -> None:
-        if name in self.world.heads:
-            self.world.exchange(name)
+        if name in self.fleet.heads:
+            self.fleet.exchange(name)
 
     @rule(name=heads, frame=st.sampled_from([b"", b"[{}]", b'[{"type":"welcome"}]']))
     def garble(self, name: str, frame: bytes) -> None:
-        if head := self.world.heads.get(name):
-            head.session.receive(frame, self.world.now)
+        if head := self.fleet.heads.get(name):
+            head.session.receive(frame, self.fleet.now)
 
     @rule(name=heads)
     def beat(self, name: str) -> None:
-        if head := self.world.heads.get(name):
+        if head := self.fleet.heads.get(name):
             head.session.beat()
-            head.hear(head.session.check_silence(self.world.now, 10**6 + int(self.world.now * 1000)))
+            head.handle(head.session.check_silence(self.fleet.now, 10**6 + int(self.fleet.now * 1000)))
 
     @rule()
     def restart(self) -> None:
-        self.world.restart()
+        self.fleet.restart()
         for name, status in self.announced.items():
-            self.world.announce(make_event(name, stage_id=len(name), status=status))
+            self.fleet.announce(make_event(name, stage_id=len(name), status=status))
 
     @rule()
     def settle(self) -> None:
-        self.world.settle()
-        self.everybody_knows_everything()
+        self.fleet.settle()
+        self.all_heads_are_up_to_date()
 
     def teardown(self) -> None:
         self.settle()
 
-    def everybody_knows_everything(self) -> None:
-        for name, head in self.world.heads.items():
-            others = {other.name: other.in_flight for other in self.world.heads.values() if other.name != name}
+    def all_heads_are_up_to_date(self) -> None:
+        for name, head in self.fleet.heads.items():
+            others = {other.name: other.in_flight for other in self.fleet.heads.values() if other.name != name}
             assert {head_id: work for head_id, work in head.others.items() if work} == {
                 head_id: work for head_id, work in others.items() if work
             }
-            assert rows(head.lists[-1]) == rows(self.world.listed())
-            assert numbers(head.lists[-1]) == numbers(self.world.listed())
+            assert rows(head.lists[-1]) == rows(self.fleet.listed())
+            assert numbers(head.lists[-1]) == numbers(self.fleet.listed())
 
     @invariant()
     def every_list_is_what_there_was_at_some_moment(self) -> None:
-        for head in self.world.heads.values():
-            assert all(rows(replicas) in self.world.states for replicas in head.lists)
+        for head in self.fleet.heads.values():
+            assert all(rows(replicas) in self.fleet.states for replicas in head.lists)
 
     @invariant()
     def no_list_is_older_than_the_one_before(self) -> None:
-        for head in self.world.heads.values():
+        for head in self.fleet.heads.values():
             times = [replicas.timestamp for replicas in head.lists]
             assert times == sorted(times)
 
     @invariant()
     def replicas_of_a_stage_have_different_numbers(self) -> None:
-        for head in self.world.heads.values():
+        for head in self.fleet.heads.values():
             for replicas in head.lists:
                 listed = [(info.stage_id, info.replica_id) for info in (*replicas.replicas, *replicas.no_new_work)]
                 assert len(set(listed)) == len(listed)
 
     @invariant()
     def everything_said_is_valid(self) -> None:
-        assert not any(head.dropped for head in self.world.heads.values())
+        assert not any(head.dropped for head in self.fleet.heads.values())
 
 
 TestHeadHistories = HeadHistories.TestCase

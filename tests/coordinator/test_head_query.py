@@ -77,7 +77,7 @@ def listening(treat: Callable[[socket.socket], object]) -> Iterator[str]:
 
 @pytest.mark.parametrize("stage_id", FINGERPRINTS)
 @pytest.mark.parametrize("held", [OLD, Secrets([NEW_LINE, OLD_LINE])], ids=["same", "ahead in a rotation"])
-def test_a_holder_of_the_secret_is_told_the_time_and_what_its_stage_has_in_common(
+def test_a_holder_of_the_secret_gets_the_time_and_the_fingerprint_of_its_stage(
     serve: Serve, held: Secrets, stage_id: int
 ) -> None:
     answer = query_head(serve(OLD), stage_id, held, wall_clock=lambda: NOW)
@@ -93,7 +93,7 @@ def test_a_stage_that_the_head_does_not_have_has_no_fingerprint(serve: Serve) ->
     assert (facts.stages, facts.fingerprint) == ([0, 1], {})
 
 
-def test_a_head_without_a_secret_tells_nobody_what_it_serves(serve: Serve) -> None:
+def test_a_head_without_a_secret_sends_no_stages(serve: Serve) -> None:
     facts = query_head(serve(None), 0, None).info
     assert facts is not None
     assert (facts.stages, facts.fingerprint) == ([], {})
@@ -165,7 +165,7 @@ def test_a_head_that_is_not_there_costs_no_time_and_refuses_nobody() -> None:
     ],
 )
 @pytest.mark.parametrize("held", [OLD, None], ids=["with", "without"])
-def test_what_is_no_head_refuses_nobody(
+def test_an_unknown_server_is_not_reported_as_a_refusal(
     impatient: None, treat: Callable[[socket.socket], object], held: Secrets | None
 ) -> None:
     with listening(treat) as address:
@@ -174,7 +174,7 @@ def test_what_is_no_head_refuses_nobody(
     assert not answer.refused
 
 
-def test_what_says_nothing_at_all_is_waited_for_no_longer_than_that(impatient: None) -> None:
+def test_a_silent_server_costs_no_more_than_the_timeout(impatient: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         answer = query_head(f"tcp://127.0.0.1:{server.getsockname()[1]}", 0, OLD)
     assert "does not answer" in answer.problem
@@ -216,7 +216,7 @@ def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, route
 
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"\xff\x00", b'[{"type":"facts"}]', b"[" * 100_000])
-def test_an_answer_that_cannot_be_read_is_none(router: zmq.Socket[bytes], said: bytes) -> None:
+def test_an_invalid_answer_is_reported_as_a_problem(router: zmq.Socket[bytes], said: bytes) -> None:
     answered = ask_played(router, said)
     assert "cannot be read" in answered.problem
     assert (answered.info, answered.refused) == (None, False)
@@ -246,7 +246,7 @@ def test_a_node_is_told_which_ports_are_not_reached_and_why(serve: Serve) -> Non
     assert answer.unreached == dict.fromkeys(elsewhere, "Connection refused")
 
 
-def test_ports_that_are_silent_cost_a_node_no_facts_and_others_no_time(serve: Serve) -> None:
+def test_silent_ports_do_not_delay_other_nodes(serve: Serve) -> None:
     address = serve(OLD)
     with ports("127.0.0.1") as own, ports("127.0.0.1") as others, ports("127.0.0.1", "127.0.0.1") as silent:
         opened, full = silent.values()
@@ -274,7 +274,7 @@ def test_a_head_without_a_secret_connects_nowhere(serve: Serve) -> None:
             server.accept()
 
 
-def test_an_older_head_that_knows_the_question_alone_is_not_waited_for(router: zmq.Socket[bytes]) -> None:
+def test_an_older_head_without_reachability_checks_causes_no_wait(router: zmq.Socket[bytes]) -> None:
     began = time.monotonic()
     answered = ask_played(router, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]')
     assert answered.info is not None
@@ -282,7 +282,7 @@ def test_an_older_head_that_knows_the_question_alone_is_not_waited_for(router: z
     assert time.monotonic() - began < head_query.TIMEOUT_S
 
 
-def test_an_older_node_is_answered_in_the_words_that_it_knows(serve: Serve, dealer: OpenDealer) -> None:
+def test_an_older_node_gets_the_answer_without_a_check(serve: Serve, dealer: OpenDealer) -> None:
     asking = dealer(serve(None))
     asking.send(b'{"type":"question","stage_id":0}')
     assert json.loads(asking.recv()) == [
@@ -291,7 +291,7 @@ def test_an_older_node_is_answered_in_the_words_that_it_knows(serve: Serve, deal
 
 
 @pytest.mark.parametrize("said", [b"[]", b"\xff", b'[{"type":"reached","unreached":3}]'])
-def test_a_result_that_cannot_be_read_leaves_what_the_head_said_before(
+def test_an_invalid_report_does_not_change_the_answer(
     monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes], said: bytes
 ) -> None:
     monkeypatch.setattr(head_query, "REACHABILITY_TIMEOUT_S", 0.1)
@@ -303,7 +303,7 @@ def test_a_result_that_cannot_be_read_leaves_what_the_head_said_before(
     assert (answered.unreached, answered.problem) == (None, "")
 
 
-def test_a_head_that_ends_before_it_says_what_it_reaches_is_not_waited_for(
+def test_a_head_that_ends_before_its_report_causes_no_wait(
     monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes]
 ) -> None:
     monkeypatch.setattr(head_query, "REACHABILITY_TIMEOUT_S", 10.0)
@@ -315,7 +315,7 @@ def test_a_head_that_ends_before_it_says_what_it_reaches_is_not_waited_for(
     assert time.monotonic() - began < 10.0
 
 
-def test_a_node_that_is_gone_before_its_answer_harms_nobody(serve: Serve) -> None:
+def test_a_node_that_disconnects_before_its_report_does_no_harm(serve: Serve) -> None:
     address = serve(OLD)
     with ports("127.0.0.1") as listening:
         ((name, server),) = listening.items()
@@ -347,7 +347,7 @@ def test_a_malformed_question_is_counted_and_others_are_answered(
     assert query_head(coordinator.router_zmq_addr, 0, None).info is not None
 
 
-def test_the_process_tells_it_too_again_after_a_restart_but_not_to_who_lists_processes(tmp_path: Path) -> None:
+def test_the_coordinator_process_answers_also_after_a_restart(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.touch(mode=0o600)
     file.write_text(OLD_LINE)

@@ -24,14 +24,14 @@ def replace(call: OperatorCall, **fields: Any) -> OperatorCall:
     return OperatorCall(**{name: fields.get(name, getattr(call, name)) for name in OperatorCall.__struct_fields__})
 
 
-def test_only_the_caller_says_what_became_of_its_call() -> None:
+def test_only_the_caller_can_send_the_outcome() -> None:
     calls = OperatorCalls()
     calls.handle("a", PAUSE, HEADS)
     assert calls.handle("b", CallOutcome(1, [False]), HEADS) == []
     assert calls.state.stages == [PAUSED]
 
 
-def test_the_snapshot_has_what_was_taken_or_is_under_way_and_who_is_drained() -> None:
+def test_the_snapshot_has_accepted_and_open_calls_and_drained_replicas() -> None:
     calls = OperatorCalls()
     for call in (PAUSE, DRAIN, replace(PAUSE, stages=[2]), replace(PAUSE, stages=[1])):
         calls.handle("a", call, HEADS)
@@ -58,7 +58,7 @@ def test_the_snapshot_has_what_was_taken_or_is_under_way_and_who_is_drained() ->
     ],
     ids=lambda value: getattr(value, "method", value),
 )
-def test_a_call_that_may_not_be_repeated_counts_as_taken_when_its_caller_leaves(
+def test_a_call_that_may_not_be_repeated_counts_as_accepted_when_its_caller_leaves(
     call: OperatorCall, later: bool
 ) -> None:
     calls = OperatorCalls()
@@ -84,7 +84,7 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", BAD.values(), ids=BAD)
-def test_what_is_no_call_or_state_is_an_error_and_changes_nothing(message: Any) -> None:
+def test_an_invalid_call_or_state_is_an_error_and_changes_nothing(message: Any) -> None:
     calls = OperatorCalls()
     calls.handle("a", PAUSE, HEADS)
     with pytest.raises(WireError):
@@ -92,7 +92,7 @@ def test_what_is_no_call_or_state_is_an_error_and_changes_nothing(message: Any) 
     assert calls.state == FleetState(1, [PAUSED], [])
 
 
-def test_calls_under_way_are_bounded() -> None:
+def test_open_calls_are_bounded() -> None:
     calls = OperatorCalls()
     for _ in range(MAX_OPEN_CALLS):
         calls.handle("a", DRAIN, HEADS)

@@ -57,12 +57,12 @@ def result(checks: ReachabilityChecks, now: float = 0.0) -> dict[bytes, dict[str
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_ports_that_say_the_nonce_are_reached(checks: ReachabilityChecks, listen: Listen, host: str) -> None:
+def test_ports_that_send_the_nonce_are_reached(checks: ReachabilityChecks, listen: Listen, host: str) -> None:
     assert checks.begin(NODE, [listen(NONCE.encode(), host=host) for _ in range(3)], NONCE, 0.0)
     assert result(checks) == {NODE: {}}
 
 
-def test_a_nonce_that_comes_in_parts_is_one(checks: ReachabilityChecks) -> None:
+def test_a_nonce_may_come_in_parts(checks: ReachabilityChecks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert checks.begin(NODE, [address(server)], NONCE, 0.0)
         connection, _ = server.accept()
@@ -77,21 +77,19 @@ def test_a_nonce_that_comes_in_parts_is_one(checks: ReachabilityChecks) -> None:
 @pytest.mark.parametrize(
     "said", [b"fedcba9876543210", b"", b"0123456789abcdeX", b"\xff\x00"], ids=["another", "nothing", "nearly", "binary"]
 )
-def test_what_answers_in_place_of_the_node_is_not_the_node(
-    checks: ReachabilityChecks, listen: Listen, said: bytes
-) -> None:
+def test_another_server_at_the_address_does_not_count(checks: ReachabilityChecks, listen: Listen, said: bytes) -> None:
     node, other = listen(NONCE.encode()), listen(said)
     assert checks.begin(NODE, [node, other], NONCE, 0.0)
     assert result(checks) == {NODE: {other: "something else answers"}}
 
 
-def test_a_port_on_which_nobody_listens_is_told_with_the_reason(checks: ReachabilityChecks, listen: Listen) -> None:
+def test_a_closed_port_is_reported_with_the_reason(checks: ReachabilityChecks, listen: Listen) -> None:
     closed = f"tcp://127.0.0.1:{free_port()}"
     assert checks.begin(NODE, [listen(NONCE.encode()), closed], NONCE, 0.0)
     assert result(checks) == {NODE: {closed: "Connection refused"}}
 
 
-def test_what_cannot_even_be_tried_is_told_without_waiting(checks: ReachabilityChecks) -> None:
+def test_an_immediate_connection_error_is_reported_at_once(checks: ReachabilityChecks) -> None:
     # The kernel refuses this at once.
     assert checks.begin(NODE, ["tcp://255.255.255.255:1"], NONCE, 0.0)
     ((_, reached),) = checks.take_reports(0.0)
@@ -99,9 +97,7 @@ def test_what_cannot_even_be_tried_is_told_without_waiting(checks: ReachabilityC
     assert reached.unreached["tcp://255.255.255.255:1"] in map(os.strerror, (errno.ENETUNREACH, errno.EACCES))
 
 
-def test_no_descriptor_left_is_told_and_ends_nothing(
-    checks: ReachabilityChecks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_descriptors_is_reported(checks: ReachabilityChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -110,9 +106,7 @@ def test_no_descriptor_left_is_told_and_ends_nothing(
     assert result(checks) == {NODE: {"tcp://127.0.0.1:1": "Too many open files"}}
 
 
-def test_a_port_that_says_nothing_is_given_up_at_its_time_and_not_before(
-    checks: ReachabilityChecks, listen: Listen
-) -> None:
+def test_a_silent_port_is_reported_at_its_deadline(checks: ReachabilityChecks, listen: Listen) -> None:
     silent = listen()
     assert checks.begin(NODE, [silent, listen(NONCE.encode())], NONCE, 100.0)
     assert checks.next_deadline() == 100.0 + REACHABILITY_TIMEOUT_S
@@ -123,7 +117,7 @@ def test_a_port_that_says_nothing_is_given_up_at_its_time_and_not_before(
     assert checks.next_deadline() is None
 
 
-def test_a_peer_has_one_trial_at_a_time(checks: ReachabilityChecks, listen: Listen) -> None:
+def test_a_peer_has_one_check_at_a_time(checks: ReachabilityChecks, listen: Listen) -> None:
     port = listen(NONCE.encode())
     assert checks.begin(NODE, [port], NONCE, 0.0)
     assert result(checks) == {NODE: {}}
@@ -134,7 +128,7 @@ def test_a_peer_has_one_trial_at_a_time(checks: ReachabilityChecks, listen: List
     assert checks.begin(NODE, [port], NONCE, REACHABILITY_TIMEOUT_S)
 
 
-def test_all_peers_together_have_few_connections_in_the_time_of_a_trial(keep: Keep, listen: Listen) -> None:
+def test_connections_of_all_peers_are_bounded(keep: Keep, listen: Listen) -> None:
     checks = keep(ReachabilityChecks(max_connections=3))
     port, other = listen(NONCE.encode()), listen(NONCE.encode())
     assert checks.begin(NODE, [port, other], NONCE, 0.0)
@@ -145,7 +139,7 @@ def test_all_peers_together_have_few_connections_in_the_time_of_a_trial(keep: Ke
 
 
 @pytest.mark.parametrize(("places", "addresses", "nonce"), [(0, 1, NONCE), (9, 0, NONCE), (9, 1, "")])
-def test_without_places_addresses_or_a_nonce_nothing_is_tried(
+def test_without_connections_addresses_or_a_nonce_there_is_no_check(
     keep: Keep, places: int, addresses: int, nonce: str
 ) -> None:
     checks = keep(ReachabilityChecks(places))
@@ -165,9 +159,7 @@ def test_without_places_addresses_or_a_nonce_nothing_is_tried(
         "tcp://127.0.0.1",
     ],
 )
-def test_an_address_that_is_not_numeric_is_refused_before_anything_is_tried(
-    checks: ReachabilityChecks, bad: str
-) -> None:
+def test_an_address_that_is_not_numeric_is_refused_before_any_connection(checks: ReachabilityChecks, bad: str) -> None:
     with pytest.raises(WireError, match="expected tcp addresses with numeric hosts"):
         checks.begin(NODE, ["tcp://127.0.0.1:1", bad], NONCE, 0.0)
     assert checks.next_deadline() is None

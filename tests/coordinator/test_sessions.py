@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from coordinator_support import make_event
-from head_world import QUEUE_FRAMES, World, numbers, rows
+from memory_fleet import QUEUE_FRAMES, MemoryFleet, numbers, rows
 
 from vllm_omni_plugin.coordinator import (
     PeerWork,
@@ -59,24 +59,24 @@ def hello(head_id: str, session: int = 10**9) -> Hello:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def fleet() -> Iterator[MemoryFleet]:
     """Three heads that know each other."""
-    world = World()
+    fleet = MemoryFleet()
     for name in ("h1", "h2", "h3"):
-        world.connect(name)
-    world.settle()
-    yield world
-    assert not any(head.dropped for head in world.heads.values())
+        fleet.connect(name)
+    fleet.settle()
+    yield fleet
+    assert not any(head.dropped for head in fleet.heads.values())
 
 
-def test_all_heads_name_a_start_of_a_replica_alike_and_every_other_one_differently() -> None:
+def test_engine_keys_are_unique_and_the_same_in_all_processes() -> None:
     engines = list(itertools.product(range(3), "ab", "ab", range(50)))
     assert len({engine_key(*engine) for engine in engines}) == len(engines)
     # Computed by each head for itself: it may not depend on the process.
     assert engine_key(0, "tcp://10.0.0.1:40001", "tcp://10.0.0.1:40002", 7) == 5802032172893674
 
 
-def test_lowest_free_number_of_the_stage_is_given_and_kept() -> None:
+def test_a_replica_gets_and_keeps_the_lowest_free_id_of_its_stage() -> None:
     replica_ids = ReplicaIds()
     assert [replica_ids.id_of(key(name)) for name in "abca"] == [0, 1, 2, 0]
     assert replica_ids.id_of(key("x", stage_id=1)) == 0
@@ -85,7 +85,7 @@ def test_lowest_free_number_of_the_stage_is_given_and_kept() -> None:
     assert [replica_ids.id_of(key(name)) for name in "de"] == [1, 3]
 
 
-def test_reserved_numbers_wait_for_their_replicas_until_the_end_of_reservations() -> None:
+def test_reserved_ids_wait_for_their_replicas_until_the_end_of_reservations() -> None:
     replica_ids = ReplicaIds()
     replica_ids.reserve([number("b", 0), number("a", 5), number("thief", 5), number("b", 9)])
     assert [replica_ids.id_of(key(name)) for name in "axb"] == [5, 1, 0]
@@ -94,7 +94,7 @@ def test_reserved_numbers_wait_for_their_replicas_until_the_end_of_reservations(
     assert [replica_ids.id_of(key(name)) for name in ("y", "late", "x")] == [2, 3, 1]
 
 
-def test_numbers_of_the_heads_own_engines_are_given_to_nobody() -> None:
+def test_ids_of_the_heads_own_engines_are_not_assigned() -> None:
     replica_ids = ReplicaIds({0: 2})
     replica_ids.reserve([number("a", 1), number("b", 3)])
     assert [replica_ids.id_of(key(name)) for name in "abc"] == [2, 3, 4]
@@ -105,7 +105,7 @@ def test_numbers_of_the_heads_own_engines_are_given_to_nobody() -> None:
     assert replica_ids.id_of(key("e")) == 2
 
 
-def test_number_of_a_row_that_was_displaced_is_free_again() -> None:
+def test_the_id_of_a_displaced_row_is_free_again() -> None:
     table, replica_ids = MembershipTable(10.0, max_replicas=1), ReplicaIds()
     lists = ListDeltas(table, replica_ids)
 
@@ -122,179 +122,179 @@ def test_number_of_a_row_that_was_displaced_is_free_again() -> None:
     assert replica_ids.id_of(key("b", stage_id=make_event("b").stage_id)) == 0
 
 
-def test_replica_keeps_its_number_when_it_comes_back_and_when_the_coordinator_does(world: World) -> None:
+def test_a_replica_keeps_its_id_over_its_own_and_the_coordinators_restart(fleet: MemoryFleet) -> None:
     for name in "abc":
-        world.announce(make_event(name))
-    world.settle()
-    before = numbers(world.heads["h1"].lists[-1])
-    world.announce(make_event("b", status=ReplicaStatus.DOWN))
-    world.settle()
-    world.announce(make_event("b", incarnation=5))
-    world.settle()
-    assert numbers(world.heads["h1"].lists[-1]) == before
+        fleet.announce(make_event(name))
+    fleet.settle()
+    before = numbers(fleet.heads["h1"].lists[-1])
+    fleet.announce(make_event("b", status=ReplicaStatus.DOWN))
+    fleet.settle()
+    fleet.announce(make_event("b", incarnation=5))
+    fleet.settle()
+    assert numbers(fleet.heads["h1"].lists[-1]) == before
 
-    world.restart()
-    world.exchange("h1", "h2", "h3")
-    world.resync()
-    world.exchange("h1", "h2", "h3")
+    fleet.restart()
+    fleet.exchange("h1", "h2", "h3")
+    fleet.resync()
+    fleet.exchange("h1", "h2", "h3")
     for name in "xcba":
-        world.announce(make_event(name))
-    world.settle()
-    assert numbers(world.heads["h2"].lists[-1]) == {**before, "tcp://x:1": 3}
+        fleet.announce(make_event(name))
+    fleet.settle()
+    assert numbers(fleet.heads["h2"].lists[-1]) == {**before, "tcp://x:1": 3}
 
 
-def test_first_list_comes_whole_then_only_what_changed(world: World) -> None:
+def test_a_full_list_is_followed_by_deltas(fleet: MemoryFleet) -> None:
     for name in "abcdefgh":
-        world.announce(make_event(name))
-    world.tick()
-    (whole,) = world.heads["h1"].down
-    world.exchange("h1")
-    world.announce(make_event("a", status=ReplicaStatus.DRAINING))
-    world.tick()
-    (delta,) = world.heads["h1"].down
+        fleet.announce(make_event(name))
+    fleet.tick()
+    (whole,) = fleet.heads["h1"].down
+    fleet.exchange("h1")
+    fleet.announce(make_event("a", status=ReplicaStatus.DRAINING))
+    fleet.tick()
+    (delta,) = fleet.heads["h1"].down
     assert len(delta) < len(whole) / 4
-    world.exchange("h1")
-    assert [len(replicas.replicas) for replicas in world.heads["h1"].lists] == [0, 8, 7]
-    assert [row.input_addr for row in world.heads["h1"].lists[-1].no_new_work] == ["tcp://a:1"]
+    fleet.exchange("h1")
+    assert [len(replicas.replicas) for replicas in fleet.heads["h1"].lists] == [0, 8, 7]
+    assert [row.input_addr for row in fleet.heads["h1"].lists[-1].no_new_work] == ["tcp://a:1"]
 
 
-def test_a_whole_list_is_not_older_than_the_change_before_it(world: World) -> None:
-    world.announce(make_event("a"))
+def test_a_full_list_is_not_older_than_the_previous_delta(fleet: MemoryFleet) -> None:
+    fleet.announce(make_event("a"))
     # This head is told of the change by a whole list, and the others by what changed.
-    world.connect("h1")
-    world.settle()
-    world.connect("h1")
-    world.settle()
-    times = [replicas.timestamp for replicas in world.heads["h1"].lists]
+    fleet.connect("h1")
+    fleet.settle()
+    fleet.connect("h1")
+    fleet.settle()
+    times = [replicas.timestamp for replicas in fleet.heads["h1"].lists]
     assert times == sorted(times)
 
 
-def test_heartbeats_alone_make_no_list(world: World) -> None:
-    world.announce(make_event("a"))
-    world.tick()
-    world.exchange("h1")
+def test_heartbeats_alone_cause_no_delta(fleet: MemoryFleet) -> None:
+    fleet.announce(make_event("a"))
+    fleet.tick()
+    fleet.exchange("h1")
     for _ in range(5):
-        world.announce(make_event("a"))
-        world.tick()
-    assert not world.heads["h1"].down
+        fleet.announce(make_event("a"))
+        fleet.tick()
+    assert not fleet.heads["h1"].down
 
 
-def test_a_queue_that_overflows_is_followed_by_a_full_resync(world: World) -> None:
-    head = world.heads["h1"]
+def test_a_full_send_queue_is_followed_by_a_full_resync(fleet: MemoryFleet) -> None:
+    head = fleet.heads["h1"]
     resyncs = head.resyncs
     for name in "abcdefgh"[: QUEUE_FRAMES + 3]:
-        world.announce(make_event(name))
-        world.tick()
-    world.report("h2", work())
-    world.exchange("h1", "h2")
+        fleet.announce(make_event(name))
+        fleet.tick()
+    fleet.report("h2", work())
+    fleet.exchange("h1", "h2")
     assert len(head.lists[-1].replicas) == QUEUE_FRAMES, "no list came after the one that was lost"
-    world.tick()
-    world.exchange("h1")
-    assert rows(head.lists[-1]) == rows(world.listed())
+    fleet.tick()
+    fleet.exchange("h1")
+    assert rows(head.lists[-1]) == rows(fleet.listed())
     assert head.others["h2"] == {engine(): work()}
     assert head.resyncs == resyncs + 1
 
 
-def test_a_head_that_has_too_much_to_send_begins_anew(world: World) -> None:
-    head = world.heads["h1"]
+def test_a_head_with_a_full_queue_opens_a_new_session(fleet: MemoryFleet) -> None:
+    head = fleet.heads["h1"]
     for requests in range(HEAD_QUEUE_FRAMES + 5):
-        world.report("h1", work(requests=requests % 5 + 1))
-    world.settle()
-    assert world.heads["h2"].others["h1"] == head.in_flight
+        fleet.report("h1", work(requests=requests % 5 + 1))
+    fleet.settle()
+    assert fleet.heads["h2"].others["h1"] == head.in_flight
     assert head.resyncs == 2
 
 
-def test_a_frame_that_cannot_be_read_is_followed_by_a_full_resync(world: World) -> None:
-    head = world.heads["h1"]
-    (dropped,) = head.session.receive(b"[{}]", world.now)
+def test_an_invalid_frame_is_followed_by_a_full_resync(fleet: MemoryFleet) -> None:
+    head = fleet.heads["h1"]
+    (dropped,) = head.session.receive(b"[{}]", fleet.now)
     assert isinstance(dropped, WireError)
-    world.announce(make_event("a"))
-    world.tick()
-    world.exchange("h1")
+    fleet.announce(make_event("a"))
+    fleet.tick()
+    fleet.exchange("h1")
     assert head.lists[-1].replicas == []
-    world.settle()
+    fleet.settle()
     assert (head.resyncs, len(head.lists[-1].replicas)) == (2, 1)
 
 
-def test_reports_of_one_interval_share_a_frame_with_the_last_of_each_replica(world: World) -> None:
+def test_reports_of_one_interval_share_a_frame_with_the_last_of_each_replica(fleet: MemoryFleet) -> None:
     for requests in (1, 2, 3):
-        world.report("h1", work("a", requests))
-        world.report("h3", work("b", requests))
-    world.exchange("h1", "h3")
-    world.tick()
-    assert len(world.heads["h2"].down) == 1
-    world.exchange("h2")
-    assert world.heads["h2"].others["h1"] == {engine(): work("a", 3)}
+        fleet.report("h1", work("a", requests))
+        fleet.report("h3", work("b", requests))
+    fleet.exchange("h1", "h3")
+    fleet.tick()
+    assert len(fleet.heads["h2"].down) == 1
+    fleet.exchange("h2")
+    assert fleet.heads["h2"].others["h1"] == {engine(): work("a", 3)}
 
 
-def test_silent_head_has_left(world: World) -> None:
-    world.report("h1", work())
-    world.settle()
+def test_a_silent_head_is_removed(fleet: MemoryFleet) -> None:
+    fleet.report("h1", work())
+    fleet.settle()
     for _ in range(6):
-        world.tick(HEAD_TIMEOUT / 5)
+        fleet.tick(HEAD_TIMEOUT / 5)
         for name in ("h2", "h3"):
-            world.heads[name].session.beat()
-            world.exchange(name)
-    assert "h1" not in world.heads["h2"].others
-    assert "h1" not in world.heads["h3"].others
+            fleet.heads[name].session.beat()
+            fleet.exchange(name)
+    assert "h1" not in fleet.heads["h2"].others
+    assert "h1" not in fleet.heads["h3"].others
 
 
-def test_head_whose_connection_broke_has_left_with_the_next_word_for_it(world: World) -> None:
-    world.report("h1", work())
-    world.settle()
-    del world.heads["h1"]
-    world.announce(make_event("a"))
-    world.tick(0.1)
-    world.exchange("h2")
-    assert "h1" not in world.heads["h2"].others
+def test_a_head_with_a_broken_connection_is_removed_at_the_next_send(fleet: MemoryFleet) -> None:
+    fleet.report("h1", work())
+    fleet.settle()
+    del fleet.heads["h1"]
+    fleet.announce(make_event("a"))
+    fleet.tick(0.1)
+    fleet.exchange("h2")
+    assert "h1" not in fleet.heads["h2"].others
 
 
-def test_coordinator_that_was_late_itself_lets_nobody_go(world: World) -> None:
-    world.now += 100.0
-    assert not world.sessions.expire(world.now, late_by=100.0)
-    assert len(world.sessions) == 3
+def test_a_late_coordinator_removes_no_head(fleet: MemoryFleet) -> None:
+    fleet.now += 100.0
+    assert not fleet.sessions.expire(fleet.now, late_by=100.0)
+    assert len(fleet.sessions) == 3
 
 
-def test_older_connection_of_a_head_does_not_take_the_session_back(world: World) -> None:
-    sessions = world.sessions
-    assert sessions.handle(b"new", hello("h1"), world.now) is not None
-    assert sessions.handle(b"old", hello("h1", 10**9 - 1), world.now) is None
-    assert sessions.handle(b"other", hello("h1"), world.now) is None
-    assert sessions.handle(b"old", WorkReport(True, [work()]), world.now) is None
+def test_an_older_connection_of_a_head_is_ignored(fleet: MemoryFleet) -> None:
+    sessions = fleet.sessions
+    assert sessions.handle(b"new", hello("h1"), fleet.now) is not None
+    assert sessions.handle(b"old", hello("h1", 10**9 - 1), fleet.now) is None
+    assert sessions.handle(b"other", hello("h1"), fleet.now) is None
+    assert sessions.handle(b"old", WorkReport(True, [work()]), fleet.now) is None
 
 
-def test_a_connection_is_of_one_head(world: World) -> None:
-    peer = world.heads["h1"].peer
-    assert world.sessions.handle(peer, hello("h2"), world.now) is None
-    assert world.sessions.handle(peer, hello("h9"), world.now) is None
+def test_a_connection_belongs_to_one_head(fleet: MemoryFleet) -> None:
+    peer = fleet.heads["h1"].peer
+    assert fleet.sessions.handle(peer, hello("h2"), fleet.now) is None
+    assert fleet.sessions.handle(peer, hello("h9"), fleet.now) is None
 
 
-def test_a_head_without_a_session_is_told_why_until_there_is_one(world: World) -> None:
-    for count in range(MAX_HEADS - len(world.sessions)):
-        assert world.sessions.handle(b"p%d" % count, hello(f"x{count}"), world.now) is not None
-    late = world.connect("late")
+def test_a_refused_head_gets_the_reason_until_there_is_a_session(fleet: MemoryFleet) -> None:
+    for count in range(MAX_HEADS - len(fleet.sessions)):
+        assert fleet.sessions.handle(b"p%d" % count, hello(f"x{count}"), fleet.now) is not None
+    late = fleet.connect("late")
     with pytest.raises(TableFullError):
-        world.exchange("late")
-    world.exchange("late")
+        fleet.exchange("late")
+    fleet.exchange("late")
     assert late.refusals == ["there are 64 heads already"]
-    world.sessions.connection_lost(b"p0")
+    fleet.sessions.connection_lost(b"p0")
     late.session.beat()
-    world.exchange("late")
-    world.tick()
-    world.exchange("late")
+    fleet.exchange("late")
+    fleet.tick()
+    fleet.exchange("late")
     assert late.refusals == []
     assert late.lists
 
 
 @pytest.mark.parametrize("protocol", [0, SESSION_PROTOCOL + 1])
-def test_a_head_of_another_version_gets_no_session_and_is_told_what_to_do(world: World, protocol: int) -> None:
-    stranger = world.connect("stranger")
+def test_a_head_of_another_version_is_refused_with_the_reason(fleet: MemoryFleet, protocol: int) -> None:
+    stranger = fleet.connect("stranger")
     stranger.session.frames.clear()
     stranger.up.append(encode_from_head(Hello("stranger", 1, protocol)))
     with pytest.raises(WireError, match="same version of vllm-omni-plugin"):
-        world.exchange("stranger")
-    assert len(world.sessions) == 3
-    world.exchange("stranger")
+        fleet.exchange("stranger")
+    assert len(fleet.sessions) == 3
+    fleet.exchange("stranger")
     (refusal,) = stranger.refusals
     assert f"head stranger speaks version {protocol} and the coordinator version {SESSION_PROTOCOL}" in refusal
 
@@ -306,24 +306,24 @@ def test_a_head_of_another_version_gets_no_session_and_is_told_what_to_do(world:
         OperatorCall(7, "pause_scheduler", ["x" * 9000, True], [0], []),
     ],
 )
-def test_a_caller_whose_call_the_coordinator_does_not_know_is_told_so(world: World, call: OperatorCall) -> None:
-    head = world.heads["h1"]
+def test_an_unknown_call_is_refused_with_the_reason(fleet: MemoryFleet, call: OperatorCall) -> None:
+    head = fleet.heads["h1"]
     assert head.session.send(call)
     with pytest.raises(WireError, match=call.method):
-        world.exchange("h1")
-    (refused,) = head.session.receive(head.down.popleft(), world.now)
+        fleet.exchange("h1")
+    (refused,) = head.session.receive(head.down.popleft(), fleet.now)
     assert isinstance(refused, CallRefused)
     assert refused.call_id == 7
     assert call.method in refused.reason
 
 
-def test_full_resyncs_are_limited(world: World) -> None:
-    head = world.heads["h1"]
-    world.tick(1.0)
+def test_full_resyncs_are_limited(fleet: MemoryFleet) -> None:
+    head = fleet.heads["h1"]
+    fleet.tick(1.0)
     head.down.clear()
     for _ in range(100):
-        world.sessions.handle(head.peer, hello("h1"), world.now)
-        world.tick(0.001)
+        fleet.sessions.handle(head.peer, hello("h1"), fleet.now)
+        fleet.tick(0.001)
     assert len(head.down) == 1
 
 
@@ -339,23 +339,23 @@ def test_work_of_one_head_is_bounded() -> None:
     assert session.take_changes().work == [work()]
 
 
-def test_silence_of_the_coordinator_voids_what_others_said_but_not_the_list(world: World) -> None:
-    world.announce(make_event("a"))
-    world.report("h2", work())
-    world.settle()
-    head = world.heads["h1"]
+def test_silence_of_the_coordinator_drops_the_work_of_others_but_not_the_list(fleet: MemoryFleet) -> None:
+    fleet.announce(make_event("a"))
+    fleet.report("h2", work())
+    fleet.settle()
+    head = fleet.heads["h1"]
     before = len(head.lists)
-    head.hear(head.session.check_silence(world.now + 1.9, 10**6))
+    head.handle(head.session.check_silence(fleet.now + 1.9, 10**6))
     assert head.others["h2"]
-    head.hear(head.session.check_silence(world.now + 2.0, 10**6))
+    head.handle(head.session.check_silence(fleet.now + 2.0, 10**6))
     assert head.others == {}
     assert len(head.lists) == before
-    world.settle()
+    fleet.settle()
     assert head.others["h2"]
 
 
 @pytest.mark.parametrize("answer", ["refused", "unreadable"])
-def test_a_coordinator_that_gives_a_head_no_session_any_more_is_as_good_as_silent(answer: str) -> None:
+def test_a_coordinator_that_refuses_a_session_counts_as_silent(answer: str) -> None:
     session = HeadSession("head")
     state = encode_to_head(PeerWork("other", True, [work()]))
     (welcome,) = frames_to_head([encode_to_head(Welcome(["other"], False)), state])
@@ -371,5 +371,5 @@ def test_a_coordinator_that_gives_a_head_no_session_any_more_is_as_good_as_silen
     assert session.check_silence(2 * SILENCE_TIMEOUT, 5) == []
 
 
-def test_a_beat_is_answered(world: World) -> None:
-    assert world.sessions.handle(world.heads["h1"].peer, Beat(), world.now) == [(world.heads["h1"].peer, b"[]")]
+def test_a_beat_is_answered(fleet: MemoryFleet) -> None:
+    assert fleet.sessions.handle(fleet.heads["h1"].peer, Beat(), fleet.now) == [(fleet.heads["h1"].peer, b"[]")]

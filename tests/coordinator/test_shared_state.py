@@ -55,7 +55,7 @@ def joiner(shared: SharedState) -> EngineModel:
 
 
 @given(st.lists(CALLS, max_size=12))
-def test_a_joiner_comes_to_the_state_of_those_that_heard_every_call(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+def test_a_replayed_engine_has_the_state_of_those_that_got_every_call(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
     engine, shared = EngineModel(), SharedState()
     for method, args in calls:
         tell(engine, shared, method, args)
@@ -63,7 +63,7 @@ def test_a_joiner_comes_to_the_state_of_those_that_heard_every_call(calls: list[
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_a_joiner_that_is_to_refuse_requests_keeps_those_that_it_has_and_what_they_cached(mode: str) -> None:
+def test_the_replay_of_a_pause_drops_no_requests_or_caches(mode: str) -> None:
     shared = SharedState()
     shared.record("pause_generation", (mode, True))(True)
     assert shared.replay() == [("pause_generation", ("wait", False))]
@@ -103,7 +103,7 @@ RL_STEPS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
 
 
 @pytest.mark.parametrize("step", RL_STEPS.values(), ids=RL_STEPS)
-def test_the_replay_of_a_training_loop_stays_short_and_right(step: list[tuple[str, tuple[Any, ...]]]) -> None:
+def test_the_replay_of_a_training_loop_stays_short_and_correct(step: list[tuple[str, tuple[Any, ...]]]) -> None:
     engine, shared = EngineModel(), SharedState()
     for _ in range(100):
         for method, args in step:
@@ -113,7 +113,7 @@ def test_the_replay_of_a_training_loop_stays_short_and_right(step: list[tuple[st
 
 
 @pytest.mark.parametrize("step", RL_STEPS.values(), ids=RL_STEPS)
-def test_what_is_undone_lets_an_engine_schedule_and_have_its_memory_again(
+def test_undo_resumes_and_wakes_an_engine(
     step: list[tuple[str, tuple[Any, ...]]],
 ) -> None:
     engine, shared = EngineModel(), SharedState()
@@ -125,13 +125,13 @@ def test_what_is_undone_lets_an_engine_schedule_and_have_its_memory_again(
         assert (undone.pause, undone.asleep) == (None, set())
 
 
-def test_a_call_that_is_under_way_is_replayed_too() -> None:
+def test_an_open_call_is_replayed_too() -> None:
     shared = SharedState()
     shared.record("sleep", (1, "abort"))
     assert joiner(shared).asleep == {"weights", "kv_cache"}
 
 
-def test_taking_a_call_back_leaves_those_recorded_since() -> None:
+def test_a_failed_call_does_not_affect_later_ones() -> None:
     shared = SharedState()
     settle_lora = shared.record("add_lora", (lora(1),))
     shared.record("add_lora", (lora(2),))(True)
@@ -140,7 +140,7 @@ def test_taking_a_call_back_leaves_those_recorded_since() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_an_adapter_that_is_pinned_after_it_was_forgotten_or_before_it_was_refused_bars_no_joiner(known: bool) -> None:
+def test_a_pinned_adapter_that_was_forgotten_or_refused_is_not_replayed(known: bool) -> None:
     shared = SharedState()
     settle_lora = shared.record("add_lora", (lora(1),))
     if known:
@@ -152,7 +152,7 @@ def test_an_adapter_that_is_pinned_after_it_was_forgotten_or_before_it_was_refus
     assert joiner(shared) == EngineModel()
 
 
-def test_calls_count_in_the_order_they_were_made_whichever_is_answered_first() -> None:
+def test_calls_apply_in_the_order_of_recording_not_of_results() -> None:
     shared = SharedState()
     settle_sleep = shared.record("sleep", (1, "abort"))
     shared.record("wake_up", ())(True)
@@ -163,13 +163,13 @@ def test_calls_count_in_the_order_they_were_made_whichever_is_answered_first() -
 @pytest.mark.parametrize(
     "method", ["start_weight_update", "update_weights", "finish_weight_update", "reload_weights", "reset_weights"]
 )
-def test_weights_that_changed_at_run_time_bar_joiners(method: str) -> None:
+def test_weights_changed_at_run_time_make_the_state_unreplayable(method: str) -> None:
     shared = SharedState()
     shared.record("collective_rpc", (method, None, (), {}))(True)
     assert shared.unreplayable == "weights were updated at run time"
 
 
-def test_a_refused_weight_update_bars_nobody() -> None:
+def test_a_failed_weight_update_does_not_make_the_state_unreplayable() -> None:
     shared = SharedState()
     shared.record("collective_rpc", ("update_weights", None, (), {}))(False)
     assert shared.unreplayable is None
@@ -178,7 +178,7 @@ def test_a_refused_weight_update_bars_nobody() -> None:
 @pytest.mark.parametrize(
     ("method", "args"), [("collective_rpc", ("check_health",)), ("profile", (True,)), ("is_sleeping", ())]
 )
-def test_calls_that_leave_nothing_behind_are_not_recorded(method: str, args: tuple[Any, ...]) -> None:
+def test_calls_without_state_are_not_recorded(method: str, args: tuple[Any, ...]) -> None:
     shared = SharedState()
     settle: Callable[[bool], None] = shared.record(method, args)
     settle(True)
@@ -186,7 +186,7 @@ def test_calls_that_leave_nothing_behind_are_not_recorded(method: str, args: tup
     assert shared.unreplayable is None
 
 
-def test_a_snapshot_gives_another_the_whole_state() -> None:
+def test_a_snapshot_contains_the_whole_state() -> None:
     shared, other = SharedState(), SharedState()
     shared.record("add_lora", (lora(1),))(True)
     shared.record("collective_rpc", ("update_weights", None, (), {}))(True)

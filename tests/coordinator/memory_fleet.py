@@ -1,4 +1,4 @@
-"""A coordinator and heads without sockets: queues that the test empties, fills up and cuts."""
+"""A coordinator and heads without sockets. The test delivers frames, fills queues and cuts connections."""
 
 from collections import deque
 
@@ -29,7 +29,7 @@ from vllm_omni_plugin.errors import WireError
 QUEUE_FRAMES = 3
 
 Row = tuple[str, int, bool, str, int]
-"""What is listed of a replica, without its number and its times."""
+"""A listed replica without its id and times."""
 
 
 def rows(replicas: ReplicaList) -> frozenset[Row]:
@@ -43,15 +43,8 @@ def numbers(replicas: ReplicaList) -> dict[str, int]:
     return {info.input_addr: info.replica_id for info in (*replicas.replicas, *replicas.no_new_work)}
 
 
-class Heard:
-    """What a head was told, kept as an orchestrator does.
-
-    Attributes:
-        lists: all that its lists and deltas make.
-        others: what other heads have in flight.
-        resyncs: how often everything was told anew.
-        losses: how often the coordinator was silent.
-    """
+class ReceivedState:
+    """The state that a head builds from its events, as an orchestrator does."""
 
     def __init__(self) -> None:
         self.lists: list[ReplicaList] = []
@@ -83,8 +76,8 @@ class Heard:
                 self.others.clear()
 
 
-class Head(Heard):
-    """One head with its connection: what it was told, and what is on its way."""
+class Head(ReceivedState):
+    """One head with its connection, and the frames in flight on it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -97,22 +90,22 @@ class Head(Heard):
         self.dropped: list[WireError] = []
         self.refusals: list[str] = []
 
-    def hear(self, news: list[SessionOutput]) -> None:
-        """Take in what the session says; after a welcome, report what is in flight here."""
-        for one in news:
-            if isinstance(one, SessionRefused):
-                self.refusals.append(one.reason)
-            elif isinstance(one, WireError):
-                self.dropped.append(one)
+    def handle(self, outputs: list[SessionOutput]) -> None:
+        """Handle the outputs of the session. After a welcome, report the work in flight."""
+        for output in outputs:
+            if isinstance(output, SessionRefused):
+                self.refusals.append(output.reason)
+            elif isinstance(output, WireError):
+                self.dropped.append(output)
             else:
-                self.take(one)
-                if isinstance(one, Welcome):
+                self.take(output)
+                if isinstance(output, Welcome):
                     self.refusals.clear()
                     self.session.report(list(self.in_flight.values()), full=True)
 
 
-class World:
-    """Time passes, and frames arrive, only when told to. It is the coordinator's ROUTER as well."""
+class MemoryFleet:
+    """Time passes and frames arrive only when the test says so. Also stands for the coordinator's ROUTER."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -122,8 +115,8 @@ class World:
         self._connections = 0
         self.restart()
 
-    def send_multipart(self, letter: tuple[bytes, bytes], flags: int) -> None:
-        peer, frame = letter
+    def send_multipart(self, message: tuple[bytes, bytes], flags: int) -> None:
+        peer, frame = message
         head = next((head for head in self.heads.values() if head.peer == peer), None)
         if head is None:
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
@@ -132,19 +125,19 @@ class World:
         head.down.append(frame)
 
     def restart(self) -> None:
-        """Begin with another coordinator; all connections break."""
+        """Replace the coordinator. All connections break."""
         self.table = MembershipTable(30.0)
         self.replica_ids = ReplicaIds()
         self.lists = ListDeltas(self.table, self.replica_ids)
         self.sessions = ConnectedHeads(self.lists)
-        # No node asks here.
+        # There are no nodes.
         self.frames = HeadFrames(self.sessions, self, lambda stage_id: HeadInfo(0.0, [], {}), None)  # type: ignore[arg-type]
         self._note_state()
         for name in self.heads:
             self.connect(name)
 
     def connect(self, name: str) -> Head:
-        """Give a head, maybe a new one, a new connection; what was on its way on the one before is lost."""
+        """Give a head, perhaps a new one, a new connection. Frames in flight on the previous one are lost."""
         head = self.heads.setdefault(name, Head(name))
         self._connections += 1
         head.peer = b"%d" % self._connections
@@ -171,7 +164,7 @@ class World:
         self.resync()
 
     def resync(self) -> None:
-        """Let the coordinator welcome who has come, and tell all of the others' work."""
+        """Let the coordinator resync heads and relay work."""
         self.frames.send(self.sessions.tick(self.now))
 
     def listed(self) -> ReplicaList:
@@ -184,7 +177,7 @@ class World:
         )
 
     def deliver_up(self, name: str) -> bool:
-        """Let one frame of a head arrive; return whether there was one."""
+        """Deliver one frame from a head; return whether there was one."""
         head = self.heads[name]
         while head.session.frames and len(head.up) < self.queue_frames:
             head.up.append(head.session.frames.popleft())
@@ -194,24 +187,24 @@ class World:
         return False
 
     def deliver_down(self, name: str) -> bool:
-        """Let one frame for a head arrive; return whether there was one."""
+        """Deliver one frame to a head; return whether there was one."""
         head = self.heads[name]
         if head.down:
-            head.hear(head.session.receive(head.down.popleft(), self.now))
+            head.handle(head.session.receive(head.down.popleft(), self.now))
             return True
         return False
 
     def exchange(self, *names: str) -> None:
-        """Let all that is on its way from and to these heads arrive."""
+        """Deliver all frames from and to these heads."""
         while any(self.deliver_up(name) or self.deliver_down(name) for name in names):
             pass
 
     def settle(self) -> None:
-        """Let beats and all else arrive until whoever is silent has left and the others know everything."""
+        """Deliver frames and beats until silent heads are removed and the others know everything."""
         self.queue_frames = 1000
         for _ in range(7):
             for head in self.heads.values():
-                head.hear(head.session.check_silence(self.now, int(self.now * 1000)))
+                head.handle(head.session.check_silence(self.now, int(self.now * 1000)))
                 head.session.beat()
             self.exchange(*self.heads)
             self.resync()
