@@ -1,12 +1,14 @@
-"""Who may connect: the ZAP handler, over real sockets, and connections that send too much before they are let in."""
+"""Authentication of peers over real sockets, and the limits of unauthenticated ones."""
 
 import logging
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -26,7 +28,12 @@ from vllm_omni_plugin.curve import (
     secure_server,
 )
 from vllm_omni_plugin.curve.descriptors import MAX_HANDSHAKE_BYTES, PendingConnections
-from vllm_omni_plugin.curve.handshake_monitor import LOG_INTERVAL, MAX_LOGGED_PEERS, RefusalLog
+from vllm_omni_plugin.curve.handshake_monitor import (
+    LOG_INTERVAL,
+    MAX_LOGGED_PEERS,
+    HandshakeMonitor,
+    RefusalLog,
+)
 
 OLD, NEW, OTHER = "the old secret of the fleet", "the new secret of the fleet", "somebody else's secret"
 Socket = zmq.Socket[bytes]
@@ -78,7 +85,7 @@ class Site:
         client.close()
         return int(event["event"]), int(event["value"])
 
-    def lets_in(self, server: Socket, secure: Callable[[Socket], None]) -> bool:
+    def admits(self, server: Socket, secure: Callable[[Socket], None]) -> bool:
         return self.connect(server, secure)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def close(self) -> None:
@@ -99,7 +106,7 @@ def sites() -> Iterator[Callable[[Secrets | None], Site]]:
 
 @pytest.fixture
 def site(sites: "OpenSite") -> Site:
-    """One that lets in who holds the old secret."""
+    """A site that admits holders of the old secret."""
     site = sites(made(OLD))
     site.zap_handler.admit_secret_holders("test")
     return site
@@ -128,11 +135,11 @@ def with_keys(server_key: bytes, public: bytes, secret: bytes) -> Callable[[Sock
 
 def test_holder_of_the_secret_is_admitted_over_ipc(site: Site, tmp_path: Path) -> None:
     server = site.serve(address=f"ipc://{tmp_path}/socket")
-    assert [site.lets_in(server, holder(made(OLD))) for _ in range(2)] == [True, True]
-    assert not site.lets_in(server, holder(made(OTHER)))
+    assert [site.admits(server, holder(made(OLD))) for _ in range(2)] == [True, True]
+    assert not site.admits(server, holder(made(OTHER)))
 
 
-STRANGERS = {
+UNAUTHENTICATED = {
     "another secret": holder(made(OTHER)),
     "no secret": lambda socket: None,
     "another mechanism": with_password("x" * 40),
@@ -140,7 +147,7 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS.keys())
+@pytest.mark.parametrize("stranger", UNAUTHENTICATED.values(), ids=UNAUTHENTICATED.keys())
 def test_unauthenticated_peer_is_refused_counted_and_logged_with_its_address(
     site: Site, stranger: Callable[[Socket], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,10 +158,10 @@ def test_unauthenticated_peer_is_refused_counted_and_logged_with_its_address(
         refusals += 1
         assert refusals < 100
         site.now += 2 * LOG_INTERVAL
-        assert not site.lets_in(server, stranger)
+        assert not site.admits(server, stranger)
         eventually(lambda: site.zap_handler.refused == refusals)  # noqa: B023
     assert "at the test socket" in caplog.text
-    assert site.lets_in(server, holder(made(OLD)))
+    assert site.admits(server, holder(made(OLD)))
 
 
 def test_client_key_that_is_not_admitted_is_refused(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,7 +179,7 @@ def test_secured_socket_admits_no_peer_without_a_zap_handler(sites: OpenSite) ->
     server = context.socket(zmq.ROUTER)
     secure_server(server, secrets, "test")
     server.bind("tcp://127.0.0.1:*")
-    assert not site.lets_in(server, holder(secrets))
+    assert not site.admits(server, holder(secrets))
     server.close(linger=0)
     context.term()
 
@@ -183,20 +190,20 @@ def test_leased_key_is_admitted_to_its_own_domain(sites: OpenSite) -> None:
     lease = zmq.curve_keypair()
     mine, theirs = (site.serve(lambda socket, name=name: require_key(socket, user_secret, name)) for name in "ab")  # type: ignore[misc]
     client = with_keys(own_public, *lease)
-    assert not site.lets_in(mine, client)
+    assert not site.admits(mine, client)
     site.zap_handler.admit("a", lease[0].decode())
-    assert site.lets_in(mine, client)
-    assert not site.lets_in(theirs, client)
+    assert site.admits(mine, client)
+    assert not site.admits(theirs, client)
 
 
 def test_leased_password_is_admitted_without_a_secret(sites: OpenSite) -> None:
     site = sites(None)
     server = site.serve(lambda socket: require_password(socket, "a"))
     site.zap_handler.admit("a", "x" * 40)
-    assert site.lets_in(server, with_password("x" * 40))
-    assert not site.lets_in(server, with_password("y" * 40))
-    assert not site.lets_in(server, with_password("x" * 40, "another user"))
-    assert not site.lets_in(server, holder(None))
+    assert site.admits(server, with_password("x" * 40))
+    assert not site.admits(server, with_password("y" * 40))
+    assert not site.admits(server, with_password("x" * 40, "another user"))
+    assert not site.admits(server, holder(None))
     eventually(lambda: site.zap_handler.refused == 3)
 
 
@@ -213,11 +220,11 @@ def test_admissions_may_change_in_any_thread_while_peers_connect(sites: OpenSite
     changers = [threading.Thread(target=change, args=(name,)) for name in "bc"]
     for changer in changers:
         changer.start()
-    let_in = [site.lets_in(server, with_password("x" * 40)) for _ in range(50)]
+    admitted = [site.admits(server, with_password("x" * 40)) for _ in range(50)]
     over.set()
     for changer in changers:
         changer.join()
-    assert all(let_in)
+    assert all(admitted)
 
 
 def port_of(server: Socket) -> int:
@@ -250,7 +257,7 @@ def test_unauthenticated_peer_with_an_oversized_frame_is_disconnected_and_logged
         secure_server(socket, made(OLD), "test")
 
     server = site.serve(secure)
-    assert site.lets_in(server, holder(made(OLD)))
+    assert site.admits(server, holder(made(OLD)))
     with stranger(port_of(server)) as peer:
         peer.announce(HANDSHAKE_FRAME_BYTES + 1)
         assert peer.is_cut()
@@ -281,7 +288,7 @@ def test_sockets_may_open_and_close_while_the_zap_handler_runs(site: Site) -> No
     descriptors = []
     for _ in range(10):
         server = site.serve()
-        assert site.lets_in(server, holder(made(OLD)))
+        assert site.admits(server, holder(made(OLD)))
         server.close(linger=0)
         site.opened.remove(server)
         descriptors.append(len(os.listdir("/proc/self/fd")))
@@ -337,3 +344,34 @@ def test_a_reused_descriptor_is_watched_again() -> None:
         client.settimeout(20)
         assert client.recv(1) == b""
     pending.close()
+
+
+class Monitor:
+    """A server socket's monitor with the given events."""
+
+    def __init__(self, events: list[tuple[int, int]]) -> None:
+        self._events = iter(events)
+
+    def recv_multipart(self) -> tuple[bytes, bytes]:
+        return struct.pack("=Hi", *next(self._events)), b"tcp://127.0.0.1:1"
+
+
+def test_a_refused_connection_counts_once_even_if_another_one_ends_first() -> None:
+    refusals = RefusalLog(lambda: 0.0)
+    events = [
+        (zmq.EVENT_ACCEPTED, -2),
+        (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400),  # which the ZAP handler has recorded
+        (zmq.EVENT_ACCEPTED, -3),
+        (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 0),
+        (zmq.EVENT_DISCONNECTED, -3),
+        (zmq.EVENT_DISCONNECTED, -2),
+        (zmq.EVENT_ACCEPTED, -4),
+        (zmq.EVENT_DISCONNECTED, -4),
+    ]
+    reader: Any = Monitor(events)
+    monitor = HandshakeMonitor(reader, "test", refusals, PendingConnections(), zmq.NULL, None)
+    counts = []
+    for _ in events:
+        monitor.read_event()
+        counts.append(refusals.count)
+    assert counts == [0, 0, 0, 0, 1, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""Bad input on a live coordinator: counted, dropped, neighbours untouched."""
+"""Bad input on a live coordinator is counted and dropped, and does not affect other peers."""
 
 import random
 from collections import Counter
@@ -13,6 +13,7 @@ from vllm_omni_plugin.coordinator import (
     ReplicaStatus,
     encode_event,
 )
+from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason
 
 VALID = encode_event(make_event("stranger"))
 
@@ -106,3 +107,26 @@ def test_random_frames_harm_neither_service_nor_neighbour(
     eventually(lambda: any(info.queue_length == 8 for info in hub.get_replicas_for_stage(0).replicas))
     neighbour.close()
     eventually(lambda: "neighbour" not in names(hub.get_replica_list()))
+
+
+def test_peer_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
+    drops = DropLog()
+    for _ in range(5):
+        drops.record(DropReason.STALE, "10.0.0.1", "old")
+        drops.record(DropReason.MALFORMED, "10.0.0.1", "bad")
+    assert len(caplog.records) == 2
+    assert caplog.text.count("'10.0.0.1'") == 2
+    assert caplog.text.count("(stale)") == caplog.text.count("(malformed)") == 1
+
+
+def test_number_of_logged_peers_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    drops = DropLog(max_peers=3)
+    for number in range(100):
+        drops.record(DropReason.MALFORMED, f"peer{number}", "bad")
+    assert len(caplog.records) == 4
+    assert drops.counts["malformed"] == 100
+
+
+def test_frame_content_cannot_break_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    DropLog().record(DropReason.MALFORMED, "10.0.0.1", "bad\nERROR forged line")
+    assert "\n" not in caplog.text.rstrip("\n")

@@ -1,16 +1,17 @@
-"""A fleet with a secret: who may report and listen, what the others are told, and how a secret is exchanged."""
+"""A fleet with a secret: admitted and refused peers, their error messages, and the rotation of a secret."""
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
 from coordinator_support import ANY, OpenDealer, eventually, free_address, make_event, names
 
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
     OmniCoordClientForStage,
@@ -34,38 +35,32 @@ OpenReplica = Callable[..., OmniCoordClientForStage]
 
 
 @pytest.fixture
-def serve() -> Iterator[OpenCoordinator]:
+def serve(keep: Keep) -> OpenCoordinator:
     """Open coordinators that are closed at the end."""
-    with ExitStack() as opened:
-
-        def serve(secrets: Secrets | None, router: str = ANY, pub: str = ANY) -> OmniCoordinator:
-            return opened.enter_context(closing(OmniCoordinator(router, pub, 1000.0, secrets=secrets)))
-
-        yield serve
+    return lambda secrets, router=ANY: keep(OmniCoordinator(router, ANY, 1000.0, secrets=secrets))
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenReplica]:
-    """Open stage clients that are closed at the end, without much patience for a coordinator that refuses them."""
+def report(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> OpenReplica:
+    """Open stage clients that are closed at the end, soon even if the coordinator refuses them."""
     monkeypatch.setattr(link_module, "CLOSE_GRACE", 0.1)
-    with ExitStack() as opened:
 
-        def report(
-            address: str, secrets: Secrets | None, name: str = "a", on_unreachable: Callable[[str], None] | None = None
-        ) -> OmniCoordClientForStage:
-            client = OmniCoordClientForStage(
-                address,
-                f"tcp://{name}:1",
-                f"tcp://{name}:2",
-                0,
-                heartbeat_interval=0.2,
-                control_addr=f"tcp://{name}:3",
-                secrets=secrets,
-                on_unreachable=on_unreachable,
-            )
-            return opened.enter_context(closing(client))
+    def report(
+        address: str, secrets: Secrets | None, name: str = "a", on_unreachable: Callable[[str], None] | None = None
+    ) -> OmniCoordClientForStage:
+        client = OmniCoordClientForStage(
+            address,
+            f"tcp://{name}:1",
+            f"tcp://{name}:2",
+            0,
+            heartbeat_interval=0.2,
+            control_addr=f"tcp://{name}:3",
+            secrets=secrets,
+            on_unreachable=on_unreachable,
+        )
+        return keep(client)
 
-        yield report
+    return report
 
 
 def follow_until(address: str, secrets: Secrets | None, expected: list[str]) -> ReplicaList:
@@ -92,13 +87,13 @@ def test_replica_and_subscriber_with_the_served_secret_connect(
     serve: OpenCoordinator, report: OpenReplica, served: Secrets | None, held: Secrets | None
 ) -> None:
     coordinator = serve(served)
-    said: list[str] = []
-    replica = report(coordinator.router_zmq_addr, held, on_unreachable=said.append)
+    problems: list[str] = []
+    replica = report(coordinator.router_zmq_addr, held, on_unreachable=problems.append)
     (listed,) = follow_until(coordinator.pub_zmq_addr, held, ["a"]).replicas
     assert listed.control_addr == "tcp://a:3"
     assert listed.incarnation == replica.incarnation
     assert replica.connected
-    assert said == [""]
+    assert problems == [""]
 
 
 @pytest.mark.parametrize(
@@ -114,12 +109,12 @@ def test_replica_with_a_wrong_secret_is_refused_with_the_reason(
     serve: OpenCoordinator, report: OpenReplica, served: Secrets | None, held: Secrets | None, why: str
 ) -> None:
     coordinator = serve(served)
-    said: list[str] = []
-    stranger = report(coordinator.router_zmq_addr, held, "stranger", said.append)
+    problems: list[str] = []
+    stranger = report(coordinator.router_zmq_addr, held, "stranger", problems.append)
     listener = OmniCoordClientForHub(coordinator.pub_zmq_addr, secrets=held)
-    eventually(lambda: said and coordinator.refused_connections >= 2)
+    eventually(lambda: problems and coordinator.refused_connections >= 2)
     note = "" if held is None else " (links on loopback have one of their user's own where none is given)"
-    assert said == [
+    assert problems == [
         f"cannot join the coordinator at {coordinator.router_zmq_addr}: "
         f"refused secret: it {why} {'here' if held is None else 'given here'} with --omni-secret-file{note}"
     ]
@@ -135,13 +130,13 @@ def test_refused_replica_joins_once_the_coordinator_serves_with_its_secret(
 ) -> None:
     address = free_address()
     first = OmniCoordinator(address, ANY, secrets=OLD)
-    said: list[str] = []
-    report(address, NEW, on_unreachable=said.append)
-    eventually(lambda: said)
+    problems: list[str] = []
+    report(address, NEW, on_unreachable=problems.append)
+    eventually(lambda: problems)
     first.close()
     second = serve(NEW, address)
     eventually(lambda: names(second.get_active_replicas()) == ["a"])
-    assert said[-1] == ""
+    assert problems[-1] == ""
 
 
 @pytest.mark.parametrize(
@@ -156,10 +151,10 @@ def test_refused_link_sleeps_until_its_next_attempt(
     serve: OpenCoordinator, served: Secrets | None, held: Secrets | None
 ) -> None:
     coordinator = serve(served)
-    said: list[str] = []
-    link = CoordinatorLink(coordinator.router_zmq_addr, open_dealer, held, said.append)
+    problems: list[str] = []
+    link = CoordinatorLink(coordinator.router_zmq_addr, open_dealer, held, problems.append)
     refused_by = time.monotonic() + 20.0
-    while not said and time.monotonic() < refused_by:
+    while not problems and time.monotonic() < refused_by:
         link.wait(refused_by, 0)
     wakeups = 0
     deadline = time.monotonic() + 1.0
@@ -167,7 +162,7 @@ def test_refused_link_sleeps_until_its_next_attempt(
         link.wait(deadline, 0)
         wakeups += 1
     link.close()
-    assert len(said) == 1
+    assert len(problems) == 1
     assert wakeups < 40
 
 
@@ -175,27 +170,27 @@ def test_replica_reports_an_absent_coordinator_and_joins_when_it_starts(
     serve: OpenCoordinator, report: OpenReplica
 ) -> None:
     address = free_address()
-    said: list[str] = []
-    replica = report(address, OLD, on_unreachable=said.append)
-    eventually(lambda: said)
-    assert said == [f"no coordinator answers at {address}"]
+    problems: list[str] = []
+    replica = report(address, OLD, on_unreachable=problems.append)
+    eventually(lambda: problems)
+    assert problems == [f"no coordinator answers at {address}"]
     coordinator = serve(OLD, address)
     eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
-    assert (said[-1], replica.connected) == ("", True)
+    assert (problems[-1], replica.connected) == ("", True)
 
 
 def test_lost_connection_is_reported_and_repaired(serve: OpenCoordinator, report: OpenReplica) -> None:
     address = free_address()
-    said: list[str] = []
+    problems: list[str] = []
     first = OmniCoordinator(address, ANY, secrets=OLD)
-    replica = report(address, OLD, on_unreachable=said.append)
+    replica = report(address, OLD, on_unreachable=problems.append)
     eventually(lambda: replica.connected)
     first.close()
-    eventually(lambda: not replica.connected and len(said) > 1)
-    assert said[:2] == ["", f"the connection to the coordinator at {address} was lost"]
+    eventually(lambda: not replica.connected and len(problems) > 1)
+    assert problems[:2] == ["", f"the connection to the coordinator at {address} was lost"]
     second = serve(OLD, address)
     eventually(lambda: names(second.get_active_replicas()) == ["a"])
-    eventually(lambda: said[-1] == "")
+    eventually(lambda: problems[-1] == "")
 
 
 def test_failing_callback_does_not_end_the_client(
@@ -259,7 +254,7 @@ def test_lists_are_published_on_loopback_only() -> None:
 def test_frames_of_a_peer_without_the_secret_never_arrive(serve: OpenCoordinator, dealer: OpenDealer) -> None:
     coordinator = serve(OLD)
     peer = dealer(coordinator.router_zmq_addr)
-    # What is refused meanwhile takes no more.
+    # The queue of a refused peer may be full.
     with suppress(zmq.Again):
         for number in range(100):
             peer.send(encode_event(make_event(f"invented{number}")), zmq.NOBLOCK)

@@ -4,7 +4,7 @@ import itertools
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 
 import msgspec
 import pytest
@@ -18,6 +18,7 @@ from vllm_omni_plugin.coordinator import (
     ReplicaList,
     decode_replica_list,
 )
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import CoordinatorSockets
 from vllm_omni_plugin.errors import ConfigError, WireError
 
 
@@ -204,3 +205,29 @@ def test_closed_coordinator_frees_its_ports(keep: Keep) -> None:
     first.close()
     second = keep(OmniCoordinator(first.router_zmq_addr, first.pub_zmq_addr))
     assert second.router_zmq_addr == first.router_zmq_addr
+
+
+def test_close_returns_while_heads_that_read_nothing_disconnect() -> None:
+    # Each round hung once in 15 while an endpoint lingered for ever.
+    for _ in range(60):
+        sockets = CoordinatorSockets("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", None)
+        heads: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        heads.linger = 0
+        peers = [heads.socket(zmq.DEALER) for _ in range(8)]
+        for peer in peers:
+            peer.rcvhwm = 1
+            peer.rcvbuf = 5000
+            peer.connect(sockets.router_address)
+            peer.send(b"")
+        for _ in peers:
+            identity, _ = sockets.router.recv_multipart()
+            with suppress(zmq.Again):
+                for _ in range(300):
+                    sockets.router.send_multipart([identity, bytes(60000)], zmq.NOBLOCK)
+        leaver = threading.Thread(target=heads.destroy)
+        leaver.start()
+        closer = threading.Thread(target=sockets.close, daemon=True)
+        closer.start()
+        closer.join(30)
+        assert not closer.is_alive()
+        leaver.join()

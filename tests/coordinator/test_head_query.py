@@ -1,4 +1,4 @@
-"""What a node is told that asks before it loads a model; nothing but a certain refusal is taken for one."""
+"""The query of a node before it loads a model. Only a certain refusal is reported as one."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, process_status, read_if_there
 
 from tests.fakes.free_ports import free_port
+from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import HeadQueryResult, OmniCoordinator, OmniCoordinatorRuntime, query_head
 from vllm_omni_plugin.coordinator.client import head_query
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
@@ -35,26 +36,24 @@ Serve = Callable[[Secrets | None], str]
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Opens coordinators of a head with two stages; returns where they listen."""
-    with ExitStack() as opened:
-
-        def serve(secrets: Secrets | None) -> str:
-            head = OmniCoordinator(ANY, ANY, secrets=secrets, fingerprints=FINGERPRINTS, wall_clock=lambda: NOW)
-            return opened.enter_context(closing(head)).router_zmq_addr
-
-        yield serve
+def serve(keep: Keep) -> Serve:
+    """Opens coordinators of a head with two stages; returns their addresses."""
+    return lambda secrets: (
+        keep(
+            OmniCoordinator(ANY, ANY, secrets=secrets, fingerprints=FINGERPRINTS, wall_clock=lambda: NOW)
+        ).router_zmq_addr
+    )
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits a moment only, for what never comes."""
+    """A short timeout, for answers that never come."""
     monkeypatch.setattr(head_query, "TIMEOUT_S", 0.3)
 
 
 @contextmanager
 def listening(treat: Callable[[socket.socket], object]) -> Iterator[str]:
-    """A tcp server that is no head and treats each connection so."""
+    """A tcp server that is no head and calls ``treat`` with each connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def run() -> None:
@@ -87,16 +86,16 @@ def test_a_holder_of_the_secret_gets_the_time_and_the_fingerprint_of_its_stage(
     assert (answer.clock_ahead, answer.problem, answer.refused) == (0.0, "", False)
 
 
-def test_a_stage_that_the_head_does_not_have_has_no_fingerprint(serve: Serve) -> None:
-    facts = query_head(serve(OLD), 7, OLD).info
-    assert facts is not None
-    assert (facts.stages, facts.fingerprint) == ([0, 1], {})
-
-
-def test_a_head_without_a_secret_sends_no_stages(serve: Serve) -> None:
-    facts = query_head(serve(None), 0, None).info
-    assert facts is not None
-    assert (facts.stages, facts.fingerprint) == ([], {})
+@pytest.mark.parametrize(
+    ("secrets", "stage_id", "stages"),
+    [pytest.param(OLD, 7, [0, 1], id="unknown stage"), pytest.param(None, 0, [], id="no secret")],
+)
+def test_an_unknown_stage_and_a_head_without_a_secret_have_no_fingerprint(
+    serve: Serve, secrets: Secrets | None, stage_id: int, stages: list[int]
+) -> None:
+    info = query_head(serve(secrets), stage_id, secrets).info
+    assert info is not None
+    assert (info.stages, info.fingerprint) == (stages, {})
 
 
 @pytest.mark.parametrize(
@@ -183,18 +182,18 @@ def test_a_silent_server_costs_no_more_than_the_timeout(impatient: None) -> None
 
 @pytest.fixture
 def router(open_socket: OpenSocket) -> zmq.Socket[bytes]:
-    """What an older head listens on."""
+    """The ROUTER of a head that the test plays."""
     router = open_socket(zmq.ROUTER)
     router.bind("tcp://127.0.0.1:0")
     return router
 
 
-def ask_played(router: zmq.Socket[bytes], *said: bytes, hangs_up: bool = False) -> HeadQueryResult:
-    """What a node with a port makes of a head that the test plays, and that says so much."""
+def query_played_head(router: zmq.Socket[bytes], *frames: bytes, hangs_up: bool = False) -> HeadQueryResult:
+    """The result of a node with a port, whose head answers with these frames."""
 
     def answer() -> None:
         peer, _ = router.recv_multipart()
-        for frame in said:
+        for frame in frames:
             router.send_multipart((peer, frame))
         if hangs_up:
             router.close(linger=1000)
@@ -217,7 +216,7 @@ def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, route
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"\xff\x00", b'[{"type":"facts"}]', b"[" * 100_000])
 def test_an_invalid_answer_is_reported_as_a_problem(router: zmq.Socket[bytes], said: bytes) -> None:
-    answered = ask_played(router, said)
+    answered = query_played_head(router, said)
     assert "cannot be read" in answered.problem
     assert (answered.info, answered.refused) == (None, False)
 
@@ -276,7 +275,7 @@ def test_a_head_without_a_secret_connects_nowhere(serve: Serve) -> None:
 
 def test_an_older_head_without_reachability_checks_causes_no_wait(router: zmq.Socket[bytes]) -> None:
     began = time.monotonic()
-    answered = ask_played(router, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]')
+    answered = query_played_head(router, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]')
     assert answered.info is not None
     assert answered.unreached is None
     assert time.monotonic() - began < head_query.TIMEOUT_S
@@ -298,7 +297,7 @@ def test_an_invalid_report_does_not_change_the_answer(
     # On a busy machine the thread may begin late.
     monkeypatch.setattr(head_query, "TIMEOUT_S", 30.0)
 
-    answered = ask_played(router, TRYING, said)
+    answered = query_played_head(router, TRYING, said)
     assert answered.info is not None
     assert (answered.unreached, answered.problem) == (None, "")
 
@@ -309,7 +308,7 @@ def test_a_head_that_ends_before_its_report_causes_no_wait(
     monkeypatch.setattr(head_query, "REACHABILITY_TIMEOUT_S", 10.0)
 
     began = time.monotonic()
-    answered = ask_played(router, TRYING, hangs_up=True)
+    answered = query_played_head(router, TRYING, hangs_up=True)
     assert answered.info is not None
     assert answered.unreached is None
     assert time.monotonic() - began < 10.0
@@ -325,7 +324,7 @@ def test_a_node_that_disconnects_before_its_report_does_no_harm(serve: Serve) ->
         link.send_all(deque([encode_from_head(HeadQuery(0, [name], "nonce"))]))
         connection, _ = server.accept()
         link.close(at_once=True)
-        # Only now has the coordinator something to say.
+        # Only now the coordinator has a report.
         connection.close()
         assert query_head(address, 0, OLD, listening).unreached == {}
 
@@ -357,9 +356,9 @@ def test_the_coordinator_process_answers_also_after_a_restart(tmp_path: Path) ->
             pid = runtime.process_id
             assert pid is not None
             assert "stage" not in read_if_there(Path(f"/proc/{pid}/cmdline"))
-            facts = query_head(runtime.router_address, 1, OLD).info
-            assert facts is not None
-            assert facts.fingerprint == FINGERPRINTS[1]
+            info = query_head(runtime.router_address, 1, OLD).info
+            assert info is not None
+            assert info.fingerprint == FINGERPRINTS[1]
             os.kill(pid, signal.SIGKILL)
             eventually(lambda killed=pid: runtime.process_id not in (None, killed))
             eventually(lambda: "State" in process_status(runtime.process_id or 0))

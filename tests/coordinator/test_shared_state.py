@@ -1,4 +1,4 @@
-"""What a late joiner is told, against a model of the engine."""
+"""The replay of operator calls to a replica that attaches later, against a model of the engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
 def lora(lora_int_id: int, path: str = "p") -> Adapter:
-    """An adapter; its path is all that tells those of the same id apart."""
+    """An adapter. Two with the same id differ only in the path."""
     return Adapter("name", lora_int_id, path)
 
 
@@ -35,8 +35,8 @@ CALLS = st.one_of(
 )
 
 
-def tell(engine: EngineModel, shared: SharedState, method: str, args: tuple[Any, ...]) -> None:
-    """One call to all replicas: recorded, applied, and taken back if they refuse."""
+def make_call(engine: EngineModel, shared: SharedState, method: str, args: tuple[Any, ...]) -> None:
+    """Record and apply one call, as failed if the engine refuses it."""
     settle = shared.record(method, args)
     try:
         engine.apply(method, args)
@@ -46,8 +46,8 @@ def tell(engine: EngineModel, shared: SharedState, method: str, args: tuple[Any,
         settle(True)
 
 
-def joiner(shared: SharedState) -> EngineModel:
-    """Return a fresh engine that was told the replay."""
+def replayed(shared: SharedState) -> EngineModel:
+    """Return a fresh engine after the replay."""
     engine = EngineModel()
     for method, args in shared.replay():
         engine.apply(method, args)
@@ -58,8 +58,8 @@ def joiner(shared: SharedState) -> EngineModel:
 def test_a_replayed_engine_has_the_state_of_those_that_got_every_call(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
     engine, shared = EngineModel(), SharedState()
     for method, args in calls:
-        tell(engine, shared, method, args)
-        assert joiner(shared) == engine
+        make_call(engine, shared, method, args)
+        assert replayed(shared) == engine
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
@@ -107,9 +107,9 @@ def test_the_replay_of_a_training_loop_stays_short_and_correct(step: list[tuple[
     engine, shared = EngineModel(), SharedState()
     for _ in range(100):
         for method, args in step:
-            tell(engine, shared, method, args)
+            make_call(engine, shared, method, args)
             assert len(shared.replay()) <= 4
-            assert joiner(shared) == engine
+            assert replayed(shared) == engine
 
 
 @pytest.mark.parametrize("step", RL_STEPS.values(), ids=RL_STEPS)
@@ -118,8 +118,8 @@ def test_undo_resumes_and_wakes_an_engine(
 ) -> None:
     engine, shared = EngineModel(), SharedState()
     for method, args in step:
-        tell(engine, shared, method, args)
-        undone = joiner(shared)
+        make_call(engine, shared, method, args)
+        undone = replayed(shared)
         for call in shared.undo():
             undone.apply(*call)
         assert (undone.pause, undone.asleep) == (None, set())
@@ -128,7 +128,7 @@ def test_undo_resumes_and_wakes_an_engine(
 def test_an_open_call_is_replayed_too() -> None:
     shared = SharedState()
     shared.record("sleep", (1, "abort"))
-    assert joiner(shared).asleep == {"weights", "kv_cache"}
+    assert replayed(shared).asleep == {"weights", "kv_cache"}
 
 
 def test_a_failed_call_does_not_affect_later_ones() -> None:
@@ -136,7 +136,7 @@ def test_a_failed_call_does_not_affect_later_ones() -> None:
     settle_lora = shared.record("add_lora", (lora(1),))
     shared.record("add_lora", (lora(2),))(True)
     settle_lora(False)
-    assert joiner(shared).loras.keys() == {2}
+    assert replayed(shared).loras.keys() == {2}
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -149,7 +149,7 @@ def test_a_pinned_adapter_that_was_forgotten_or_refused_is_not_replayed(known: b
         shared.record(FORGET_LORA, (1,))(True)
     shared.record("pin_lora", (1,))(True)
     settle_lora(False)
-    assert joiner(shared) == EngineModel()
+    assert replayed(shared) == EngineModel()
 
 
 def test_calls_apply_in_the_order_of_recording_not_of_results() -> None:
@@ -157,22 +157,21 @@ def test_calls_apply_in_the_order_of_recording_not_of_results() -> None:
     settle_sleep = shared.record("sleep", (1, "abort"))
     shared.record("wake_up", ())(True)
     settle_sleep(True)
-    assert joiner(shared) == EngineModel()
+    assert replayed(shared) == EngineModel()
 
 
 @pytest.mark.parametrize(
-    "method", ["start_weight_update", "update_weights", "finish_weight_update", "reload_weights", "reset_weights"]
+    ("method", "taken"),
+    [
+        *((f"{step}_weight_update", True) for step in ("start", "finish")),
+        *((f"{step}_weights", True) for step in ("update", "reload", "reset")),
+        ("update_weights", False),
+    ],
 )
-def test_weights_changed_at_run_time_make_the_state_unreplayable(method: str) -> None:
+def test_weights_changed_at_run_time_make_the_state_unreplayable(method: str, taken: bool) -> None:
     shared = SharedState()
-    shared.record("collective_rpc", (method, None, (), {}))(True)
-    assert shared.unreplayable == "weights were updated at run time"
-
-
-def test_a_failed_weight_update_does_not_make_the_state_unreplayable() -> None:
-    shared = SharedState()
-    shared.record("collective_rpc", ("update_weights", None, (), {}))(False)
-    assert shared.unreplayable is None
+    shared.record("collective_rpc", (method, None, (), {}))(taken)
+    assert shared.unreplayable == ("weights were updated at run time" if taken else None)
 
 
 @pytest.mark.parametrize(
