@@ -26,8 +26,6 @@ class OmniCoordClientForStage:
 
     Args:
         coord_zmq_addr: The coordinator's ROUTER address.
-        input_addr: Address for requests.
-        output_addr: Address for outputs.
         heartbeat_interval: Seconds; must be less than a third of the coordinator's timeout.
         control_addr: Address on which heads attach; empty for a replica without attachment.
         secrets: Secrets of the fleet, tried in turn; None without encryption.

@@ -36,10 +36,8 @@ class OmniCoordClientForHead:
         head_id: Unique among all heads; at most 128 characters.
         on_event: Called in the client's thread with each event. Must not block. After a `Welcome` the head must report
             its work in full.
-        secrets: Secrets of the fleet, tried in turn; None without encryption.
         heartbeat_interval: Seconds, at most 1.
-        on_unreachable: Called in the client's thread with the reason whenever the session is missing for a new reason,
-            and with "" once there is a session. Must not block.
+        on_unreachable: As for `OmniCoordClientForStage`, and for a missing session.
 
     Raises:
         ConfigError: ``coord_zmq_addr`` is no address, or the interval is not positive.

@@ -18,13 +18,8 @@ logger = init_logger(__name__)
 class OmniCoordClientForHub:
     """Keeps the last published replica list, also while the coordinator is away. All methods are thread-safe.
 
-    Args:
-        coord_zmq_addr: The coordinator's PUB address.
-        on_update: Called in the client's thread with each new list. Must not block.
-        secrets: Secrets of the fleet, tried in turn; None without encryption.
-
-    Raises:
-        ConfigError: ``coord_zmq_addr`` is no address. A coordinator that is away is no error.
+    ``coord_zmq_addr`` is the coordinator's PUB address; `ConfigError` if it is none. ``on_update`` is called in the
+    client's thread with each new list and must not block.
     """
 
     def __init__(

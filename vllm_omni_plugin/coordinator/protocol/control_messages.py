@@ -42,8 +42,6 @@ class ReplicaEvent(Struct, frozen=True):
     """One registration of one replica. Each is complete, so the next one replaces a lost one.
 
     Attributes:
-        input_addr: ZMQ address for requests.
-        output_addr: ZMQ address for outputs.
         event_type: ``update`` (the replica joins, changes or leaves) or ``heartbeat``. For the log only: the effect
             depends on the other fields.
         status: ``DOWN`` means that the replica leaves.

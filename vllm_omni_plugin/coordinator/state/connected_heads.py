@@ -53,9 +53,8 @@ class ConnectedHead:
 
     Attributes:
         peer: The ROUTER's id of the connection.
-        session: See `Hello`.
         synced: Whether the head has got everything so far. Otherwise it gets nothing before a full resync.
-        synced_at: Monotonic seconds of the last full resync.
+        synced_at: Time of the last full resync.
     """
 
     def __init__(self, hello: Hello, peer: bytes, now: float) -> None:
