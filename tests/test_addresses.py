@@ -59,7 +59,7 @@ def test_address_in_brackets_is_one(names: dict[str, list[Any]]) -> None:
 
 def test_name_that_comes_with_the_head_stays_a_name(names: dict[str, list[Any]]) -> None:
     assert coordinator_address(options("head")) == "tcp://head:7000"
-    with pytest.raises(ConfigError, match="--omni-master-address: 'head' is no address and no known name"):
+    with pytest.raises(ConfigError, match="--omni-master-address: 'head' is not an address and not a known name"):
         bind_address(options("head"), headless=False)
 
 

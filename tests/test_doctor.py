@@ -141,7 +141,7 @@ def test_a_wrong_secret_is_told_before_vllm_is_imported(more: Sequence[str], tmp
 def test_a_node_that_reaches_its_head_and_is_not_reached_by_it_is_told_so(tmp_path: Path) -> None:
     secret = write_secret(tmp_path / "right", "the secret of the fleet")
     with Cable() as cable, head(secret, HEAD_ADDRESS, cable.at_head) as against:
-        # To the head there is no way to this address.
+        # The head has no route to this address.
         subprocess.run([*cable.at_node, "ip", "addr", "add", "10.203.8.2/32", "dev", "lo"], check=True)
         doctor = (*cable.at_node, str(SCRIPT), "doctor", "--against", against, "--omni-secret-file", secret)
         reached, unreached = (

@@ -83,7 +83,7 @@ FLEET_FLAGS = (
     Case(f"{NODE} --omni-lb-policy random", "--omni-lb-policy", "it is the head's"),
     Case(f"{NODE} --omni-lb-config {{}}", "--omni-lb-config", "not allowed with --headless: it is the head's"),
     Case(f"{NODE} --omni-replica-address 192.0.2.1", "--omni-replica-address", "cannot be bound on this machine"),
-    Case(f"{NODE} --omni-replica-address no.such.name.", "--omni-replica-address", "no known name"),
+    Case(f"{NODE} --omni-replica-address no.such.name.", "--omni-replica-address", "not a known name"),
     Case(f"{NODE} --omni-replica-ports 9-3", "--omni-replica-ports", "9-3"),
     Case(f"{NODE} --omni-replica-ports x", "--omni-replica-ports", "x"),
     Case("--omni-master-address 127.0.0.1", "--omni-master-address", "needs --omni-master-port too"),

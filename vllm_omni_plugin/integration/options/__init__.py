@@ -1,3 +1,3 @@
-"""Which of our flags go together, where processes listen, and how options travel through vLLM.
+"""Rules for flags, addresses to listen on, and how options are carried through vLLM.
 
 May import `admin`, `replicas`, `curve` and the foundation. Start with `flag_rules`."""

@@ -1,4 +1,4 @@
-"""Which of vLLM's other flags the fleet can honour, and what it sets of vLLM's configuration to share one node."""
+"""The flags of vLLM that cannot be used with a fleet, and the engine arguments that a fleet sets."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -10,8 +10,7 @@ from vllm_omni_plugin.errors import ConfigError
 
 _EVERY_RANK = "every data-parallel rank is a replica of the fleet, which balances over all of them itself"
 _ONE_NODE = "the ranks of a replica are on one node and find each other by themselves"
-
-_FRONT_END = "the fleet stands behind vLLM's HTTP server only"
+_HTTP_ONLY = "a fleet works with vLLM's HTTP server only"
 
 
 def _is_given(value: Any) -> bool:
@@ -19,8 +18,8 @@ def _is_given(value: Any) -> bool:
 
 
 _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "grpc": (bool, _FRONT_END),
-    "grpc_port": (_is_given, _FRONT_END),
+    "grpc": (bool, _HTTP_ONLY),
+    "grpc_port": (_is_given, _HTTP_ONLY),
     "data_parallel_rank": (_is_given, _EVERY_RANK),
     "data_parallel_start_rank": (_is_given, _EVERY_RANK),
     "data_parallel_external_lb": (bool, _EVERY_RANK),
@@ -34,15 +33,11 @@ _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "nnodes": (lambda value: (value or 1) > 1, "a replica must fit into this node in this version"),
     "mm_tensor_ipc": (lambda value: value == "torch_shm", "it serves a single engine only"),
 }
-"""By argument: whether its value is one that cannot be honoured, and why."""
+"""By argument: which values are refused, and why."""
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Check vLLM's flags against ours.
-
-    Raises:
-        ConfigError: naming the flag and the reason.
-    """
+    """Raise ConfigError, with the flag and the reason, for a flag of vLLM that cannot be used with ours."""
     if getattr(args, "headless", False) and (getattr(args, "api_server_count", None) or 0) > 0:
         raise ConfigError("argument --api-server-count: not allowed with --headless: such a node has no API server")
     for name, (refused, reason) in _REFUSED.items():
@@ -61,13 +56,12 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
 
 
 def prepare_engine_args(engine_args: Any, engines: int) -> None:
-    """Tell vLLM that several engines will stand behind this front end.
+    """Set the number by which vLLM knows that this process serves several engines.
 
-    vLLM knows one number for that. With it, vLLM keeps processed multimodal inputs on the front end's side instead of
-    assuming that the one engine has seen them, and divides the cores of a CPU between the engines.
+    vLLM then does not cache processed multimodal inputs as if one engine had seen them all, and divides the cores of a
+    CPU between the engines.
 
     Args:
-        engine_args: vLLM's.
-        engines: how many this process runs itself, of all stages.
+        engines: number of engines that this process runs itself, in all stages.
     """
     engine_args._api_process_count = max(engines, 2)

@@ -1,4 +1,4 @@
-"""Which of our flags go together, and what each needs of this machine. Checked before anything starts."""
+"""Rules for our flags: which combinations are valid, and whether their files and addresses can be used."""
 
 import socket
 from collections.abc import Collection
@@ -6,28 +6,25 @@ from collections.abc import Collection
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.admission import load_admission
 from vllm_omni_plugin.balancing import build_load_balancer_factory
-from vllm_omni_plugin.config import ADMIN_KEY_FLAG, FLAGS, OmniConfig, Side
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG, FLAGS, Flag, OmniConfig, Side
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.listening import bind_address, check_exposure
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
-_OF_THE_LINKS = ("secret_file", "insecure", "max_message_size")
+_LINK_FIELDS = ("secret_file", "insecure", "max_message_size")
 _BEATS_PER_TIMEOUT = 3
-_SEVERAL = 2
-_IN_THE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "dp_size_local": "replicas"}
-"""What a pipeline's file says by stage, and the key there."""
+_KEY_IN_PIPELINE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "dp_size_local": "replicas"}
+"""The fields that a pipeline's file sets for each stage."""
 
 
 def check(options: OmniConfig, given: Collection[str], headless: bool, api_servers: int = 1) -> None:
     """Check the options against each other and against this machine.
 
     Args:
-        options: what the flags say.
-        given: fields of `OmniConfig` whose flags were given.
-        headless: whether `--headless` was given.
-        api_servers: how many API server processes there will be.
+        given: the fields of `OmniConfig` whose flags were given.
+        api_servers: number of API server processes.
 
     Raises:
         ConfigError: naming the flag, the reason and what to do.
@@ -36,16 +33,16 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
     _check_join(options, given)
     if not headless:
         _check_api_servers(api_servers)
-        _check_replica_servers(options, given, api_servers)
-    _refuse_beside_pipeline(given, headless)
+        _check_replica_flags(options, given, api_servers)
+    _check_pipeline(given, headless)
     _check_master(options, headless)
     _check_heartbeats(options)
     if options.admin_key_file is not None:
         read_admin_keys(options.admin_key_file, ADMIN_KEY_FLAG)
     if options.admission is not None:
         _check_admission(options.admission)
-    if not options.is_open and api_servers < _SEVERAL:
-        _refuse_without_master(given)
+    if not options.is_open and api_servers < 2:
+        _check_link_flags(given)
     if options.secret_file is not None:
         if options.insecure:
             raise ConfigError("argument --omni-insecure: not allowed with --omni-secret-file: choose one of them")
@@ -56,27 +53,22 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
         PortRange.parse(options.replica_ports)
     if options.join:
         return
-    if not headless:
+    try:
         address = bind_address(options, headless)
+    except ConfigError:
+        if headless and options.replica_address is None:
+            # The head's name may not resolve until the head is there; the node resolves it again when it starts.
+            return
+        raise
+    if not headless:
         _check_bindable(address, options.master_port or 0, "--omni-master-address")
     elif options.replica_address is not None:
-        address = bind_address(options, headless)
         _check_bindable(address, 0, "--omni-replica-address")
-    else:
-        try:
-            address = bind_address(options, headless)
-        except ConfigError:
-            # The head's name may come with the head; the node looks for it again when it starts.
-            return
     check_exposure(options, address, headless)
 
 
 def check_policy(options: OmniConfig) -> None:
-    """Build the load-balancing policy.
-
-    Raises:
-        ConfigError: naming the flag that it fails for.
-    """
+    """Build the load-balancing policy, to see that it can be built. Raises ConfigError naming the flag."""
     for flag, config in (("--omni-lb-policy", None), ("--omni-lb-config", options.lb_config)):
         try:
             build_load_balancer_factory(options.lb_policy, config)
@@ -115,31 +107,29 @@ def _check_api_servers(api_servers: int) -> None:
     if api_servers > HEAD_SLOTS:
         raise ConfigError(
             f"argument --api-server-count: {api_servers} API servers (one for each data-parallel rank, unless given): "
-            f"a replica serves at most {HEAD_SLOTS} heads, and each API server is one"
+            f"a replica serves at most {HEAD_SLOTS} heads, and each API server is a head"
         )
 
 
-def _check_replica_servers(options: OmniConfig, given: Collection[str], api_servers: int) -> None:
-    for flag in FLAGS:
-        if flag.field in ("replica_address", "replica_ports") and flag.field in given:
-            if options.join:
-                raise ConfigError(f"argument {flag.name}: not allowed with --omni-join: such a head has no replicas")
-            if api_servers < 2 or not options.is_open:
-                raise ConfigError(
-                    f"argument {flag.name}: on a head it needs --omni-master-address and several API servers "
-                    "(--api-server-count): one alone keeps its replicas to itself"
-                )
+def _check_replica_flags(options: OmniConfig, given: Collection[str], api_servers: int) -> None:
+    for flag in _given_flags(given, ("replica_address", "replica_ports")):
+        if options.join:
+            raise ConfigError(f"argument {flag.name}: not allowed with --omni-join: such a head has no replicas")
+        if api_servers < 2 or not options.is_open:
+            raise ConfigError(
+                f"argument {flag.name}: on a head it needs --omni-master-address and several API servers "
+                "(--api-server-count): replicas of a single one do not listen on the network"
+            )
 
 
-def _refuse_beside_pipeline(given: Collection[str], headless: bool) -> None:
+def _check_pipeline(given: Collection[str], headless: bool) -> None:
     if headless or "pipeline" not in given:
         return
-    for flag in FLAGS:
-        key = _IN_THE_FILE.get(flag.field)
-        if key is not None and flag.field in given:
-            raise ConfigError(
-                f"argument {flag.name}: not allowed with --omni-pipeline: the file has {key!r} for each stage"
-            )
+    for flag in _given_flags(given, _KEY_IN_PIPELINE_FILE):
+        key = _KEY_IN_PIPELINE_FILE[flag.field]
+        raise ConfigError(
+            f"argument {flag.name}: not allowed with --omni-pipeline: the file has {key!r} for each stage"
+        )
 
 
 def _check_master(options: OmniConfig, headless: bool) -> None:
@@ -167,19 +157,22 @@ def _check_heartbeats(options: OmniConfig) -> None:
         )
 
 
-def _refuse_without_master(given: Collection[str]) -> None:
-    for flag in FLAGS:
-        if flag.field in _OF_THE_LINKS and flag.field in given:
-            raise ConfigError(
-                f"argument {flag.name}: needs --omni-master-address and --omni-master-port, or several API servers: "
-                "without them there is no link between processes"
-            )
+def _check_link_flags(given: Collection[str]) -> None:
+    for flag in _given_flags(given, _LINK_FIELDS):
+        raise ConfigError(
+            f"argument {flag.name}: needs --omni-master-address and --omni-master-port, or several API servers: "
+            "without them there is no link between processes"
+        )
+
+
+def _given_flags(given: Collection[str], fields: Collection[str]) -> list[Flag]:
+    return [flag for flag in FLAGS if flag.field in fields and flag.field in given]
 
 
 def _check_bindable(address: str, port: int, flag: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As ZMQ binds, so that connections of a predecessor that are winding down do not count.
+        # As ZMQ binds: connections of an earlier process in TIME_WAIT do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))

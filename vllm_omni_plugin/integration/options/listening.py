@@ -1,4 +1,4 @@
-"""Where the processes of a fleet listen and find each other, and what guards that."""
+"""The addresses on which the processes of a fleet listen and find each other, and the secret of these links."""
 
 import ipaddress
 import socket
@@ -17,7 +17,7 @@ def bind_address(options: OmniConfig, headless: bool) -> str:
     """The numeric address that this process binds for the fleet.
 
     Raises:
-        ConfigError: a name does not resolve, or there is no way to the head.
+        ConfigError: a name does not resolve, or there is no route to the head.
     """
     assert options.master_address is not None
     if not headless:
@@ -28,22 +28,21 @@ def bind_address(options: OmniConfig, headless: bool) -> str:
     family = socket.AF_INET6 if ":" in master else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            # Connecting a datagram socket sends nothing; it makes the system choose the way and our end of it.
+            # Connecting a datagram socket sends nothing, but makes the system choose the route and the local address.
             probe.connect((master, options.master_port))
         except OSError as error:
             raise ConfigError(
-                f"argument --omni-master-address: there is no way to {master} from here ({error.strerror}); give the "
-                "address to announce with --omni-replica-address if the network is still to come"
+                f"argument --omni-master-address: there is no route to {master} from here ({error.strerror}); give the "
+                "address to announce with --omni-replica-address if the network is not up yet"
             ) from error
         address: str = probe.getsockname()[0]
         return address
 
 
 def coordinator_address(options: OmniConfig) -> str:
-    """The ZMQ address on which a headless node finds the head; looking it up may block.
+    """The ZMQ address of the head's coordinator. Blocks while a name is resolved.
 
-    A name stays one, since the head may come later and elsewhere, unless it is one of IPv6 alone: ZMQ looks names up as
-    IPv4.
+    A name is kept, since the head may move, unless it resolves to IPv6 only: ZMQ resolves names to IPv4.
     """
     assert options.master_address is not None
     host = options.master_address
@@ -54,11 +53,7 @@ def coordinator_address(options: OmniConfig) -> str:
 
 
 def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:
-    """Refuse to listen where other machines reach, without a secret and without the user's word that this is wanted.
-
-    Raises:
-        ConfigError: naming the flag, the address, and what to do.
-    """
+    """Raise ConfigError if other machines reach the address, and there is neither a secret nor `--omni-insecure`."""
     if options.secret_file is not None or options.insecure or ipaddress.ip_address(address).is_loopback:
         return
     flag = "--omni-replica-address" if headless else "--omni-master-address"
@@ -69,10 +64,10 @@ def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:
 
 
 def with_secret(options: OmniConfig, address: str, headless: bool = False) -> OmniConfig:
-    """The options with the secret of links at this address: on loopback this user's own, unless they say otherwise.
+    """The options with a secret for links at this address: the given one, or on loopback the secret of this user.
 
     Raises:
-        ConfigError: see `check_exposure`; or this user's own secret cannot be made.
+        ConfigError: see `check_exposure`; or the secret of this user cannot be created.
     """
     if options.secret_file is not None or options.insecure:
         return options
@@ -84,16 +79,15 @@ def with_secret(options: OmniConfig, address: str, headless: bool = False) -> Om
 
 
 def warn_if_insecure(options: OmniConfig, address: str) -> None:
-    """Say, where a process begins to listen, what the user has accepted."""
     if options.insecure:
         logger.warning("--omni-insecure: everybody who reaches %s can use and harm this fleet.", address)
 
 
 def log_join_command(options: OmniConfig, address: str) -> None:
-    """Log what nodes and heads are to be given, where the coordinator has bound `address`."""
-    every = ipaddress.ip_address(address).is_unspecified
-    found_at = "<an address of this machine>" if every else options.master_address
-    where = f"--omni-master-address {found_at} --omni-master-port {options.master_port}"
+    """Log the flags with which nodes and heads join. `address`: bound by the coordinator."""
+    unspecified = ipaddress.ip_address(address).is_unspecified
+    host = "<an address of this machine>" if unspecified else options.master_address
+    where = f"--omni-master-address {host} --omni-master-port {options.master_port}"
     logger.info("Replicas join with: --headless %s; another head with: --omni-join %s", where, where)
 
 
@@ -101,7 +95,9 @@ def _resolve(host: str, flag: str) -> str:
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"argument {flag}: {host!r} is no address and no known name: {error.strerror}") from error
-    # Of a name with both, every node must take the same family, and ZMQ takes this one.
+        raise ConfigError(
+            f"argument {flag}: {host!r} is not an address and not a known name: {error.strerror}"
+        ) from error
+    # All nodes must use the same family of a name that has both, and ZMQ uses IPv4.
     ipv4 = [entry for entry in found if entry[0] == socket.AF_INET]
     return str((ipv4 or found)[0][4][0])
