@@ -78,7 +78,7 @@ def test_an_api_server_process_reads_the_arguments_it_is_given_as_its_supervisor
     command = loaded_pipeline(options)
     assert command is not None
     handed_on = pickle.loads(pickle.dumps(args))
-    monkeypatch.setattr(pipeline_command, "_commands", {})
+    monkeypatch.setattr(pipeline_command, "_loaded", {})
     handed_on.omni_joined = {"master_address": "127.0.0.1", "master_port": 7500}
 
     joined = parse_options(handed_on)

@@ -1,3 +1,3 @@
-"""What a head runs, from its command line and a pipeline's file: plans of stages, and the fleet that they make.
+"""Plans the stages of a head from its command line and pipeline file, and starts them.
 
 May import `integration.options` and every layer below `integration`. Start with `fleet`."""

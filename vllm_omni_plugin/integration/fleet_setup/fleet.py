@@ -1,4 +1,4 @@
-"""Everything a head runs beside AsyncLLM, under one owner."""
+"""Everything that a head runs besides AsyncLLM."""
 
 import socket
 import threading
@@ -47,32 +47,26 @@ logger = init_logger(__name__)
 
 
 class Fleet:
-    """The coordinator's process, this head's session, and the orchestrator's thread with this head's own replicas.
+    """Owns the coordinator process, this head's session with it, and the orchestrator thread with the local replicas.
 
-    A head that joins a fleet has a session with the coordinator of another process and no replicas of its own. An API
-    server of several is such a head.
+    A head that joins a fleet has a session with the coordinator of another process, and no local replicas. Each of
+    several API servers is such a head.
 
     Args:
-        options: the head's.
-        vllm_config: vLLM's configuration of AsyncLLM, and of every replica unless there is a pipeline.
-        executor_class: vLLM's executor for local replicas.
+        vllm_config: vLLM's configuration of AsyncLLM, and without a pipeline also of every replica.
         log_stats: whether engines report scheduler statistics.
 
     Attributes:
-        orchestrator: balances over the replicas.
-        fleet_calls: makes operators' calls.
-        stages: what it has replicas of.
-        coordinator: where replicas of other processes join; None in a fleet that nobody can join, and in a head that
-            has joined one itself.
+        coordinator: None in a fleet that nobody can join, and in a head that has joined a fleet.
 
     Raises:
-        ConfigError: a stage cannot be served as it is described, or the coordinator cannot listen where it is told to.
+        ConfigError: a stage cannot be served as configured, or the coordinator cannot listen on its address.
     """
 
     def __init__(self, options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> None:
-        self._options = options = _secured(options)
+        self._options = options = _with_secret(options)
         self._secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
-        # Engines are started from a process with threads, at first and after every death; a fork of one may deadlock.
+        # This process has threads, so a forked engine process could deadlock.
         forbid_fork()
         if not options.join:
             use_socket_folder()
@@ -83,15 +77,16 @@ class Fleet:
         self._pools = [_pool(plan, self._exchange, options.admission is not None) for plan in self._plans]
         self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
         self.orchestrator = self._make_orchestrator()
-        self.fleet_calls = FleetCalls(self.orchestrator, self._head_id, self._client_now if options.is_open else None)
+        current_client = self._current_client if options.is_open else None
+        self.fleet_calls = FleetCalls(self.orchestrator, self._head_id, current_client)
         self._thread = self._make_thread()
         self.coordinator = self._start_coordinator() if options.is_open and not options.join else None
-        # Held while the client is made: its thread may speak before it is there to answer by.
+        # Held while the client is created: its thread may call back before `_client` is set.
         self._connecting = threading.Lock()
         self._client: OmniCoordClientForHead | None = None
 
     def start(self) -> list[list[bytes]]:
-        """Start the local replicas and begin to take others in. Blocks; returns their ready responses, by stage.
+        """Start the local replicas, and let others join. Blocks; returns the local ready responses, by stage.
 
         Raises:
             ReplicaError: a local replica did not start. Nothing is left running.
@@ -115,7 +110,7 @@ class Fleet:
         self._thread.cancel_wait()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the local replicas, giving each `timeout` seconds (None: vLLM's default), and let others go. Idempotent.
+        """End the local replicas, each within `timeout` seconds (None: vLLM's default). Idempotent.
 
         Replicas of other processes keep running, and join the next head.
         """
@@ -147,9 +142,9 @@ class Fleet:
         )
 
     def _make_thread(self) -> OrchestratorThread:
-        remote = self._keep_remote() if self._options.is_open else None
+        remote = self._remote_replicas() if self._options.is_open else None
         control = FleetControl(self.orchestrator, self.fleet_calls, remote, self._exchange)
-        return OrchestratorThread(self.orchestrator, control, self._keep_local(), remote)
+        return OrchestratorThread(self.orchestrator, control, self._local_replicas(), remote)
 
     def _start_coordinator(self) -> OmniCoordinatorRuntime:
         options = self._options
@@ -175,27 +170,27 @@ class Fleet:
             SessionListener(self.orchestrator.rpc_async_queue),
             secrets=self._secrets,
             heartbeat_interval=self._options.heartbeat_interval,
-            on_unreachable=self._session_changed,
+            on_unreachable=self._on_session,
         )
 
-    def _session_changed(self, trouble: str) -> None:
-        self.orchestrator.metrics.has_session = not trouble
-        if trouble:
-            logger.warning("%s. Replicas that serve go on; trying again.", trouble)
+    def _on_session(self, problem: str) -> None:
+        self.orchestrator.metrics.has_session = not problem
+        if problem:
+            logger.warning("%s. Attached replicas go on serving; trying again.", problem)
         else:
             logger.info("This head has a session with the coordinator.")
 
-    def _client_now(self) -> OmniCoordClientForHead | None:
+    def _current_client(self) -> OmniCoordClientForHead | None:
         with self._connecting:
             return self._client
 
     def _report_work(self, work: Sequence[ReplicaWork], full: bool) -> None:
-        # Before there is a session nobody wants to know, and with one everything is reported.
-        client = self._client_now()
+        # A new session begins with a full report, so nothing is lost before there is one.
+        client = self._current_client()
         if client is not None:
             client.report_work(work, full=full)
 
-    def _keep_local(self) -> LocalReplicas:
+    def _local_replicas(self) -> LocalReplicas:
         stages = [
             LocalStage(
                 plan.stage_id, plan.replicas, plan.make_launcher(self._reaper.watch, pool.wants_cache_events), plan.api
@@ -205,7 +200,7 @@ class Fleet:
         timing = Timing(self._options.heartbeat_interval, self._options.heartbeat_timeout, time.monotonic)
         return LocalReplicas(self.orchestrator, stages, timing)
 
-    def _keep_remote(self) -> RemoteReplicas:
+    def _remote_replicas(self) -> RemoteReplicas:
         settings = AttachSettings(
             codecs={plan.stage_id: plan.api for plan in self._plans},
             head_id=self._head_id,
@@ -218,7 +213,7 @@ class Fleet:
         return RemoteReplicas(self.orchestrator, self.fleet_calls, settings)
 
 
-def _secured(options: OmniConfig) -> OmniConfig:
+def _with_secret(options: OmniConfig) -> OmniConfig:
     if not options.is_open:
         return options
     try:
@@ -226,15 +221,15 @@ def _secured(options: OmniConfig) -> OmniConfig:
     except ConfigError:
         if not options.join:
             raise
-        # The name may come with the head that this one joins; on loopback it would be known.
+        # The name of the head to join may not resolve until that head is there. A name of loopback would resolve.
         return options
 
 
 def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> StagePool:
     balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
     binds_late = bool(getattr(balancer, "binds_late", False))
-    # By itself late binding brings too little, see benchmarks/results/simulate.md; but only those that wait here can be
-    # put in order. What a Python stage can take is not known.
+    # Late binding alone gains too little, see benchmarks/results/simulate.md; but admission control can only order
+    # requests that wait at the head. The limits of a Python stage are not known.
     waits = plan.vllm_config is not None and admits
     send_window = (
         SendWindow(batch_limits(plan.vllm_config), limited=waits, recalls=binds_late) if waits else SEND_AT_ONCE
@@ -242,7 +237,6 @@ def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> Stage
     pool = StagePool(
         plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange, send_window=send_window
     )
-    reports = plan.vllm_config is not None and pool.wants_cache_events
-    if reports and (reason := why_no_cache_events(plan.vllm_config)):
+    if plan.vllm_config is not None and pool.wants_cache_events and (reason := why_no_cache_events(plan.vllm_config)):
         logger.warning("Policy %s of stage %s estimates what engines have cached: %s.", plan.policy, plan.name, reason)
     return pool

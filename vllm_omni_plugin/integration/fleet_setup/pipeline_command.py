@@ -1,7 +1,7 @@
-"""`--omni-pipeline FILE`: the stages of the file, and the engine arguments of each, laid over the command line's.
+"""`--omni-pipeline FILE`: loads the file, and merges the engine arguments of each stage into the command line's.
 
-What is read here stays in this process, whose command line it is; vLLM's configuration only carries the file's name. A
-command line may hold API keys, and vLLM shows that configuration to whoever asks.
+The result stays in this process. vLLM's configuration has only the file's name, because vLLM shows its configuration to
+everybody who asks, and a command line may have API keys.
 """
 
 import argparse
@@ -18,40 +18,34 @@ from vllm_omni_plugin.pipeline import Pipeline, PipelineError, Stage, load_pipel
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import DEFAULT_MODEL, StageArgumentParser, read_engine_args
 from vllm_omni_plugin.vllm_api.stages.stage_params import check_sampling
 
-_BARE = "omni_pipeline_bare"
-"""Attribute of parsed arguments: those without what the file says, for another process that gets them."""
+_ORIGINAL_ARGS = "omni_pipeline_original_args"
+"""Attribute of the parsed arguments: a copy of them before the file was applied, for other processes."""
 
 
 @dataclass(frozen=True)
 class LoadedPipeline:
-    """What a command line with `--omni-pipeline` is for.
-
-    Attributes:
-        pipeline: the stages.
-        engine_args: vLLM's, by the ids of vLLM's stages; of a headless node's stage alone.
-    """
+    """A pipeline, and vLLM's engine arguments by stage id: of all stages on a head, of its own stage on a node."""
 
     pipeline: Pipeline
     engine_args: Mapping[int, Any]
 
 
-_commands: dict[str, LoadedPipeline] = {}
+_loaded: dict[str, LoadedPipeline] = {}
 """By the file's name."""
 
 
 def loaded_pipeline(options: OmniConfig) -> LoadedPipeline | None:
-    """What this process was started for; None without a pipeline."""
-    return None if options.pipeline is None else _commands[options.pipeline]
+    """What `apply_pipeline_file` has loaded; None without a pipeline."""
+    return None if options.pipeline is None else _loaded[options.pipeline]
 
 
 def pipeline_of(options: OmniConfig) -> Pipeline | None:
-    """The pipeline of a command line; None without one."""
     command = loaded_pipeline(options)
     return None if command is None else command.pipeline
 
 
 def local_engines(options: OmniConfig, headless: bool) -> int:
-    """How many of vLLM's engines this process runs itself."""
+    """The number of vLLM engines that this process runs itself."""
     pipeline = None if headless else pipeline_of(options)
     if pipeline is None or options.join:
         return options.dp_size_local
@@ -59,14 +53,9 @@ def local_engines(options: OmniConfig, headless: bool) -> int:
 
 
 def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int, int]:
-    """How many replicas this process runs itself, and how many worker processes vLLM's engines start for them.
-
-    Args:
-        args: the parsed command line.
-        options: ours in it.
-    """
+    """The number of replicas that this process runs itself, and of the worker processes of their vLLM engines."""
     command = loaded_pipeline(options)
-    # Of each stage that is run here: how many engines, and vLLM's arguments of each; None: it is no engine of vLLM's.
+    # By stage: number of engines, and vLLM's arguments of each; None for a Python stage.
     stages: list[tuple[int, Any]]
     if command is None:
         stages = [(options.dp_size_local, args)]
@@ -80,45 +69,39 @@ def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int,
         ranks = 1 if sizes is None else sizes.data_parallel_size
         replicas_here += count * ranks
         of_a_replica = 1 if sizes is None else sizes.tensor_parallel_size * sizes.pipeline_parallel_size
-        # A replica that needs but one works in its own process.
+        # A single worker runs in the process of its engine.
         workers += count * ranks * of_a_replica if of_a_replica > 1 else 0
     return replicas_here, workers
 
 
 def apply_pipeline_file(args: argparse.Namespace, options: OmniConfig, headless: bool) -> None:
-    """Read the file, check it, and set in `args` what it says of the stage whose model this process is about.
+    """Load and check the file, and set the model and engine arguments of one of its stages in `args`. Idempotent.
 
-    That is the one that answers prompts, and on a headless node the one that it serves. Idempotent, also for a process
-    that gets the arguments from another one.
-
-    Args:
-        args: the parsed command line.
-        options: ours in it, with a pipeline.
-        headless: whether `--headless` was given.
+    On a headless node this is the stage that it serves, on a head the one that gets the prompt.
 
     Raises:
-        ConfigError: something is wrong with the file, in one line with its line and key, or a model was given.
+        ConfigError: the file has an error (the message names line and key), or a model was given.
     """
     assert options.pipeline is not None
-    bare = getattr(args, _BARE, None)
-    if bare is not None and options.pipeline in _commands:
+    original = getattr(args, _ORIGINAL_ARGS, None)
+    if original is not None and options.pipeline in _loaded:
         return
-    if bare is None:
-        bare = copy.deepcopy(args)
-    given = {getattr(bare, "model_tag", None), bare.model} - {None, NO_MODEL, DEFAULT_MODEL}
+    if original is None:
+        original = copy.deepcopy(args)
+    given = {getattr(original, "model_tag", None), original.model} - {None, NO_MODEL, DEFAULT_MODEL}
     if given:
         raise ConfigError(f"argument --omni-pipeline: not allowed with a model ({given.pop()}): the file names them")
-    reader = _StageReader(bare, options, headless)
+    reader = _StageReader(original, options, headless)
     pipeline = load_pipeline(options.pipeline, [reader.read])
     stage = _own_stage(pipeline, options) if headless else pipeline.prompt_stage
     if stage.is_vllm:
         ours = {flag.destination for flag in FLAGS}
-        laid = vars(reader.arguments[stage.id])
-        vars(args).update({name: value for name, value in laid.items() if name not in ours})
+        of_stage = vars(reader.arguments[stage.id])
+        vars(args).update({name: value for name, value in of_stage.items() if name not in ours})
     else:
         args.model_tag = None
-    _commands[options.pipeline] = LoadedPipeline(pipeline, reader.engine_args)
-    setattr(args, _BARE, bare)
+    _loaded[options.pipeline] = LoadedPipeline(pipeline, reader.engine_args)
+    setattr(args, _ORIGINAL_ARGS, original)
 
 
 def _own_stage(pipeline: Pipeline, options: OmniConfig) -> Stage:
@@ -130,18 +113,18 @@ def _own_stage(pipeline: Pipeline, options: OmniConfig) -> Stage:
 
 @dataclass
 class _StageReader:
-    """Checks the stages that this process has to do with, and reads their engine arguments."""
+    """Checks the stages that concern this process, and reads their engine arguments."""
 
     args: argparse.Namespace
     options: OmniConfig
     headless: bool
     arguments: dict[int, argparse.Namespace] = field(default_factory=dict)
-    """The command line as it is for each of vLLM's stages, without our flags."""
+    """By stage of vLLM: the command line with the stage's engine arguments, and without our flags."""
     engine_args: dict[int, Any] = field(default_factory=dict)
     parser: StageArgumentParser = field(default_factory=StageArgumentParser)
 
     def read(self, pipeline: Pipeline, stage: Stage) -> None:
-        """Check one stage, as far as this process has to do with it. Raises `PipelineError`."""
+        """Check one stage, as far as it concerns this process. Raises `PipelineError`."""
         if self.headless and stage.id != self.options.stage_id:
             return
         if not self.headless:
@@ -154,13 +137,13 @@ class _StageReader:
             check_sampling(stage, by_client=stage is pipeline.sampled_by_client(pipeline.default_modalities))
             self._read_arguments(stage)
         elif self.headless or (stage.replicas and not self.options.join):
-            # Where none is run the class need not be installed.
+            # The class must be installed only where a replica of it runs.
             check_class(pipeline, stage)
 
     def _read_arguments(self, stage: Stage) -> None:
         args = copy.deepcopy(self.args)
         for flag in FLAGS:
-            # With them, reading vLLM's arguments would come back here.
+            # With our flags set, `read_engine_args` would call this function again.
             setattr(args, flag.destination, None)
         args.model = stage.model
         try:
@@ -171,7 +154,7 @@ class _StageReader:
         except (ValueError, TypeError) as error:
             if isinstance(error, PipelineError):
                 raise
-            # vLLM's words for a combination of arguments, which may take several lines.
+            # vLLM's message may have several lines.
             raise PipelineError(" ".join(str(error).split()), ("engine_args",)) from error
         self.arguments[stage.id] = args
 

@@ -1,4 +1,4 @@
-"""What can be found out about a pipeline's stages without vLLM: whether all that they name can be used."""
+"""Checks of a pipeline's stages that do not need vLLM: whether their policies, transforms and classes exist."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from vllm_omni_plugin.stages.python_stage import stage_class
 
 
 @contextmanager
-def _fault_of(key: str) -> Iterator[None]:
-    """What is wrong is told with the place of this key in the stage."""
+def _located_at(key: str) -> Iterator[None]:
+    """Turn a ConfigError into a PipelineError that names this key of the stage."""
     try:
         yield
     except ConfigError as error:
@@ -23,16 +23,16 @@ def _fault_of(key: str) -> Iterator[None]:
 
 def check_policy(pipeline: Pipeline, stage: Stage) -> None:
     """Build the load-balancing policy of a stage."""
-    with _fault_of("policy"):
+    with _located_at("policy"):
         build_load_balancer_factory(stage.policy)
-    with _fault_of("policy_config"):
+    with _located_at("policy_config"):
         build_load_balancer_factory(stage.policy, stage.policy_config)
 
 
 def check_transform(pipeline: Pipeline, stage: Stage) -> None:
-    """Import the function in front of a stage."""
+    """Import the transform of a stage."""
     if stage.transform is not None:
-        with _fault_of("transform"):
+        with _located_at("transform"):
             resolve_transform(stage.transform)
 
 
@@ -40,7 +40,7 @@ def check_class(pipeline: Pipeline, stage: Stage) -> None:
     """Import the class of a Python stage and see whether it takes the stage's options."""
     if stage.is_vllm:
         return
-    with _fault_of("engine"):
+    with _located_at("engine"):
         found = stage_class(stage.engine)
     try:
         inspect.signature(found).bind(**stage.options, device="cpu")
@@ -49,4 +49,3 @@ def check_class(pipeline: Pipeline, stage: Stage) -> None:
 
 
 STAGE_CHECKS = (check_policy, check_transform, check_class)
-"""All of them."""

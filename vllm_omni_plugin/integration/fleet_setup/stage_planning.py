@@ -1,4 +1,4 @@
-"""What a head has to run, stage by stage: from its command line, and from the file of a pipeline."""
+"""Plans the stages of a head from its command line and pipeline file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 _SAMPLED = (Modality.TEXT, Modality.TOKENS)
 _GENERATE = "generate"
-_OF_THE_TOKENIZER = ("tokenizer", "tokenizer mode")
-"""Fields of a fingerprint."""
+_TOKENIZER_FIELDS = ("tokenizer", "tokenizer mode")
+"""Of a fingerprint."""
 
 MakeLauncher = Callable[..., Launcher]
-"""Makes what starts the local engines of a stage from what is told the id of every process that is started, whether
-engines shall report what they have cached, and, False by default, whether heads of other processes use them, with which
-no memory can be shared."""
+"""Creates the launcher of a stage's local engines, from three arguments: a callback that gets the id of each started
+process; whether engines report their prefix caches; and, False by default, whether heads of other processes use the
+engines, with which they cannot share memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,16 +42,13 @@ class StagePlan:
     """One stage of a fleet, checked and ready to be started.
 
     Attributes:
-        stage_id: its place among the plans.
         stage: its section of the pipeline's file; None in a fleet without pipeline.
-        replicas: how many this node runs itself; every data-parallel rank is one.
-        policy: name of its load-balancing policy.
-        policy_config: options of that policy; None: all as they are by default.
-        make_launcher: see `MakeLauncher`.
-        api: of this stage's requests; a `StageApi` in a pipeline.
-        fingerprint: what every replica of the stage must have in common.
-        vllm_config: vLLM's configuration of its engines; None for a Python stage.
-        lockstep: whether its engines compute in groups that die as one.
+        replicas: number that this node runs itself; every data-parallel rank is one.
+        policy_config: None means the defaults of the policy.
+        api: a `StageApi` in a pipeline.
+        fingerprint: must be the same for all replicas of the stage.
+        vllm_config: None for a Python stage.
+        lockstep: whether the engines compute in groups, and all of a group end when one ends.
     """
 
     stage_id: int
@@ -67,32 +64,31 @@ class StagePlan:
 
     @property
     def name(self) -> str:
-        """How messages name the stage."""
+        """For messages."""
         return f"'{self.stage.name}'" if self.stage is not None else str(self.stage_id)
 
 
 def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> tuple[StagePlan, ...]:
-    """The plans of all stages, in the order of their ids; one without a pipeline. Nothing is started.
+    """The plans of all stages, in the order of their ids; without a pipeline, of one stage. Starts nothing.
 
     Args:
-        options: the head's.
-        vllm_config: of AsyncLLM, that is, of the stage that answers prompts. The sampling parameters of the stage that
-            the client's are for become its defaults.
-        executor_class: vLLM's executor for it.
+        vllm_config: of AsyncLLM, that is, of the stage that gets the prompt. Its default sampling parameters become
+            those of the stage to which the client's parameters apply.
+        executor_class: vLLM's executor for that stage.
         log_stats: whether engines report scheduler statistics.
 
     Raises:
-        ConfigError: a stage's engine cannot be configured as the file says, or asks for devices that are not there.
+        ConfigError: a stage's engine cannot be configured as the file says, or needs devices that do not exist.
     """
     command = loaded_pipeline(options)
     if command is None:
         return (model_plan(options, vllm_config, executor_class, log_stats),)
     prompt_stage = command.pipeline.prompt_stage
-    # Those of all stages, and no fewer than there are API servers.
+    # The engines of all stages, or the API servers if these are more.
     engine_count = vllm_config.parallel_config._api_process_count
     args = command.engine_args
     configs = {
-        stage.id: vllm_config if stage is prompt_stage else _configured(options, stage, args[stage.id], engine_count)
+        stage.id: vllm_config if stage is prompt_stage else _engine_config(options, stage, args[stage.id], engine_count)
         for stage in command.pipeline.stages
         if stage.is_vllm
     }
@@ -109,7 +105,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     entry_config = configs[prompt_stage.id]
     entry_api = _vllm_api(options, prompt_stage, entry_config, entry_config)
     plans: list[StagePlan] = []
-    # Python stages take the devices that vLLM's have left, and begin again where there is no more.
+    # Python stages take the devices after those of vLLM's stages.
     first_engine, first_device = 0, devices
     for stage in command.pipeline.stages:
         if stage.is_vllm:
@@ -122,7 +118,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
             plans.append(plan(make_launcher, api, fingerprint(config, stage.id), config, lockstep))
             first_engine += replicas[stage.id]
         else:
-            # Where none is run the class need not be installed.
+            # The class must be installed only where a replica of it runs.
             cost = (stage_class(stage.engine) if replicas[stage.id] else PythonStage).cost
             python_api = PythonStageApi(stage, entry_api.decode, entry_api.encode, entry_api.end_token, cost)
             plans.append(python_plan(stage, replicas[stage.id], python_api, first_device))
@@ -137,10 +133,10 @@ def model_plan(
     log_stats: bool,
     launcher: Callable[..., Launcher] = new_launcher,
 ) -> StagePlan:
-    """The plan of the replicas of one model, of a head or a node; the arguments are those of `stage_plans`.
+    """The plan of the replicas of one model, of a head or a node; arguments as of `stage_plans`.
 
     Args:
-        launcher: see `new_launcher`; from the fifth on its arguments are those of a `MakeLauncher`.
+        launcher: called like `new_launcher`; the arguments from the fifth on are those of a `MakeLauncher`.
     """
     engine_config, ranks = split_ranks(vllm_config)
     replicas = options.dp_size_local * ranks
@@ -161,7 +157,7 @@ def model_plan(
 
 
 def python_plan(stage: Stage, replicas: int, api: EngineApi, first_device: int = 0) -> StagePlan:
-    """The plan of a Python stage, whose replicas take devices from this one on."""
+    """The plan of a Python stage, whose replicas take devices from `first_device` on."""
     make_launcher = partial(_python_launcher, stage, first_device)
     policy_config = dict(stage.policy_config)
     return StagePlan(
@@ -169,30 +165,30 @@ def python_plan(stage: Stage, replicas: int, api: EngineApi, first_device: int =
     )
 
 
-def _configured(options: OmniConfig, stage: Stage, engine_args: Any, engines: int) -> Any:
+def _engine_config(options: OmniConfig, stage: Stage, engine_args: Any, engines: int) -> Any:
     prepare_engine_args(engine_args, engines)
     try:
         return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    # Whatever a model's configuration makes vLLM and transformers raise.
+    # vLLM and transformers raise any kind of error for a model's configuration.
     except Exception as error:
-        raise _fault(options, stage, error) from error
+        raise _stage_error(options, stage, error) from error
 
 
-def _fault(options: OmniConfig, stage: Stage, error: Exception) -> ConfigError:
+def _stage_error(options: OmniConfig, stage: Stage, error: Exception) -> ConfigError:
     return ConfigError(f"{options.pipeline}: stage {stage.name!r}: {' '.join(str(error).split())}")
 
 
 def _share_devices(
     options: OmniConfig, command: LoadedPipeline, configs: Mapping[int, Any], replicas: Mapping[int, int]
 ) -> int:
-    """Give each of vLLM's stages devices of its own; returns how many are taken."""
+    """Give each stage of vLLM its own devices; returns the number of devices taken."""
     taken = 0
     for stage in command.pipeline.stages:
         if stage.is_vllm and "device_ids" not in stage.engine_args:
             try:
                 taken += assign_devices(configs[stage.id], taken, replicas[stage.id])
             except ConfigError as error:
-                raise _fault(options, stage, error) from error
+                raise _stage_error(options, stage, error) from error
     return taken
 
 
@@ -214,7 +210,7 @@ def _vllm_api(options: OmniConfig, stage: Stage, config: Any, entry_config: Any)
     try:
         return VllmStageApi(config, entry_config, stage, has_custom_logits_processors(config.model_config))
     except ConfigError as error:
-        raise _fault(options, stage, error) from error
+        raise _stage_error(options, stage, error) from error
 
 
 @dataclass(frozen=True)
@@ -222,9 +218,9 @@ class FleetStages:
     """The stages behind one AsyncLLM.
 
     Attributes:
-        pipeline: how they hang together; None for the replicas of one model.
-        configs: vLLM's configuration of each stage's engines, by stage; None for a Python stage.
-        front_tokenizer: loads the tokenizer in whose tokens text answers come; None where that is the prompt's.
+        pipeline: None in a fleet of one model.
+        configs: vLLM's configuration by stage; None for a Python stage.
+        front_tokenizer: loads the tokenizer of the front stage; None if it is that of the prompt stage.
     """
 
     pipeline: Pipeline | None
@@ -233,7 +229,7 @@ class FleetStages:
 
     @classmethod
     def of(cls, plans: Sequence[StagePlan]) -> Self:
-        """The stages of these plans, given by stage."""
+        """The stages of these plans, which are in the order of stage ids."""
         configs = [plan.vllm_config for plan in plans]
         stages = tuple(plan.stage for plan in plans if plan.stage is not None)
         if not stages:
@@ -247,12 +243,12 @@ class FleetStages:
 
     @property
     def prompt_stage(self) -> int:
-        """The stage that answers prompts, maybe from a KV cache of another one. AsyncLLM has its configuration."""
+        """The stage that answers the prompt, possibly with the KV cache of a prefill stage. AsyncLLM has its config."""
         return 0 if self.pipeline is None else self.pipeline.prompt_stage.id
 
     @property
     def model_stages(self) -> tuple[int, ...]:
-        """The stages that run this model: what changes its weights must reach all of them."""
+        """The stages that run the model of the prompt stage: calls that change its weights go to all of them."""
         if self.pipeline is None:
             return (0,)
         model = self.pipeline.prompt_stage.model
@@ -260,7 +256,7 @@ class FleetStages:
 
     @property
     def adapter_stages(self) -> tuple[int, ...]:
-        """Those of them that are given the prompt itself: a request for an adapter has it there, and nowhere else."""
+        """Those of `model_stages` that get the prompt itself: only they use the LoRA adapter of a request."""
         if self.pipeline is None:
             return (0,)
         stages, transform_of = self.pipeline.stages, self.pipeline.transform_of
@@ -268,10 +264,10 @@ class FleetStages:
         return tuple(stage_id for stage_id in self.model_stages if stage_id in given)
 
     def supported(self, tasks: Sequence[str]) -> tuple[str, ...]:
-        """What vLLM's server shall have routes for, given what the model can do."""
+        """The tasks for which vLLM's server adds routes; `tasks`: of the prompt stage's model."""
         answers_in_text = self.pipeline is not None and Modality.TEXT in self.pipeline.modalities
         return (*tasks, _GENERATE) if answers_in_text and _GENERATE not in tasks else tuple(tasks)
 
 
 def _same_tokenizer(one: StagePlan, other: StagePlan) -> bool:
-    return all(one.fingerprint[field] == other.fingerprint[field] for field in _OF_THE_TOKENIZER)
+    return all(one.fingerprint[field] == other.fingerprint[field] for field in _TOKENIZER_FIELDS)
