@@ -57,7 +57,7 @@ async def _check_health(original: Any, server: Any) -> None:
 
 def _shutdown(original: Any, server: Any, timeout: float | None = None) -> None:
     core = getattr(server, "engine_core", None)
-    if isinstance(core, FleetClient) and core.answers:
+    if isinstance(core, FleetClient) and core.can_finish_requests:
         # vLLM's server calls this in another thread while responses are still being made, and again afterwards. Only
         # the second call may close the renderer, which responses need.
         core.shutdown(timeout)

@@ -1,4 +1,4 @@
-"""The engine client that AsyncLLM gets, and what keeps AsyncLLM's own parts in step with the fleet.
+"""The engine client of AsyncLLM, and updates of AsyncLLM's own parts when the fleet changes.
 
 May import `integration.fleet_setup`, `integration.options` and every layer below `integration`. Start with
 `fleet_client`.

@@ -1,4 +1,4 @@
-"""The engine-core client that AsyncLLM gets: vLLM's interface in front of the orchestrator."""
+"""The engine-core client of AsyncLLM: passes requests and calls to the orchestrator, and outputs back."""
 
 import asyncio
 import math
@@ -40,32 +40,25 @@ from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
 logger = init_logger(__name__)
 
 _WAITING_NOTICE_S = 10.0
-_TURN_EVERY_S = 0.01
+_YIELD_EVERY_S = 0.01
 _ENGINE_GRACE_S = 5.0
-"""Seconds that engines have to end when their requests have: one that takes longer hangs."""
+"""Seconds for an engine to exit once its requests have ended; one that takes longer hangs."""
+_NO_ELASTIC_EP = "Elastic expert parallelism does not apply to a fleet of --omni-* replicas."
 
 
 class FleetClient(UtilityCallClient):
-    """Answers everything AsyncLLM asks of "the engine" on behalf of all replicas.
-
-    Lives on AsyncLLM's event loop; all work happens on the orchestrator's.
+    """Implements vLLM's engine-core client for all replicas. Used on AsyncLLM's event loop, except where stated.
 
     Args:
-        fleet: the started fleet; the client owns it from here on.
-        vllm_config: AsyncLLM's configuration, brought in line with what the engines found at their start.
-        ready_responses: what the local engines said of themselves, by stage and in the order of their ids.
-        clock: monotonic seconds.
+        fleet: already started. The client owns it from now on.
+        vllm_config: of AsyncLLM. The values that engines determine at their start (KV blocks, ...) are set in it.
+        ready_responses: of the local engines, by stage and replica id.
 
     Attributes:
-        orchestrator: balances over the replicas.
-        stages: that they serve.
-        engine_ranks_managed: engine indexes that vLLM's metrics are labelled with from the start: those of the local
-            replicas. Those of others are labelled when they join.
-        resources: `resources.engine_dead` tells AsyncLLM that nothing will ever be served again. Dead replicas,
-            even all of them, are not that: they come back.
-        server_state: follows what other heads were told.
-        graceful_shutdown: what becomes of requests when the server is told to end.
-        head_drain: whether an operator drains this head.
+        engine_ranks_managed: engine indexes of the local replicas, for the labels of vLLM's metrics. Labels of other
+            replicas are added when they join.
+        resources: `resources.engine_dead` means to AsyncLLM that nothing will ever be served again. It stays False when
+            all replicas are lost, since they come back.
     """
 
     def __init__(
@@ -78,10 +71,10 @@ class FleetClient(UtilityCallClient):
         super().__init__(fleet.orchestrator, fleet.stages)
         self._fleet = fleet
         self.fleet_calls = fleet.fleet_calls
-        self._events = FleetEventHandler(fleet.stages, vllm_config, ready_responses, self.abort_call, self._tell)
+        self._events = FleetEventHandler(fleet.stages, vllm_config, ready_responses, self.abort_call, self._send)
         self._received: deque[Any] = deque()
         self._clock = clock
-        self._others_due = -math.inf
+        self._next_yield = -math.inf
         # vLLM labels engine 0 in any case.
         self.engine_ranks_managed = [
             engine_index(stage_id, replica_id)
@@ -91,27 +84,27 @@ class FleetClient(UtilityCallClient):
         self.resources = SimpleNamespace(engine_dead=False)
         self.graceful_shutdown = GracefulShutdown()
         self.head_drain = HeadDrain(self.orchestrator.events)
-        self.server_state: ServerStateSync = self._events.peer
+        self.server_state: ServerStateSync = self._events.server_state
         self._shutting_down = False
         self._collector = FleetCollector(self.orchestrator)
         REGISTRY.register(self._collector)
         self._metric_files = MetricFiles(self._collector) if in_multiprocess_mode() else None
-        # The engines must not outlive this process, also if nobody calls shutdown.
+        # Engines must not outlive this process, even if nobody calls shutdown.
         self._finalizer = weakref.finalize(self, fleet.close)
 
     def bind(self, output_processor: Any, logger_manager: Any) -> None:
-        """Tell the client of AsyncLLM's parts that exist by now: what ends and traces requests, what counts them."""
+        """Pass the parts of AsyncLLM that are created after this client."""
         self.graceful_shutdown.bind(output_processor)
         self._events.bind(output_processor, logger_manager, [pool.policy for pool in self.orchestrator.stage_pools])
 
     @property
     def can_serve(self) -> bool:
-        """Whether every stage that an ordinary request needs has a replica that takes requests."""
+        """Whether every stage that an ordinary request needs has a replica that accepts requests."""
         return self.orchestrator.can_serve
 
     @property
-    def answers(self) -> bool:
-        """Whether it is not shut down, and this thread is not the one of AsyncLLM's loop, where answers are made."""
+    def can_finish_requests(self) -> bool:
+        """Whether `shutdown`, called in this thread, would let requests finish: not if it runs on AsyncLLM's loop."""
         return bool(self._finalizer.alive) and self.graceful_shutdown.loop_in_other_thread
 
     async def until_serving(self) -> None:
@@ -119,12 +112,12 @@ class FleetClient(UtilityCallClient):
         await self.orchestrator.serving_signal.wait()
 
     def cancel_wait(self) -> None:
-        """Wait no longer for requests to finish, if `shutdown` does. Never blocks."""
+        """Make `shutdown` stop waiting for requests. Never blocks."""
         self.graceful_shutdown.cancel_wait()
         self._fleet.cancel_wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Let requests finish for `timeout` seconds, end the local replicas, then what is left. Idempotent; blocks."""
+        """Wait `timeout` seconds for requests, end the local replicas, then abort the rest. Idempotent; blocks."""
         if self._finalizer.detach() is None:
             return
         left = self.graceful_shutdown.wait_for_requests(self._fleet.wait_for_requests, timeout)
@@ -137,16 +130,16 @@ class FleetClient(UtilityCallClient):
         self.resources.engine_dead = True
 
     async def get_output_async(self) -> Any:
-        """The next `EngineCoreOutputs` of any replica. Requests that fail are failed on the way."""
+        """The next `EngineCoreOutputs` of any replica. Handles the events before it."""
         queue = self.orchestrator.output_async_queue
         self.graceful_shutdown.outputs_processed()
         if self._received or len(queue):
-            await self._let_others_run()
+            await self._yield_to_loop()
         while True:
             while self._received:
                 item = self._received.popleft()
                 if not isinstance(item, FLEET_EVENTS):
-                    # AsyncLLM has processed all outputs in it before it asks for the next one.
+                    # AsyncLLM processes all of its outputs before it calls this method again.
                     self._events.sender = item.engine_index
                     return item
                 self._events.handle(item)
@@ -154,29 +147,29 @@ class FleetClient(UtilityCallClient):
                 self._received.extend(await queue.get_batch())
             except QueueClosedError:
                 if self._shutting_down:
-                    # AsyncLLM ends the task that asks; an error would be logged as a fault of the engine.
+                    # AsyncLLM cancels the waiting task. An error would be logged as an engine failure.
                     await asyncio.get_running_loop().create_future()
                 self.resources.engine_dead = True
                 raise EngineDeadError from None
 
-    async def _let_others_run(self) -> None:
-        """Give everything else on AsyncLLM's loop a turn, if it has had none for 10 ms.
+    async def _yield_to_loop(self) -> None:
+        """Yield to the other tasks of AsyncLLM's loop every 10 ms.
 
-        While engines are faster than AsyncLLM there are always outputs, and HTTP would stand still. A turn for every
-        message would be dear: what comes for a request between two turns goes to its client as one event.
+        While engines are faster than AsyncLLM there are always outputs, and HTTP would starve. Yielding for every
+        message would cost throughput: outputs of a request between two yields go to its client as one event.
         """
-        if self._clock() >= self._others_due:
+        if self._clock() >= self._next_yield:
             await asyncio.sleep(0)
-            self._others_due = self._clock() + _TURN_EVERY_S
+            self._next_yield = self._clock() + _YIELD_EVERY_S
 
     async def add_request_async(self, request: Any) -> None:
-        """Hand a request over. Waits only while the orchestrator is far behind."""
+        """Submit a request. Waits only while the orchestrator's queue is full."""
         call = None
         if self.stages.pipeline is not None:
-            # Only the pipeline says to its stages where they fetch caches from.
+            # Only the pipeline sets the parameters of KV transfers.
             drop_transfers(request)
             call = register_request(request.request_id)
-        # A further part of a session is no new request, unless its first one has not even been taken.
+        # A further part of a streaming session is not a new request.
         if self.graceful_shutdown.ending and request.request_id not in self.orchestrator.request_states:
             self.graceful_shutdown.refuse(request.request_id, call)
             self.abort_call([request.request_id])
@@ -199,46 +192,46 @@ class FleetClient(UtilityCallClient):
         except QueueClosedError:
             raise EngineDeadError from None
         except asyncio.CancelledError:
-            # AsyncLLM has registered it, and aborts only what it has handed over.
+            # AsyncLLM has registered the request, but aborts only requests that it has submitted.
             self._give_up(request.request_id, call, StageError("The request was aborted."))
             raise
 
     def _give_up(self, request_id: str, call: PipelineCall | None, error: OmniError) -> None:
-        """End a request without a word, and the call of a pipeline with this error."""
+        """Remove a request that was not submitted, and end its pipeline call with this error."""
         self._events.forget(request_id)
         if call is not None:
             call.put(PipelineCallEnded(error))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Abort requests wherever they run; of those with a call of a pipeline, what answers through vLLM's server."""
+        """Abort requests. Of a pipeline call, abort only the stages that answer through vLLM's server."""
         self.abort_call(request_ids, whole=False)
 
     def abort_call(self, request_ids: Sequence[str], whole: bool = True) -> None:
-        """Abort everything that is done in any stage for these requests, by AsyncLLM's ids. Never blocks."""
+        """Abort these requests of AsyncLLM, if `whole` in all stages. Never blocks."""
         self.graceful_shutdown.outputs_processed()
         if request_ids:
-            self._tell(AbortRequests(tuple(request_ids), whole))
+            self._send(AbortRequests(tuple(request_ids), whole))
 
-    def _tell(self, message: RequestMessage) -> None:
-        # Not bounded by the queue's length, since an abort must never wait; there are no more than requests.
+    def _send(self, message: RequestMessage) -> None:
+        # Ignores the bound of the queue, since an abort must never wait; there are no more aborts than requests.
         with suppress(QueueClosedError):
             self.orchestrator.request_async_queue.force_put(message)
 
     async def get_supported_tasks_async(self) -> Any:
-        """What the model can do. The server asks once at its start, and a head without engines waits here for one."""
+        """The model's tasks. vLLM's server calls this at its start; waits until a replica serves."""
         while True:
             try:
                 async with asyncio.timeout(_WAITING_NOTICE_S):
                     await self.until_serving()
             except TimeoutError:
-                logger.info("Waiting for a first replica to join; the server answers as soon as there is one.")
+                logger.info("Waiting for the first replica to join. The server starts as soon as there is one.")
                 continue
             try:
                 # A prefill stage may be empty while decode, of the same model, serves.
                 tasks = await super().get_supported_tasks_async()
                 return self.stages.supported(tasks)
             except (NoReplicaError, ReplicaError):
-                # A first replica that is lost at once is waited for again; one that serves on means what it says.
+                # If the first replica has been lost again, wait for the next one.
                 if self.can_serve:
                     raise
 
@@ -255,23 +248,23 @@ class FleetClient(UtilityCallClient):
         return {"schema_version": 1, "total_engines": len(engines), "engines": engines}
 
     async def prepare_elastic_ep(self, new_data_parallel_size: int) -> None:
-        raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
+        raise NotImplementedError(_NO_ELASTIC_EP)
 
     async def commit_elastic_ep(self) -> None:
-        raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
+        raise NotImplementedError(_NO_ELASTIC_EP)
 
     async def abort_external_elastic_ep(self, error: str) -> None:
-        raise NotImplementedError("Elastic expert parallelism does not apply to a fleet of --omni-* replicas.")
+        raise NotImplementedError(_NO_ELASTIC_EP)
 
     async def get_external_elastic_ep_status(self) -> None:
-        """None, as where vLLM's own engines are not scaled from outside."""
+        """None means that engines are not scaled from outside."""
 
     async def handle_fault(self, ft_request: Any) -> Any:
         raise NotImplementedError("vLLM's fault tolerance does not apply: the fleet restarts lost replicas itself.")
 
     def dp_engines_running(self) -> bool:
-        """Whether any request is unfinished, also one that is handed over and not taken yet."""
-        # In this order, in which requests go.
+        """Whether any request is unfinished, including those still in the queue."""
+        # Check in the order in which requests move, so that none is missed.
         return bool(len(self.orchestrator.request_async_queue) or self.orchestrator.request_states)
 
     def get_kv_event_sources(self) -> dict[int, Any]:

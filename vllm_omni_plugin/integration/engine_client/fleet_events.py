@@ -34,28 +34,26 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _TEXT_IN_FRONT = "a"
-"""An answer's first word keeps the space in front of it when it follows some text, as it does behind any prompt."""
+"""Decoding after some text keeps the space in front of the first word of a response."""
 
 FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, EngineStateUpdate)
-"""What the orchestrator says that is no output."""
+"""The messages in the orchestrator's output queue that are not outputs."""
 
 
 class FleetEventHandler:
-    """Changes AsyncLLM's parts as the fleet changes. Lives on AsyncLLM's loop.
+    """Applies events of the orchestrator to AsyncLLM's parts. Used on AsyncLLM's loop.
 
     Args:
-        stages: of the fleet.
-        vllm_config: AsyncLLM's configuration, brought in line with what the engines found at their start.
-        ready_responses: what the local engines said of themselves, by stage and in the order of their ids.
-        abort: aborts all that is done for requests, by AsyncLLM's ids.
-        complain: tells the orchestrator of an output that cannot be processed.
+        vllm_config: see `FleetClient`.
+        ready_responses: see `FleetClient`.
+        abort: aborts requests, by AsyncLLM's ids.
+        report_unusable: reports an output that cannot be processed to the orchestrator.
 
     Attributes:
-        kv_event_sources: the KV-event publisher of each engine that has one, by engine index.
-        peer: follows what other heads were told.
-        spans: of traced requests; None if none are.
-        answers: those over HTTP that requests are for, by the request's id; who makes an answer keeps it.
-        sender: index of the engine whose outputs AsyncLLM was given last.
+        kv_event_sources: by engine index.
+        spans: None without tracing.
+        answers: HTTP responses by request id. The handler of the response holds the only strong reference.
+        sender: index of the engine of the outputs that AsyncLLM processes now.
     """
 
     def __init__(
@@ -64,29 +62,28 @@ class FleetEventHandler:
         vllm_config: Any,
         ready_responses: Sequence[list[bytes]],
         abort: Callable[[Sequence[str]], None],
-        complain: Callable[[OutputUnusable], None],
+        report_unusable: Callable[[OutputUnusable], None],
     ) -> None:
         self._stages = stages
         self._vllm_config = vllm_config
         self._abort = abort
-        self._complain = complain
+        self._report_unusable = report_unusable
         self.answers: WeakValueDictionary[str, DeferredResponse] = WeakValueDictionary()
         self.sender = 0
         self._configured: set[int] = set()
         self._output_processor: Any = None
         self._labels: StatLabels | None = None
         self.kv_event_sources: dict[int, Any] = {}
-        self.peer = ServerStateSync()
+        self.server_state = ServerStateSync()
         self.spans: RequestSpans | None = None
         for stage_id, responses in enumerate(ready_responses):
             self._configure(stage_id, responses)
 
     def bind(self, output_processor: Any, logger_manager: Any, policies: Sequence[str]) -> None:
-        """AsyncLLM's parts exist by now: what ends and traces requests, what counts them.
+        """Pass the parts of AsyncLLM that are created after this object.
 
         Args:
-            output_processor: AsyncLLM's.
-            logger_manager: likewise; None if nothing is counted.
+            logger_manager: None if statistics are off.
             policies: names of the policies, by stage.
         """
         self._output_processor = output_processor
@@ -94,17 +91,17 @@ class FleetEventHandler:
         if self._stages.front_tokenizer is not None:
             decode_with(output_processor, self._stages.front_tokenizer())
         if output_processor.tracing_enabled:
-            # OpenTelemetry need not be there.
+            # OpenTelemetry is an optional dependency.
             from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
 
             self.spans = RequestSpans(output_processor, policies)
-        self.peer.loggers = logger_manager
+        self.server_state.loggers = logger_manager
         if logger_manager is not None:
             guard_statistics(logger_manager)
             self._labels = StatLabels(logger_manager)
 
     def handle(self, item: Any) -> None:
-        """Deal with one of `FLEET_EVENTS`."""
+        """Handle one of `FLEET_EVENTS`."""
         try:
             match item:
                 case RequestFailed():
@@ -115,13 +112,13 @@ class FleetEventHandler:
                 case ReplicaJoined() | ReplicaLeft():
                     self._replica_changed(item)
                 case EngineStateUpdate():
-                    self.peer.apply(item)
+                    self.server_state.apply(item)
         except Exception:
-            # AsyncLLM's loop would end of it, and every answer with it.
-            logger.exception("%s could not be dealt with.", type(item).__name__)
+            # An exception would end AsyncLLM's output loop, and with it every response.
+            logger.exception("%s could not be handled.", type(item).__name__)
 
     def forget(self, request_id: str) -> None:
-        """AsyncLLM gives up a request that it has not handed over."""
+        """Remove a request that AsyncLLM has registered, without an error to its client."""
         self._abort([request_id, *forget_request(self._output_processor, request_id)])
 
     def _fail(self, failure: RequestFailed) -> None:
@@ -129,17 +126,17 @@ class FleetEventHandler:
         if answer is None or not answer.refuse(failure.error):
             self._abort(fail_request(self._output_processor, failure))
             return
-        # Nothing of the answer is sent, and vLLM would log the error of a stream with its traceback.
+        # Nothing of the response has been sent, so the middleware sends the error instead.
         for request_id in answer.request_ids:
             self.forget(request_id)
 
     def _output_failed(self, request_id: str, error: Exception) -> None:
-        logger.error("Request %s fails, since vLLM cannot process its output.", request_id, exc_info=error)
+        logger.error("Request %s fails, because vLLM cannot process its output.", request_id, exc_info=error)
         what = f"{type(error).__name__}: {error}"
         failure = RequestFailed(request_id, OmniError(f"The model's output could not be processed: {what}"))
-        # In this order, since the request must not move with those beside it.
+        # Abort first: the report may make the replica's requests move, and this one must not.
         self._abort([request_id, *fail_request(self._output_processor, failure)])
-        self._complain(OutputUnusable(request_id, self.sender, what))
+        self._report_unusable(OutputUnusable(request_id, self.sender, what))
 
     def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
         if isinstance(change, ReplicaJoined):
@@ -149,9 +146,9 @@ class FleetEventHandler:
             label(engine_index(change.stage_id, change.replica_id))
 
     def _configure(self, stage_id: int, ready_responses: list[bytes]) -> None:
-        """Complete the configurations of a stage with what its first engines found at their start.
+        """Set the values that the first engines of a stage have determined in its configurations.
 
-        Its replicas have one configuration, which must not be counted twice: those that come later add nothing to it.
+        Only once for each stage, because `apply_ready_responses` adds numbers of KV blocks up.
         """
         if not ready_responses or stage_id in self._configured:
             return
@@ -164,14 +161,14 @@ class FleetEventHandler:
 
 
 def decode_with(output_processor: Any, tokenizer: Any) -> None:
-    """Make AsyncLLM's `OutputProcessor` read the tokens of answers with this tokenizer.
+    """Make AsyncLLM's `OutputProcessor` decode responses with this tokenizer, which is not that of the prompt.
 
-    vLLM begins to read an answer with the tokens of the prompt, which mean something else to this tokenizer.
+    vLLM starts decoding a response with the last tokens of the prompt. They are replaced by tokens of this tokenizer.
     """
     own_add_request = output_processor.add_request
-    # Its own copy: tokenizers cannot be used by several threads at once.
+    # A copy, because several threads cannot use a tokenizer at once.
     own_tokenizer = output_processor.tokenizer = deepcopy(tokenizer)
-    in_front = own_tokenizer.encode(_TEXT_IN_FRONT, add_special_tokens=False)
+    prefix = own_tokenizer.encode(_TEXT_IN_FRONT, add_special_tokens=False)
 
     @wraps(own_add_request)
     def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +176,7 @@ def decode_with(output_processor: Any, tokenizer: Any) -> None:
         own_add_request(request, *args, **kwargs)
         if is_new and request.sampling_params is not None and request.sampling_params.detokenize:
             output_processor.request_states[request.request_id].detokenizer = IncrementalDetokenizer.from_new_request(
-                own_tokenizer, replace(request, prompt_token_ids=in_front, prompt_embeds=None)
+                own_tokenizer, replace(request, prompt_token_ids=prefix, prompt_embeds=None)
             )
 
     output_processor.add_request = add_request

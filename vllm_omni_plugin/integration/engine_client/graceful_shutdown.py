@@ -1,4 +1,4 @@
-"""What becomes of requests when the server is told to end."""
+"""Finishes and ends requests when the server shuts down."""
 
 import asyncio
 import threading
@@ -12,16 +12,14 @@ from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded
 
 _ANSWER_S = 1.0
-"""Seconds that AsyncLLM may take, beyond the time for requests, for what they have put out by then."""
+"""Seconds that AsyncLLM has to process the last outputs, even if the time for requests is over."""
 
 
 class GracefulShutdown:
-    """Lets requests finish, and ends those that cannot, with the finish reason "abort", as vLLM's engine does.
+    """Lets requests finish. Aborts those that do not finish in time, with the finish reason "abort" as vLLM does.
 
-    Those that have not begun fail with 503, which clients and balancers try elsewhere.
-
-    Without an end, vLLM's server would wait for its open connections for ever. `wait_for_requests` and `end` are called
-    from the thread that ends the fleet, all else from AsyncLLM's loop.
+    New requests fail with 503. `wait_for_requests`, `cancel_wait` and `abort_all` are called in the thread that shuts
+    the fleet down, everything else on AsyncLLM's loop.
 
     Attributes:
         ending: whether new requests are refused.
@@ -31,12 +29,12 @@ class GracefulShutdown:
         self.ending = False
         self._output_processor: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._told = asyncio.Event()
-        self._all_answered = threading.Event()
+        self._ending_event = asyncio.Event()
+        self._all_processed = threading.Event()
 
     @property
     def loop_in_other_thread(self) -> bool:
-        """Whether AsyncLLM's loop runs, and not in this thread."""
+        """Whether AsyncLLM's loop runs in another thread than this one."""
         if self._loop is None or not self._loop.is_running():
             return False
         try:
@@ -45,78 +43,73 @@ class GracefulShutdown:
             return True
 
     def bind(self, output_processor: Any) -> None:
-        """From now on requests are those of AsyncLLM's `OutputProcessor`."""
         self._output_processor = output_processor
-        # vLLM's server makes AsyncLLM on the loop that answers; who makes it elsewhere has no answers before it asks.
+        # vLLM's server creates AsyncLLM on its loop. Elsewhere, the loop is known once it asks for outputs.
         with suppress(RuntimeError):
             self._loop = asyncio.get_running_loop()
 
     async def wait_until_ending(self) -> None:
-        """Return once new requests are refused."""
         self._loop = asyncio.get_running_loop()
-        # The end may have begun before there was a loop to tell.
+        # If the shutdown began before `_loop` was set, the event was not set.
         if not self.ending:
-            await self._told.wait()
+            await self._ending_event.wait()
 
     def refuse(self, request_id: str, call: PipelineCall | None) -> None:
-        """A new request comes too late: it fails, and the call of a pipeline with it."""
-        self._abort([request_id], begun=False)
+        """Fail a new request, and its pipeline call."""
+        self._abort([request_id], started=False)
         if call is not None:
             call.put(PipelineCallEnded(NoReplicaError(SHUTTING_DOWN)))
 
     def outputs_processed(self) -> None:
-        """AsyncLLM asks for outputs, and has handled what it was given, or a client has left."""
+        """Called when AsyncLLM has processed all outputs so far, or a client has disconnected."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         if self.ending and self._output_processor is not None and not self._output_processor.has_unfinished_requests():
-            self._all_answered.set()
+            self._all_processed.set()
 
     def wait_for_requests(self, finish: Callable[[float], float], timeout: float | None) -> float | None:
-        """Refuse new requests, and give the others `timeout` seconds to finish. Blocks.
+        """Refuse new requests, and give the others `timeout` seconds to finish. Blocks; returns the seconds left.
 
         Args:
-            finish: waits so long until replicas have finished, and returns the seconds that are left.
-            timeout: 0 or None waits for nothing.
-
-        Returns:
-            What is left of the time for engines to end.
+            finish: waits that long until replicas have finished, and returns the seconds left.
+            timeout: 0 or None means not to wait.
         """
         self.ending = True
-        elsewhere = self.loop_in_other_thread
-        self._on_loop(self._told.set)
-        if not timeout or not elsewhere:
+        loop_in_other_thread = self.loop_in_other_thread
+        self._on_loop(self._ending_event.set)
+        if not timeout or not loop_in_other_thread:
             return timeout
         left = finish(timeout)
         if left:
             began_at = time.monotonic()
             self._on_loop(self.outputs_processed)
-            self._all_answered.wait(max(left, _ANSWER_S))
+            self._all_processed.wait(max(left, _ANSWER_S))
             left = max(0.0, left - (time.monotonic() - began_at))
         return left
 
     def cancel_wait(self) -> None:
-        """Wait no longer for AsyncLLM's answers."""
-        self._all_answered.set()
+        """Make `wait_for_requests` stop waiting for AsyncLLM."""
+        self._all_processed.set()
 
     def abort_all(self) -> None:
-        """End what has not finished."""
+        """Abort all requests. Otherwise vLLM's server would wait for their connections forever."""
         self._on_loop(self._abort_all)
 
     def _on_loop(self, do: Any) -> None:
-        # A loop that has ended has nobody to answer.
+        # The loop may be closed.
         with suppress(RuntimeError):
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(do)
 
     def _abort_all(self) -> None:
-        # AsyncLLM may fail before it has one, and there is nothing to end then.
+        # AsyncLLM's construction may have failed before `bind`.
         if self._output_processor is not None:
-            self._abort(tuple(self._output_processor.request_states), begun=True)
+            self._abort(tuple(self._output_processor.request_states), started=True)
 
-    def _abort(self, request_ids: Sequence[str], *, begun: bool) -> None:
+    def _abort(self, request_ids: Sequence[str], *, started: bool) -> None:
         states = [self._output_processor.request_states.get(request_id) for request_id in request_ids]
         self._output_processor.abort_requests(request_ids, internal=True)
         for state in states:
-            # The answer of a pooling model has no finish reason, and would be taken for a whole one.
-            if state is not None and (not begun or state.detokenizer is None):
+            # The response of a pooling model has no finish reason, so it needs an error.
+            if state is not None and (not started or state.detokenizer is None):
                 state.queue.put(to_http(NoReplicaError(SHUTTING_DOWN)))

@@ -1,4 +1,4 @@
-"""AsyncLLM's loop of outputs, on which every answer depends, and what may not end it."""
+"""Keeps errors of single outputs and statistics from ending AsyncLLM's output loop."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -11,27 +11,26 @@ logger = init_logger(__name__)
 
 
 def guard_outputs(output_processor: Any, fail: Callable[[str, Exception], None]) -> None:
-    """Let an output that vLLM's `OutputProcessor` cannot process fail its request, and no other.
+    """Make an output that vLLM's `OutputProcessor` cannot process fail only its own request.
 
     Args:
-        output_processor: AsyncLLM's.
-        fail: called with a request's id and what was raised over it.
+        fail: called with the request id and the error.
     """
-    own = output_processor.process_outputs
+    original = output_processor.process_outputs
     states = output_processor.request_states
 
-    @wraps(own)
+    @wraps(original)
     def process_outputs(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        # It takes one after the other, so what is left of them tells which one it has failed over.
+        # vLLM consumes the outputs one by one, so the position of the iterator shows which output raised the error.
         rest, begin, stopped = iter(outputs), 0, []
         while True:
             try:
-                processed = own(rest, *args, **kwargs)
+                processed = original(rest, *args, **kwargs)
             except Exception as error:
                 end = len(outputs) - length_hint(rest)
                 if end == begin:
                     raise
-                # Requests whose stop string had come by then, of which the engine does not know.
+                # Requests that have reached a stop string: the engine must still be told to abort them.
                 done = [output for output in outputs[begin : end - 1] if output.finish_reason is None]
                 stopped += [output.request_id for output in done if output.request_id not in states]
                 fail(outputs[end - 1].request_id, error)
@@ -44,22 +43,18 @@ def guard_outputs(output_processor: Any, fail: Callable[[str, Exception], None])
 
 
 def guard_statistics(logger_manager: Any) -> None:
-    """Let statistics that vLLM's loggers cannot take be lost, and nothing else.
+    """Make statistics that vLLM's loggers cannot process cause only a log line."""
+    original = logger_manager.record
+    logged: set[int | None] = set()
 
-    Args:
-        logger_manager: AsyncLLM's.
-    """
-    own = logger_manager.record
-    complained: set[int | None] = set()
-
-    @wraps(own)
+    @wraps(original)
     def record(*args: Any, **kwargs: Any) -> None:
         try:
-            own(*args, **kwargs)
+            original(*args, **kwargs)
         except Exception:
             engine = kwargs.get("engine_idx")
-            log = logger.debug if engine in complained else logger.error
-            complained.add(engine)
-            log("Statistics of engine %s cannot be counted, and are left out.", engine, exc_info=True)
+            log = logger.debug if engine in logged else logger.error
+            logged.add(engine)
+            log("Statistics of engine %s cannot be processed and are dropped.", engine, exc_info=True)
 
     logger_manager.record = record

@@ -1,4 +1,4 @@
-"""Calls of a pipeline while they run: from an HTTP handler to the orchestrator, and the events that come back."""
+"""HTTP calls to a pipeline: pass them to the orchestrator, and merge vLLM's response with the events of stages."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -12,7 +12,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Pipelin
 T = TypeVar("T")
 
 Abort = Callable[[Sequence[str]], None]
-"""Ends requests in all stages, by their ids."""
+"""Aborts requests in all stages, by their ids."""
 
 Put = Callable[[StageEvent | PipelineCallEnded], None]
 """See `PipelineCall.put`."""
@@ -21,10 +21,9 @@ _current: ContextVar["ActivePipelineCall | None"] = ContextVar("omni_call", defa
 
 
 def register_request(request_id: str) -> PipelineCall | None:
-    """Note that a request is submitted; returns the call that it belongs to, None for a plain request.
+    """Add a request to the call of the current context, and return the call; None for a plain request.
 
-    One call may make several requests (`n`, several prompts), each in an asyncio task of its own: tasks inherit the
-    context.
+    One call may make several requests (`n`, several prompts), each in its own asyncio task; tasks inherit the context.
     """
     running = _current.get()
     if running is None:
@@ -34,15 +33,13 @@ def register_request(request_id: str) -> PipelineCall | None:
 
 
 class ActivePipelineCall:
-    """One call, on the loop of the HTTP handler.
+    """One HTTP call to a pipeline, on the loop of the HTTP handler.
 
     Args:
-        make_call: makes what the orchestrator gets, given where its events go.
-        abort: see `Abort`.
+        make_call: creates the `PipelineCall` for the orchestrator, given the callback for its events.
 
     Attributes:
-        call: what the orchestrator gets.
-        request_ids: the requests that have been made for it.
+        request_ids: the requests that vLLM has made for this call so far.
     """
 
     def __init__(self, make_call: Callable[[Put], PipelineCall], abort: Abort) -> None:
@@ -55,35 +52,34 @@ class ActivePipelineCall:
         self._answer = current_response()
 
     async def run(self, chunks: AsyncGenerator[T, None]) -> AsyncGenerator[T | StageEvent | PipelineCallEnded, None]:
-        """vLLM's answer to the call and the events of its stages, each as it comes.
+        """Merge the chunks of vLLM's response and the events of the stages, each as it comes.
 
-        Ends when both have ended; each request ends with a `PipelineCallEnded`. Closing it, or dropping it once it has
-        begun, ends both. What comes waits here until it is read, so a client that reads slowly slows no stage down.
-        Its size is bounded by what the stages may put out for one request.
+        Ends when both have ended; closing it aborts both. Items are buffered, so that a slow client does not slow down
+        stages. What stages can put out for one call bounds the buffer.
 
         Args:
-            chunks: vLLM's; advanced in a context of the call's own, in which vLLM submits its requests.
+            chunks: of vLLM's response. They are made in a context of their own, in which vLLM submits the requests.
         """
         context = copy_context()
         context.run(_current.set, self)
-        answering = self._loop.create_task(self._take(chunks), context=context)
-        answering.add_done_callback(lambda _: self._items.put_nowait(None))
+        response = self._loop.create_task(self._take(chunks), context=context)
+        response.add_done_callback(lambda _: self._items.put_nowait(None))
         try:
-            while not (answering.done() and self._ended == len(self.request_ids) and self._items.empty()):
+            while not (response.done() and self._ended == len(self.request_ids) and self._items.empty()):
                 item = await self._items.get()
                 if item is not None:
                     yield item
                 else:
-                    answering.result()
-            # Its requests may have ended before the None that tells of its error came.
-            answering.result()
+                    response.result()
+            # The requests may have ended before the None for an error of the response came.
+            response.result()
         finally:
-            # First, since a server that shuts down cancels the awaits below.
+            # First, because a server that shuts down cancels the awaits below.
             if self._ended < len(self.request_ids):
                 self._abort(tuple(self.request_ids))
-            answering.cancel()
+            response.cancel()
             with suppress(asyncio.CancelledError):
-                await asyncio.gather(answering, return_exceptions=True)
+                await asyncio.gather(response, return_exceptions=True)
             await chunks.aclose()
 
     async def _take(self, chunks: AsyncGenerator[T, None]) -> None:
@@ -91,7 +87,7 @@ class ActivePipelineCall:
             self._items.put_nowait(chunk)
 
     def _put(self, event: StageEvent | PipelineCallEnded) -> None:
-        # Called on the orchestrator's thread, which must not fail if this loop has ended.
+        # Called on the orchestrator's thread, which must not fail if this loop is closed.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._received, event)
 
@@ -99,6 +95,6 @@ class ActivePipelineCall:
         if isinstance(event, PipelineCallEnded):
             self._ended += 1
             if self._answer is not None:
-                # May come before `RequestFailed`.
+                # This event may come before `RequestFailed`.
                 self._answer.refuse(event.error)
         self._items.put_nowait(event)

@@ -1,4 +1,4 @@
-"""Ending one request with an error that its API user sees, while everything else goes on."""
+"""Ends one request with an error for its client."""
 
 from http import HTTPStatus
 from typing import Any
@@ -10,10 +10,10 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Request
 
 
 def fail_request(output_processor: Any, failure: RequestFailed) -> list[str]:
-    """Put a request's error where AsyncLLM's `generate` waits for its next output, and end all samples of its `n`.
+    """Make AsyncLLM's `generate` raise the error, and end all samples of the request's `n`.
 
-    An engine can only end a request with the finish reason "error", which vLLM's server words "Internal server error".
-    AsyncLLM re-raises a `GracefulHTTPError` as it is, with status and message, in streams too.
+    vLLM's finish reason "error" would become "Internal server error". AsyncLLM raises a `GracefulHTTPError` unchanged,
+    with its status and message, also in streams.
 
     Returns:
         Ids of the other samples, which still run in engines.
@@ -21,7 +21,7 @@ def fail_request(output_processor: Any, failure: RequestFailed) -> list[str]:
     state = output_processor.request_states.get(failure.request_id)
     if state is None:
         return []
-    # Nobody wants its last output, which an error replaces and which perhaps cannot be made.
+    # The error replaces the last output, which `abort_requests` would put into the queue.
     queue, state.queue = state.queue, None
     others = forget_request(output_processor, failure.request_id)
     queue.put(to_http(failure.error))
@@ -29,7 +29,7 @@ def fail_request(output_processor: Any, failure: RequestFailed) -> list[str]:
 
 
 def forget_request(output_processor: Any, request_id: str) -> list[str]:
-    """End the request without a word, and all other samples of its `n`. Returns as `fail_request` does."""
+    """End the request and all other samples of its `n` without an error. Returns as `fail_request` does."""
     state = output_processor.request_states.get(request_id)
     if state is None:
         return []
@@ -39,7 +39,7 @@ def forget_request(output_processor: Any, request_id: str) -> list[str]:
 
 
 def to_http(error: Exception) -> Exception:
-    """The error in the form that vLLM's server answers with its status and message."""
+    """The error as one that vLLM's server returns with its status and message."""
     match error:
         case NoReplicaError():
             status = HTTPStatus.SERVICE_UNAVAILABLE

@@ -1,4 +1,4 @@
-"""Where requests went, as attributes of the spans that vLLM makes of them, and their stages as spans below."""
+"""Adds the replica and the decision to vLLM's span of a request, and child spans for the stages of a pipeline."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,26 +16,24 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatc
 
 @dataclass
 class _PendingSpan:
-    """A span that vLLM is about to make: what we add, and once it is made what names it."""
+    """The attributes to add to the span that vLLM is about to start, and then that span's context."""
 
     attributes: Mapping[str, str | int]
     span: trace.SpanContext | None = None
 
 
-_making: ContextVar[_PendingSpan | None] = ContextVar("omni_making", default=None)
+_pending: ContextVar[_PendingSpan | None] = ContextVar("omni_pending_span", default=None)
 
 
 class RequestSpans:
-    """Keeps where traced requests went for as long as vLLM keeps the requests.
+    """Adds attributes to the spans of vLLM's `OutputProcessor`, and spans of stages.
 
-    vLLM makes and ends its span of a request in one call when its answer has ended; stages may go on after that. In a
-    pipeline each stage gets a span `omni.stage` with the attributes `omni.stage`, `omni.stage_id`, and
-    `omni.<part>_seconds` for what its time went into.
+    A request's span gets `omni.replica`, `omni.policy`, `omni.reason`, `omni.fallback` and `omni.matched_tokens`. With
+    several stages these are the values of the last dispatch in each stage, separated by commas, and the sum of the
+    tokens. In a pipeline each stage gets a span `omni.stage` with `omni.stage`, `omni.stage_id` and
+    `omni.<part>_seconds`. vLLM starts and ends its span in one call when the response ends; stages may end later.
 
     Args:
-        output_processor: AsyncLLM's; its spans get the attributes `omni.replica`, `omni.policy`, `omni.reason`,
-            `omni.fallback` and `omni.matched_tokens`. A request through several stages has the last replica and
-            decision of each, in the order of their first dispatch and with commas between; its matched tokens add up.
         policies: names of the policies, by stage.
     """
 
@@ -44,36 +42,28 @@ class RequestSpans:
         self._policies = policies
         self._tracer = trace.get_tracer(__name__)
         self._dispatches: WeakKeyDictionary[Any, Dispatches] = WeakKeyDictionary()
-        # Stages of requests whose span is still to come. vLLM makes none of a request that was aborted.
+        # Ended stages of requests whose span is not made yet. vLLM makes no span for an aborted request.
         self._stages: WeakKeyDictionary[Any, RequestStages] = WeakKeyDictionary()
-        # Spans of requests whose stages are still to come, as they always do.
+        # Spans of requests whose stages have not ended yet.
         self._parents: dict[str, trace.SpanContext] = {}
-        self._own_do_tracing = output_processor.do_tracing
+        self._original_do_tracing = output_processor.do_tracing
         output_processor.do_tracing = self._do_tracing
         provider = trace.get_tracer_provider()
-        # vLLM sets the SDK's; at another kind there is nothing to hear.
+        # vLLM sets a provider of the SDK. Other kinds have no span processors.
         if isinstance(provider, TracerProvider):
             provider.add_span_processor(_SpanAnnotator())
 
     def expect(self, request_id: str, dispatches: Dispatches | None) -> Dispatches:
-        """The span of this request, which AsyncLLM has registered, shall tell of its dispatches.
-
-        Args:
-            request_id: AsyncLLM's id.
-            dispatches: a list that others read, too; None for a new one.
-
-        Returns:
-            The list to fill.
-        """
+        """Trace the dispatches of a registered request. Returns the list to fill: the given one or a new one."""
         dispatches = [] if dispatches is None else dispatches
         state = self._output_processor.request_states.get(request_id)
         if state is not None:
-            # Further chunks of a session belong to the dispatch of the first one.
+            # Further chunks of a streaming session belong to the dispatch of the first.
             self._dispatches.setdefault(state, dispatches)
         return dispatches
 
     def stages_ended(self, stages: RequestStages) -> None:
-        """A request has ended in all stages of its pipeline. With one stage, vLLM's span says it all."""
+        """A request has ended in all stages. With a single stage, vLLM's span is enough."""
         if len(self._policies) == 1:
             return
         parent = self._parents.pop(stages.request_id, None)
@@ -84,19 +74,19 @@ class RequestSpans:
 
     def _do_tracing(self, output: Any, state: Any, stats: Any) -> None:
         dispatches = self._dispatches.get(state)
-        making = _PendingSpan(self._attributes_of(dispatches))
-        token = _making.set(making)
+        pending = _PendingSpan(self._attributes_of(dispatches))
+        token = _pending.set(pending)
         try:
-            self._own_do_tracing(output, state, stats)
+            self._original_do_tracing(output, state, stats)
         finally:
-            _making.reset(token)
-        if making.span is None or dispatches is None or len(self._policies) == 1:
+            _pending.reset(token)
+        if pending.span is None or dispatches is None or len(self._policies) == 1:
             return
         stages = self._stages.pop(state, None)
         if stages is None:
-            self._parents[state.request_id] = making.span
+            self._parents[state.request_id] = pending.span
         else:
-            self._make_spans(stages, making.span)
+            self._make_spans(stages, pending.span)
 
     def _attributes_of(self, dispatches: Dispatches | None) -> Mapping[str, str | int]:
         if not dispatches:
@@ -126,13 +116,13 @@ class RequestSpans:
 
 
 class _SpanAnnotator(SpanProcessor):
-    """Notes and completes the span that vLLM makes of a request: vLLM gives away none of its own."""
+    """Adds the attributes when vLLM starts the span of a request, to which vLLM gives no other access."""
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        making = _making.get()
-        if making is not None:
-            making.span = span.get_span_context()
-            span.set_attributes(making.attributes)
+        pending = _pending.get()
+        if pending is not None:
+            pending.span = span.get_span_context()
+            span.set_attributes(pending.attributes)
 
 
 def _nanoseconds(seconds: float) -> int:

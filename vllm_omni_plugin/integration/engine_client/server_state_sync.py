@@ -1,4 +1,4 @@
-"""What operators told other heads, in this head's server."""
+"""Applies operator calls made through other heads to this head's server."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,10 +16,10 @@ _ID_BITS = 53
 
 
 class ServerStateSync:
-    """Keeps vLLM's registry of adapters and its metrics in step with other heads. Lives on AsyncLLM's loop.
+    """Updates vLLM's LoRA registry and sleep metrics after calls through other heads. Used on AsyncLLM's loop.
 
     Attributes:
-        loggers: vLLM's `StatLoggerManager`; None: nobody counts.
+        loggers: vLLM's `StatLoggerManager`, or None.
     """
 
     def __init__(self) -> None:
@@ -27,16 +27,16 @@ class ServerStateSync:
         self._requests: dict[str, LoRARequest] = {}
 
     def bind(self, models: Any) -> None:
-        """Take vLLM's `OpenAIServingModels`, before it loads adapters, for the registry from now on."""
+        """Use vLLM's `OpenAIServingModels`, which has not loaded adapters yet, as the registry."""
         models.lora_requests.update(self._requests)
         self._requests = models.lora_requests
         models.lora_id_counter = AdapterIdCounter()
 
     def missing(self, modules: Iterable[Any]) -> Iterator[Any]:
-        """Those modules of the command line under whose names the fleet has loaded nothing when their turn comes.
+        """The `--lora-modules` whose names are not registered yet; each is checked when it is reached.
 
-        Other servers load the same ones at the same time, and vLLM refuses names that are there. Given twice on one
-        command line, a name is for vLLM to refuse.
+        Other servers load the same modules at the same time. A name that is given twice is yielded twice, so that vLLM
+        refuses it.
         """
         own: set[str] = set()
         for module in modules:
@@ -45,7 +45,6 @@ class ServerStateSync:
                 yield module
 
     def apply(self, news: EngineStateUpdate) -> None:
-        """Another head was told something."""
         gone = {name for name, request in self._requests.items() if request.lora_int_id in news.unloaded}
         for name in gone:
             del self._requests[name]
@@ -58,14 +57,14 @@ class ServerStateSync:
 
 
 class AdapterIdCounter:
-    """Stands in for the counter of vLLM's registry, in ids that no other server gives to another adapter.
+    """Replaces the counter of vLLM's registry. Different adapters get different ids, also in different servers.
 
-    vLLM counts from 1 in each server, and an engine takes adapters of one id for the same.
+    vLLM counts from 1 in each server, and an engine treats adapters with equal ids as the same adapter.
 
     Args:
-        modules: name, path and digest of the adapters that are loaded first, which have the same ids in all servers.
-            With the digest, an engine that has outlived a head does not take what it loaded then for other files.
-        random: ids of those that follow.
+        modules: name, path and digest of the adapters to load first. Their ids are hashes, equal in all servers. With
+            the digest, an engine that outlives a head does not confuse changed files with those it has loaded.
+        random: source of the ids of later adapters.
     """
 
     def __init__(self, modules: Iterable[tuple[str, str, str]] = (), random: Random | None = None) -> None:

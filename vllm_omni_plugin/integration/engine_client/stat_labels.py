@@ -1,4 +1,4 @@
-"""Metric labels of replicas that come and go: vLLM's loggers know only the engines of their construction."""
+"""Adds and removes engines in vLLM's metrics, which otherwise have only the engines known at the start."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
@@ -14,22 +14,22 @@ from vllm_omni_plugin.admin.metrics.multiprocess_metrics import in_multiprocess_
 _ENGINE = "engine"
 _PREFIX = "vllm:"
 _STATE_GAUGES = ("vllm:cache_config_info", "vllm:engine_sleep_state")
-"""Set when an engine starts or sleeps, and not by its reports: a replica that joins has the state of the others."""
+"""Gauges that an engine's reports do not set. A replica that joins gets the values of the others."""
 
 Make = Callable[[int], Any]
 Slot = tuple[dict[int, Any], Make]
-"""A dictionary by engine index, and what makes its entry for an index."""
+"""A dictionary by engine index, and a function that makes the entry for an index."""
 
 
 class StatLabels:
-    """Adds engines to the loggers of a `StatLoggerManager` and takes them away. Lives on AsyncLLM's loop.
+    """Adds engines to the loggers of a `StatLoggerManager` and removes them. Used on AsyncLLM's loop.
 
-    Everything that the loggers keep by engine index is found once, from the entry of the first engine, so that neither
-    the loggers' nor the metrics' names need to be known here.
+    Searches the loggers once for everything they keep by engine index, by the entry of the first engine. So it does not
+    depend on the names of loggers and metrics.
 
     Args:
-        manager: just constructed, so that its first engine is there. Its list of engine indexes, which its loggers and
-            its engine client share, is changed in place.
+        manager: just constructed. Its list of engine indexes, which its loggers and engine client share, is changed in
+            place.
     """
 
     def __init__(self, manager: StatLoggerManager) -> None:
@@ -52,12 +52,12 @@ class StatLabels:
         self._slots = [slot for logger in manager.stat_loggers for slot in self._find(logger, set())]
 
     def add(self, index: int) -> None:
-        """Know the engine with this index, idle until it reports. Nothing to do if it is known."""
+        """Add the engine with this index, if it is unknown."""
         kept, self._kept = self._kept, None
         if index not in self._known:
             self._add(index)
         if self._shared:
-            # Of all processes that have had a report of the engine the last one is believed, and it may have died.
+            # Of the reports of all processes the latest counts, and its process may have died: report an idle engine.
             self._manager.record(SchedulerStats(), None, engine_idx=index)
         if kept is not None and kept != index:
             self.remove(kept)
@@ -66,7 +66,7 @@ class StatLabels:
         for by_engine, make in self._slots:
             by_engine[index] = make(index)
         for metric, values in self._children.values():
-            # Some are held nowhere by engine; their samples shall be there all the same.
+            # Some metrics are in no dictionary by engine, but need samples too.
             metric.labels(*_for_engine(metric, values, index))
         for metric, values in self._states:
             state = metric.labels(*_for_engine(metric, values, self._known[0]))._value.get()
@@ -74,10 +74,10 @@ class StatLabels:
         self._known.append(index)
 
     def remove(self, index: int) -> None:
-        """Forget the engine with this index and all its samples. Nothing to do if it is not known.
+        """Remove the engine with this index and its samples, if it is known.
 
-        The last one is kept until another is added, because vLLM's loggers cannot do with none. Samples stay in
-        prometheus_client's multiprocess mode, which knows no removal.
+        The last engine is kept until another is added, because vLLM's loggers need one. In the multiprocess mode of
+        prometheus_client, samples cannot be removed.
         """
         if index not in self._known:
             return
@@ -93,7 +93,7 @@ class StatLabels:
                 metric.remove(*values)
 
     def _find(self, holder: Any, seen: set[int]) -> Iterator[Slot]:
-        """Everything that an object, and the objects it holds, keep by engine index."""
+        """All dictionaries by engine index in an object and the objects that it refers to."""
         if id(holder) in seen:
             return
         seen.add(id(holder))
@@ -102,7 +102,7 @@ class StatLabels:
             yield holder, make
             return
         for value in list(values):
-            # Configurations are dataclasses; metrics and plain values hold nothing by engine.
+            # Configurations (dataclasses), metrics and plain values have none.
             if isinstance(value, dict) or (
                 hasattr(value, "__dict__")
                 and not isinstance(value, type | MetricWrapperBase)
@@ -112,7 +112,7 @@ class StatLabels:
                 yield from self._find(value, seen)
 
     def _maker(self, entry: Any) -> Make | None:
-        """What makes entries like that of the first engine, or None if it is none."""
+        """A function that makes entries like this one of the first engine; None if it is not such an entry."""
         if id(entry) in self._children:
             return lambda index: self._child(entry, index)
         if isinstance(entry, StatLoggerBase):

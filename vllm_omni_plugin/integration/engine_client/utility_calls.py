@@ -1,4 +1,4 @@
-"""Calls to the engines as a whole: vLLM's own client makes them, and here all replicas that they concern answer."""
+"""Utility calls (LoRA, sleep, caches, ...): vLLM's client makes them, and here they go to all replicas concerned."""
 
 import asyncio
 from collections.abc import Callable
@@ -35,7 +35,7 @@ STAGES_OF_METHOD: dict[str, Callable[[FleetStages], tuple[int, ...]]] = {
         ("add_lora", FORGET_LORA, "list_loras", "pin_lora", "remove_lora"), lambda stages: stages.adapter_stages
     ),
 }
-"""Engine methods that do not concern all stages, and which they concern."""
+"""For engine methods that do not concern all stages: the stages that they concern."""
 
 COMBINE_ANSWERS: dict[str, Callable[[list[Any]], Any]] = {
     "add_lora": all,
@@ -43,56 +43,53 @@ COMBINE_ANSWERS: dict[str, Callable[[list[Any]], Any]] = {
     "pin_lora": all,
     "remove_lora": any,
 }
-"""What the answers of replicas come to, where vLLM's client asks for one; of other methods it is the first one's."""
+"""How the results of replicas become the one that vLLM's client returns. For other methods: the first result."""
 
 
 class UnknownCallError(OmniError, AttributeError, NotImplementedError):
-    """vLLM asks for something that this version of the plugin does not know.
+    """vLLM calls a method that this version of the plugin does not know.
 
-    An `AttributeError`, so that vLLM may look whether there is such a method.
+    It is an `AttributeError`, so that vLLM can test for the method with `hasattr`.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(
             f"vLLM {version('vllm')} asks the fleet for {name!r}, which vllm-omni-plugin {version('vllm-omni-plugin')} "
-            "does not know. Please use them in versions that go together."
+            "does not know. Install versions that support each other."
         )
 
 
 class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
-    """vLLM's client of one engine, of which only the calls are used: it has a method for each, and all of them come to
-    the three methods `call_utility...`. It is never constructed as that, so what needs more of it is refused.
+    """Inherits the utility methods of vLLM's client (`add_lora_async`, ...), which all call `call_utility_async`.
 
-    Args:
-        orchestrator: has the replicas.
-        stages: that they serve.
+    vLLM's `__init__` is never called, so its attributes do not exist: methods that need them raise `UnknownCallError`.
     """
 
     def __init__(self, orchestrator: Orchestrator, stages: FleetStages) -> None:
         self.orchestrator = orchestrator
         self.stages = stages
 
-    # For mypy, what is not there is an error.
+    # With `__getattr__`, mypy would accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
-                # A property of ours has raised, and what it raises is to be seen.
+                # A property has raised AttributeError; raise the same again.
                 return object.__getattribute__(self, name)
             if name.startswith("_"):
                 raise AttributeError(name)
             raise UnknownCallError(name)
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Call all replicas that a method of engines concerns; what one engine would answer."""
+        """Call an engine method on all replicas that it concerns; returns what one engine would return."""
         answers = await self.call_utility_all_async(method, *args)
         return COMBINE_ANSWERS[method](answers) if method in COMBINE_ANSWERS else next(iter(answers), None)
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
-        """The same; one answer for each that took the call.
+        """Like `call_utility_async`, but returns the results of all replicas.
 
         Raises:
-            UnknownCallError: nodes would refuse it, and replicas that join would never learn of it.
+            UnknownCallError: nodes do not pass on this method.
         """
         if method not in ALLOWED_CALLS and method != FORGET_LORA:
             raise UnknownCallError(method)
@@ -112,16 +109,16 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
         max_iterations: int | None = None,
         profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Start or stop the profiler. Engines of a vLLM whose profiler takes no arguments have no fifth one."""
+        """Start or stop the profiler. Older versions of vLLM have no fifth argument."""
         further = () if profiler_kwargs is None else (profiler_kwargs,)
         await self.call_utility_async("profile", is_start, profile_prefix, delay_iterations, max_iterations, *further)
 
     async def add_lora_async(self, lora_request: Any) -> Any:
-        """Load an adapter, with the digest of its files here."""
+        """Load an adapter; adds the digest of its files on this node."""
         return await super().add_lora_async(await asyncio.to_thread(adapter_of, lora_request))
 
     async def forget_lora_async(self, lora_id: int) -> None:
-        """Requests can no longer ask for an adapter. Engines keep it, as vLLM's do; those that join do not get it."""
+        """Forget an adapter: engines keep it, as with vLLM, but replicas that join later do not load it."""
         await self.call_utility_async(FORGET_LORA, lora_id)
 
     async def collective_rpc_async(
@@ -131,5 +128,5 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Results of the first replica's workers, as vLLM's data-parallel client returns them; all replicas run it."""
+        """Runs on all replicas; returns the results of the first, as vLLM's data-parallel client does."""
         return await super().collective_rpc_async(method, timeout, args, kwargs or {})
