@@ -368,7 +368,7 @@ async def test_a_head_waits_for_its_first_replica_however_long_that_takes(
         asking = asyncio.create_task(client.get_supported_tasks_async())
         await eventually(lambda: len(caplog.records) > 1 or asking.done(), "two notices")
     assert {record.getMessage() for record in caplog.records} == {
-        "Waiting for a first replica to join; the server answers as soon as there is one."
+        "Waiting for the first replica to join. The server starts as soon as there is one."
     }
     monkeypatch.setattr(Orchestrator, "can_serve", True)
     orchestrator.serving_signal.notify()

@@ -110,7 +110,7 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
             queue.get_nowait()
     assert sorted(front.processor.request_states) == ["a", "c"]
     assert await front.aborted() == ["b", "d"]
-    assert "Request b fails, since vLLM cannot process its output." in caplog.text
+    assert "Request b fails, because vLLM cannot process its output." in caplog.text
     # Late outputs, before the engine has heard of the abort.
     assert front.process(bad("b"), EngineCoreOutput("a", [2], finish_reason=FinishReason.STOP)) == []
     assert queues[0].get_nowait().finished
@@ -230,7 +230,7 @@ async def test_news_that_cannot_be_dealt_with_keeps_nothing_from_being_delivered
     front.orchestrator.output_async_queue.force_put(ReplicaJoined(9, 0, b"a stage that there is not"))
     front.orchestrator.output_async_queue.force_put(report)
     assert await front.client.get_output_async() is report
-    assert "ReplicaJoined could not be dealt with." in caplog.text
+    assert "ReplicaJoined could not be handled." in caplog.text
 
 
 def test_statistics_that_cannot_be_counted_are_left_out_and_that_is_said_once(
@@ -241,5 +241,5 @@ def test_statistics_that_cannot_be_counted_are_left_out_and_that_is_said_once(
         front.loggers.record(engine_idx=4, scheduler_stats=stats, iteration_stats=None)
     assert front.recorded == [4]
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
-        "Statistics of engine 4 cannot be counted, and are left out."
+        "Statistics of engine 4 cannot be processed and are dropped."
     ]

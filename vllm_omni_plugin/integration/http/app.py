@@ -1,7 +1,6 @@
-"""Our routes and middleware in the FastAPI app of vLLM's server.
+"""Adds our routes and middleware to the FastAPI app of vLLM's server, as one of vLLM's endpoint plugins.
 
-They come as one of vLLM's endpoint plugins, whose interface is documented; only its gate is ours: vLLM loads such
-plugins when the environment names them, while our flags on the command line are consent enough.
+vLLM loads endpoint plugins that an environment variable names. Ours needs none, because our flags enable it.
 """
 
 import asyncio
@@ -36,11 +35,13 @@ from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG
 from vllm_omni_plugin.errors import SHUTTING_DOWN, RequestRefusedError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort
 from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
 from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, options_of
 from vllm_omni_plugin.integration.patching import patch_function
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
+from vllm_omni_plugin.pipeline import Modality, Pipeline
 
 logger = init_logger(__name__)
 
@@ -71,40 +72,42 @@ INFERENCE_PATHS = frozenset(
         "/v2/rerank",
     }
 )
-"""What needs an engine to be answered. Tokenizing, rendering, cancelling and counting do not; calls to the engine as a
-whole are an operator's, who wants to know at once. A path of a later vLLM that is missing here is held by the
-orchestrator alone: no less, but a stream then learns of a refusal by an event."""
+"""The routes whose requests need an engine. They wait here while no replica serves. Utility calls are not among them,
+since an operator wants an error at once. Requests of a route that is missing here wait in the orchestrator instead, and
+a stream then gets its refusal as an event."""
 
 
 def patch_app() -> None:
-    """Make vLLM's server take our routes, middleware, sessions and names of adapters from now on. Idempotent."""
+    """Make vLLM's server use our routes, middleware, session ids and adapter registry. Idempotent."""
     from vllm import plugins
 
-    patch_function(
-        plugins, "load_endpoint_plugins", lambda own, *args, **kwargs: [*own(*args, **kwargs), FleetEndpoints()]
-    )
+    patch_function(plugins, "load_endpoint_plugins", _load_endpoint_plugins)
     patch_session_id()
     patch_adapter_registry()
 
 
+def _load_endpoint_plugins(original: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    return [*original(*args, **kwargs), FleetEndpoints()]
+
+
 def patch_session_id() -> None:
-    """Make vLLM's server take OpenAI's `user` for the session of a request that names none. Idempotent."""
+    """Make vLLM's server use OpenAI's `user` as the session id of a request that has none. Idempotent."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
-    def session_or_user(own: Any, request: Any, raw_request: Any) -> str | None:
-        return own(request, raw_request) or getattr(request, "user", None) or None
+    def session_or_user(original: Any, request: Any, raw_request: Any) -> str | None:
+        return original(request, raw_request) or getattr(request, "user", None) or None
 
     patch_function(GenerateBaseServing, "_get_session_id", session_or_user)
 
 
 class FleetEndpoints:
-    """Satisfies vLLM's `EndpointPlugin`."""
+    """Implements vLLM's `EndpointPlugin`."""
 
     name = "omni"
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add routes and middleware. vLLM calls it before it adds its own middleware for all routes."""
+        """Add routes and middleware. vLLM calls this before it adds its own middleware."""
         from vllm import envs
 
         self._app = app
@@ -116,35 +119,34 @@ class FleetEndpoints:
         access = Access(has_api_key, has_admin_key, unix_socket=bool(args.uds))
         app.include_router(build_router(access))
         app.include_router(build_watch_router(access))
-        # Innermost, so that vLLM refuses wrong keys where it looks at them, and the wait counts in its HTTP metrics.
+        # Innermost, so that vLLM checks API keys first, and its HTTP metrics include the waiting time.
         app.user_middleware.append(Middleware(AdmissionMiddleware, paths=INFERENCE_PATHS))
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
         app.user_middleware.append(Middleware(ReplicaHeaderMiddleware))
         app.user_middleware.append(Middleware(OperatorCallMiddleware))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Tell routes and middleware which fleet they stand before, if the server has one."""
+        """Give routes and middleware the fleet, if the server has one."""
         fleet = getattr(engine_client, "engine_core", None)
         if not isinstance(fleet, FleetClient):
             return
         options = options_of(engine_client.vllm_config)
         assert options is not None
-        _warn_of_access(options.admin_key_file)
+        _warn_of_open_access(options.admin_key_file)
         from vllm_omni_plugin.integration.http.completion_prompts import read_prompt
-        from vllm_omni_plugin.integration.http.pipeline_http import serve_pipeline
 
         state.omni_explain = partial(
             explain, fleet.orchestrator, partial(read_prompt, state), fleet.stages.prompt_stage
         )
         state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, time.monotonic)
-        # Each of several servers gets a signal to all, and the supervisor's behind it: the second is no second one. The
-        # supervisor kills them when there is one.
+        # One of several API servers gets the terminal's signal and the supervisor's for the same Ctrl-C, so it ignores
+        # the second. On a second Ctrl-C the supervisor kills it.
         if (flag := getattr(args, SHARED_DRAIN_FLAG, None)) is not None:
             fleet.head_drain.use_shared_flag(flag)
         else:
-            # Kept, or it would be collected.
+            # asyncio keeps only a weak reference to a task.
             state.omni_second_signal = asyncio.create_task(
-                _heed_second_signal(fleet, self._app), name="omni-second-signal"
+                _handle_second_signal(fleet, self._app), name="omni-second-signal"
             )
         state.omni_drain = fleet.head_drain
         state.omni_broadcast = _broadcast(fleet)
@@ -156,12 +158,12 @@ class FleetEndpoints:
                 admission.expected_refusal, admission.may_refuse, count, headers, time.monotonic
             )
         if options.admission is not None:
-            # A supervisor sends the signal to each of its API servers.
+            # The supervisor sends the signal to all of its API servers.
             one_of_several = hasattr(args, SHARED_DRAIN_FLAG)
-            tell_others = partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else lambda: None
-            state.omni_admission_file = file = AdmissionFile(options.admission, fleet.orchestrator, tell_others)
+            notify_others = partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else lambda: None
+            state.omni_admission_file = file = AdmissionFile(options.admission, fleet.orchestrator, notify_others)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.on_signal)
-            # A signal may have come between the first reading and now.
+            # A signal may have come since the file was read.
             file.on_signal()
         state.omni_hold = Hold(
             fleet.orchestrator,
@@ -172,6 +174,26 @@ class FleetEndpoints:
         )
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
+
+
+def serve_pipeline(app: FastAPI, pipeline: Pipeline, abort: Abort) -> None:
+    """Wrap vLLM's handlers of chat and completions, and add the speech route if the pipeline has audio output.
+
+    Args:
+        app: its state has vLLM's serving objects, and None for what the model does not support.
+    """
+    from vllm_omni_plugin.integration.http.pipeline_handler import PipelineHandler
+    from vllm_omni_plugin.integration.http.pipeline_speech import SpeechHandler, build_speech_router
+
+    chat, completion = app.state.openai_serving_chat, app.state.openai_serving_completion
+    if completion is not None:
+        create = completion.create_completion
+        if Modality.AUDIO in pipeline.modalities:
+            app.include_router(build_speech_router(SpeechHandler(completion, create, pipeline, abort)))
+        completion.create_completion = PipelineHandler(completion, create, pipeline, abort, chat=False).handle
+    if chat is not None:
+        create = chat.create_chat_completion
+        chat.create_chat_completion = PipelineHandler(chat, create, pipeline, abort, chat=True).handle
 
 
 def _broadcast(fleet: FleetClient) -> FleetBroadcast:
@@ -201,15 +223,15 @@ def _why_closed(fleet: FleetClient) -> str:
     return DRAINING if fleet.head_drain.active else ""
 
 
-async def _heed_second_signal(fleet: FleetClient, app: FastAPI) -> None:
-    """Once the server was told to end, let another signal end the waiting for requests and connections."""
+async def _handle_second_signal(fleet: FleetClient, app: FastAPI) -> None:
+    """Make a second signal end the graceful shutdown."""
     await fleet.graceful_shutdown.wait_until_ending()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, _hurry, fleet, app)
-    logger.info("Ending: requests in flight may finish; a second signal ends them.")
+        asyncio.get_running_loop().add_signal_handler(signum, _cancel_wait, fleet, app)
+    logger.info("Shutting down: requests in flight may finish; a second signal aborts them.")
 
 
-def _hurry(fleet: FleetClient, app: FastAPI) -> None:
+def _cancel_wait(fleet: FleetClient, app: FastAPI) -> None:
     fleet.cancel_wait()
     server: Any = getattr(app.state, "server", None)
     if server is not None and hasattr(server, "force_exit"):
@@ -217,18 +239,18 @@ def _hurry(fleet: FleetClient, app: FastAPI) -> None:
 
 
 def _has_one_of(keys: Sequence[str], app: FastAPI) -> KeyCheck:
-    """vLLM's own check of a bearer token, in constant time; its middleware looks at some paths only."""
+    """vLLM's check of a bearer token. Its middleware does not check all paths."""
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
     has_key: KeyCheck = AuthenticationMiddleware(app, list(keys)).verify_token
     return has_key
 
 
-def _warn_of_access(key_file: str | None) -> None:
+def _warn_of_open_access(key_file: str | None) -> None:
     if key_file is None:
         logger.warning(
-            "Without %s, changes to the fleet (DELETE, drain, resume) and explain are answered to loopback addresses "
-            "of this machine only, and so to all who reach one through a forwarder that runs on it.",
+            "Without %s, changes to the fleet (DELETE, drain, resume) and explain are allowed from loopback addresses "
+            "of this machine, and so for everybody who reaches a proxy or forwarder that runs on it.",
             ADMIN_KEY_FLAG,
         )
     elif os.stat(key_file).st_mode & 0o077:

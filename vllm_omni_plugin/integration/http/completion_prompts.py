@@ -1,4 +1,4 @@
-"""Prompts of our own routes, read as vLLM's completions read theirs."""
+"""Tokenises prompts of our own routes as vLLM's completions route does."""
 
 from typing import Any
 
@@ -13,13 +13,12 @@ async def read_prompt(state: Any, text: str, model: str | None) -> Prompt:
     """Tokenise a prompt with the server's own tokenizer and limits.
 
     Args:
-        state: of vLLM's application, once the server has started.
-        text: of the prompt.
-        model: the model's name, or an adapter's; None: the model.
+        state: of vLLM's application.
+        model: the name of the model or of an adapter; None means the model.
 
     Raises:
-        BadPromptError: the server could complete no such prompt.
-        UnknownModelError: it has no such model.
+        BadPromptError: the server could not complete this prompt.
+        UnknownModelError: the server has no such model.
     """
     models, lora_name = state.openai_serving_models, ""
     if model and not models.is_base_model(model):

@@ -1,13 +1,11 @@
-"""Chat and completions of a pipeline: vLLM's handlers answer, and the outputs of other stages are added.
-
-Templates, tools, usage, errors and streams stay vLLM's: its handler makes the request and writes the answer.
-"""
+"""Chat and completions of a pipeline: vLLM's handlers make the response, and the outputs of other stages are added."""
 
 import json
 import time
 from base64 import b64encode
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
@@ -27,22 +25,20 @@ from vllm_omni_plugin.pipeline.graph import Pipeline
 DONE: Final = "data: [DONE]\n\n"
 
 _WHOLE: Final = 6
-"""Bytes: whole samples that are whole groups of Base64, so that a client may join what is encoded."""
+"""Bytes that are whole samples and whole groups of Base64, so that a client may concatenate the encoded parts."""
 _ENVELOPE: Final = ("id", "object", "created", "model")
 
 Create = Callable[[Any, Request], Awaitable[Any]]
-"""A vLLM handler: returns the answer, an async generator of a stream's events, or an `ErrorResponse`."""
+"""A handler of vLLM: returns the response, an async generator of a stream's events, or an `ErrorResponse`."""
 
 
 class ResponseStream:
-    """The events of one answer.
+    """The server-sent events of one streamed response.
 
-    Audio is sent at once. What ends the answer is sent after all stages have ended: clients stop reading there.
+    Audio is sent at once. The finish reason is sent after all stages have ended, because clients stop reading there.
 
     Args:
-        options: what the request wants.
-        results: of its stages.
-        envelope: `id`, `object`, `created` and `model` of events before vLLM's first.
+        envelope: `id`, `object`, `created` and `model` for events before vLLM's first event.
         error_event: formats an error as vLLM's server does in a stream.
     """
 
@@ -65,12 +61,7 @@ class ResponseStream:
         self._failed = False
 
     async def run(self, running: ActivePipelineCall, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """All events, the last one being `[DONE]`.
-
-        Args:
-            running: the call.
-            chunks: vLLM's events.
-        """
+        """All events, ending with `[DONE]`. `chunks`: vLLM's events."""
         try:
             async with aclosing(running.run(chunks)) as items:
                 async for item in items:
@@ -79,7 +70,7 @@ class ResponseStream:
                     if self._failed:
                         break
             if not self._failed:
-                for event in self._ending():
+                for event in self._final_events():
                     yield event
         except Exception as error:
             yield _event(self._error_event(error))
@@ -101,7 +92,7 @@ class ResponseStream:
             yield self._data(whole)
 
     def _text_events(self, event: str) -> Iterator[str]:
-        """The part of vLLM's event that is sent now; what ends the answer is kept."""
+        """The part of vLLM's event that is sent now. The finish reason is kept."""
         if event == DONE:
             return
         chunk: dict[str, Any] = json.loads(event.removeprefix("data: "))
@@ -128,7 +119,7 @@ class ResponseStream:
         if self._options.text:
             yield self._chunk([{**choice, "finish_reason": None}])
 
-    def _ending(self) -> Iterator[str]:
+    def _final_events(self) -> Iterator[str]:
         if self._options.audio:
             if self._samples:
                 yield self._data(len(self._samples))
@@ -149,7 +140,7 @@ class ResponseStream:
         delta: dict[str, Any] = {"audio": fields}
         if not self._audio_began:
             self._audio_began = True
-            # In the first only: clients that gather deltas join equal keys.
+            # Only in the first event: clients that merge deltas concatenate values of equal keys.
             fields["id"] = self._audio_id
             if not self._options.text:
                 delta = {"role": "assistant", "content": None, **delta}
@@ -163,40 +154,38 @@ def _event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
+@dataclass(frozen=True)
 class PipelineHandler:
     """Wraps one of vLLM's handlers.
 
-    Args:
+    Attributes:
         serving: vLLM's serving object, which formats errors and knows the names of the model.
-        create: its handler.
-        pipeline: what it serves.
-        abort: see `Abort`.
-        chat: it is the handler of chat completions, whose answers can have audio.
+        create: vLLM's handler.
+        chat: whether it is the handler of chat completions; only these can have audio.
     """
 
-    def __init__(self, serving: Any, create: Create, pipeline: Pipeline, abort: Abort, chat: bool) -> None:
-        self._serving = serving
-        self._create = create
-        self._pipeline = pipeline
-        self._abort = abort
-        self._chat = chat
+    serving: Any
+    create: Create
+    pipeline: Pipeline
+    abort: Abort
+    chat: bool
 
-    async def create(self, request: Any, raw_request: Request) -> Any:
-        """What vLLM's handler answers, with what the request asks of other stages."""
+    async def handle(self, request: Any, raw_request: Request) -> Any:
+        """The response of vLLM's handler, plus the outputs of other stages for which the request asks."""
         try:
             options = self._read(request)
         except BadOptionError as error:
-            return self._serving.create_error_response(str(error), param=error.param)
-        if options == CallOptions(self._pipeline.default_modalities) and not options.shows:
-            return await self._create(request, raw_request)
-        results = StageResults(options, self._pipeline)
-        running = ActivePipelineCall(results.call, self._abort)
+            return self.serving.create_error_response(str(error), param=error.param)
+        if options == CallOptions(self.pipeline.default_modalities) and not options.shows:
+            return await self.create(request, raw_request)
+        results = StageResults(options, self.pipeline)
+        running = ActivePipelineCall(results.call, self.abort)
         if not request.stream:
             try:
-                return await self._whole(options, results, running, once(self._create, request, raw_request))
+                return await self._whole(options, results, running, once(self.create, request, raw_request))
             except OmniError as error:
                 raise to_http(error) from error
-        chunks = await self._create(request, raw_request)
+        chunks = await self.create(request, raw_request)
         if isinstance(chunks, ErrorResponse):
             return chunks
         return ResponseStream(options, results, self._envelope(request, raw_request), self._error_event).run(
@@ -204,15 +193,17 @@ class PipelineHandler:
         )
 
     def _read(self, request: Any) -> CallOptions:
-        options = read_call_options(request.model_extra or {}, self._pipeline)
-        if options.audio and not self._chat:
-            where = "/v1/chat/completions and /v1/audio/speech"
-            raise BadOptionError(f"Audio is not among what completions answer with: {where} do.", "modalities")
+        options = read_call_options(request.model_extra or {}, self.pipeline)
+        if options.audio and not self.chat:
+            where = "/v1/chat/completions or /v1/audio/speech"
+            raise BadOptionError(f"Completions cannot return audio. Use {where}.", "modalities")
         if options.shows and not _makes_one_request(request):
-            alone = "Audio, `omni.outputs` and `omni.timings` belong to a single answer"
+            alone = "Audio, `omni.outputs` and `omni.timings` need a single response"
             raise BadOptionError(f"{alone}: one prompt, `n` 1 and no beam search.", "n")
         if request.stream and options.audio_format == "wav":
-            raise BadOptionError("A stream of audio is `pcm16`; `wav` is for whole answers.", "audio.format")
+            raise BadOptionError(
+                "A stream of audio is `pcm16`; `wav` is for responses that are not streamed.", "audio.format"
+            )
         return options
 
     async def _whole(
@@ -238,30 +229,30 @@ class PipelineHandler:
         if options.audio:
             data = bytes(samples) if options.audio_format == "pcm16" else wav(bytes(samples), results.rate)
             response.choices[0].message.audio = _audio(data, transcript, response.created)
-        if self._chat and not options.text:
+        if self.chat and not options.text:
             response.choices[0].message.content = None
         if omni := results.omni:
             response.omni = omni
         return response
 
     def _envelope(self, request: Any, raw_request: Request) -> dict[str, Any]:
-        models = self._serving.models
+        models = self.serving.models
         return {
             "id": raw_request.state.request_metadata.request_id,
-            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "object": "chat.completion.chunk" if self.chat else "text_completion",
             "created": int(time.time()),
             "model": models.model_name(models.lora_requests.get(request.model)),
         }
 
     def _error_event(self, error: Exception) -> str:
-        event: str = self._serving.create_streaming_error_response(
+        event: str = self.serving.create_streaming_error_response(
             to_http(error) if isinstance(error, OmniError) else error
         )
         return event
 
 
 async def once(create: Create, request: Any, raw_request: Request) -> AsyncGenerator[Any, None]:
-    """A handler's only answer, as a stream of one."""
+    """The response of a handler, as a stream of one item."""
     yield await create(request, raw_request)
 
 

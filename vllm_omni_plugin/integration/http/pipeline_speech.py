@@ -1,10 +1,10 @@
-"""`POST /v1/audio/speech`: a pipeline that puts out audio speaks a text."""
+"""`POST /v1/audio/speech` for a pipeline with audio output."""
 
 import json
 from base64 import b64encode
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -28,7 +28,7 @@ SPEECH_PATH: Final = "/v1/audio/speech"
 
 
 class SpeechStages(BaseModel):
-    """What of `omni` a request for speech may have; see `CallOptions`."""
+    """The `omni` object of a request for speech; see `CallOptions`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,12 +37,12 @@ class SpeechStages(BaseModel):
 
 
 class SpeechRequest(BaseModel):
-    """OpenAI's body, with our `omni`.
+    """OpenAI's body, plus `omni`.
 
     Attributes:
         input: the prompt of the pipeline's entry stage.
-        voice: stages read it as `params["voice"]`; `instructions` likewise.
-        speed: only 1. Stages that can speak faster read a speed from `omni.params`.
+        voice: stages read it as `params["voice"]`, and `instructions` likewise.
+        speed: stages that support other speeds read them from `omni.params`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -57,32 +57,30 @@ class SpeechRequest(BaseModel):
     omni: SpeechStages = Field(default_factory=SpeechStages)
 
 
+@dataclass(frozen=True)
 class SpeechHandler:
-    """Answers requests for speech.
+    """Handles requests for speech, with a pipeline that has audio output.
 
-    Args:
+    Attributes:
         serving: vLLM's serving object of completions, which formats errors.
         create: its handler; the text is the prompt of a completion.
-        pipeline: one that puts out audio.
-        abort: see `Abort`.
     """
 
-    def __init__(self, serving: Any, create: Create, pipeline: Pipeline, abort: Abort) -> None:
-        self._serving = serving
-        self._create = create
-        self._pipeline = pipeline
-        self._abort = abort
+    serving: Any
+    create: Create
+    pipeline: Pipeline
+    abort: Abort
 
-    async def create(self, request: SpeechRequest, raw_request: Request) -> Response:
-        """The answer, whose status is known once the first audio is there."""
+    async def handle(self, request: SpeechRequest, raw_request: Request) -> Response:
+        """The response. Waits for the first audio, so that an error before it has its own HTTP status."""
         try:
             options = self._options(request)
         except BadOptionError as error:
-            return _refusal(self._serving.create_error_response(str(error), param=error.param))
-        results = StageResults(options, self._pipeline)
-        running = ActivePipelineCall(results.call, self._abort)
+            return _refusal(self.serving.create_error_response(str(error), param=error.param))
+        results = StageResults(options, self.pipeline)
+        running = ActivePipelineCall(results.call, self.abort)
         completion = CompletionRequest(model=request.model, prompt=request.input, max_tokens=1)
-        items = running.run(once(self._create, completion, raw_request))
+        items = running.run(once(self.create, completion, raw_request))
         usage: dict[str, int] = {}
         audio = _audio(results, items, request.response_format == "wav", usage)
         try:
@@ -98,7 +96,7 @@ class SpeechHandler:
 
     def _options(self, request: SpeechRequest) -> CallOptions:
         fields = {"modalities": ["audio"], "omni": request.omni.model_dump()}
-        options = read_call_options(fields, self._pipeline)
+        options = read_call_options(fields, self.pipeline)
         own = request.model_dump(include={"voice", "instructions"}, exclude_none=True)
         return replace(options, params={**own, **options.params})
 
@@ -107,7 +105,7 @@ class SpeechHandler:
             async for part in audio:
                 yield _event({"type": "speech.audio.delta", "audio": b64encode(part).decode()})
         except OmniError as error:
-            yield f"data: {self._serving.create_streaming_error_response(to_http(error))}\n\n"
+            yield f"data: {self.serving.create_streaming_error_response(to_http(error))}\n\n"
             return
         yield _event({"type": "speech.audio.done", "usage": usage})
 
@@ -123,13 +121,11 @@ class _RefusedError(Exception):
 async def _audio(
     results: StageResults, items: AsyncGenerator[Any, None], wav: bool, usage: dict[str, int]
 ) -> AsyncGenerator[bytes, None]:
-    """The audio as it comes, in at least one part; the header of a WAV file comes with the first.
+    """The audio as it comes, in at least one part. The first part has the header of a WAV file.
 
     Args:
-        results: reads the events of the stages.
         items: of `ActivePipelineCall.run`.
-        wav: whether it is a WAV file.
-        usage: is filled with the numbers of tokens, as OpenAI's last event of speech has them.
+        usage: is filled with the numbers of tokens, as in OpenAI's last event of speech.
     """
     started = False
     async with aclosing(items):
@@ -150,11 +146,11 @@ async def _audio(
         yield wav_header(results.rate, 0) if wav else b""
 
 
-def build_speech_router(answers: SpeechHandler) -> APIRouter:
-    """The route of a pipeline that puts out audio."""
+def build_speech_router(handler: SpeechHandler) -> APIRouter:
+    """The speech route."""
     router = APIRouter()
-    # Wrapped as vLLM's own routes are: the handler is cancelled when the client leaves before the first audio.
-    endpoint = with_cancellation(load_aware_call(answers.create))
+    # Wrapped like vLLM's own routes: the handler is cancelled if the client disconnects before the first audio.
+    endpoint = with_cancellation(load_aware_call(handler.handle))
     guards = [Depends(validate_json_request)]
     router.add_api_route(SPEECH_PATH, endpoint, methods=["POST"], dependencies=guards, response_class=Response)
     return router
