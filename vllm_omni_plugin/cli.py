@@ -1,6 +1,6 @@
-"""The command `vllm-omni-plugin`: operate a fleet, check a pipeline or a machine, start nodes on Ray or simulated ones.
+"""The command `vllm-omni-plugin`: operates a fleet, checks a pipeline or a machine, starts Ray or simulated nodes.
 
-Operating needs only the standard library, so that a look at the fleet takes no longer than the answer.
+Commands that operate a fleet import neither vLLM nor a large library, so that they start in milliseconds.
 """
 
 import argparse
@@ -27,20 +27,19 @@ from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE, installed_version, why_unsupported
 
 _NAME = "vllm-omni-plugin"
-"""Of the command and of the distribution."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 ADMIN_KEY_VARIABLE = "OMNI_ADMIN_KEY"
 _ADMIN_KEY_FLAG = "--admin-key-file"
 _TIMEOUT_S = 30.0
-_EVERY_S = 1.0
-_AWAY = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
-"""What is answered while there is no head, or no place for one more viewer."""
-_LOADS = ("requests", "prefill_tokens", "decode_tokens", "kv_usage")
+_REFRESH_S = 1.0
+_UNAVAILABLE = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
+"""Statuses while there is no head, or while it has too many viewers."""
+_LOAD_FIELDS = ("requests", "prefill_tokens", "decode_tokens", "kv_usage")
 _COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SINCE", "HELD BACK", "ADDRESS")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0, or 1 if the server refused or is not there; wrong usage exits with argparse's 2."""
+    """Run the command. Returns 0, or 1 if the server refuses or does not answer. Wrong usage exits with 2."""
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)
@@ -63,15 +62,15 @@ def _parser() -> argparse.ArgumentParser:
         ("sim", _sim, "start simulated replicas that join a head"),
         ("ray", _ray, "run nodes on a Ray cluster"),
     ):
-        # With no prefix character nothing looks like an option, `--help` included: they read their arguments.
-        own = commands.add_parser(name, help=about, prefix_chars="\0", add_help=False)
-        own.add_argument("arguments", nargs="*")
-        own.set_defaults(run=run)
+        # These commands parse all their arguments themselves. Without a prefix character nothing here is an option.
+        parser_of_command = commands.add_parser(name, help=about, prefix_chars="\0", add_help=False)
+        parser_of_command.add_argument("arguments", nargs="*")
+        parser_of_command.set_defaults(run=run)
     return parser
 
 
 class _Versions(argparse.Action):
-    """Prints the versions. They are looked up on demand, because it takes as long as many an answer."""
+    """Prints the versions. Looking them up is slow, so it is done on demand."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         installed = installed_version()
@@ -154,7 +153,7 @@ def _change(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> int:
-    top = Top(partial(_messages, args), sys.stdout, partial(time.sleep, _EVERY_S))
+    top = Top(partial(_messages, args), sys.stdout, partial(time.sleep, _REFRESH_S))
     try:
         if args.once:
             top.once()
@@ -163,7 +162,7 @@ def _top(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:
-        # Who reads this has had enough, and Python would try to write the rest at its end.
+        # The reader of the pipe has closed it. Otherwise Python would try to write the rest when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OmniError:
         raise
@@ -173,7 +172,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _messages(args: argparse.Namespace, last_event: str) -> Iterator[tuple[str, Any]]:
-    """What the server streams, behind an event."""
+    """The events that the server streams after `last_event`."""
     headers = {"Accept": MEDIA_TYPE, LAST_EVENT_ID: last_event}
     with _answer(args, "GET", "fleet", headers=headers, timeout=SILENT_S) as response:
         yield from read_messages(response)
@@ -184,20 +183,20 @@ def _explain(args: argparse.Namespace) -> int:
     answer = _call(args, "POST", "explain", json.dumps(question).encode())
     try:
         decision = dict(json.loads(answer))
-        told = json.dumps(decision, indent=2) + "\n" if args.json else _told(decision)
+        output = json.dumps(decision, indent=2) + "\n" if args.json else _explanation(decision)
     except (ValueError, LookupError, TypeError) as error:
         raise _not_a_fleet(args) from error
-    sys.stdout.write(told)
+    sys.stdout.write(output)
     return 0
 
 
-def _told(decision: dict[str, Any]) -> str:
+def _explanation(decision: dict[str, Any]) -> str:
     fallback = f", fallback {decision['fallback']}" if decision["fallback"] else ""
     why = f"{decision['policy']}: {decision['reason']}{fallback}"
-    head = f"{decision['prompt_tokens']} tokens would go to replica {decision['chosen']} ({why})\n"
-    columns = ("REPLICA", "SCORE", "MATCHED", *(name.upper().replace("_", " ") for name in _LOADS))
+    summary = f"{decision['prompt_tokens']} tokens would go to replica {decision['chosen']} ({why})\n"
+    columns = ("REPLICA", "SCORE", "MATCHED", *(name.upper().replace("_", " ") for name in _LOAD_FIELDS))
     rows = [_candidate_row(candidate) for candidate in decision["candidates"]]
-    return head + table([columns, *rows]) if rows else head
+    return summary + table([columns, *rows]) if rows else summary
 
 
 def _candidate_row(candidate: dict[str, Any]) -> tuple[str, ...]:
@@ -206,7 +205,7 @@ def _candidate_row(candidate: dict[str, Any]) -> tuple[str, ...]:
         candidate["replica"],
         "inf" if score is None else f"{score:.6g}",
         str(candidate["matched_tokens"]),
-        *(f"{candidate[name]:.6g}" for name in _LOADS),
+        *(f"{candidate[name]:.6g}" for name in _LOAD_FIELDS),
     )
 
 
@@ -255,11 +254,11 @@ def _replicas(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _not_a_fleet(args: argparse.Namespace) -> OmniError:
-    return OmniError(f"{args.url} answers, but not as the server of a fleet does")
+    return OmniError(f"{args.url} answers, but it is not the server of a fleet")
 
 
 def _call(args: argparse.Namespace, method: str, path: str, body: bytes | None = None) -> bytes:
-    """The body of the server's answer. Raises OmniError, worded for the operator."""
+    """The body of the server's answer. Raises OmniError with a message for the operator."""
     with _answer(args, method, path, body) as response:
         answer: bytes = response.read()
     return answer
@@ -274,7 +273,7 @@ def _answer(
     headers: Mapping[str, str] | None = None,
     timeout: float = _TIMEOUT_S,
 ) -> Iterator[HTTPResponse]:
-    """The server's answer, to be read. Raises OmniError, worded for the operator, also where it cannot be read."""
+    """The server's answer, to be read. Raises OmniError with a message for the operator, also while it is read."""
     key = _key(args, changes=method != "GET")
     sent = {**(headers or {}), "Authorization": f"Bearer {key}"} if key else dict(headers or {})
     if body is not None:
@@ -284,7 +283,7 @@ def _answer(
         response = _opener(args.url).open(request, timeout=timeout)
     except HTTPError as error:
         with error:
-            kind = ServerUnavailableError if error.code in _AWAY else OmniError
+            kind = ServerUnavailableError if error.code in _UNAVAILABLE else OmniError
             raise kind(_refusal(args, error, key)) from error
     except (OSError, HTTPException, ValueError) as error:
         raise _no_answer(args, error) from error
@@ -300,7 +299,7 @@ def _no_answer(args: argparse.Namespace, error: Exception) -> ServerUnavailableE
 
 
 def _opener(url: str) -> OpenerDirector:
-    """Asks a server on this machine directly, whatever proxy the environment names, and others as it says."""
+    """An opener that uses the proxy of the environment, except for servers on this machine."""
     host = urlsplit(url).hostname or ""
     try:
         local = host == "localhost" or ip_address(host).is_loopback
@@ -310,14 +309,14 @@ def _opener(url: str) -> OpenerDirector:
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Follows nobody: urllib would send the key along, to whatever host it is sent on to."""
+    """Follows no redirect: urllib would send the key to any host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _key(args: argparse.Namespace, changes: bool) -> str | None:
-    """What to send: a server takes admin keys for everything where it has any, and API keys for changes where not."""
+    """The key to send. Changes prefer the admin key, since a server with admin keys accepts only these for changes."""
     if args.admin_key_file is not None:
         admin_key: str | None = read_admin_keys(args.admin_key_file, _ADMIN_KEY_FLAG)[0]
     else:
@@ -328,7 +327,7 @@ def _key(args: argparse.Namespace, changes: bool) -> str | None:
 
 def _refusal(args: argparse.Namespace, error: HTTPError, key: str | None) -> str:
     if location := error.headers["Location"]:
-        return f"{args.url} sends this request on to {location}, which is not followed: give the server's own --url"
+        return f"{args.url} redirects to {location}, which is not followed: give the --url of the server itself"
     try:
         message = json.loads(error.read())["error"]["message"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -241,7 +241,7 @@ def test_a_key_is_not_given_to_where_a_server_points(
     head.elsewhere = "http://127.0.0.1:1"
     assert main(["replicas", *command, "--url", head.url, "--api-key", "k"]) == 1
     error = capsys.readouterr().err
-    assert f"{head.url} sends this request on to http://127.0.0.1:1/omni/replicas" in error
+    assert f"{head.url} redirects to http://127.0.0.1:1/omni/replicas" in error
     assert "--url" in error
 
 
@@ -250,7 +250,7 @@ def test_an_answer_of_another_server_is_told_as_such(head: Head, capsys: pytest.
     head.answers["GET", "/omni/replicas"] = head.answers["POST", "/omni/explain"] = (200, body)
     for command in (["replicas", "ls"], ["explain", "x"]):
         assert main([*command, "--url", head.url]) == 1
-        assert f"{head.url} answers, but not as the server of a fleet does" in capsys.readouterr().err
+        assert f"{head.url} answers, but it is not the server of a fleet" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

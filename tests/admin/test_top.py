@@ -126,7 +126,7 @@ def test_it_says_so_when_the_server_is_no_fleet_s(
     # The first of two, which ends.
     with StreamingHead(answer, b"") as head:
         assert main(["top", *arguments, "--url", head.url]) == 1
-    assert "not as the server of a fleet does" in capsys.readouterr().err
+    assert "it is not the server of a fleet" in capsys.readouterr().err
 
 
 def test_a_key_file_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

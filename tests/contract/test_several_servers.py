@@ -128,7 +128,7 @@ def test_what_a_server_that_died_said_last_counts_no_more(tmp_path: Path, monkey
     stats = [SharedAdmissionStats({"mp_admission_counters": processes.admitted}, 2, index) for index in range(2)]
     stats[0].set_num_requests(5)
     stats[1].set_num_requests(7)
-    processes.forget(1, 17)
+    processes.clear_counts(1, 17)
     assert stats[0].get_num_requests() == 5
     assert os.listdir(tmp_path) == []
     live.close_all_files()

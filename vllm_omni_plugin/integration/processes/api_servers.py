@@ -1,4 +1,4 @@
-"""Several API server processes on one socket: kept running one by one, ended together."""
+"""Supervises several API server processes: restarts each when it ends, and ends all of them together."""
 
 import asyncio
 import os
@@ -21,21 +21,20 @@ from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 logger = init_logger(__name__)
 
 NOT_ACCEPTING = 2**31 - 1
-"""What vLLM's API servers say of their open connections while they accept none."""
+"""The number of open connections that vLLM's API servers report while they accept none."""
 
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 10.0
-"""Seconds beyond the time for requests that an API server may take to end."""
+"""Seconds that an API server may take to end, in addition to the time for requests."""
 
 
 class ApiServerSupervisor:
-    """Starts API server processes, and each again whenever it ends. Lives on one event loop.
+    """Starts API server processes, and restarts each when it ends. Used on one event loop.
 
     Args:
-        connections: how many each has open, shared with them; `NOT_ACCEPTING` for one that does not serve.
-        start: starts the process with this number; called in a thread of its own, since it may block.
-        on_end: called with number and process id of each that has ended, before the next one is started.
-        clock: monotonic seconds.
+        connections: number of open connections of each server, in shared memory; `NOT_ACCEPTING` if it does not serve.
+        start: starts the process with this index. Called in another thread, since it may block.
+        on_end: called with index and process id of each process that has ended, before it is restarted.
         delay: sleeps between restarts.
     """
 
@@ -55,16 +54,16 @@ class ApiServerSupervisor:
         self._delay = delay
         self._running: dict[int, BaseProcess] = {}
         self._stopping = asyncio.Event()
-        self._hurrying = False
+        self._killing = False
         self._stopped = asyncio.Event()
-        # One thread: they are started in turns.
+        # One thread, so that the processes are started one after the other.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="omni-api-server")
 
     async def run(self) -> None:
-        """Keep all of them running until `stop`; none is left when this returns, however it does.
+        """Keep all servers running until `stop`. None is left when this returns or raises.
 
         Raises:
-            OmniError: one ended before it had ever served: so would the next.
+            OmniError: a server ended before it ever served; a restart would end the same way.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -77,58 +76,60 @@ class ApiServerSupervisor:
             self._stopped.set()
 
     async def stop(self, timeout: float) -> None:
-        """Tell all of them to end, and kill what has not ended after `timeout` seconds. Returns when none is left."""
+        """Send SIGTERM to all servers, and SIGKILL after `timeout` seconds. Returns when none is left."""
         self._stopping.set()
         for process in self._running.values():
             process.terminate()
         try:
             await asyncio.wait_for(self._stopped.wait(), timeout)
         except TimeoutError:
-            logger.warning("%d API servers have not ended in time and are killed.", len(self._running))
+            logger.warning("%d API servers have not ended in time and will be killed.", len(self._running))
             self.kill()
             await self._stopped.wait()
 
     def signal(self, signum: int) -> None:
-        """Send a signal to those that serve, which heed it; others would end of it, and what they begin with is new."""
+        """Send a signal to all servers that serve. Others have no handler yet, so it would end them."""
         for index, process in self._running.items():
             if self._connections[index] != NOT_ACCEPTING and process.pid is not None:
                 os.kill(process.pid, signum)
 
     def kill(self) -> None:
-        """End all of them at once, once `stop` has been called."""
-        self._hurrying = True
+        """Kill all servers, after `stop` has been called."""
+        self._killing = True
         for process in self._running.values():
             process.kill()
 
     async def _keep(self, index: int) -> None:
         try:
-            await keep_running(partial(self._api_server, index), Backoff(), self._clock, partial(self._pause, index))
+            await keep_running(
+                partial(self._api_server, index), Backoff(), self._clock, partial(self._wait_to_restart, index)
+            )
         except (OmniError, OSError) as error:
-            # What ends before it served is no fault once all are to end.
+            # During a shutdown, a server may end before it has served.
             if not self._stopping.is_set():
                 raise OmniError(f"API server {index} {error}") from error
 
     @asynccontextmanager
     async def _api_server(self, index: int) -> AsyncIterator[Awaitable[str]]:
-        """Start a process, and see that it has ended when this is exited."""
-        # It waits for engines that are being spawned, and the loop has their replicas' heartbeats to answer.
+        """Start a process, and end it on exit."""
+        # In a thread: starting waits while engines are spawned, and the loop must answer heartbeats of replicas.
         process = await spawn(self._spawner, partial(self._start, index), partial(self._end, index))
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         self._running[index] = process
         loop.add_reader(process.sentinel, ended.set)
         try:
-            if self._hurrying:
+            if self._killing:
                 process.kill()
             elif self._stopping.is_set():
                 process.terminate()
-            # It says by shared memory only that it serves.
+            # Polled, because the server reports only through shared memory that it serves.
             while self._connections[index] == NOT_ACCEPTING:
                 if ended.is_set():
                     raise OmniError(f"(process {process.pid}) ended with code {process.exitcode} before it served")
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), _LOOK_EVERY_S)
-            yield _how_it_ended(process, ended)
+            yield _exit_reason(process, ended)
         finally:
             loop.remove_reader(process.sentinel)
             del self._running[index]
@@ -141,7 +142,7 @@ class ApiServerSupervisor:
         assert process.pid is not None
         self._on_end(index, process.pid)
 
-    async def _pause(self, index: int, seconds: float, reason: str | Exception) -> bool:
+    async def _wait_to_restart(self, index: int, seconds: float, reason: str | Exception) -> bool:
         if self._stopping.is_set():
             return False
         logger.error("API server %d %s; it is started again in %.0f s.", index, reason, seconds)
@@ -154,7 +155,7 @@ class ApiServerSupervisor:
         return not self._stopping.is_set()
 
 
-async def _how_it_ended(process: BaseProcess, ended: asyncio.Event) -> str:
+async def _exit_reason(process: BaseProcess, ended: asyncio.Event) -> str:
     await ended.wait()
     return f"(process {process.pid}) ended with code {process.exitcode}"
 
@@ -162,35 +163,33 @@ async def _how_it_ended(process: BaseProcess, ended: asyncio.Event) -> str:
 async def run_until_signal(
     api_servers: ApiServerSupervisor, replicas: Sequence[ReplicaServer], shutdown_timeout: float
 ) -> None:
-    """Run API servers and replicas until SIGTERM or SIGINT: then the former end, and after them the latter.
+    """Run API servers and replicas until SIGTERM or SIGINT. Then end the API servers, and after them the replicas.
 
-    A second signal ends both at once. A replica that leaves the fleet ends by itself, and nothing else with it.
+    A second signal kills them. A replica that leaves the fleet affects nothing else.
 
     Args:
-        api_servers: not started.
-        replicas: not started.
         shutdown_timeout: seconds that requests in flight have to finish.
 
     Raises:
-        OmniError: a replica or an API server could not be started the first time. Nothing is left running.
+        OmniError: the first start of a replica or an API server failed. Nothing is left running.
     """
-    told = asyncio.Event()
+    signalled = asyncio.Event()
 
     def on_signal(signum: int) -> None:
-        if told.is_set():
-            logger.info("%s again: ending at once.", signal.Signals(signum).name)
+        if signalled.is_set():
+            logger.info("Second signal (%s): ending at once.", signal.Signals(signum).name)
             api_servers.kill()
-        told.set()
+        signalled.set()
 
     async with task_group_with_signals(on_signal) as tasks:
         tasks.create_task(api_servers.run())
         for replica in replicas:
             tasks.create_task(replica.run())
-        await told.wait()
-        logger.info("Ending: requests in flight have %g s.", shutdown_timeout)
-        # Ctrl-C and some service managers tell engines, too, which then end once they have nothing to do.
+        await signalled.wait()
+        logger.info("Shutting down: requests in flight have %g s.", shutdown_timeout)
+        # Ctrl-C and some service managers signal engines too. They then end once they are idle.
         for replica in replicas:
             replica.disable_restarts()
         await api_servers.stop(shutdown_timeout + _GRACE_S)
         for replica in replicas:
-            replica.stop_now("its head was told to end")
+            replica.stop_now("its head is shutting down")

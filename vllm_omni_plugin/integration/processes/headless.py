@@ -1,4 +1,4 @@
-"""`vllm serve --headless` with our flags: a node whose replicas, of a model or a stage, join the head named by them."""
+"""`vllm serve --headless` with our flags: runs the replicas of a node, which join a head."""
 
 import argparse
 import asyncio
@@ -44,27 +44,25 @@ logger = init_logger(__name__)
 _EXIT_OK = 0
 _EXIT_FAILED = 1
 _EXIT_REFUSED = os.EX_TEMPFAIL
-"""The only failure that may pass without a change of the node: its head is restarted, with the node's model."""
+"""The only failure that may be temporary: the head may be restarted with this node's model."""
 _RETRY_S = 1.0
-_NOTICE_EVERY = 10
+_WARN_EVERY = 10
 
 
 def serve_replicas(
     args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = new_launcher
 ) -> int:
-    """Run this node's replicas until they have left the fleet; returns the exit code of the process.
+    """Run this node's replicas until they have left the fleet; returns the exit status of the process.
 
     Args:
-        args: the parsed command line, as vLLM's own headless command gets it.
-        options: ours among them.
-        launcher: see `model_plan`; not for a Python stage.
+        launcher: see `model_plan`; not used for a Python stage.
     """
     forbid_fork()
     use_socket_folder()
     with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            options, address, coordinator = runner.run(_find_place(options))
-            # Before vLLM configures the model, which takes it many seconds.
+            options, address, coordinator = runner.run(_find_addresses(options))
+            # Before vLLM configures the model, which takes many seconds.
             answer = require_fitting_head(coordinator, options, address, local_processes(args, options)[0])
             plan = plan_node(args, options, launcher)
             require_same_model(answer, plan.stage_id, plan.fingerprint)
@@ -86,16 +84,16 @@ def replica_servers(
     """The servers of a node's replicas, not started.
 
     Args:
-        plans: of their stages. Engines report what they have cached, since any head that comes may want to know.
-        options: of this node, secured.
-        address: where they listen.
-        coordinator: where they announce themselves, as a ZMQ address.
-        on_spawn: told the id of every process that is started.
-        executor: where blocking steps run: of each replica two at once, the old engine's end and the new one's start.
+        options: of this node, from `with_secret`.
+        address: on which the servers listen.
+        coordinator: ZMQ address.
+        on_spawn: called with the id of each started process.
+        executor: for blocking steps. A replica uses two threads: one ends the old engine, the other starts the new one.
     """
     servers: list[ReplicaServer] = []
     for plan in plans:
         settings = _server_settings(plan, options, address, coordinator)
+        # A head that uses the prefix caches may join at any time.
         launcher = plan.make_launcher(on_spawn, report_cache=True, for_others=True)
         servers += [ReplicaServer(settings, launcher, index, plan.api, executor) for index in range(plan.replicas)]
     return servers
@@ -119,7 +117,7 @@ def _server_settings(plan: StagePlan, options: OmniConfig, address: str, coordin
 def plan_node(
     args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = new_launcher
 ) -> StagePlan:
-    """What a command line asks for; starts nothing. The arguments are those of `serve_replicas`."""
+    """The plan of a node's replicas. Arguments as of `serve_replicas`; starts nothing."""
     pipeline = pipeline_of(options)
     stage = None if pipeline is None else pipeline.stages[options.stage_id]
     if stage is not None and not stage.is_vllm:
@@ -132,7 +130,7 @@ def plan_node(
     return model_plan(options, vllm_config, executor_class, not engine_args.disable_log_stats, launcher)
 
 
-async def _find_place(options: OmniConfig) -> tuple[OmniConfig, str, str]:
+async def _find_addresses(options: OmniConfig) -> tuple[OmniConfig, str, str]:
     """The options with a secret, the address to bind, and the coordinator's."""
     address = await _find_own_address(options)
     options = with_secret(options, address, headless=True)
@@ -147,18 +145,18 @@ async def _serve(options: OmniConfig, plan: StagePlan, address: str, coordinator
 
 
 async def _find_own_address(options: OmniConfig) -> str:
-    """The address to bind; waits for the head's name to resolve, since the name may come with the head."""
+    """The address to bind. Waits until the head's name resolves, since it may not resolve before the head is there."""
     loop = asyncio.get_running_loop()
     deadline = time.monotonic() + options.join_timeout if options.join_timeout else float("inf")
     attempt = 0
     while True:
         try:
-            # Looking up a name blocks.
+            # Resolving a name blocks.
             return await loop.run_in_executor(None, lambda: bind_address(options, headless=True))
         except ConfigError as error:
             if time.monotonic() >= deadline:
                 raise
-            if attempt % _NOTICE_EVERY == 0:
+            if attempt % _WARN_EVERY == 0:
                 logger.warning("The head cannot be found yet: %s", error)
         attempt += 1
         await asyncio.sleep(_RETRY_S)

@@ -1,4 +1,4 @@
-"""`vllm serve` itself, once one of our flags was given: early checks, headless nodes, and several API servers."""
+"""Patches `vllm serve`: our checks first, and our own headless nodes and supervisor of several API servers."""
 
 import argparse
 import sys
@@ -11,10 +11,7 @@ _SERVE = "vllm.entrypoints.cli.serve"
 
 
 def patch_serve_command() -> None:
-    """Make `vllm serve` check our flags first, and run our own processes for all but a single API server. Idempotent.
-
-    Done when the first flag of ours is parsed, hence never for a command line without one.
-    """
+    """Patch `vllm serve`. Called when the first of our flags is parsed. Idempotent."""
     serve: Any = sys.modules.get(_SERVE)
     if serve is not None:
         patch_function(serve, "validate_parsed_serve_args", _validate)
@@ -22,9 +19,9 @@ def patch_serve_command() -> None:
         patch_function(serve, "run_multi_api_server", _run_api_servers)
 
 
-def _validate(own: Any, args: argparse.Namespace) -> None:
+def _validate(original: Any, args: argparse.Namespace) -> None:
     options = parse_or_exit(args)
-    own(args)
+    original(args)
     if options is not None:
         from vllm_omni_plugin.integration.checks.start_checks import check_or_exit
         from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
@@ -32,19 +29,19 @@ def _validate(own: Any, args: argparse.Namespace) -> None:
         check_or_exit(options, *local_processes(args, options), bool(args.headless))
 
 
-def _run_headless(own: Any, args: argparse.Namespace) -> None:
+def _run_headless(original: Any, args: argparse.Namespace) -> None:
     options = parse_or_exit(args)
     if options is not None:
         from vllm_omni_plugin.integration.processes.headless import serve_replicas
 
         raise SystemExit(serve_replicas(args, options))
-    own(args)
+    original(args)
 
 
-def _run_api_servers(own: Any, args: argparse.Namespace) -> None:
+def _run_api_servers(original: Any, args: argparse.Namespace) -> None:
     options = parse_or_exit(args)
     if options is not None:
         from vllm_omni_plugin.integration.processes.several_servers import serve_api_servers
 
         raise SystemExit(serve_api_servers(args, options))
-    own(args)
+    original(args)

@@ -1,4 +1,4 @@
-"""`vllm serve --api-server-count N` with our flags: N heads that have joined, and what they share."""
+"""`vllm serve --api-server-count N` with our flags: N API servers that join one fleet, and what they share."""
 
 import argparse
 import asyncio
@@ -59,18 +59,18 @@ _LOOPBACK = "127.0.0.1"
 
 
 class ApiServerLauncher:
-    """Starts API server processes that share one socket, and what they tell each other by memory.
+    """Starts API server processes, which share a listening socket and some memory.
 
     Args:
-        count: how many there are.
-        listen_address: where they listen, for their logs.
+        count: number of processes.
+        listen_address: for their logs.
         listening: the socket.
-        args: the parsed command line that each shall have.
-        on_spawn: told the process id of each.
+        args: the parsed command line of each.
+        on_spawn: called with each process id.
 
     Attributes:
-        connections: how many each has open; see `ApiServerSupervisor`.
-        admitted: what each counts for vLLM's `--max-num-queued-reqs`, whose limit is that of all together.
+        connections: see `ApiServerSupervisor`.
+        admitted: counters for vLLM's `--max-num-queued-reqs`, which limits the sum of all servers.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ApiServerLauncher:
         self.admitted: MutableSequence[int] = self._context.RawArray("q", SharedAdmissionStats.num_counters(count))
 
     def start(self, index: int) -> BaseProcess:
-        """Start the process with this number; not while it has one."""
+        """Start the process with this index, which must not be running."""
         client_config = {
             "client_count": len(self.connections),
             "client_index": index,
@@ -109,8 +109,8 @@ class ApiServerLauncher:
         self._on_spawn(process.pid)
         return process
 
-    def forget(self, index: int, pid: int) -> None:
-        """Take back what a process that has ended counted for all."""
+    def clear_counts(self, index: int, pid: int) -> None:
+        """Remove the counts of a process that has ended."""
         self.admitted[index * _SLOT] = 0
         multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
 
@@ -122,7 +122,7 @@ def _serve_http(
     client_config: Any,
     drained: MutableSequence[int],
 ) -> None:
-    # From a terminal it comes to all; the supervisor says when. The server heeds it again from its start on.
+    # Ctrl-C reaches all processes, but the supervisor decides when they end. The server sets its own handler later.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setattr(args, SHARED_DRAIN_FLAG, drained)
     patch_engine_args(EngineArgs)
@@ -130,13 +130,8 @@ def _serve_http(
 
 
 def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
-    """Run several API servers, with the coordinator and the replicas of this node; returns the process's exit code.
-
-    Args:
-        args: the parsed command line, as vLLM's own command for several API servers gets it.
-        options: ours among them. A head that joins has neither coordinator nor replicas.
-    """
-    _on_signals(_leave)
+    """Run several API servers and, unless they join a fleet, its coordinator and replicas; returns the exit status."""
+    _on_signals(_exit)
     forbid_fork()
     use_socket_folder()
     setup_multiprocess_prometheus()
@@ -147,20 +142,20 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
         try:
             plans = () if options.join else _plans(engine_args, args.api_server_count, options)
             raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
-            home = options if options.join else _open_fleet(options, plans, resources)
+            local_options = options if options.join else _open_fleet(options, plans, resources)
             reaper = resources.enter_context(closing(Reaper()))
             processes = ApiServerLauncher(
-                args.api_server_count, listen_address, listening, _joined(args, home), reaper.watch
+                args.api_server_count, listen_address, listening, _joined(args, local_options), reaper.watch
             )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(home, plans, processes, reaper, engine_args.shutdown_timeout))
+                runner.run(_serve(local_options, plans, processes, reaper, engine_args.shutdown_timeout))
         except ConfigError as error:
             exit_usage_error(error)
         except OmniError as error:
             sys.stderr.write(f"vllm serve: error: {error}\n")
             return _EXIT_FAILED
         finally:
-            # What is left to do takes moments, and must be done.
+            # The remaining cleanup is short, and must not be interrupted.
             _on_signals(signal.SIG_IGN)
     return _EXIT_OK
 
@@ -170,19 +165,19 @@ def _on_signals(handler: Any) -> None:
         signal.signal(signum, handler)
 
 
-def _leave(signum: int, frame: Any) -> None:
+def _exit(signum: int, frame: Any) -> None:
     raise SystemExit(_EXIT_OK)
 
 
 def _stop_listening(listening: socket.socket, path: str | None) -> None:
     listening.close()
     if path:
-        # Nobody can listen there again while it exists.
+        # While the file exists, nobody can listen there.
         Path(path).unlink(missing_ok=True)
 
 
 def _plans(engine_args: Any, api_servers: int, options: OmniConfig) -> Sequence[StagePlan]:
-    # Engines keep memory of their devices free for each.
+    # Engines keep device memory free for each API server.
     engine_args._api_process_count = max(engine_args._api_process_count, api_servers)
     engine_args._api_process_rank = -1
     vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -191,49 +186,51 @@ def _plans(engine_args: Any, api_servers: int, options: OmniConfig) -> Sequence[
 
 
 def _open_fleet(options: OmniConfig, plans: Sequence[StagePlan], resources: ExitStack) -> OmniConfig:
-    """Start the coordinator; returns the options with which processes of this node find it and listen themselves."""
+    """Start the coordinator; returns the options with which the processes of this node find it and listen."""
     if not options.is_open:
-        host, port, home = _LOOPBACK, 0, replace(options, master_address=_LOOPBACK)
-        if not (home.secret_file or home.insecure):
-            home = replace(home, secret_file=new_secret())
+        host, port, local_options = _LOOPBACK, 0, replace(options, master_address=_LOOPBACK)
+        if not (local_options.secret_file or local_options.insecure):
+            local_options = replace(local_options, secret_file=new_secret())
     else:
         assert options.master_port is not None
-        host, port, home = bind_address(options, headless=False), options.master_port, options
+        host, port, local_options = bind_address(options, headless=False), options.master_port, options
         if ipaddress.ip_address(host).is_unspecified:
-            home = replace(options, master_address=_LOOPBACK, replica_address=options.replica_address or get_ip())
-    home = with_secret(home, host)
+            local_options = replace(
+                options, master_address=_LOOPBACK, replica_address=options.replica_address or get_ip()
+            )
+    local_options = with_secret(local_options, host)
     warn_if_insecure(options, host)
     coordinator = OmniCoordinatorRuntime(
         host,
         port,
         options.heartbeat_timeout,
-        secret_file=home.secret_file,
+        secret_file=local_options.secret_file,
         fingerprints={plan.stage_id: plan.fingerprint for plan in plans},
     )
     resources.callback(coordinator.close)
     if options.is_open:
         log_join_command(options, host)
-    return replace(home, master_port=int(coordinator.router_address.rpartition(":")[2]))
+    return replace(local_options, master_port=int(coordinator.router_address.rpartition(":")[2]))
 
 
-def _joined(args: argparse.Namespace, home: OmniConfig) -> argparse.Namespace:
-    """The command line of one API server."""
-    own = copy.copy(args)
-    where = ("master_address", "master_port", "secret_file")
-    setattr(own, FLEET_ADDRESS, {field: getattr(home, field) for field in where})
-    return own
+def _joined(args: argparse.Namespace, options: OmniConfig) -> argparse.Namespace:
+    """The command line of an API server that joins the fleet of these options."""
+    joined = copy.copy(args)
+    fields = ("master_address", "master_port", "secret_file")
+    setattr(joined, FLEET_ADDRESS, {field: getattr(options, field) for field in fields})
+    return joined
 
 
 async def _serve(
-    home: OmniConfig, plans: Sequence[StagePlan], processes: ApiServerLauncher, reaper: Reaper, timeout: float
+    local_options: OmniConfig, plans: Sequence[StagePlan], processes: ApiServerLauncher, reaper: Reaper, timeout: float
 ) -> None:
-    api_servers = ApiServerSupervisor(processes.connections, processes.start, processes.forget)
-    if home.admission is not None:
+    api_servers = ApiServerSupervisor(processes.connections, processes.start, processes.clear_counts)
+    if local_options.admission is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, api_servers.signal, signal.SIGHUP)
     engines = sum(plan.replicas for plan in plans)
     with ThreadPoolExecutor(2 * max(engines, 1), thread_name_prefix="omni-engine") as executor:
         replicas: list[ReplicaServer] = []
         if plans:
-            address, coordinator = bind_address(home, headless=True), coordinator_address(home)
-            replicas = replica_servers(plans, home, address, coordinator, reaper.watch, executor)
+            address, coordinator = bind_address(local_options, headless=True), coordinator_address(local_options)
+            replicas = replica_servers(plans, local_options, address, coordinator, reaper.watch, executor)
         await run_until_signal(api_servers, replicas, timeout)
