@@ -65,7 +65,7 @@ def test_what_is_no_fault_of_the_command_line_is_raised_as_it_is(
 class FakeFleetClient(FleetClient):
     """Notes how it is shut down."""
 
-    answers = True
+    can_finish_requests = True
 
     def __init__(self, events: list[str]) -> None:
         self._events = events
@@ -81,6 +81,6 @@ def test_what_makes_answers_stays_open_while_the_fleet_lets_requests_finish(make
     server.renderer = SimpleNamespace(shutdown=lambda: events.append("renderer"))
     server.shutdown(20.0)
     assert events == ["fleet after 20.0 s"]
-    server.engine_core.answers = False
+    server.engine_core.can_finish_requests = False
     server.shutdown()
     assert events[1:] == ["renderer", "fleet after None s"]

@@ -135,10 +135,10 @@ async def test_what_has_not_finished_when_the_fleet_is_closed_is_ended(client: F
 
 async def test_answers_are_made_on_asyncllms_loop_until_the_fleet_is_shut_down(client: FleetClient) -> None:
     client.bind(OutputProcessor(None, log_stats=False), None)
-    assert not client.answers, "this is that loop"
-    assert await asyncio.to_thread(lambda: client.answers)
+    assert not client.can_finish_requests, "this is that loop"
+    assert await asyncio.to_thread(lambda: client.can_finish_requests)
     client.shutdown()
-    assert not await asyncio.to_thread(lambda: client.answers)
+    assert not await asyncio.to_thread(lambda: client.can_finish_requests)
 
 
 @pytest.mark.parametrize("tracing", [False, True])
