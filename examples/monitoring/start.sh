@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Starts Prometheus with the configuration of this folder on 127.0.0.1:9099, until Ctrl-C. Its data lie in
-# build/monitoring. LISTEN=ADDRESS:PORT chooses another address; heads.yml has the heads.
+# Starts Prometheus with the configuration of this folder on 127.0.0.1:9099, until Ctrl-C. Its data are in
+# build/monitoring. LISTEN=ADDRESS:PORT sets another address; heads.yml lists the heads.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 readonly listen=${LISTEN:-127.0.0.1:9099} data=../../build/monitoring
 
 if ! command -v prometheus >/dev/null; then
-    echo "monitoring: there is no prometheus here. Debian and Ubuntu have it: apt-get install prometheus" >&2
+    echo "monitoring: prometheus is not installed. On Debian and Ubuntu: apt-get install prometheus" >&2
     echo "            (or take it from https://prometheus.io/download, and put it on the PATH)" >&2
     exit 1
 fi

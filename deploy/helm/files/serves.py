@@ -1,4 +1,4 @@
-"""Whether the engines of this pod serve: exit code 0 if a head says so. The probe of nodes, which have no HTTP."""
+"""The probe of nodes, which have no HTTP: exit code 0 if a head lists the engines of this pod as serving."""
 
 import json
 import os
@@ -10,13 +10,13 @@ IN_SERVICE = ("up", "draining")
 
 
 def main() -> str | None:
-    """Ask a head; returns why the engines do not serve, or None."""
+    """Ask a head. Returns why the engines do not serve, or None."""
     address = os.environ["POD_IP"]
     request = urllib.request.Request(os.environ["OMNI_HEAD_URL"] + "/omni/replicas")
     if key := os.environ.get("VLLM_API_KEY"):
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        # Directly, whatever proxy the environment names.
+        # Without the proxies of the environment.
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=TIMEOUT_S) as answer:
             replicas = json.load(answer)["replicas"]
     except OSError as error:

@@ -1,4 +1,4 @@
-{{- /* The models that are on, each over the defaults, as YAML under `models`. */ -}}
+{{- /* The enabled models, merged with the defaults, as YAML under `models`. */ -}}
 {{- define "omni.models" -}}
 {{- $models := list -}}
 {{- range .Values.servingEngineSpec.modelSpec -}}
@@ -10,9 +10,9 @@
 models: {{ toJson $models }}
 {{- end -}}
 
-{{- /* Below, the context is (dict "root" $ "model" MODEL), and for some "component" head or node, "first" true or false. */ -}}
+{{- /* Below, the context is (dict "root" $ "model" MODEL), in some cases with "component" (head or node) and "first". */ -}}
 
-{{- /* Of a model's objects. StatefulSets put a name of 52 characters at most into labels of 63. */ -}}
+{{- /* Name of a model's objects. A StatefulSet's name may have 52 characters, since labels may have 63. */ -}}
 {{- define "omni.name" -}}
 {{- printf "%s-%s" .root.Release.Name .model.name | trunc 42 | trimSuffix "-" -}}
 {{- end -}}
@@ -43,7 +43,7 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{- /* Name and key of a secret that is given (dict "root" $ "given" VALUE "key" KEY): itself, or by where it is. */ -}}
+{{- /* Name and key of a secret (dict "root" $ "given" VALUE "key" KEY); VALUE is the secret or a reference to it. */ -}}
 {{- define "omni.secretKey" -}}
 {{- if kindIs "string" .given -}}
 name: {{ .root.Release.Name }}-secrets
@@ -54,7 +54,7 @@ key: {{ .given.secretKey }}
 {{- end -}}
 {{- end -}}
 
-{{- /* What the secrets of this chart are, so that pods start anew when they change. */ -}}
+{{- /* A checksum of the secrets, so that pods restart when they change. */ -}}
 {{- define "omni.podAnnotations" -}}
 checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .root | sha256sum }}
 {{- with .model.podAnnotations }}
@@ -62,7 +62,7 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 {{- end }}
 {{- end -}}
 
-{{- /* Flags that heads and nodes must have in common: those that shape answers. */ -}}
+{{- /* Flags that must be equal for heads and nodes, because they affect answers. */ -}}
 {{- define "omni.sharedArgs" -}}
 {{- $config := .model.vllmConfig -}}
 - serve
@@ -216,7 +216,7 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 {{- end }}
 {{- end -}}
 
-{{- /* The fleet refuses a secret that others may read, or that is another user's, as mounted secrets are. */ -}}
+{{- /* The fleet refuses a secret file that other users own or may read, as mounted secrets are. */ -}}
 {{- define "omni.initContainers" -}}
 - name: secret
   image: {{ include "omni.image" . | quote }}
@@ -262,7 +262,7 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 {{- end }}
 {{- end -}}
 
-{{- /* Where pods go; (dict "root" $ "at" what has the affinity). */ -}}
+{{- /* Placement of pods; (dict "root" $ "at" values with the affinity). */ -}}
 {{- define "omni.placement" -}}
 {{- if .at.affinity }}
 affinity:
@@ -304,7 +304,7 @@ initContainers:
   {{- include "omni.initContainers" . | nindent 2 }}
 {{- end -}}
 
-{{- /* What the containers of heads and nodes have in common; arguments, ports, probes and volumes follow. */ -}}
+{{- /* The common part of the containers of heads and nodes; arguments, ports, probes and volumes follow. */ -}}
 {{- define "omni.container" -}}
 image: {{ include "omni.image" . | quote }}
 imagePullPolicy: {{ .root.Values.servingEngineSpec.imagePullPolicy }}

@@ -1,4 +1,4 @@
-"""Spares replicas that are new: their first requests compile kernels and fill caches."""
+"""Sends fewer requests to new replicas, whose first requests compile kernels and fill caches."""
 
 import random
 from collections import Counter
@@ -9,11 +9,11 @@ from vllm_omni_plugin.errors import ConfigError
 
 
 class WarmUpBalancer:
-    """Takes the replica with the fewest unfinished requests, those of one that is warming up counting several times.
+    """Picks the replica with the fewest unfinished requests; those of a cold replica count several times.
 
     Args:
-        requests: requests that a replica must have finished to be warm; 0 or more.
-        weight: how often a request on a cold replica counts; 1 or more.
+        requests: finished requests after which a replica is warm; 0 or more.
+        weight: weight of a request on a cold replica; 1 or more.
         rng: source of randomness for ties.
 
     Raises:
@@ -31,25 +31,25 @@ class WarmUpBalancer:
         self._finished: Counter[str] = Counter()
 
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """The index of the chosen replica. This method is all that a policy must have."""
+        """The index of the chosen replica. This is the only required method."""
         return self.decide(task, replicas).position
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """The same with its reasons, which then show up in traces, metrics and `/omni/explain`."""
+        """The choice with its reason, for traces, metrics and `/omni/explain`."""
         if not replicas:
             raise ValueError("replicas must not be empty")
         candidates = tuple(Candidate(position, self._score(replica)) for position, replica in enumerate(replicas))
-        # The second value breaks ties at random; a fixed choice would fill an idle fleet from one end.
+        # The second value breaks ties at random.
         best = min(candidates, key=lambda candidate: (candidate.score, self._rng.random()))
         return Decision(best.position, "warm" if self._is_warm(replicas[best.position]) else "cold", candidates)
 
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
-        """Told when a request is over: here a replica warms up."""
+        """Count a finished request."""
         if output_tokens and not self._is_warm(replica):
             self._finished[replica.input_addr] += 1
 
     def replica_lost(self, replica: ReplicaView) -> None:
-        """Told when a replica is lost: what is kept for it must go, or memory grows with every restart."""
+        """Delete the state of a lost replica, or memory would grow with every restart."""
         del self._finished[replica.input_addr]
 
     def _is_warm(self, replica: ReplicaView) -> bool:
