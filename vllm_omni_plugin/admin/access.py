@@ -1,6 +1,7 @@
 """Access control of the routes under `/omni`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
 
@@ -18,23 +19,23 @@ _FORWARDED_PREFIXES = ("x-forwarded-", "x-envoy-")
 excludes an address that uvicorn took from a header instead of the connection."""
 
 
+@dataclass(frozen=True)
 class Access:
     """Accepts requests to the operator's routes, or refuses them with an `HTTPException`.
 
-    Args:
+    Attributes:
         has_api_key: checks for an API key of the server; always true if the server has none.
         has_admin_key: checks for an admin key; None if there are none.
         unix_socket: whether the server listens on a unix socket, whose clients have no address.
     """
 
-    def __init__(self, has_api_key: KeyCheck, has_admin_key: KeyCheck | None, unix_socket: bool) -> None:
-        self._has_api_key = has_api_key
-        self._has_admin_key = has_admin_key
-        self._unix_socket = unix_socket
+    has_api_key: KeyCheck
+    has_admin_key: KeyCheck | None
+    unix_socket: bool
 
     async def require_read(self, request: Request) -> None:
         """Require any valid key."""
-        if self._has_api_key(request.headers) or (self._has_admin_key and self._has_admin_key(request.headers)):
+        if self.has_api_key(request.headers) or (self.has_admin_key and self.has_admin_key(request.headers)):
             return
         raise HTTPException(
             HTTPStatus.UNAUTHORIZED, "Unauthorized: these routes need the server's API key as a bearer token."
@@ -42,13 +43,13 @@ class Access:
 
     async def require_write(self, request: Request) -> None:
         """Require an admin key. Without admin keys, require a local request with an API key."""
-        if self._has_admin_key is None:
+        if self.has_admin_key is None:
             await self.require_read(request)
             if not self._is_local(request):
                 whom = "loopback addresses of its machine only, not through a proxy or from a web page"
                 why = f"without {ADMIN_KEY_FLAG} the server answers this to {whom}"
                 raise HTTPException(HTTPStatus.FORBIDDEN, f"Forbidden: {why}.")
-        elif not self._has_admin_key(request.headers):
+        elif not self.has_admin_key(request.headers):
             needs = f"an admin key of the server ({ADMIN_KEY_FLAG}) as a bearer token"
             raise HTTPException(HTTPStatus.UNAUTHORIZED, f"Unauthorized: this needs {needs}.")
 
@@ -57,7 +58,7 @@ class Access:
             return False
         if request.client is None:
             # A TCP peer that disconnected before its address could be read is unknown.
-            return self._unix_socket
+            return self.unix_socket
         try:
             address = ip_address(request.client.host)
         except ValueError:

@@ -49,21 +49,21 @@ class ReplicaReport:
     since_seconds: float | None
 
 
+@dataclass(frozen=True)
 class FleetAdmin:
     """Reads without a lock, since the tuples of replicas are immutable; sends changes to the orchestrator's loop."""
 
-    def __init__(self, orchestrator: Orchestrator, fleet_calls: FleetCalls, clock: Callable[[], float]) -> None:
-        self._orchestrator = orchestrator
-        self._fleet_calls = fleet_calls
-        self._clock = clock
+    orchestrator: Orchestrator
+    fleet_calls: FleetCalls
+    clock: Callable[[], float]
 
     @property
     def refusal(self) -> CoordinatorUnavailableError | None:
         """The error with which calls to the engines as a whole are refused now; None if they are accepted."""
-        return self._fleet_calls.refusal
+        return self.fleet_calls.refusal
 
     def replicas(self) -> list[ReplicaReport]:
-        now = self._clock()
+        now = self.clock()
         return [_report(member, now) for member in self._members()]
 
     async def manage(self, replica: str, action: Action) -> None:
@@ -76,27 +76,21 @@ class FleetAdmin:
             ReplicaError: the replica is in the wrong state.
             QueueClosedError: the server is about to end.
         """
-        member = self._find(replica)
-        if action == "resume" and ADMIN_HOLD not in member.held_back:
-            raise ReplicaError(f"Replica {replica} is not drained by an operator ({_condition(member)}).")
-        reply: Future[None] = Future()
-        self._orchestrator.rpc_async_queue.force_put(ManageReplica(action, member.stage_id, member.replica_id, reply))
-        await result_of(reply)
-
-    def _members(self) -> Iterator[PoolMember]:
-        for pool in self._orchestrator.stage_pools:
-            yield from pool.members
-
-    def _find(self, replica: str) -> PoolMember:
         members = {member.name: member for member in self._members()}
         if replica not in members:
             raise UnknownReplicaError(f"There is no replica {replica}. There are: {', '.join(members) or 'none'}.")
-        return members[replica]
+        member = members[replica]
+        if action == "resume" and ADMIN_HOLD not in member.held_back:
+            holds = f", held back: {', '.join(sorted(member.held_back))}" if member.held_back else ""
+            state = f"it is {member.status.value}{holds}"
+            raise ReplicaError(f"Replica {replica} is not drained by an operator ({state}).")
+        reply: Future[None] = Future()
+        self.orchestrator.rpc_async_queue.force_put(ManageReplica(action, member.stage_id, member.replica_id, reply))
+        await result_of(reply)
 
-
-def _condition(member: PoolMember) -> str:
-    holds = f", held back: {', '.join(sorted(member.held_back))}" if member.held_back else ""
-    return f"it is {member.status.value}{holds}"
+    def _members(self) -> Iterator[PoolMember]:
+        for pool in self.orchestrator.stage_pools:
+            yield from pool.members
 
 
 def _report(member: PoolMember, now: float) -> ReplicaReport:

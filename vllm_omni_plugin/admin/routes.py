@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -23,20 +22,6 @@ from vllm_omni_plugin.errors import (
     ReplicaError,
 )
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
-
-
-@dataclass(frozen=True, slots=True)
-class FleetReport:
-    """The answer of `GET /omni/replicas`."""
-
-    replicas: list[ReplicaReport]
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionReport:
-    """The answer of `POST /omni/admission`: a line for each changed value."""
-
-    changes: list[str]
 
 
 class ExplainRequest(BaseModel):
@@ -81,8 +66,8 @@ def build_router(access: Access) -> APIRouter:
     admins = APIRouter(dependencies=[Depends(access.require_write)])
 
     @router.get("/replicas", dependencies=[Depends(access.require_read)])
-    async def list_replicas(request: Request) -> FleetReport:
-        return FleetReport(app_state(request, "omni_fleet").replicas())
+    async def list_replicas(request: Request) -> dict[str, list[ReplicaReport]]:
+        return {"replicas": app_state(request, "omni_fleet").replicas()}
 
     @admins.post("/replicas/{replica}/drain", status_code=HTTPStatus.NO_CONTENT)
     async def drain_replica(replica: str, request: Request) -> None:
@@ -105,12 +90,12 @@ def build_router(access: Access) -> APIRouter:
         app_state(request, "omni_drain").end()
 
     @admins.post("/admission")
-    async def reload_admission(request: Request) -> AdmissionReport:
+    async def reload_admission(request: Request) -> dict[str, list[str]]:
         file: AdmissionFile | None = getattr(request.app.state, "omni_admission_file", None)
         if file is None:
             raise HTTPException(HTTPStatus.NOT_FOUND, "This server was started without --omni-admission.")
         with _http_errors():
-            return AdmissionReport(await file.reload())
+            return {"changes": await file.reload()}
 
     body = {"requestBody": {"content": {"application/json": {"schema": ExplainRequest.model_json_schema()}}}}
 

@@ -13,19 +13,14 @@ def number(name: str, value: object, minimum: float, maximum: float = math.inf) 
     """Return `value`. Raises ConfigError if it is no finite number from `minimum` to `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ConfigError(f"option {name}: {value!r} is not a number")
-    _require_range(name, value, minimum, maximum)
-    return float(value)
-
-
-def whole(name: str, value: object, minimum: float = -math.inf, maximum: float = math.inf) -> int:
-    """Return `value`. Raises ConfigError if it is no whole number from `minimum` to `maximum`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"option {name}: {value!r} is not a whole number")
-    _require_range(name, value, minimum, maximum)
-    return value
-
-
-def _require_range(name: str, value: float, minimum: float, maximum: float) -> None:
     if not minimum <= value <= maximum:
         allowed = f"from {minimum} to {maximum}" if maximum < math.inf else f"of {minimum} or more"
         raise ConfigError(f"option {name}: {value} is out of range: give a number {allowed}")
+    return float(value)
+
+
+def whole(name: str, value: object) -> int:
+    """Return `value`. Raises ConfigError if it is no whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"option {name}: {value!r} is not a whole number")
+    return value

@@ -73,7 +73,9 @@ def build_load_balancer_factory(
     elif name in _BUILT_IN:
         policy_class = _BUILT_IN[name]
     else:
-        raise ConfigError(_unknown(name))
+        known = known_policies()
+        usage = f"use one of {', '.join(known)}, or package.module:Class"
+        raise ConfigError(f"unknown load balancing policy {name!r}{did_you_mean(name, known)}: {usage}")
     return _checked_factory(offender, policy_class, options or {})
 
 
@@ -109,12 +111,6 @@ def _load_policy(offender: str, load: Callable[[], object]) -> type[LoadBalancer
     return target
 
 
-def _unknown(name: str) -> str:
-    known = known_policies()
-    hint = did_you_mean(name, known)
-    return f"unknown load balancing policy {name!r}{hint}: use one of {', '.join(known)}, or package.module:Class"
-
-
 def _checked_factory(
     offender: str, policy: type[LoadBalancer], options: Mapping[str, Any]
 ) -> Callable[[], LoadBalancer]:
@@ -134,15 +130,12 @@ def _checked_factory(
 
 def _refuse_unknown(offender: str, policy: type[LoadBalancer], options: Mapping[str, Any]) -> None:
     accepted = _accepted(policy)
-    if accepted is None:
-        return
-    for name in options:
-        if name in accepted:
-            continue
-        if not accepted:
-            raise ConfigError(f"{offender}: unknown option {name!r}: it has no options")
-        hint = did_you_mean(name, accepted)
-        raise ConfigError(f"{offender}: unknown option {name!r}{hint}: use {', '.join(accepted)}")
+    unknown = [name for name in options if accepted is not None and name not in accepted]
+    if unknown and accepted:
+        hint = did_you_mean(unknown[0], accepted)
+        raise ConfigError(f"{offender}: unknown option {unknown[0]!r}{hint}: use {', '.join(accepted)}")
+    if unknown:
+        raise ConfigError(f"{offender}: unknown option {unknown[0]!r}: it has no options")
 
 
 def _accepted(policy: type[LoadBalancer]) -> list[str] | None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from vllm_omni_plugin.admin.head_drain import HeadDrain
@@ -11,10 +12,11 @@ from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.pipeline.graph import Pipeline
 
 
+@dataclass
 class FleetView:
     """Computes the state on request, from data that any thread may read.
 
-    Args:
+    Attributes:
         is_ending: whether the server is shutting down.
         head: name of this head, and versions.
         pipeline: None without a pipeline.
@@ -22,41 +24,34 @@ class FleetView:
         wall_clock: unix seconds.
     """
 
-    def __init__(
-        self,
-        orchestrator: Orchestrator,
-        drain: HeadDrain,
-        is_ending: Callable[[], bool],
-        rates: TokenRates,
-        head: Mapping[str, str],
-        pipeline: Pipeline | None,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._orchestrator = orchestrator
-        self._drain = drain
-        self._is_ending = is_ending
-        self.rates = rates
-        self._head = dict(head)
+    orchestrator: Orchestrator
+    drain: HeadDrain
+    is_ending: Callable[[], bool]
+    rates: TokenRates
+    head: Mapping[str, str]
+    pipeline: InitVar[Pipeline | None]
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    _graph: dict[int, dict[str, Any]] = field(init=False)
+
+    def __post_init__(self, pipeline: Pipeline | None) -> None:
         self._graph = {} if pipeline is None else _graph(pipeline)
-        self._clock = clock
-        self._wall_clock = wall_clock
 
     def state(self) -> dict[str, Any]:
-        metrics = self._orchestrator.metrics
-        exchange = self._orchestrator.stage_pools[0].exchange
-        now = self._clock()
+        metrics = self.orchestrator.metrics
+        exchange = self.orchestrator.stage_pools[0].exchange
+        now = self.clock()
         return {
-            "time": self._wall_clock(),
+            "time": self.wall_clock(),
             "head": {
-                **self._head,
-                "state": "ending" if self._is_ending() else "draining" if self._drain.active else "up",
+                **self.head,
+                "state": "ending" if self.is_ending() else "draining" if self.drain.active else "up",
                 "coordinator": metrics.has_session,
                 "others": [] if exchange is None else sorted(exchange.others),
             },
             "requests": {
-                "unfinished": len(self._orchestrator.request_states),
-                "queued": len(self._orchestrator.request_async_queue),
+                "unfinished": len(self.orchestrator.request_states),
+                "queued": len(self.orchestrator.request_async_queue),
                 "held_http": metrics.waiting,
                 "held_fleet": metrics.held,
                 "held_move": metrics.moves_waiting,
@@ -65,16 +60,16 @@ class FleetView:
                 "lost": metrics.lost + metrics.queries_of_death,
                 "refused": metrics.refused + metrics.refused_before_accept,
             },
-            "stages": [self._stage(pool, now) for pool in self._orchestrator.stage_pools],
+            "stages": [self._stage(pool, now) for pool in self.orchestrator.stage_pools],
         }
 
     def sample(self) -> dict[str, Any]:
         """One point of the page's history."""
-        metrics = self._orchestrator.metrics
-        members = [member for pool in self._orchestrator.stage_pools for member in pool.members]
+        metrics = self.orchestrator.metrics
+        members = [member for pool in self.orchestrator.stage_pools for member in pool.members]
         return {
-            "time": self._wall_clock(),
-            "unfinished": len(self._orchestrator.request_states),
+            "time": self.wall_clock(),
+            "unfinished": len(self.orchestrator.request_states),
             "held": metrics.waiting + metrics.held + metrics.moves_waiting + metrics.paused,
             "tokens_per_second": sum(self.rates.rates_of(member.name)[0] or 0.0 for member in members),
             "kv_usage": max((member.load.kv_usage for member in members), default=0.0),

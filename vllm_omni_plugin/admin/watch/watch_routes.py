@@ -1,6 +1,5 @@
 """HTTP routes that show the fleet: its events, its state, and the page."""
 
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -33,13 +32,6 @@ _PAGE_HEADERS = {
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-@dataclass(frozen=True, slots=True)
-class EventReport:
-    """The answer of `GET /omni/events`."""
-
-    events: list[FleetEvent]
-
-
 def build_watch_router(access: Access) -> APIRouter:
     """The routes under `/omni` that show the fleet. They use `omni_broadcast` (`FleetBroadcast`) of `app.state`.
 
@@ -49,13 +41,13 @@ def build_watch_router(access: Access) -> APIRouter:
     router = APIRouter(prefix="/omni", tags=["fleet"])
     readers = [Depends(access.require_read)]
 
-    @router.get("/events", dependencies=readers, response_model=EventReport)
+    @router.get("/events", dependencies=readers, response_model=dict[str, list[FleetEvent]])
     async def events(request: Request) -> Any:
         broadcast: FleetBroadcast = app_state(request, "omni_broadcast")
         last_id = _last_event_id(request)
         if _wants_stream(request):
             return EventStreamResponse(broadcast, broadcast.event_stream(last_id), _STREAM_HEADERS)
-        return EventReport(broadcast.events(last_id))
+        return {"events": broadcast.events(last_id)}
 
     @router.get("/fleet", dependencies=readers, response_model=None)
     async def fleet(request: Request) -> Any:

@@ -102,11 +102,9 @@ class CostAwareBalancer(DecidingBalancer):
         score = (costs of the requests there + cost) * correction
 
     The expected output is the mean of the answers to requests with a `max_tokens` of the same magnitude, at most
-    `max_tokens`. The prompt's cost is released at the first output; the number of cached tokens is known by then.
-    `correction` is the ratio of observed to estimated seconds of the requests that ended on the replica, estimated with
-    their real token counts. An observation counts half after 16 more requests per replica. The fleet's ratio is mixed
-    in with the weight of four requests. A request of another head counts like this one. In a fleet of more than eight
-    replicas see `positions_to_compare`. A lost replica is forgotten.
+    `max_tokens`. The prompt's cost is released at the first output. `correction` is the decayed ratio of observed to
+    estimated seconds of the requests that ended on the replica, mixed with the fleet's ratio. A request of another head
+    counts like this one.
 
     Source: least work left (Harchol-Balter, "Performance Modeling and Design of Computer Systems", 2013, ch. 24) with
     estimated sizes; the correction is ours. The reason is `least-cost`, the fallback `no-history` until a first request

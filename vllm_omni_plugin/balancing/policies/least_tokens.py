@@ -33,10 +33,9 @@ class LeastTokensBalancer(DecidingBalancer):
         seconds = (prefill + prompt + decode_weight * decode) / rate + kv_seconds * k / (1 - k)
 
     `prefill` and `decode` are the replica's tokens to be computed and being decoded, `prompt` those of the request,
-    `rate` the measured prompt tokens per second, and `k` the KV usage. A request of another head counts as long as this
-    one: as being decoded, or as to be computed if other heads do not report and the engine says that it waits. An
-    unmeasured replica gets the median rate of those compared (10,000 if none is measured), and no rate may differ from
-    that by more than a factor of eight.
+    `rate` the measured prompt tokens per second (by default the median of those compared), and `k` the KV usage. A
+    request of another head counts as long as this one: as being decoded, or as to be computed if other heads do not
+    report and the engine says that it waits.
 
     Source: queued tokens over the measured rate, and a penalty for a filling KV cache that grows like the queue of an
     M/M/1 server of that utilisation; the weight of decoding is ours. The reason is `expected-wait`, the fallback

@@ -52,28 +52,22 @@ class PrefixBalancer(DecidingBalancer):
     """Sends a prompt to the replica that has most of it cached, unless the load there outweighs the saving.
 
     The lowest `overlap_weight * (prompt - matched) * min(4, requests + 1) + prefill_tokens + answer_tokens * requests`
-    wins. That is the latency which the choice adds to all requests, in prompt tokens: the uncached tokens delay all
-    requests of the replica, the waiting prefill delays this request, and the answers delay each other. There are no
-    thresholds, so noise at low load has no effect. An idle replica with an empty cache gets a prompt that is cached
-    elsewhere once each replica that has it has `prompt / answer_tokens` requests. Of equal costs the longest match
-    wins, then a random one.
+    wins: the latency that the choice adds to all requests, in prompt tokens. Uncached tokens delay all requests of the
+    replica, the waiting prefill delays this request, and the answers delay each other. Of equal costs the longest match
+    wins, then a random one. For the cached tokens see `PrefixCaches`, and with several heads `expected_prefix`.
 
-    Source: LMetric, `(prompt - matched) * (load + 1)`. Added to it are a price of answers, without which a fully cached
-    prompt would cost nothing and all its copies would go to one replica, and the waiting prefill, as in Dynamo's cost.
-    The prefill is added, not multiplied; otherwise all requests for a context would avoid the replica that is computing
-    it. Weight and temperature are those of NVIDIA Dynamo's KV router. The cached tokens come from KV cache events or
-    are estimated, see `PrefixCaches`. With several heads see also `expected_prefix`.
+    Source: LMetric, `(prompt - matched) * (load + 1)`. Added to it are a price of answers, without which all copies of
+    a fully cached prompt would go to one replica, and the waiting prefill, as in Dynamo's cost. The prefill is added,
+    not multiplied; otherwise all requests for a context would avoid the replica that is computing it. Weight and
+    temperature are those of NVIDIA Dynamo's KV router.
 
-    Up to eight replicas are all compared; of more, those with the longest matches, the expected one and some others.
-    Reasons: `prefix`: no compared replica is known to have more of the prompt; `rendezvous`: all heads expect the
-    prompt there; `prefix-spilled`: another one has more; `least-load`: none has any. Fallbacks: `no-prompt` and
-    `uncacheable`; both decide by load.
+    Reasons: `prefix`, `prefix-spilled`, `rendezvous`, `least-load`. Fallbacks: `no-prompt`, `uncacheable`; both decide
+    by load. docs/policies.md explains them.
 
     Args:
         answer_tokens: cost of an answer for each other answer on the same replica, in prompt tokens; 0 or more.
-        overlap_weight: cost of an uncached prompt token; 0 or more. A higher weight strengthens affinity.
-        temperature: 0: the lowest cost wins. Above 0: a replica is drawn by softmax of the negative cost, divided by
-            this and by the difference of the highest and the lowest cost.
+        overlap_weight: cost of an uncached prompt token; 0 or more.
+        temperature: 0: the lowest cost wins. Above: a replica is drawn by softmax of the negative, normalised cost.
 
     Raises:
         ConfigError: an option is out of range.

@@ -30,8 +30,7 @@ class SessionBalancer(DecidingBalancer):
     order are too busy, the shortest queue wins.
 
     Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018). Each session has its own
-    order instead of a common ring, after Chen, Coleman and Shrivastava, "Revisiting Consistent Hashing with Bounded
-    Loads" (2021); otherwise the neighbour of a busy replica would get all its overflow.
+    order, after Chen, Coleman and Shrivastava, "Revisiting Consistent Hashing with Bounded Loads" (2021).
 
     Reasons: `session`, `session-spilled`, `least-load`. Fallback: `no-session`.
 
