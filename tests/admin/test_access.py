@@ -39,7 +39,7 @@ async def test_a_loopback_peer_may_change_the_fleet(fleet: FakeFleet, address: s
     "address",
     ["10.0.0.9", "0.0.0.0", "::ffff:10.0.0.9", "fe80::1%eth0", "2001:db8::1", "localhost", "testclient", None],
 )
-async def test_no_other_peer_may_nor_one_whose_address_is_unknown(fleet: FakeFleet, address: str | None) -> None:
+async def test_other_and_unknown_peers_may_not_change_the_fleet(fleet: FakeFleet, address: str | None) -> None:
     async with client_of(keyless(fleet), address) as client:
         for method, path in CHANGES:
             assert (await client.request(method, path)).status_code == 403
@@ -58,14 +58,14 @@ async def test_no_other_peer_may_nor_one_whose_address_is_unknown(fleet: FakeFle
         "Origin",
     ],
 )
-async def test_what_a_proxy_or_a_web_page_sends_from_loopback_changes_nothing(fleet: FakeFleet, header: str) -> None:
+async def test_requests_of_a_proxy_or_a_web_page_do_not_count_as_local(fleet: FakeFleet, header: str) -> None:
     async with client_of(keyless(fleet), "127.0.0.1") as client:
         answer = await client.post(DRAIN, headers={header: "127.0.0.1"})
     assert answer.status_code == 403
     assert "--omni-admin-key-file" in answer.json()["detail"]
 
 
-async def test_nobody_is_heard_before_it_is_known_who_it_is(fleet: FakeFleet) -> None:
+async def test_the_body_is_not_read_before_the_access_check(fleet: FakeFleet) -> None:
     async def endless() -> AsyncIterator[bytes]:
         yield b"{"
         raise AssertionError
@@ -93,14 +93,14 @@ def tcp() -> tuple[socket.socket, str]:
     return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-async def test_a_connection_over_loopback_changes_the_fleet_until_it_names_somebody_else(fleet: FakeFleet) -> None:
+async def test_a_loopback_connection_counts_as_local_unless_it_has_a_forwarding_header(fleet: FakeFleet) -> None:
     listener, url = tcp()
     async with served(keyless(fleet), listener), httpx.AsyncClient(base_url=url, trust_env=False) as client:
         assert (await client.post(DRAIN)).status_code == 204
         assert (await client.post(DRAIN, headers={"X-Forwarded-For": "10.0.0.9"})).status_code == 403
 
 
-async def test_an_address_that_uvicorn_takes_from_a_header_of_anybodys_is_not_believed(fleet: FakeFleet) -> None:
+async def test_an_address_that_uvicorn_takes_from_a_header_does_not_count(fleet: FakeFleet) -> None:
     listener, url = tcp()
     async with (
         served(keyless(fleet), listener, forwarded_allow_ips="*"),
@@ -110,7 +110,7 @@ async def test_an_address_that_uvicorn_takes_from_a_header_of_anybodys_is_not_be
             assert (await client.post(DRAIN, headers={"X-Forwarded-For": claimed})).status_code == 403
 
 
-async def test_peers_of_a_unix_socket_are_on_this_machine(fleet: FakeFleet, tmp_path: Path) -> None:
+async def test_peers_of_a_unix_socket_are_local(fleet: FakeFleet, tmp_path: Path) -> None:
     listener = socket.socket(socket.AF_UNIX)
     path = str(tmp_path / "http")
     listener.bind(path)
@@ -123,7 +123,7 @@ async def test_peers_of_a_unix_socket_are_on_this_machine(fleet: FakeFleet, tmp_
         assert (await client.post(DRAIN, headers={"X-Forwarded-For": "127.0.0.1"})).status_code == 403
 
 
-def test_keys_are_the_lines_that_are_not_empty(tmp_path: Path) -> None:
+def test_keys_are_the_non_empty_lines(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("\n  0123456789abcdef \r\n\nfedcba9876543210\n")
     assert read_admin_keys(str(path), "--flag") == ["0123456789abcdef", "fedcba9876543210"]
@@ -140,9 +140,7 @@ def test_keys_are_the_lines_that_are_not_empty(tmp_path: Path) -> None:
         ("0123456789äbcdef\n".encode(), "key 1 is not ASCII"),
     ],
 )
-def test_a_file_that_holds_anything_but_keys_is_an_error_that_names_it(
-    tmp_path: Path, content: bytes, fault: str
-) -> None:
+def test_an_unusable_key_file_is_an_error_that_names_it(tmp_path: Path, content: bytes, fault: str) -> None:
     path = tmp_path / "keys"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=fault) as raised:

@@ -85,16 +85,16 @@ def give_fleet(app: FastAPI, fleet: FakeFleet, replica_wait: float = 0.01) -> No
     app.state.omni_hold = hold.Hold(fleet.orchestrator, never, replica_wait, lambda: "", never)
 
 
-def test_the_plugin_is_what_vllm_takes_for_one() -> None:
+def test_the_class_satisfies_vllms_plugin_interface() -> None:
     assert isinstance(FleetEndpoints(), EndpointPlugin)
 
 
-def test_opening_twice_adds_the_plugin_once(build: BuildApp) -> None:
+def test_patching_twice_adds_the_plugin_once(build: BuildApp) -> None:
     patch_app()
     assert [plugin.name for plugin in build().state.endpoint_plugins] == ["omni"]
 
 
-def test_every_call_of_an_operator_is_one_that_may_be_refused(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operator_route_of_vllm_may_be_refused(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     paths = {route.path for route in build().routes if isinstance(route, APIRoute) and "POST" in route.methods}
     vllms = {path for path in paths if not path.startswith("/omni/")} - INFERENCE_PATHS - NEED_NO_ENGINE
@@ -104,7 +104,7 @@ def test_every_call_of_an_operator_is_one_that_may_be_refused(build: BuildApp, m
     assert OPERATOR_PATHS - vllms <= more
 
 
-async def test_an_operator_s_call_is_refused_while_other_heads_cannot_be_told(
+async def test_an_operators_call_is_refused_without_a_coordinator(
     build: BuildApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
@@ -119,7 +119,7 @@ async def test_an_operator_s_call_is_refused_while_other_heads_cannot_be_told(
         assert (await client.post("/tokenize")).status_code != 503
 
 
-def test_every_post_route_of_vllm_is_known_to_wait_or_not_to(build: BuildApp) -> None:
+def test_every_post_route_of_vllm_is_classified(build: BuildApp) -> None:
     routes = build().routes
     paths = {route.path for route in routes if isinstance(route, APIRoute) and "POST" in route.methods}
     vllms = {path for path in paths if not path.startswith("/omni/")}
@@ -129,7 +129,7 @@ def test_every_post_route_of_vllm_is_known_to_wait_or_not_to(build: BuildApp) ->
     assert INFERENCE_PATHS - vllms <= {"/cohere/v2/chat", "/v1/audio/speech"} | later
 
 
-def test_no_speech_is_offered_without_a_pipeline(build: BuildApp) -> None:
+def test_the_speech_route_needs_a_pipeline(build: BuildApp) -> None:
     paths = build().openapi()["paths"]
     assert "/v1/completions" in paths
     assert "/v1/audio/speech" not in paths
@@ -154,7 +154,7 @@ async def test_the_servers_api_keys_guard_our_routes(build: BuildApp, authorizat
     assert answer.status_code == status
 
 
-async def test_the_key_of_the_environment_guards_them_too(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_key_of_the_environment_guards_our_routes(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "right")
     app = build()
     give_fleet(app, FakeFleet())
@@ -164,7 +164,7 @@ async def test_the_key_of_the_environment_guards_them_too(build: BuildApp, monke
     assert answers[0].json()["error"]["code"] == 401
 
 
-async def test_a_root_path_opens_no_way_around_the_key(build: BuildApp) -> None:
+async def test_a_root_path_does_not_bypass_the_key(build: BuildApp) -> None:
     app = build("--api-key", "right", "--root-path", "/o")
     give_fleet(app, FakeFleet())
     async with client_of(app) as client:
@@ -185,7 +185,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
-async def test_a_key_of_vllms_changes_nothing_where_there_are_admin_keys(
+async def test_with_admin_keys_an_api_key_may_not_change_the_fleet(
     build: BuildApp, key_file: Path, method: str, path: str
 ) -> None:
     app = build("--api-key", "right", admin_key_file=key_file)
@@ -200,9 +200,7 @@ async def test_a_key_of_vllms_changes_nothing_where_there_are_admin_keys(
             assert taken.status_code == 404
 
 
-async def test_who_may_change_the_fleet_may_look_at_it_and_asks_engines_for_nothing(
-    build: BuildApp, key_file: Path
-) -> None:
+async def test_an_admin_key_may_read_the_fleet_but_not_use_the_model(build: BuildApp, key_file: Path) -> None:
     app = build("--api-key", "right", admin_key_file=key_file)
     give_fleet(app, FakeFleet())
     async with client_of(app, Authorization=f"Bearer {ADMIN_KEYS[0]}") as client:
@@ -210,14 +208,14 @@ async def test_who_may_change_the_fleet_may_look_at_it_and_asks_engines_for_noth
     assert (looked.status_code, asked.status_code) == (200, 401)
 
 
-async def test_admin_keys_close_nothing_to_those_who_look(build: BuildApp, key_file: Path) -> None:
+async def test_admin_keys_do_not_restrict_reading(build: BuildApp, key_file: Path) -> None:
     app = build(admin_key_file=key_file)
     give_fleet(app, FakeFleet())
     async with client_of(app) as client:
         assert (await client.get("/omni/replicas")).status_code == 200
 
 
-async def test_errors_of_our_routes_have_the_shape_of_openai(build: BuildApp) -> None:
+async def test_errors_of_our_routes_are_formatted_like_openais(build: BuildApp) -> None:
     app = build()
     give_fleet(app, FakeFleet(replicas=1))
     async with client_of(app) as client:
@@ -246,7 +244,7 @@ UNGUARDED = ("/classify", "/generative_scoring", "/invocations", "/pooling", "/r
 
 
 @pytest.mark.parametrize("path", UNGUARDED)
-async def test_strangers_on_paths_that_vllm_does_not_guard_displace_nobody(
+async def test_requests_without_a_key_take_no_place_in_the_hold(
     build: BuildApp, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr(hold, "MAX_WAITING", 1)
@@ -261,7 +259,7 @@ async def test_strangers_on_paths_that_vllm_does_not_guard_displace_nobody(
         known.cancel()
 
 
-async def test_a_text_to_speak_waits_behind_the_key_too_and_only_audio_speaks_it(build: BuildApp) -> None:
+async def test_speech_requests_need_a_key_a_replica_and_an_audio_pipeline(build: BuildApp) -> None:
     app = build("--api-key", "right")
     body = {"input": "Hello."}
     give_fleet(app, FakeFleet(replicas=0))
@@ -274,7 +272,7 @@ async def test_a_text_to_speak_waits_behind_the_key_too_and_only_audio_speaks_it
     assert (stranger.status_code, early.status_code, mute.status_code) == (401, 503, 404)
 
 
-async def test_answers_of_engines_name_their_replica_within_our_middleware(build: BuildApp) -> None:
+async def test_answers_name_their_replica_also_for_errors(build: BuildApp) -> None:
     app = build()
 
     @app.post("/v1/moved")
@@ -292,7 +290,7 @@ async def test_answers_of_engines_name_their_replica_within_our_middleware(build
     assert "X-Omni-Replica" not in other.headers
 
 
-async def test_a_server_without_a_fleet_answers_as_vllm_does(build: BuildApp) -> None:
+async def test_a_server_without_a_fleet_answers_like_vllm(build: BuildApp) -> None:
     app = build()
     await FleetEndpoints().init_state(SimpleNamespace(engine_core=object()), app.state, None)
     async with client_of(app) as client:

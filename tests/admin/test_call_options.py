@@ -29,12 +29,12 @@ def pipeline(*outputs: Modality) -> Pipeline:
     return Pipeline((writer, *readers))
 
 
-def test_a_body_that_says_nothing_gets_the_default(speech: Pipeline) -> None:
+def test_an_empty_body_gives_the_defaults(speech: Pipeline) -> None:
     assert read_call_options({"temperature": 1}, speech) == CallOptions((TEXT,))
     assert read_call_options({}, pipeline(AUDIO)) == CallOptions((AUDIO,))
 
 
-def test_everything_that_can_be_said(speech: Pipeline) -> None:
+def test_all_fields_are_read(speech: Pipeline) -> None:
     fields = {
         "modalities": ["audio", "text", "audio"],
         "audio": {"voice": "ann", "format": "pcm16"},
@@ -55,17 +55,17 @@ def test_everything_that_can_be_said(speech: Pipeline) -> None:
     )
 
 
-def test_the_voice_in_params_is_the_more_particular_one(speech: Pipeline) -> None:
+def test_the_voice_in_params_has_precedence(speech: Pipeline) -> None:
     fields = {"modalities": ["audio"], "audio": {"voice": "ann"}, "omni": {"params": {"voice": "bob"}}}
     assert read_call_options(fields, speech).params == {"voice": "bob"}
 
 
-def test_what_is_asked_for_beside_the_text_is_shown() -> None:
+def test_outputs_beside_the_text_are_shown() -> None:
     assert read_call_options({"modalities": ["text", "scores"]}, pipeline(TEXT, SCORES)).outputs == {"scores"}
     assert read_call_options({}, pipeline(TEXT, SCORES)).outputs == frozenset()
 
 
-def test_parameters_of_a_stage_that_only_leads_to_the_answer_may_be_given(speech: Pipeline) -> None:
+def test_parameters_of_an_upstream_stage_may_be_given(speech: Pipeline) -> None:
     options = read_call_options({"modalities": ["audio"], "omni": {"sampling": {"thinker": {"seed": 1}}}}, speech)
     assert options.sampling == {"thinker": {"seed": 1}}
 
@@ -123,7 +123,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), BAD, ids=[message for _, _, message in BAD])
-def test_a_mistake_is_named_with_its_place(speech: Pipeline, fields: dict[str, Any], param: str, message: str) -> None:
+def test_a_mistake_is_reported_with_its_field(
+    speech: Pipeline, fields: dict[str, Any], param: str, message: str
+) -> None:
     with pytest.raises(BadOptionError) as raised:
         read_call_options(fields, speech)
     assert (raised.value.param, str(raised.value)) == (param, message)
@@ -137,20 +139,22 @@ def test_a_mistake_is_named_with_its_place(speech: Pipeline, fields: dict[str, A
         ((TEXT, Modality.IMAGE), ["text", "image"], "'image' cannot be sent in an answer."),
     ],
 )
-def test_what_no_answer_can_hold_is_refused(outputs: tuple[Modality, ...], asked: list[str], message: str) -> None:
+def test_modalities_that_no_answer_can_hold_are_refused(
+    outputs: tuple[Modality, ...], asked: list[str], message: str
+) -> None:
     with pytest.raises(BadOptionError) as raised:
         read_call_options({"modalities": asked}, pipeline(*outputs))
     assert (raised.value.param, str(raised.value)) == ("modalities", message)
 
 
-def test_the_output_of_a_stage_that_json_cannot_hold_is_refused() -> None:
+def test_a_stage_output_that_json_cannot_hold_is_refused() -> None:
     painter = Stage(0, "painter", "vllm", Modality.LATENT, model="m")
     writer = Stage(1, "writer", "a.b:C", TEXT, inputs=("painter",), transform="a.b:c", final=True)
     with pytest.raises(BadOptionError, match="Stage 'painter' has the output 'latent', which cannot be sent"):
         read_call_options({"omni": {"outputs": ["painter"]}}, Pipeline((painter, writer)))
 
 
-def test_where_a_python_stage_answers_the_entry_stage_uses_the_requests_own_parameters() -> None:
+def test_if_a_python_stage_answers_the_entry_stage_uses_the_requests_parameters() -> None:
     writer = Stage(0, "writer", "vllm", TEXT, model="m")
     gate = Stage(1, "gate", "a.b:C", TEXT, inputs=("writer",), final=True)
     both = Pipeline((writer, gate))
@@ -168,7 +172,7 @@ def prefilled() -> Pipeline:
     return Pipeline((prefill, writer, Stage(2, "gate", "a.b:C", TEXT, inputs=("writer",), final=True)))
 
 
-def test_behind_a_prefill_it_is_the_writer_that_uses_the_requests_own_parameters() -> None:
+def test_after_a_prefill_stage_the_writer_uses_the_requests_parameters() -> None:
     with pytest.raises(BadOptionError, match="Stage 'writer' uses the request's own"):
         read_call_options({"omni": {"sampling": {"writer": {"seed": 1}}}}, prefilled())
 
@@ -180,7 +184,7 @@ def test_a_stage_that_samples_nothing_takes_no_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
-def test_where_a_cache_is_fetched_from_is_not_for_clients_to_say(speech: Pipeline, name: str) -> None:
+def test_clients_cannot_set_kv_transfer_parameters(speech: Pipeline, name: str) -> None:
     extra = {"extra_args": {name: {"remote_host": "10.0.0.1"}}}
     with pytest.raises(BadOptionError, match=f"`{name}` are set by the pipeline") as raised:
         read_call_options({"modalities": ["audio"], "omni": {"sampling": {"talker": extra}}}, speech)

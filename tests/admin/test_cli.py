@@ -1,16 +1,15 @@
-"""The command `vllm-omni-plugin` against a server that the test plays."""
+"""The command `vllm-omni-plugin` against a fake server."""
 
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fakes.http_server import FakeServer
 from vllm_omni_plugin.cli import main
 
 REPLICAS = [
@@ -77,83 +76,35 @@ REPLICA  SCORE    MATCHED  REQUESTS  PREFILL TOKENS  DECODE TOKENS  KV USAGE
 """
 
 
-class Head(HTTPServer):
-    """Answers with what it is given and notes what it is asked.
-
-    Attributes:
-        answers: status and body by method and path; any other request gets the replicas.
-        asked: method, path and Authorization of each request.
-        bodies: of those that have one, from JSON.
-        elsewhere: an address to send all requests on to.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers: dict[tuple[str, str], tuple[int, Any]] = {}
-        self.asked: list[tuple[str, str, str | None]] = []
-        self.bodies: list[Any] = []
-        self.elsewhere = ""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Head
-
-    def do_GET(self) -> None:
-        self.server.asked.append((self.command, self.path, self.headers["Authorization"]))
-        if length := int(self.headers["Content-Length"] or 0):
-            self.server.bodies.append(json.loads(self.rfile.read(length)))
-        if self.server.elsewhere:
-            self.send_response(307)
-            self.send_header("Location", f"{self.server.elsewhere}{self.path}")
-            self.end_headers()
-            return
-        status, body = self.server.answers.get((self.command, self.path), (200, {"replicas": REPLICAS}))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
-
-    do_POST = do_GET  # noqa: N815
-
-    def log_message(self, *_: Any) -> None:
-        return None
-
-
 @pytest.fixture
-def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    """Answers every request with the replicas by default."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.delenv("OMNI_ADMIN_KEY", raising=False)
-    with Head() as head:
-        thread = threading.Thread(target=head.serve_forever, args=(0.01,))
-        thread.start()
+    with FakeServer((200, {"replicas": REPLICAS})) as head:
         yield head
-        head.shutdown()
-        thread.join()
 
 
-def test_ls_prints_an_aligned_table(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_prints_an_aligned_table(head: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replicas", "ls", "--url", head.url]) == 0
     assert capsys.readouterr().out == TABLE
     assert head.asked == [("GET", "/omni/replicas", None)]
 
 
-def test_ls_prints_json_when_asked(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_prints_json_when_asked(head: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replicas", "ls", "--url", f"{head.url}/", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"replicas": REPLICAS}
 
 
 @pytest.mark.parametrize("action", ["drain", "resume"])
-def test_a_change_is_made_and_shown(head: Head, capsys: pytest.CaptureFixture[str], action: str) -> None:
+def test_a_change_is_made_and_shown(head: FakeServer, capsys: pytest.CaptureFixture[str], action: str) -> None:
     head.answers["POST", f"/omni/replicas/0.10/{action}"] = (204, b"")
     assert main(["replicas", action, "0.10", "--url", head.url]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ID", "0.10"]
     assert head.asked[0] == ("POST", f"/omni/replicas/0.10/{action}", None)
 
 
-def test_a_decision_is_explained_with_its_candidates(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_decision_is_explained_with_its_candidates(head: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     head.answers["POST", "/omni/explain"] = (200, DECISION)
     assert main(["explain", "a & b?", "--session", "s", "--url", head.url, "--api-key", "k"]) == 0
     assert capsys.readouterr().out == EXPLAINED
@@ -161,19 +112,19 @@ def test_a_decision_is_explained_with_its_candidates(head: Head, capsys: pytest.
     assert head.bodies == [{"prompt": "a & b?", "session": "s"}]
 
 
-def test_a_decision_without_a_comparison_is_one_line(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_decision_without_a_comparison_is_one_line(head: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     alone = DECISION | {"candidates": [], "fallback": "no-session"}
     head.answers["POST", "/omni/explain"] = (200, alone)
     assert main(["explain", "x", "--url", head.url]) == 0
     assert capsys.readouterr().out == ("480 tokens would go to replica 0.10 (kv-aware: match, fallback no-session)\n")
 
 
-def test_an_id_cannot_become_another_path(head: Head) -> None:
+def test_an_id_cannot_become_another_path(head: FakeServer) -> None:
     main(["replicas", "drain", "../x?y", "--url", head.url])
     assert head.asked[0][1] == "/omni/replicas/..%2Fx%3Fy/drain"
 
 
-def test_changes_get_the_admin_key_and_looks_the_api_key(head: Head, tmp_path: Path) -> None:
+def test_changes_use_the_admin_key_and_reads_the_api_key(head: FakeServer, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\nadmin-key-number-1\nadmin-key-number-2\n")
     main(["replicas", "drain", "0.0", "--url", head.url, "--admin-key-file", str(keys), "--api-key", "api"])
@@ -187,8 +138,8 @@ def test_changes_get_the_admin_key_and_looks_the_api_key(head: Head, tmp_path: P
     ]
 
 
-def test_a_key_of_a_flag_comes_before_that_of_the_environment(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_key_of_a_flag_has_precedence_over_the_environment(
+    head: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "api")
     monkeypatch.setenv("OMNI_ADMIN_KEY", "admin")
@@ -201,7 +152,7 @@ def test_a_key_of_a_flag_comes_before_that_of_the_environment(
     ]
 
 
-def test_an_admin_key_file_that_cannot_be_read_is_named(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_admin_key_file_that_cannot_be_read_is_named(head: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "x", "--url", head.url, "--admin-key-file", "/nowhere"]) == 1
     expected = "vllm-omni-plugin: error: argument --admin-key-file: /nowhere: No such file or directory\n"
     assert capsys.readouterr().err == expected
@@ -209,7 +160,7 @@ def test_an_admin_key_file_that_cannot_be_read_is_named(head: Head, capsys: pyte
 
 
 @pytest.mark.parametrize(("key", "fault"), [([], "wants a key"), (["--api-key", "x"], "does not accept this key")])
-def test_a_401_names_the_flag(head: Head, capsys: pytest.CaptureFixture[str], key: list[str], fault: str) -> None:
+def test_a_401_names_the_flag(head: FakeServer, capsys: pytest.CaptureFixture[str], key: list[str], fault: str) -> None:
     head.answers["GET", "/omni/replicas"] = (401, {"error": "Unauthorized"})
     assert main(["replicas", "ls", "--url", head.url, *key]) == 1
     error = capsys.readouterr().err
@@ -226,8 +177,8 @@ def test_a_401_names_the_flag(head: Head, capsys: pytest.CaptureFixture[str], ke
         (b"<html>", "Not Found"),
     ],
 )
-def test_a_refusal_is_told_in_the_servers_words(
-    head: Head, capsys: pytest.CaptureFixture[str], body: Any, message: str
+def test_a_refusal_shows_the_servers_message(
+    head: FakeServer, capsys: pytest.CaptureFixture[str], body: Any, message: str
 ) -> None:
     head.answers["POST", "/omni/replicas/7/drain"] = (404, body)
     assert main(["replicas", "drain", "7", "--url", head.url]) == 1
@@ -235,10 +186,10 @@ def test_a_refusal_is_told_in_the_servers_words(
 
 
 @pytest.mark.parametrize("command", [["ls"], ["drain", "0.1"]])
-def test_a_key_is_not_given_to_where_a_server_points(
-    head: Head, capsys: pytest.CaptureFixture[str], command: list[str]
+def test_a_key_is_not_sent_to_a_redirect_target(
+    head: FakeServer, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    head.elsewhere = "http://127.0.0.1:1"
+    head.redirect = "http://127.0.0.1:1"
     assert main(["replicas", *command, "--url", head.url, "--api-key", "k"]) == 1
     error = capsys.readouterr().err
     assert f"{head.url} redirects to http://127.0.0.1:1/omni/replicas" in error
@@ -246,15 +197,17 @@ def test_a_key_is_not_given_to_where_a_server_points(
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"\xff", [], {"replicas": 1}, {}])
-def test_an_answer_of_another_server_is_told_as_such(head: Head, capsys: pytest.CaptureFixture[str], body: Any) -> None:
+def test_an_answer_of_another_kind_of_server_is_reported(
+    head: FakeServer, capsys: pytest.CaptureFixture[str], body: Any
+) -> None:
     head.answers["GET", "/omni/replicas"] = head.answers["POST", "/omni/explain"] = (200, body)
     for command in (["replicas", "ls"], ["explain", "x"]):
         assert main([*command, "--url", head.url]) == 1
         assert f"{head.url} answers, but it is not the server of a fleet" in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with Head() as closed:
+def test_an_unreachable_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as closed:
         url = closed.url
     assert main(["replicas", "ls", "--url", url]) == 1
     error = capsys.readouterr().err
@@ -262,7 +215,9 @@ def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     assert "refused" in error
 
 
-def test_a_key_that_no_header_can_carry_is_an_error_of_one_line(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_is_no_header_value_is_reported_in_one_line(
+    head: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replicas", "ls", "--url", head.url, "--api-key", "a\nb"]) == 1
     assert "Traceback" not in capsys.readouterr().err
 
@@ -299,7 +254,7 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         ("ray", "vllm_omni_plugin.ray.ray_command.run_ray"),
     ],
 )
-def test_what_stands_behind_a_command_with_arguments_of_vllm_is_left_to_it(
+def test_commands_with_vllms_arguments_parse_their_own_arguments(
     command: str, runs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[list[str]] = []
@@ -322,7 +277,7 @@ def test_operating_a_fleet_loads_neither_vllm_nor_torch_nor_a_web_framework() ->
 
 @pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY"])
 def test_a_server_on_this_machine_is_asked_without_a_proxy(
-    head: Head, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str
+    head: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -333,7 +288,7 @@ def test_a_server_on_this_machine_is_asked_without_a_proxy(
 
 
 def test_another_host_is_asked_through_the_proxy_of_the_environment(
-    head: Head, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    head: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)

@@ -17,7 +17,7 @@ from vllm_omni_plugin.vllm_api.versions.supported import RANGE
         ("", f"no distribution named vllm is installed (supported: {RANGE})"),
     ],
 )
-def test_versions_are_told_with_the_range_that_is_supported(
+def test_versions_are_printed_with_the_supported_range(
     installed: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "installed_version", lambda: installed)

@@ -131,7 +131,7 @@ async def test_a_score_that_json_cannot_hold_is_null(policy: Scripted, client: h
         ({"prompt": "x", "model": "other"}, 404, "The model `other` does not exist."),
     ],
 )
-async def test_what_cannot_be_completed_cannot_be_explained(
+async def test_an_invalid_question_is_refused(
     policy: Scripted, client: httpx.AsyncClient, question: Any, status: int, fault: str
 ) -> None:
     answer = await client.post("/omni/explain", json=question)
@@ -141,13 +141,13 @@ async def test_what_cannot_be_completed_cannot_be_explained(
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff"])
-async def test_a_body_that_is_no_json_is_the_askers_error(client: httpx.AsyncClient, body: bytes) -> None:
+async def test_a_body_that_is_no_json_is_a_client_error(client: httpx.AsyncClient, body: bytes) -> None:
     answer = await client.post("/omni/explain", content=body)
     assert answer.status_code == 400
     assert "Invalid JSON" in answer.json()["detail"]
 
 
-async def test_a_prompt_never_stands_in_an_address(client: httpx.AsyncClient) -> None:
+async def test_a_prompt_in_the_url_is_refused(client: httpx.AsyncClient) -> None:
     assert (await client.get("/omni/explain?prompt=x")).status_code == 405
 
 
@@ -178,16 +178,14 @@ async def test_a_policy_without_reasons_is_named() -> None:
     ],
     ids=repr,
 )
-async def test_an_explanation_that_makes_no_sense_is_not_passed_on(
-    policy: Scripted, client: httpx.AsyncClient, decision: Any
-) -> None:
+async def test_an_invalid_decision_is_not_returned(policy: Scripted, client: httpx.AsyncClient, decision: Any) -> None:
     policy.decision = decision
     answer = await client.post("/omni/explain", json={"prompt": "Hello"})
     assert answer.status_code == 409
     assert "Scripted" in answer.json()["detail"]
 
 
-async def test_a_question_that_the_end_of_the_server_overtakes_is_answered() -> None:
+async def test_a_question_is_answered_when_the_server_ends() -> None:
     fleet = FakeFleet(balancer=Scripted())
     async with client_of(explaining(fleet)) as client:
         question = asyncio.ensure_future(client.post("/omni/explain", json={"prompt": "Hello"}))
@@ -196,7 +194,7 @@ async def test_a_question_that_the_end_of_the_server_overtakes_is_answered() -> 
         assert (await question).status_code == 503
 
 
-async def test_the_answer_says_where_the_request_would_stand_in_the_queue() -> None:
+async def test_the_answer_has_the_place_in_the_queue() -> None:
     plan = AdmissionConfig(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
     balancer = Scripted()
     balancer.decision = Decision(0, "match")
@@ -215,7 +213,7 @@ async def test_the_answer_says_where_the_request_would_stand_in_the_queue() -> N
         assert len(fleet.orchestrator.request_states) == 4
 
 
-async def test_the_answer_knows_of_the_room_that_a_tenant_over_its_share_leaves() -> None:
+async def test_the_answer_respects_the_headroom_for_other_tenants() -> None:
     balancer = Scripted()
     balancer.decision = Decision(0, "match")
     send_window = SendWindow(BatchLimits(tokens=1000, sequences=9), limited=True)

@@ -11,7 +11,7 @@ from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
 
 
-async def test_the_state_tells_what_an_operator_asks_about(fleet: FakeFleet) -> None:
+async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> None:
     fleet.now = 10.0
     app = app_of(fleet)
     for number in range(3):
@@ -39,7 +39,7 @@ async def test_the_state_tells_what_an_operator_asks_about(fleet: FakeFleet) -> 
     assert (second["tokens_per_second"], second["hit_rate"]) == (None, None)
 
 
-def test_a_pipeline_is_told_as_a_graph(fleet: FakeFleet) -> None:
+def test_a_pipeline_is_a_graph_of_stages(fleet: FakeFleet) -> None:
     stages = (
         Stage(0, "writer", VLLM_ENGINE, Modality.TEXT, model="w", final=True),
         Stage(1, "refiner", VLLM_ENGINE, Modality.TEXT, model="r", inputs=("writer",), final=True),

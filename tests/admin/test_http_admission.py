@@ -374,7 +374,7 @@ async def test_a_stream_that_is_cancelled_ends_as_before() -> None:
     assert client.sent == [start(headers=EVENTS)]
 
 
-async def test_answers_at_the_same_time_do_not_mix() -> None:
+async def test_concurrent_answers_do_not_mix() -> None:
     streams = {"a": Stream(), "b": Stream()}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -70,7 +70,7 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
 
 
 @pytest.mark.parametrize(("tenant", "label"), [("", "none"), ("acme", "acme"), ("other", "other_"), ("none", "none_")])
-async def test_a_tenant_has_a_label_that_no_client_can_give_to_others(tenant: str, label: str) -> None:
+async def test_a_tenant_with_a_reserved_name_gets_a_suffix(tenant: str, label: str) -> None:
     async with FakeFleet(replicas=1) as fleet:
         await fleet.submit("a", prompt=[1], terms=RequestTerms(tenant))
         name = "vllm_omni_fleet:tenant_requests_in_flight"
@@ -78,7 +78,7 @@ async def test_a_tenant_has_a_label_that_no_client_can_give_to_others(tenant: st
         assert registry_of(fleet.orchestrator).get_sample_value(name, {"tenant": "other"}) == 0
 
 
-def test_ten_thousand_tenants_of_one_client_are_fifty_in_metrics_and_all_others_as_one() -> None:
+def test_ten_thousand_tenants_are_fifty_labels_and_one_for_all_others() -> None:
     orchestrator = empty_orchestrator()
     orchestrator.admission.replace(AdmissionConfig(tenants={"known": TenantSettings()}))
     for number in range(10_000):
@@ -94,7 +94,7 @@ def test_ten_thousand_tenants_of_one_client_are_fifty_in_metrics_and_all_others_
     assert "other" not in values(registry, "vllm_omni_fleet:tenant_weight", "tenant")
 
 
-def test_a_head_that_can_be_joined_says_who_it_hears_of() -> None:
+def test_a_head_that_can_be_joined_reports_heads_and_coordinator() -> None:
     orchestrator = empty_orchestrator()
     orchestrator.stage_pools[0].exchange = exchange = WorkExchange(print, call_later=Timers().call_later)
     registry = registry_of(orchestrator)
@@ -131,7 +131,7 @@ async def test_work_is_counted_per_replica() -> None:
         assert values(registry, "vllm_omni_fleet:dispatches_total", "stage") == {"0": 2}
 
 
-async def test_moves_are_counted_by_their_way_and_losses_apart() -> None:
+async def test_moves_are_counted_by_way_and_losses_separately() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name, move in (("queued", "resume"), ("resumes", "resume"), ("replays", "replay"), ("cannot", "never")):
             await fleet.submit(name, move=move, affinity=0)
@@ -147,7 +147,7 @@ async def test_moves_are_counted_by_their_way_and_losses_apart() -> None:
     }
 
 
-async def test_what_replays_repeat_and_do_not_repeat_is_counted() -> None:
+async def test_swallowed_tokens_and_diverged_replays_are_counted() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name in ("repeats", "diverges"):
             await fleet.submit(name, move="replay", affinity=0)
@@ -178,7 +178,7 @@ def of_stages(registry: CollectorRegistry, name: str) -> dict[str, float]:
     return values(registry, f"vllm_omni_fleet:{name}", "stage")
 
 
-async def test_requests_wait_or_run_wherever_they_are() -> None:
+async def test_waiting_and_running_requests_are_counted_everywhere() -> None:
     async with FakeFleet(replicas=2, replica_wait=60.0) as fleet:
         for name in "abcd":
             await fleet.submit(name, affinity=0 if name < "d" else 1)
@@ -195,7 +195,7 @@ async def test_requests_wait_or_run_wherever_they_are() -> None:
         assert of_stages(registry, "requests_running") == {"0": 0}
 
 
-async def test_requests_that_wait_for_their_turn_to_move_or_for_the_end_of_a_pause_wait() -> None:
+async def test_requests_held_for_a_move_or_a_pause_count_as_waiting() -> None:
     async with FakeFleet() as fleet:
         fleet.orchestrator.metrics.waiting_in[0] = lambda: WaitingCounts(held=0, paused=3, moving=2)
         assert of_stages(registry_of(fleet.orchestrator), "requests_waiting") == {"0": 5}
@@ -216,7 +216,7 @@ async def test_the_expected_wait_is_the_queue_over_the_rate_at_which_it_shrinks(
         assert of_stages(registry, "expected_wait_seconds") == {"0": 0}
 
 
-async def test_memory_of_a_stage_is_weighed_by_its_size_where_that_is_known() -> None:
+async def test_kv_usage_of_a_stage_is_weighted_by_size_if_known() -> None:
     async with FakeFleet(replicas=0) as fleet:
         registry = registry_of(fleet.orchestrator)
         assert of_stages(registry, "stage_kv_cache_usage_ratio") == {}
@@ -231,7 +231,7 @@ async def test_memory_of_a_stage_is_weighed_by_its_size_where_that_is_known() ->
         assert of_stages(registry, "stage_kv_cache_usage_ratio") == {"0": pytest.approx(0.4)}
 
 
-async def test_the_hit_ratio_is_that_of_prompts_whose_engine_said_what_it_had() -> None:
+async def test_the_hit_ratio_uses_prompts_with_reported_cached_tokens() -> None:
     async with FakeFleet(replicas=1) as fleet:
         registry = registry_of(fleet.orchestrator)
         assert of_stages(registry, "prefix_cache_hit_ratio") == {}
@@ -241,13 +241,13 @@ async def test_the_hit_ratio_is_that_of_prompts_whose_engine_said_what_it_had() 
         assert of_stages(registry, "prefix_cache_hit_ratio") == {"0": 0.5}
 
 
-async def test_a_replica_is_known_by_the_number_that_vllm_has_for_it() -> None:
+async def test_a_replica_has_its_vllm_engine_number() -> None:
     stages = [stage(0, "thinker", "text"), stage(1, "talker", "tokens", "thinker", final=True)]
     async with FakePipelineFleet(stages) as fleet:
         assert values(registry_of(fleet.orchestrator), "vllm_omni_fleet:replica_info", "engine") == {"0": 1, "10000": 1}
 
 
-async def test_requests_of_other_heads_are_not_counted_as_ours() -> None:
+async def test_requests_of_other_heads_are_not_counted() -> None:
     async with FakeFleet(replicas=1) as fleet:
         await fleet.submit("a")
         fleet.links[0].report(running=25)
@@ -255,7 +255,7 @@ async def test_requests_of_other_heads_are_not_counted_as_ours() -> None:
         assert values(registry, "vllm_omni_fleet:requests_in_flight", "replica") == {"0": 1}
 
 
-async def test_every_dispatch_is_counted_once_by_what_decided() -> None:
+async def test_every_dispatch_is_counted_once_by_reason() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name in "abc":
             await fleet.submit(name)
@@ -269,7 +269,7 @@ async def test_every_dispatch_is_counted_once_by_what_decided() -> None:
         assert values(registry, "vllm_omni_fleet:decision_fallbacks_total", "fallback") == {}
 
 
-async def test_what_a_policy_fell_back_to_is_counted() -> None:
+async def test_fallbacks_are_counted() -> None:
     async with FakeFleet(balancer=Broken()) as fleet:
         await fleet.submit("a")
         registry = registry_of(fleet.orchestrator)
@@ -277,7 +277,7 @@ async def test_what_a_policy_fell_back_to_is_counted() -> None:
         assert values(registry, "vllm_omni_fleet:decision_fallbacks_total", "stage") == {"0": 1}
 
 
-def test_tokens_that_were_expected_to_be_cached_stand_beside_those_that_were() -> None:
+def test_matched_and_cached_tokens_are_counted() -> None:
     orchestrator = empty_orchestrator()
     orchestrator.metrics.matched_tokens, orchestrator.metrics.cached_tokens = 96, 80
     registry = registry_of(orchestrator)
@@ -285,7 +285,7 @@ def test_tokens_that_were_expected_to_be_cached_stand_beside_those_that_were() -
     assert registry.get_sample_value("vllm_omni_fleet:cached_tokens_total") == 80
 
 
-async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do() -> None:
+async def test_held_and_refused_requests_are_counted() -> None:
     async with FakeFleet(replicas=1, replica_wait=60.0) as fleet:
         fleet.lose(0)
         await fleet.submit("a")
@@ -305,7 +305,7 @@ async def test_requests_that_wait_and_those_refused_are_counted_wherever_they_do
         assert registry.get_sample_value("vllm_omni_fleet:hold_time_seconds_sum") == 0.25
 
 
-def test_times_in_stages_are_told_apart_by_stage_and_part() -> None:
+def test_stage_times_have_labels_of_stage_and_part() -> None:
     orchestrator = empty_orchestrator()
     for part, seconds in (("queue", 0.5), ("run", 0.02), ("run", 2.0)):
         orchestrator.metrics.observe_stage(1, "talker", part, seconds)

@@ -75,7 +75,7 @@ def gauge(name: str, kind: Any = GaugeMetricFamily, **by_replica: float) -> Any:
 counter = partial(gauge, kind=CounterMetricFamily)
 
 
-def test_counters_and_work_in_flight_are_summed_and_what_all_see_is_not(process: Process) -> None:
+def test_own_counts_are_summed_and_shared_values_are_not(process: Process) -> None:
     for pid in (1, 2):
         process(
             pid,
@@ -94,13 +94,13 @@ def test_counters_and_work_in_flight_are_summed_and_what_all_see_is_not(process:
     }
 
 
-def test_a_process_with_the_number_of_one_that_died_counts_on(process: Process) -> None:
+def test_a_process_with_a_reused_number_continues_the_counters(process: Process) -> None:
     for count in (5, 1):
         process(1, Told(counter("vllm_omni_fleet:dispatches", r0=count)))
     assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 6}}
 
 
-def test_a_replica_that_leaves_has_no_work_and_the_one_in_its_place_counts_on(process: Process) -> None:
+def test_a_new_replica_with_a_reused_id_continues_the_counters(process: Process) -> None:
     collector = Told(counter("vllm_omni_fleet:dispatches", r0=5), gauge("vllm_omni_fleet:requests_in_flight", r0=7))
     files = process(1, collector)
     collector.families = ()
@@ -114,7 +114,7 @@ def test_a_replica_that_leaves_has_no_work_and_the_one_in_its_place_counts_on(pr
     assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 7}, "vllm_omni_fleet:requests_in_flight": {"r0": 1}}
 
 
-async def test_files_are_written_again_and_again_and_after_a_failure(process: Process) -> None:
+async def test_files_are_written_repeatedly_also_after_a_failure(process: Process) -> None:
     class Failing(Told):
         asked = 0
 
@@ -133,7 +133,7 @@ async def test_files_are_written_again_and_again_and_after_a_failure(process: Pr
     assert scrape() == {"vllm_omni_fleet:requests_in_flight": {"r0": 7}}
 
 
-async def test_all_families_of_the_fleet_pass(process: Process) -> None:
+async def test_all_families_are_written(process: Process) -> None:
     # What is counted from here on goes into files.
     process(os.getpid(), Told())
     async with FakeFleet(replicas=2) as fleet:

@@ -57,13 +57,13 @@ async def answer_of(app: ASGIApp, scope: Scope = SCOPE) -> Client:
         pytest.param(("0.1 1.0 1.2 2.0", "0.1 1.3"), "0.1, 1.2, 2.0, 1.3", id="pipeline"),
     ],
 )
-async def test_an_answer_names_its_replicas_and_is_otherwise_what_it_was(requests: tuple[str, ...], named: str) -> None:
+async def test_an_answer_names_its_replicas_and_is_otherwise_unchanged(requests: tuple[str, ...], named: str) -> None:
     client = await answer_of(answering(*requests, status=418))
     assert client.headers == {"x-omni-replica": named}
     assert (client.sent[0]["status"], client.sent[1:]) == (418, [part(b"{}", more=False)])
 
 
-async def test_answers_at_the_same_time_do_not_mix() -> None:
+async def test_concurrent_answers_do_not_mix() -> None:
     both_made = asyncio.Barrier(2)
 
     def app_of(replica: str) -> ASGIApp:
@@ -86,13 +86,13 @@ async def stream(scope: Scope, receive: Receive, send: Send) -> None:
     await send(part(b"", more=False))
 
 
-async def test_a_stream_is_sent_as_it_comes_and_left_as_it_is() -> None:
+async def test_a_stream_is_neither_buffered_nor_changed() -> None:
     expected = [start(headers=EVENTS), part(b"data: one\n\n"), part(b"", more=False)]
     assert (await answer_of(stream)).sent == expected
 
 
 @pytest.mark.parametrize("scope", [SCOPE | {"method": "GET"}, {"type": "websocket", "path": "/v1/realtime"}])
-async def test_what_is_no_inference_over_http_passes(scope: Scope) -> None:
+async def test_other_requests_are_not_changed(scope: Scope) -> None:
     seen: list[Any] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -27,7 +27,7 @@ async def replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
     return found
 
 
-async def test_every_replica_is_listed_with_what_is_known_of_it(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
+async def test_every_replica_is_listed_with_all_fields(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
     member = fleet.pool.member(1)
     member.dispatched, member.restarts, member.remote, member.changed_at = 7, 2, True, 3.0
     fleet.now = 10.5
@@ -70,7 +70,7 @@ async def test_a_drained_replica_gets_no_new_requests_until_it_is_resumed(
     assert [member.replica_id for member in fleet.pool.serving] == [0, 1]
 
 
-async def test_what_no_operator_drained_cannot_be_resumed(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
+async def test_only_a_drained_replica_can_be_resumed(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
     fleet.pool.hold_back(fleet.pool.member(1), "suspect")
     answer = await client.post("/omni/replicas/0.1/resume")
     assert answer.status_code == 409
@@ -92,7 +92,7 @@ async def test_a_replica_that_is_deleted_is_ended_by_its_keeper(fleet: FakeFleet
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "0.7/drain"), ("POST", "1.0/resume"), ("DELETE", "x"), ("POST", "1/drain")]
 )
-async def test_an_unknown_id_is_answered_with_those_that_exist(
+async def test_an_unknown_id_is_answered_with_the_existing_ones(
     client: httpx.AsyncClient, method: str, path: str
 ) -> None:
     answer = await client.request(method, f"/omni/replicas/{path}")
@@ -100,7 +100,7 @@ async def test_an_unknown_id_is_answered_with_those_that_exist(
     assert answer.json()["detail"] == f"There is no replica {path.partition('/')[0]}. There are: 0.0, 0.1."
 
 
-async def test_a_replica_that_left_while_its_order_was_under_way_is_a_conflict() -> None:
+async def test_a_replica_that_leaves_during_a_call_is_a_conflict() -> None:
     fleet = FakeFleet(replicas=2)
     async with client_of(app_of(fleet)) as client:
         order = asyncio.ensure_future(client.post("/omni/replicas/0.1/drain"))
@@ -111,7 +111,7 @@ async def test_a_replica_that_left_while_its_order_was_under_way_is_a_conflict()
             assert (await order).status_code == 409
 
 
-async def test_an_order_that_the_end_of_the_server_overtakes_is_answered() -> None:
+async def test_a_call_is_answered_when_the_server_ends() -> None:
     fleet = FakeFleet(replicas=1)
     async with client_of(app_of(fleet)) as client:
         order = asyncio.ensure_future(client.post("/omni/replicas/0.0/drain"))
@@ -121,14 +121,14 @@ async def test_an_order_that_the_end_of_the_server_overtakes_is_answered() -> No
         assert (await client.post("/omni/replicas/0.0/drain")).status_code == 503
 
 
-async def test_a_server_without_a_fleet_says_so() -> None:
+async def test_a_server_without_a_fleet_answers_404() -> None:
     async with client_of(app_of(None)) as client:
         answers = [await client.get("/omni/replicas"), await client.post("/omni/explain", json={"prompt": "x"})]
     assert [answer.status_code for answer in answers] == [404, 404]
     assert {answer.json()["detail"] for answer in answers} == {"This server has no fleet of replicas."}
 
 
-async def test_a_change_that_other_heads_cannot_be_told_of_is_refused_for_now() -> None:
+async def test_a_change_is_refused_without_a_coordinator() -> None:
     fleet = FakeFleet()
     fleet.fleet_calls = FleetCalls(fleet.orchestrator, "head", lambda: None)
     fleet.pool.member(1).remote = True

@@ -47,7 +47,7 @@ def serve(orchestrator: Orchestrator, stage_id: int) -> None:
     pool.serve(pool.members[0], client, "", "")
 
 
-async def test_a_wish_reaches_the_replica_of_its_stage(orchestrator: Orchestrator) -> None:
+async def test_a_change_reaches_the_replica_of_its_stage(orchestrator: Orchestrator) -> None:
     managing = asyncio.create_task(
         FleetAdmin(orchestrator, FleetCalls(orchestrator), lambda: 0.0).manage("1.1", "drain")
     )
@@ -58,7 +58,7 @@ async def test_a_wish_reaches_the_replica_of_its_stage(orchestrator: Orchestrato
     await managing
 
 
-async def test_a_request_waits_for_the_stages_that_answer_in_text_and_is_told_of_those(
+async def test_a_request_waits_for_the_stages_with_text_output(
     orchestrator: Orchestrator,
 ) -> None:
     async def never() -> None:

@@ -58,7 +58,7 @@ def run(streams: Streams, out: io.StringIO) -> str:
     return out.getvalue()
 
 
-def test_it_shows_replicas_and_the_last_events_and_nothing_that_a_terminal_obeys(
+def test_it_shows_replicas_and_events_without_control_characters(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     comments = b": a proxy says this\n\n:\n\n"
@@ -69,13 +69,13 @@ def test_it_shows_replicas_and_the_last_events_and_nothing_that_a_terminal_obeys
     assert shown.endswith("lost    0.1     3 requests: ?[2J\n")
 
 
-def test_what_is_not_known_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_value_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     with StreamingHead(state(kv_usage=None, tokens_per_second=None, heartbeat_seconds=None)) as head:
         assert main(["top", "--once", "--url", head.url]) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[5:9] == ["-"] * 4
 
 
-def test_a_terminal_begins_again_with_each_state_and_what_is_none_gets_plain_lines() -> None:
+def test_only_a_terminal_is_cleared_for_each_state() -> None:
     twice: Stream = [("history", []), ("state", STATE), ("state", STATE)]
     assert run(Streams(twice), Terminal()).split("\x1b[H\x1b[2J")[:2] == ["", TABLE]
     plain = run(Streams(twice), io.StringIO())
@@ -83,7 +83,7 @@ def test_a_terminal_begins_again_with_each_state_and_what_is_none_gets_plain_lin
     assert "\x1b" not in plain
 
 
-def test_it_goes_on_when_the_head_has_been_away_and_keeps_what_it_knows() -> None:
+def test_it_reconnects_and_keeps_its_events() -> None:
     away = ServerUnavailableError("no answer from here")
     streams = Streams([lost("a-1"), ("state", STATE), away], [away], [lost("a-2"), ("state", STATE)])
     shown = run(streams, io.StringIO())
@@ -94,15 +94,13 @@ def test_it_goes_on_when_the_head_has_been_away_and_keeps_what_it_knows() -> Non
     assert last.count("it died") == 2
 
 
-def test_events_of_another_process_replace_those_of_the_one_before() -> None:
+def test_events_of_another_process_replace_the_old_ones() -> None:
     streams = Streams([lost("a-1"), lost("a-2"), ("state", STATE)], [lost("b-1"), ("state", STATE)])
     shown = run(streams, io.StringIO())
     assert shown[shown.rindex(TABLE) :].count("it died") == 1
 
 
-def test_a_head_that_has_vanished_is_noticed_by_its_silence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_silent_head_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def pause(_: float) -> None:
         raise KeyboardInterrupt
 
@@ -113,14 +111,14 @@ def test_a_head_that_has_vanished_is_noticed_by_its_silence(
     assert capsys.readouterr().out == f"{TABLE}\nno answer from {head.url}: timed out; trying again\n"
 
 
-def test_a_head_that_was_never_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_head_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--url", f"http://127.0.0.1:{free_port()}"]) == 1
     assert "no answer from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--once"]])
 @pytest.mark.parametrize("answer", [b'{"replicas": []}', b"data: {\n\n", b"event: state\ndata: 7\n\n", b"data: 7\xff"])
-def test_it_says_so_when_the_server_is_no_fleet_s(
+def test_a_server_that_is_no_head_is_reported(
     capsys: pytest.CaptureFixture[str], arguments: list[str], answer: bytes
 ) -> None:
     # The first of two, which ends.
@@ -134,7 +132,7 @@ def test_a_key_file_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[s
     assert "--admin-key-file" in capsys.readouterr().err
 
 
-def test_it_ends_when_nobody_reads_what_it_prints() -> None:
+def test_it_ends_when_its_output_is_closed() -> None:
     with StreamingHead(history() + state() * 1000, b"") as head:
         command = [str(Path(sys.executable).with_name("vllm-omni-plugin")), "top", "--url", head.url]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

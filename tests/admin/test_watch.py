@@ -61,7 +61,7 @@ async def next_state(stream: AsyncIterator[tuple[str, Any]]) -> Any:
             return content
 
 
-async def test_events_are_listed_oldest_first_and_from_one_on(fleet: FakeFleet) -> None:
+async def test_events_are_listed_oldest_first_after_a_given_one(fleet: FakeFleet) -> None:
     fleet.kill(1)
     fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
     async with client_of(app_of(fleet)) as client:
@@ -76,9 +76,7 @@ async def test_events_are_listed_oldest_first_and_from_one_on(fleet: FakeFleet) 
     assert set(events[0]) == {"id", "time", "kind", "stage", "replica", "reason", "requests"}
 
 
-async def test_a_stream_of_events_begins_with_those_that_are_kept_and_goes_on(
-    fleet: FakeFleet, broadcast: FleetBroadcast
-) -> None:
+async def test_a_stream_has_the_kept_events_and_then_new_ones(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     fleet.kill(1)
     stream = messages(broadcast.event_stream())
     assert (await first(stream))[0] == "lost"
@@ -87,7 +85,7 @@ async def test_a_stream_of_events_begins_with_those_that_are_kept_and_goes_on(
     assert (kind, event["reason"]) == ("drain", "an operator drains it")
 
 
-async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
+async def test_an_event_of_another_thread_reaches_the_stream(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=600.0)
     stream = messages(broadcast.event_stream())
     waiting = asyncio.create_task(first(stream))
@@ -96,7 +94,7 @@ async def test_what_happens_on_another_thread_reaches_the_stream(fleet: FakeFlee
     assert (await waiting)[1]["reason"] == "elsewhere"
 
 
-async def test_a_slow_viewer_gets_the_newest_state_and_holds_nobody_up(
+async def test_a_slow_viewer_gets_the_newest_state_and_delays_no_other(
     fleet: FakeFleet, broadcast: FleetBroadcast
 ) -> None:
     slow, quick = messages(broadcast.fleet_stream()), messages(broadcast.fleet_stream())
@@ -110,7 +108,7 @@ async def test_a_slow_viewer_gets_the_newest_state_and_holds_nobody_up(
     assert (await next_state(slow))["stages"][0]["replicas"][1]["status"] == "down"
 
 
-async def test_one_producer_serves_all_viewers_and_none_is_there_before(
+async def test_one_producer_serves_all_viewers(
     fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
@@ -130,7 +128,7 @@ async def test_one_producer_serves_all_viewers_and_none_is_there_before(
     assert fleet.orchestrator.events.on_event is not None
 
 
-async def test_nothing_is_produced_for_long_once_nobody_looks(
+async def test_the_producer_ends_some_time_after_the_last_viewer(
     fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_broadcast, "_HISTORY", 1)
@@ -142,7 +140,7 @@ async def test_nothing_is_produced_for_long_once_nobody_looks(
     assert (await first(messages(broadcast.fleet_stream())))[0] == "history", "it begins again for the next"
 
 
-async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
+async def test_a_viewer_that_joins_while_the_producer_ends_gets_states(
     fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_broadcast, "_HISTORY", 1)
@@ -164,7 +162,7 @@ async def test_who_joins_while_the_producer_is_about_to_end_is_sent_states(
     assert [(await first(stream))[0] for _ in range(3)] == ["history", "state", "state"]
 
 
-async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
+async def test_a_failed_state_is_skipped_and_logged_once(
     fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed: list[int] = []
@@ -183,7 +181,7 @@ async def test_a_state_that_cannot_be_made_is_left_out_and_the_next_one_comes(
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-async def test_streams_end_with_the_server_also_when_nothing_is_produced(
+async def test_streams_end_with_the_server_also_without_a_producer(
     fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def nothing(_: FleetBroadcast) -> None:
@@ -199,15 +197,13 @@ async def test_streams_end_with_the_server_also_when_nothing_is_produced(
         await reading
 
 
-async def test_an_event_after_the_end_of_the_servers_loop_harms_nobody(
-    fleet: FakeFleet, broadcast: FleetBroadcast
-) -> None:
+async def test_an_event_after_the_end_of_the_loop_is_ignored(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     broadcast._notify_threadsafe(loop)
 
 
-async def test_the_history_outlives_a_viewer_who_comes_back(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
+async def test_the_history_is_kept_between_viewers(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     for points in (0, 1):
         stream = messages(broadcast.fleet_stream())
         assert len((await first(stream))[1]) >= points
@@ -234,9 +230,7 @@ async def _read_all(stream: AsyncIterator[bytes]) -> None:
         pass
 
 
-async def test_there_are_not_more_streams_than_the_server_can_bear(
-    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_number_of_streams_is_limited(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     app = app_of(fleet)
     monkeypatch.setattr(FleetBroadcast, "is_full", True)
     async with client_of(app, Accept="text/event-stream") as client:
@@ -244,7 +238,7 @@ async def test_there_are_not_more_streams_than_the_server_can_bear(
     assert [(answer.status_code, answer.headers["retry-after"]) for answer in answers] == [(503, "5")] * 2
 
 
-async def test_a_stream_counts_before_anything_of_it_is_sent(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_counts_before_its_first_byte_is_sent(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_broadcast, "MAX_VIEWERS", 1)
     app, broadcast = app_of(fleet), broadcast_of(fleet, HeadDrain(fleet.orchestrator.events))
     asked: list[int] = []
@@ -267,9 +261,7 @@ async def test_a_stream_counts_before_anything_of_it_is_sent(fleet: FakeFleet, m
     assert not broadcast.is_full, "who has gone leaves its place"
 
 
-async def test_who_does_not_read_loses_its_connection_and_keeps_no_server_from_ending(
-    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_viewer_that_does_not_read_is_disconnected(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S", 0.1)
     monkeypatch.setattr(FleetView, "state", lambda _: {"much": "x" * 2_000_000})
     async with one_viewer(fleet, monkeypatch) as (broadcast, server, _):
@@ -278,9 +270,7 @@ async def test_who_does_not_read_loses_its_connection_and_keeps_no_server_from_e
 
 
 @pytest.mark.parametrize("path", ["/omni/fleet", "/omni/events"])
-async def test_who_has_vanished_without_a_word_leaves_its_place(
-    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+async def test_a_vanished_viewer_is_disconnected(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S", 0.5)
     async with one_viewer(fleet, monkeypatch, path) as (broadcast, server, viewer):
         vanish(viewer)
@@ -316,7 +306,7 @@ def vanish(peer: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("known", ["other-1", "9" * 9999, "nonsense", "here--1", "here-1000"])
-async def test_who_names_an_event_that_is_not_known_here_gets_all(fleet: FakeFleet, known: str) -> None:
+async def test_an_unknown_last_event_id_gets_all_events(fleet: FakeFleet, known: str) -> None:
     fleet.kill(1)
     async with client_of(app_of(fleet)) as client:
         everything = (await client.get("/omni/events")).json()["events"]
@@ -324,7 +314,7 @@ async def test_who_names_an_event_that_is_not_known_here_gets_all(fleet: FakeFle
     assert events == everything != []
 
 
-async def test_one_stream_has_state_and_events_and_goes_on_behind_the_last_one(
+async def test_the_fleet_stream_has_states_and_events_and_continues_after_the_last_id(
     fleet: FakeFleet, broadcast: FleetBroadcast
 ) -> None:
     fleet.kill(1)
@@ -336,7 +326,7 @@ async def test_one_stream_has_state_and_events_and_goes_on_behind_the_last_one(
     assert [(await first(later))[0] for _ in range(3)] == ["history", "drain", "state"]
 
 
-async def test_a_viewer_hears_something_also_while_there_is_nothing_to_tell(
+async def test_a_quiet_stream_sends_comments(
     fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_: FleetView) -> dict[str, Any]:
@@ -350,9 +340,7 @@ async def test_a_viewer_hears_something_also_while_there_is_nothing_to_tell(
 
 
 @pytest.mark.parametrize("when", ["before it begins", "while it waits"])
-async def test_a_producer_that_ends_otherwise_is_replaced(
-    fleet: FakeFleet, broadcast: FleetBroadcast, when: str
-) -> None:
+async def test_a_cancelled_producer_is_replaced(fleet: FakeFleet, broadcast: FleetBroadcast, when: str) -> None:
     async with aclosing(broadcast.fleet_stream()) as chunks:
         stream = messages(chunks)
         assert (await first(stream))[0] == "history"
@@ -365,7 +353,7 @@ async def test_a_producer_that_ends_otherwise_is_replaced(
         assert broadcast.is_producing
 
 
-async def test_the_page_has_nothing_of_the_fleet_and_runs_no_other_script() -> None:
+async def test_the_page_has_no_data_and_allows_no_other_script() -> None:
     async with client_of(app_of(None)) as client:
         page, script, style = [await client.get(f"/omni{part}") for part in ("", "/page.js", "/page.css")]
         refused = await client.get("/omni/fleet")
@@ -381,14 +369,14 @@ async def test_the_page_has_nothing_of_the_fleet_and_runs_no_other_script() -> N
     assert re.search(r"\son\w+=|style=|https?:", page.text) is None
 
 
-async def test_the_script_makes_no_markup_of_what_it_is_told_and_keeps_no_key() -> None:
+async def test_the_script_makes_no_markup_of_data_and_stores_no_key() -> None:
     async with client_of(app_of(None)) as client:
         script = (await client.get("/omni/page.js")).text
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Storage", "cookie"):
         assert word not in script
 
 
-async def test_markup_in_what_a_replica_says_is_sent_as_data(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
+async def test_markup_of_a_replica_is_sent_as_data(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     fleet.orchestrator.replica_lost(fleet.pool.member(0), f"{MARKUP}\n\nevent: state")
     stream = messages(broadcast.event_stream())
     kind, event = await first(stream)

@@ -19,7 +19,7 @@ def test_keys_chain_the_tokens_of_blocks() -> None:
     assert prompt_keys(Prompt(TOKENS), 16) == [first, second]
 
 
-def test_a_token_changes_its_block_and_all_behind_it() -> None:
+def test_a_token_changes_its_block_and_all_later_ones() -> None:
     other = [*TOKENS[:10], 1, *TOKENS[11:]]
     same = [a == b for a, b in zip(prompt_keys(Prompt(TOKENS), 8), prompt_keys(Prompt(other), 8), strict=True)]
     assert same == [True, False, False, False]
@@ -37,18 +37,18 @@ def test_a_token_changes_its_block_and_all_behind_it() -> None:
     ],
     ids=["lora", "salt", "lora-and-salt", "image", "another-image", "image-elsewhere"],
 )
-def test_what_is_no_token_changes_all_blocks_behind_it(other: Prompt) -> None:
+def test_adapter_salt_and_media_change_all_blocks(other: Prompt) -> None:
     plain = Prompt(TOKENS)
     assert not set(prompt_keys(plain, 8)) & set(prompt_keys(other, 8))
 
 
-def test_images_change_only_blocks_from_theirs_on() -> None:
+def test_an_image_changes_its_block_and_all_later_ones() -> None:
     keys = prompt_keys(Prompt(TOKENS), 8)
     with_image = prompt_keys(Prompt(TOKENS, media=(MediaSpan("a-cat", 17, 4),)), 8)
     assert [a == b for a, b in zip(keys, with_image, strict=True)] == [True, True, False, False]
 
 
-def test_names_are_heeded_in_the_first_block_and_carried_on_by_the_chain() -> None:
+def test_names_enter_only_the_first_block() -> None:
     first, second = prompt_keys(Prompt(TOKENS[:17], lora_name="sql", cache_salt="s"), 8)
     assert first == block_key(0, pack_tokens(TOKENS[:8]), ["sql", "s"])
     assert second == block_key(first, pack_tokens(TOKENS[8:16]), ["sql"]) == block_key(first, pack_tokens(TOKENS[8:16]))

@@ -32,7 +32,7 @@ def leading(held: Sequence[int] | set[int], keys: Sequence[int]) -> int:
 
 
 @given(st.lists(st.tuples(st.sampled_from(BITS), WORDS, st.integers(0, 6)), max_size=40), WORDS)
-def test_the_index_matches_as_a_set_for_each_replica(changes: list[tuple[int, str, int]], prompt: str) -> None:
+def test_the_index_matches_one_set_per_replica(changes: list[tuple[int, str, int]], prompt: str) -> None:
     index, sets = BlockIndex(), {bit: set[int]() for bit in BITS}
     for bit, word, kept in changes:
         held, keys = sets[bit], chain(word)
@@ -68,7 +68,7 @@ class SlowCache:
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 5]), WORDS), max_size=60), st.integers(1, 12), WORDS)
-def test_estimated_caches_evict_as_lists_of_blocks_do(uses: list[tuple[int, str]], capacity: int, prompt: str) -> None:
+def test_estimated_caches_evict_like_a_list_of_blocks(uses: list[tuple[int, str]], capacity: int, prompt: str) -> None:
     caches, slow = PrefixCaches(), {bit: SlowCache(capacity) for bit in (0, 1, 5)}
     for bit, word in uses:
         caches.estimate(bit, chain(word), capacity)
@@ -78,7 +78,7 @@ def test_estimated_caches_evict_as_lists_of_blocks_do(uses: list[tuple[int, str]
 
 
 @given(st.lists(WORDS, max_size=10), WORDS, st.lists(WORDS, max_size=3), WORDS)
-def test_a_prompt_that_is_withdrawn_leaves_what_was_there_before_and_what_others_use(
+def test_undoing_a_prompt_keeps_older_blocks_and_those_of_later_prompts(
     before: list[str], withdrawn: str, after: list[str], prompt: str
 ) -> None:
     caches = PrefixCaches()
@@ -95,7 +95,7 @@ def test_a_prompt_that_is_withdrawn_leaves_what_was_there_before_and_what_others
         assert matches(caches, chain(prompt)).get(0, 0) == leading(held, chain(prompt))
 
 
-def test_a_flood_of_withdrawn_prompts_evicts_no_more_than_the_longest_of_them() -> None:
+def test_a_flood_of_undone_prompts_evicts_no_more_than_the_longest_one() -> None:
     caches = PrefixCaches()
     for prompt in range(10):
         caches.estimate(0, range(10 * prompt, 10 * prompt + 10), 100)
@@ -106,7 +106,7 @@ def test_a_flood_of_withdrawn_prompts_evicts_no_more_than_the_longest_of_them() 
     assert [matches(caches, range(10 * prompt, 10 * prompt + 10)) for prompt in range(10)] == [{}] + 9 * [{0: 10}]
 
 
-def test_the_same_prompt_for_ever_is_one_prompt() -> None:
+def test_a_repeated_prompt_takes_space_once() -> None:
     caches = PrefixCaches()
     for _ in range(1000):
         caches.estimate(0, [1, 2, 3], 8)
@@ -114,7 +114,7 @@ def test_the_same_prompt_for_ever_is_one_prompt() -> None:
     assert matches(caches, [1, 2, 3, 4]) == {0: 3}
 
 
-def test_some_bits_are_distinct_and_all_of_them_in_time() -> None:
+def test_sampled_bits_are_distinct_and_cover_the_mask() -> None:
     rng, mask = random.Random(1), sum(1 << bit for bit in (0, 3, 4, 700))
     draws = [sample_bits(mask, 2, rng) for _ in range(200)]
     assert all(len(set(draw)) == 2 for draw in draws)
@@ -122,14 +122,14 @@ def test_some_bits_are_distinct_and_all_of_them_in_time() -> None:
     assert sorted(sample_bits(mask, 9, rng)) == [0, 3, 4, 700]
 
 
-def test_a_list_that_changed_in_place_is_seen() -> None:
+def test_a_list_changed_in_place_is_noticed() -> None:
     bits, replicas = ReplicaBits(), list(with_queues(0, 0))
     bits.fleet(replicas)
     replicas.reverse()
     assert bits.fleet(replicas).bits == [1, 0]
 
 
-def test_a_replica_that_says_no_block_size_has_the_default() -> None:
+def test_an_unknown_block_size_is_the_default() -> None:
     silent, talkative = FakeReplica("tcp://a"), pool_of(None, 1, block_size=128).replicas[0]
     assert (block_size_of(silent), block_size_of(talkative)) == (16, 128)
     assert ReplicaBits().fleet((silent, talkative)).block_sizes == {16, 128}

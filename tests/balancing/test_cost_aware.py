@@ -49,7 +49,7 @@ def test_the_cost_is_that_of_prompt_and_expected_output() -> None:
         pytest.param(16, (256 + 8 * 99) / 100, id="limits of another magnitude have their own"),
     ],
 )
-def test_the_expected_output_is_the_mean_of_answers_with_such_a_limit(max_tokens: int | None, expected: float) -> None:
+def test_the_expected_output_is_the_mean_for_the_limits_magnitude(max_tokens: int | None, expected: float) -> None:
     balancer, (replica,) = CostAwareBalancer(prompt_token_s=1, output_token_s=1), idle(1)
     for number in range(99):
         for limit, tokens in ((1000, 1000), (16, 8)):
@@ -63,7 +63,7 @@ def test_without_a_prompt_it_counts_as_512_tokens() -> None:
     assert scores(build(), idle(1), {"max_tokens": 5}) == [512 + 5 * 10]
 
 
-def test_what_is_dispatched_is_ahead_until_it_has_ended() -> None:
+def test_a_dispatched_request_counts_until_it_ends() -> None:
     balancer, (left, right) = build(), idle(2)
     first, second = task("first", 300, 2), task("second", 100, 5)
     dispatch(balancer, left, first)
@@ -84,7 +84,7 @@ def test_the_least_work_wins_even_with_more_requests() -> None:
     assert (decision.position, decision.reason, decision.fallback) == (1, "least-cost", "no-history")
 
 
-def test_a_request_that_ends_without_an_output_is_released_and_teaches_nothing() -> None:
+def test_a_request_without_an_output_is_released_and_not_observed() -> None:
     balancer, replicas = build(), idle(1)
     dispatch(balancer, replicas[0], task())
     balancer.ended(task(), replicas[0], 999.0, 0)
@@ -102,7 +102,7 @@ def test_a_second_end_or_one_of_an_unknown_request_changes_nothing() -> None:
     assert scores(balancer, replicas, task("next")) == [150, 150]
 
 
-def test_the_correction_is_observed_over_estimated_drawn_to_the_fleets() -> None:
+def test_the_correction_is_observed_over_estimated_mixed_with_the_fleets() -> None:
     balancer, (slow, fresh) = build(), idle(2)
     run(balancer, slow, task(prompt=100, max_tokens=5), seconds=1500.0, output_tokens=5)
     # Estimated 150 s of a request like this; four of it at the usual ratio are the prior.
@@ -126,7 +126,7 @@ def test_a_slow_replica_gets_fewer_requests_and_is_tried_again_later() -> None:
     assert slow_score == pytest.approx(usual_score, rel=0.01)
 
 
-def test_a_forgotten_replica_starts_anew() -> None:
+def test_a_lost_replica_leaves_no_state() -> None:
     balancer, (replica,) = build(), idle(1)
     run(balancer, replica, task("past"), seconds=1500.0, output_tokens=5)
     dispatch(balancer, replica, task("lost"))
@@ -135,14 +135,14 @@ def test_a_forgotten_replica_starts_anew() -> None:
     assert repr(balancer) == "<CostAwareBalancer [0 replicas, 0 requests]>"
 
 
-def test_nothing_is_left_of_ten_thousand_requests() -> None:
+def test_ten_thousand_requests_leave_no_state() -> None:
     balancer, (replica,) = CostAwareBalancer(), idle(1)
     for number in range(10_000):
         run(balancer, replica, task(str(number), prompt=number % 97 + 1), seconds=0.1, output_tokens=3)
     assert repr(balancer) == "<CostAwareBalancer [1 replicas, 0 requests]>"
 
 
-def test_requests_of_other_heads_count_as_this_one() -> None:
+def test_requests_of_other_heads_count_like_this_one() -> None:
     replicas = with_loads(ReplicaLoad(requests=2, others=2), ReplicaLoad())
     assert scores(build(), replicas, task()) == [3 * 150, 150]
     assert build().select({}, with_queues(3, 1, 2)) == 1

@@ -46,12 +46,12 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 BOTH_NAMES = pytest.mark.parametrize("policy", ["warm-up", "acme_policies.warm_up:WarmUpBalancer"])
 
 
-def test_it_is_known_by_its_name() -> None:
+def test_it_is_found_by_its_name() -> None:
     assert "warm-up" in known_policies()
 
 
 @BOTH_NAMES
-def test_it_is_built_with_options_and_spares_the_cold(policy: str) -> None:
+def test_it_is_built_with_options_and_prefers_warm_replicas(policy: str) -> None:
     balancer = build_load_balancer_factory(policy, {"requests": 1, "weight": 3})()
     assert isinstance(balancer, LoadBalancer)
     replicas = with_loads(ReplicaLoad(requests=2), ReplicaLoad(requests=1))
@@ -77,5 +77,5 @@ def test_its_options_are_checked(policy: str, options: dict[str, int], reason: s
         build_load_balancer_factory(policy, options)
 
 
-def test_it_works_on_replicas_that_say_nothing_but_their_queue_length() -> None:
+def test_it_works_with_queue_lengths_only() -> None:
     assert build_load_balancer_factory("warm-up")().select({}, with_queues(2, 0, 1)) == 1

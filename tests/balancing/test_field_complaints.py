@@ -106,7 +106,7 @@ def test_a_shared_system_prompt_does_not_send_all_traffic_to_one_engine() -> Non
     assert share(prefix()) <= 0.3
 
 
-def test_an_idle_fleet_does_not_spread_a_shared_prompt_without_need() -> None:
+def test_an_idle_fleet_does_not_spread_a_shared_prompt() -> None:
     """The other side of ps#957: one request at a time stays where its beginning is."""
     pool, system = pool_of(prefix(), 4), tokens(0, 512)
     for question in range(1, 41):
@@ -157,7 +157,7 @@ def test_rebalancing_takes_the_longest_prefix_among_the_less_busy() -> None:
     assert spilled_to(prefix()) == 1
 
 
-def test_affinity_comes_back_when_the_rush_is_over() -> None:
+def test_affinity_returns_after_a_burst() -> None:
     """sglang#32195: what was sent elsewhere meanwhile must not make the first replica's cache forgotten."""
     pool, context = pool_of(prefix(), 3), tokens(0, 4000)
     warm(pool, 0, context)
@@ -170,7 +170,7 @@ def test_affinity_comes_back_when_the_rush_is_over() -> None:
 
 
 @pytest.mark.parametrize("queued", [(1, 0, 0, 0), (2, 1, 0, 0), (3, 1, 3, 3)])
-def test_one_request_more_or_less_is_no_reason_to_leave_a_cached_context(queued: tuple[int, ...]) -> None:
+def test_a_difference_of_one_request_does_not_leave_a_cached_context(queued: tuple[int, ...]) -> None:
     """smg#2150: at low load a ratio of queue lengths is noise, and 18% of requests left their cache for nothing."""
     context = tokens(0, 4000)
 
@@ -200,7 +200,7 @@ def test_sessions_do_not_spill_at_low_load() -> None:
     assert spilled(SessionBalancer()) < 0.02
 
 
-def test_what_is_remembered_of_a_replica_is_bounded_by_its_memory() -> None:
+def test_the_estimated_cache_is_bounded_by_the_replicas_memory() -> None:
     """ps#687, ps#711: the trie of all prompts ever seen took all memory, and predicted hits long evicted."""
     prompts = [tokens(seed, 800) for seed in range(200)]
 
@@ -253,7 +253,7 @@ def makespan(policy: Any, prompts: list[int]) -> float:
 
 
 @pytest.mark.parametrize("policy", [LeastTokensBalancer, CostAwareBalancer])
-def test_long_contexts_are_work_and_not_one_request_each(policy: Any) -> None:
+def test_long_contexts_count_by_their_tokens(policy: Any) -> None:
     """vllm#48808, dynamo#14174, vllm-omni#5135: counting requests lost 18-34% of the makespan."""
     by_work = by_requests = 0.0
     for seed in range(20):

@@ -74,7 +74,7 @@ def test_the_shortest_wait_wins_and_is_explained() -> None:
     assert [candidate.position for candidate in decision.candidates] == [0, 1, 2]
 
 
-def test_a_slow_replica_gets_what_it_can_do() -> None:
+def test_a_slow_replica_gets_its_share_of_work() -> None:
     loads = [ReplicaLoad(prefill_rate=250), ReplicaLoad(prefill_tokens=2000, prefill_rate=1000)]
     assert LeastTokensBalancer().select(TASK, with_loads(*loads)) == 1
     loads[1] = ReplicaLoad(prefill_tokens=4000, prefill_rate=1000)

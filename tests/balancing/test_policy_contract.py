@@ -57,7 +57,7 @@ def test_a_decision_names_a_replica_that_was_given(policy: LoadBalancingPolicy, 
 
 
 @every_policy
-def test_works_on_replicas_that_say_nothing_but_their_queue_length(policy: LoadBalancingPolicy) -> None:
+def test_works_with_queue_lengths_only(policy: LoadBalancingPolicy) -> None:
     balancer, replicas = build(policy), with_queues(3, 0, 5)
     decision = balancer.decide(full_task(), replicas)
     for hook in ("dispatched", "began", "ended"):
@@ -67,7 +67,7 @@ def test_works_on_replicas_that_say_nothing_but_their_queue_length(policy: LoadB
 
 
 @pytest.mark.parametrize("policy", sorted({*LoadBalancingPolicy} - {"random", "round-robin", "power-of-two"}))
-def test_where_nothing_else_is_known_the_shortest_queue_wins(policy: LoadBalancingPolicy) -> None:
+def test_with_queue_lengths_only_the_shortest_queue_wins(policy: LoadBalancingPolicy) -> None:
     for task in ({}, full_task()):
         assert build(policy).select({**task, "session": None}, with_queues(3, 1, 2)) == 1
 

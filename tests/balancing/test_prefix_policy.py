@@ -91,13 +91,13 @@ def test_the_price_of_answers_is_an_option() -> None:
 
 
 @pytest.mark.parametrize(("weight", "chosen"), [(0.0, 1), (0.5, 1), (2.0, 0)])
-def test_the_weight_of_overlap_makes_affinity_stronger_or_void(weight: float, chosen: int) -> None:
+def test_the_overlap_weight_changes_affinity(weight: float, chosen: int) -> None:
     pool = estimating(ReplicaLoad(requests=7), ReplicaLoad(), overlap_weight=weight)
     is_sent(pool, 0)
     assert pool.policy.decide(TASK, pool.replicas).position == chosen
 
 
-def test_temperature_gives_the_others_a_share() -> None:
+def test_a_temperature_gives_other_replicas_a_share() -> None:
     pool = estimating(ReplicaLoad(), ReplicaLoad(), temperature=1.0)
     is_sent(pool, 0)
     counts = Counter(pool.policy.select(TASK, pool.replicas) for _ in range(2000))
@@ -105,7 +105,7 @@ def test_temperature_gives_the_others_a_share() -> None:
     assert 1350 < counts[0] < 1570
 
 
-def test_equal_scores_go_to_the_longest_match_and_then_anywhere() -> None:
+def test_equal_costs_go_to_the_longest_match_then_at_random() -> None:
     pool = pool_of(policy(overlap_weight=0), 3)
     is_sent(pool, 1)
     assert {pool.policy.select(TASK, pool.replicas) for _ in range(20)} == {1}
@@ -115,7 +115,7 @@ def test_equal_scores_go_to_the_longest_match_and_then_anywhere() -> None:
 
 
 @by_estimate_and_by_report
-def test_deciding_teaches_nothing(made: Callable[..., Pool], cached: Cached) -> None:
+def test_a_decision_changes_no_state(made: Callable[..., Pool], cached: Cached) -> None:
     pool = made(ReplicaLoad(), ReplicaLoad())
     for _ in range(3):
         assert pool.policy.decide(TASK, pool.replicas).reason == "least-load"
@@ -124,7 +124,7 @@ def test_deciding_teaches_nothing(made: Callable[..., Pool], cached: Cached) -> 
     assert decisions == [decisions[0]] * 10
 
 
-def test_a_request_that_went_elsewhere_is_cached_there() -> None:
+def test_a_request_is_cached_where_it_was_sent() -> None:
     pool = pool_of(policy(), 2)
     decision = pool.policy.decide(TASK, pool.replicas)
     bound = 1 - decision.position
@@ -142,7 +142,7 @@ def test_the_answer_is_cached_for_the_next_turn() -> None:
     assert (second.position, second.matched_tokens) == (first.position, 68 * BLOCK)
 
 
-def test_an_attempt_that_ended_without_an_answer_is_no_news() -> None:
+def test_an_attempt_without_an_answer_changes_nothing() -> None:
     pool = pool_of(policy(), 1)
     is_sent(pool, 0)
     pool.policy.ended(TASK, pool.replicas[0], 1.0, 0)
@@ -151,9 +151,7 @@ def test_an_attempt_that_ended_without_an_answer_is_no_news() -> None:
 
 
 @by_estimate_and_by_report
-def test_a_lost_replica_has_nothing_and_its_place_is_clean_for_another(
-    made: Callable[..., Pool], cached: Cached
-) -> None:
+def test_a_lost_replicas_cache_is_dropped_and_its_bit_reused(made: Callable[..., Pool], cached: Cached) -> None:
     pool = made(ReplicaLoad(), ReplicaLoad())
     for position in (0, 1):
         cached(pool, position)
@@ -167,7 +165,7 @@ def test_a_lost_replica_has_nothing_and_its_place_is_clean_for_another(
 
 
 @by_estimate_and_by_report
-def test_a_replica_whose_cache_was_cleared_has_nothing(made: Callable[..., Pool], cached: Cached) -> None:
+def test_a_cleared_cache_is_empty(made: Callable[..., Pool], cached: Cached) -> None:
     pool = made(ReplicaLoad(), ReplicaLoad())
     cached(pool, 0)
     is_sent(pool, 1)
@@ -191,7 +189,7 @@ def test_blocks_are_known_from_their_report_to_their_removal() -> None:
         assert matched(pool) == [0, known]
 
 
-def test_of_engines_that_report_what_is_in_flight_counts_as_cached_until_its_last_request_ends() -> None:
+def test_an_unreported_prompt_counts_as_cached_until_its_last_request_ends() -> None:
     pool = reporting(ReplicaLoad(), ReplicaLoad())
     first, second = prompt_task(PROMPT), prompt_task(PROMPT[:500])
     for task in (first, second):
@@ -203,7 +201,7 @@ def test_of_engines_that_report_what_is_in_flight_counts_as_cached_until_its_las
     assert matched(pool) == [0, 0]
 
 
-def test_what_was_reported_outlives_the_request() -> None:
+def test_a_reported_block_outlives_the_request() -> None:
     pool = reporting(ReplicaLoad())
     is_sent(pool, 0)
     is_reported(pool, 0)
@@ -211,7 +209,7 @@ def test_what_was_reported_outlives_the_request() -> None:
     assert matched(pool) == [ALL]
 
 
-def test_a_replica_whose_reports_are_lost_is_cold_and_then_estimated_until_it_reports_anew() -> None:
+def test_after_lost_reports_the_cache_is_empty_and_estimated_until_a_restart() -> None:
     pool = reporting(ReplicaLoad(), ReplicaLoad())
     is_reported(pool, 0)
     is_sent(pool, 0)
@@ -223,7 +221,7 @@ def test_a_replica_whose_reports_are_lost_is_cold_and_then_estimated_until_it_re
     assert matched(pool) == [160, 0]
 
 
-def test_what_was_sent_before_the_first_report_is_void() -> None:
+def test_the_first_report_replaces_the_estimate() -> None:
     pool = estimating(ReplicaLoad())
     is_sent(pool, 0)
     pool.policy.cache_changed(pool.replicas[0], CacheChange(KEYS[:10], restart=True))
@@ -241,7 +239,7 @@ def test_long_churn_of_reports_leaves_what_was_reported_last() -> None:
     assert matched(pool) == [0]
 
 
-def test_a_policy_that_wants_reports_says_when_it_has_none() -> None:
+def test_kv_aware_has_a_fallback_without_reports() -> None:
     pool = estimating(ReplicaLoad(), ReplicaLoad())
     kv_aware = KvAwareBalancer(rng=random.Random(0))
     assert (kv_aware.wants_cache_events, pool.policy.wants_cache_events) == (True, False)
@@ -288,7 +286,7 @@ def test_block_sizes_may_differ() -> None:
 
 @by_estimate_and_by_report
 @pytest.mark.parametrize("replicas", [tuple, ServingReplicas])
-def test_a_large_fleet_compares_few_and_the_holders_among_them(
+def test_a_large_fleet_compares_a_few_replicas_including_holders(
     made: Callable[..., Pool], cached: Cached, replicas: Any
 ) -> None:
     pool = made(*[ReplicaLoad()] * 1000)

@@ -11,7 +11,7 @@ from .fakes import with_queues
 
 
 @pytest.mark.parametrize(("total", "compared"), [(1, 1), (2, 2), (3, 2), (64, 2), (65, 8), (1024, 8)])
-def test_two_are_drawn_and_eight_of_a_large_fleet(total: int, compared: int) -> None:
+def test_power_of_two_draws_two_or_eight_of_a_large_fleet(total: int, compared: int) -> None:
     decision = PowerOfTwoBalancer(random.Random(1)).decide({}, with_queues(*range(total)))
     assert len({candidate.position for candidate in decision.candidates}) == compared
     # The queue lengths are the positions.
@@ -25,7 +25,7 @@ def test_a_negative_length_is_a_value_error(queue_lengths: list[int]) -> None:
         LeastQueueLengthBalancer().select({}, with_queues(*queue_lengths))
 
 
-def test_by_chance_every_replica_is_picked_equally_often_whatever_its_load() -> None:
+def test_random_picks_every_replica_equally_often() -> None:
     balancer = RandomBalancer(random.Random(1))
     picks = Counter(balancer.select({}, with_queues(0, 7, 1000)) for _ in range(3000))
     # Three standard deviations around 1,000; the seed makes the counts the same in every run.

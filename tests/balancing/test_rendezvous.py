@@ -38,7 +38,7 @@ def test_sessions_are_spread_evenly(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 64])
-def test_who_joins_takes_its_share_who_leaves_gives_it_up_and_nothing_moves_between_others(count: int) -> None:
+def test_a_change_of_members_moves_only_their_share(count: int) -> None:
     table, members = RendezvousTable(), names(range(count + 1))
     before = owners(table, members[:-1])
     joined = owners(table, members)
@@ -49,7 +49,7 @@ def test_who_joins_takes_its_share_who_leaves_gives_it_up_and_nothing_moves_betw
         assert sum(map(bytes.__ne__, one, other)) / len(SESSIONS) < 1 / (count + 1) + 0.02
 
 
-def test_who_comes_back_gets_back_what_it_had() -> None:
+def test_a_returning_member_gets_its_keys_back() -> None:
     table, members = RendezvousTable(), names(range(5))
     before = owners(table, members)
     owners(table, members[:3])
@@ -104,12 +104,12 @@ def policy(seed: int = 1) -> PrefixBalancer:
     return PrefixBalancer(rng=random.Random(seed))
 
 
-def test_prompts_that_begin_alike_are_looked_for_in_one_place_and_others_all_over_the_fleet() -> None:
+def test_prompts_with_a_common_beginning_are_expected_at_one_replica() -> None:
     assert len(positions([*context(7), *[question] * BLOCK] for question in range(5))) == 1
     assert len(positions(map(context, range(200)))) == REPLICAS
 
 
-def test_what_differs_only_behind_a_known_beginning_is_looked_for_in_different_places() -> None:
+def test_prompts_that_differ_after_a_known_beginning_are_expected_at_different_replicas() -> None:
     prompts = [[*[1] * BLOCK, *[2 + number] * CONTEXT] for number in range(40)]
     assert len(positions(prompts, known=BLOCK)) > REPLICAS // 2
 
@@ -119,13 +119,11 @@ def test_what_differs_only_behind_a_known_beginning_is_looked_for_in_different_p
     [(context(1), CONTEXT // 2, True), ([1] * BLOCK, 0, True), ([], 0, True), (context(1), 0, False)],
     ids=["known", "shorter than a block", "empty", "uncacheable"],
 )
-def test_a_prompt_that_nobody_else_can_have_cached_is_looked_for_nowhere(
-    prompt: list[int], known: int, cacheable: bool
-) -> None:
+def test_an_uncacheable_or_known_prompt_is_expected_nowhere(prompt: list[int], known: int, cacheable: bool) -> None:
     assert find(prompt, known, cacheable) is None
 
 
-def test_heads_that_know_nothing_of_each_other_send_what_belongs_together_to_one_replica() -> None:
+def test_independent_heads_send_related_prompts_to_one_replica() -> None:
     chosen: dict[int, set[int]] = {}
     for head in range(4):
         balancer, replicas = policy(head), fleet(heads=4)
@@ -137,7 +135,7 @@ def test_heads_that_know_nothing_of_each_other_send_what_belongs_together_to_one
     assert len(set.union(*chosen.values())) > 5
 
 
-def test_a_replica_with_too_much_to_do_is_passed_over_though_all_look_there() -> None:
+def test_a_busy_rendezvous_replica_is_passed_over() -> None:
     balancer, replicas = policy(), fleet(heads=4)
     expected = balancer.decide(asks(1, 1), replicas).position
     replicas[expected].charge(200)
@@ -145,7 +143,7 @@ def test_a_replica_with_too_much_to_do_is_passed_over_though_all_look_there() ->
     assert balancer.decide(asks(1, 2), replicas).position != expected
 
 
-def test_a_head_follows_what_it_knows_and_not_where_all_look() -> None:
+def test_a_known_match_has_precedence_over_rendezvous() -> None:
     balancer, replicas = policy(), fleet(heads=4)
     elsewhere = (balancer.decide(asks(1, 1), replicas).position + 1) % REPLICAS
     balancer.dispatched(asks(1, 1), replicas[elsewhere], Decision(elsewhere, "test"))
@@ -153,7 +151,7 @@ def test_a_head_follows_what_it_knows_and_not_where_all_look() -> None:
     assert (decision.position, decision.reason) == (elsewhere, "prefix")
 
 
-def test_a_replica_that_is_known_to_have_the_most_is_no_guess() -> None:
+def test_a_known_longest_match_has_the_reason_prefix() -> None:
     balancer, replicas = policy(), fleet(heads=4)
     # What is unknown of the longer prompt is looked for in a place of its own.
     expected = find(context(1), known=3 * BLOCK)
@@ -164,7 +162,7 @@ def test_a_replica_that_is_known_to_have_the_most_is_no_guess() -> None:
     assert (decision.position, decision.reason, decision.matched_tokens) == (expected.position, "prefix", 3 * BLOCK)
 
 
-def test_a_head_that_is_alone_looks_nowhere() -> None:
+def test_a_single_head_expects_prompts_nowhere() -> None:
     balancer, replicas = policy(), fleet(heads=1)
     decisions = [balancer.decide(asks(1, question), replicas) for question in range(100)]
     assert {decision.reason for decision in decisions} == {"least-load"}

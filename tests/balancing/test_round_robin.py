@@ -48,7 +48,7 @@ def test_turns(history: list[str], expected: str) -> None:
 
 
 @pytest.mark.parametrize(("start_index", "expected"), [(0, "abca"), (1, "bcab"), (2, "cabc"), (3, "abca")])
-def test_start_index_picks_the_first(start_index: int, expected: str) -> None:
+def test_start_index_is_the_first_pick(start_index: int, expected: str) -> None:
     assert picks(RoundRobinBalancer(start_index), *["abc"] * 4) == expected
 
 
@@ -70,7 +70,7 @@ def test_replicas_that_share_an_address_in_different_stages_are_different() -> N
     assert [balancer.select({}, replicas) for _ in range(4)] == [0, 1, 0, 1]
 
 
-def test_departed_replicas_are_forgotten_after_a_full_turn() -> None:
+def test_departed_replicas_are_dropped_after_a_full_turn() -> None:
     balancer = RoundRobinBalancer()
     for generation in range(100):
         picks(balancer, f"ab{chr(ord('c') + generation)}", "ab", "ab")
@@ -136,7 +136,7 @@ def test_threads_share_the_turns_evenly() -> None:
     assert total == dict.fromkeys(range(5), threads * turns // 5)
 
 
-def test_a_decision_is_no_turn_until_it_is_dispatched() -> None:
+def test_a_decision_counts_as_a_turn_when_it_is_dispatched() -> None:
     balancer, replicas = RoundRobinBalancer(), with_queues(0, 0, 0)
     first = balancer.decide({}, replicas)
     assert [balancer.decide({}, replicas) for _ in range(3)] == [first] * 3
@@ -145,7 +145,7 @@ def test_a_decision_is_no_turn_until_it_is_dispatched() -> None:
     assert balancer.decide({}, replicas).position == 1
 
 
-def test_a_request_bound_to_a_replica_is_its_turn() -> None:
+def test_a_bound_request_counts_as_a_turn() -> None:
     balancer, replicas = RoundRobinBalancer(), with_queues(0, 0, 0)
     balancer.dispatched({}, replicas[1], balancer.decide({}, replicas))
     assert [balancer.select({}, replicas) for _ in range(4)] == [0, 2, 1, 0]

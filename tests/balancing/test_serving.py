@@ -41,7 +41,9 @@ LENGTHS = st.one_of(st.integers(0, 5), st.integers(0, 10**6))
     st.lists(st.tuples(st.integers(0, 29), LENGTHS, st.booleans()), max_size=100),
     st.integers(),
 )
-def test_the_index_says_what_a_search_would(lengths: list[int], steps: list[tuple[int, int, bool]], seed: int) -> None:
+def test_the_index_gives_the_result_of_a_search(
+    lengths: list[int], steps: list[tuple[int, int, bool]], seed: int
+) -> None:
     replicas, rng = serving(*lengths), random.Random(seed)
     for place, length, ask in steps:
         change(replicas, place % len(lengths), length)
@@ -73,7 +75,7 @@ def test_ties_are_broken_uniformly_after_changes(size: int) -> None:
     assert all(850 <= count <= 1150 for count in picks.values()), picks
 
 
-def test_the_work_of_all_is_known_as_it_changes() -> None:
+def test_the_work_is_up_to_date_after_changes() -> None:
     replicas = ServingReplicas(pool_of(None, 2).replicas)
     replicas[0].charge(2, prefill_tokens=70)
     assert [list(each) for each in replicas.work] == [[2, 0], [70, 0]]

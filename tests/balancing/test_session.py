@@ -55,7 +55,7 @@ def test_a_session_spills_at_the_bound_and_not_before() -> None:
     assert {balancer.select({"session": "s"}, pool.replicas) for _ in range(10)} == {decision.position}
 
 
-def test_a_session_comes_home_when_its_replica_has_time_again() -> None:
+def test_a_session_returns_when_its_replica_is_less_busy() -> None:
     balancer, pool = policy(), pool_of(None, 4)
     at = balancer.select({"session": "s"}, pool.replicas)
     pool.replicas[at].charge(50)
@@ -64,7 +64,7 @@ def test_a_session_comes_home_when_its_replica_has_time_again() -> None:
     assert balancer.select({"session": "s"}, pool.replicas) == at
 
 
-def test_where_all_but_one_of_many_are_too_busy_that_one_is_found() -> None:
+def test_the_only_replica_with_room_is_found() -> None:
     pool = pool_of(None, 400)
     for position, replica in enumerate(pool.replicas):
         replica.charge(0 if position == 77 else 1000)
@@ -79,7 +79,7 @@ def test_a_restart_moves_nothing() -> None:
     assert homes(balancer, (*replicas[:4], restarted, *replicas[5:])) == before
 
 
-def test_replicas_without_an_id_are_known_by_address() -> None:
+def test_replicas_without_an_id_are_identified_by_address() -> None:
     replicas = with_queues(0, 0, 0, 0)
     balancer = policy()
     before = [home(balancer, replicas, session) for session in SESSIONS[:100]]
@@ -97,7 +97,7 @@ def test_the_pool_and_plain_replicas_give_the_same_answer() -> None:
     assert [plain.decide(task, pool.replicas) for task in tasks] == [indexed.decide(task, serving) for task in tasks]
 
 
-def test_a_session_of_any_text_is_one() -> None:
+def test_any_text_can_name_a_session() -> None:
     replicas = with_queues(0, 0)
     assert {policy().decide({"session": text}, replicas).reason for text in ("ü", "\ud800", "x" * 100_000)} == {
         "session"

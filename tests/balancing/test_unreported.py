@@ -45,7 +45,7 @@ def drawn(levels: list[tuple[float, int]], coming: float) -> Counter[int]:
         pytest.param(4, 1, 0, 10.0, 4, 0.0, id="what was sent long ago has been reported"),
     ],
 )
-def test_what_the_others_are_taken_to_have_sent(
+def test_the_estimate_of_unreported_requests(
     number: int, sent: int, ended: int, now: float, in_flight: int, expected: float
 ) -> None:
     unreported = heads(number)
@@ -56,7 +56,7 @@ def test_what_the_others_are_taken_to_have_sent(
     assert unreported.requests == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_head_that_is_alone_again_expects_nothing() -> None:
+def test_a_single_head_estimates_nothing() -> None:
     unreported = heads(2)
     dispatch(unreported)
     unreported.estimate(0.0, in_flight=2)
@@ -65,12 +65,12 @@ def test_a_head_that_is_alone_again_expects_nothing() -> None:
     assert unreported.requests == 0.0
 
 
-def test_little_that_is_coming_goes_to_the_lowest() -> None:
+def test_few_arrivals_go_to_the_lowest_level() -> None:
     assert drawn([(1.0, 3), (2.0, 5)], 0.5) == {0: DRAWS}
     assert drawn([(1.0, 3), (2.0, 5)], 3.0) == {0: DRAWS}
 
 
-def test_each_level_gets_what_it_lacks_to_one_height() -> None:
+def test_each_level_is_filled_to_the_same_height() -> None:
     # Two of height 1 and four of height 3: 10 fill them to (2 + 12 + 10) / 6 = 4, which takes 6 and 4.
     counts = drawn([(1.0, 2), (3.0, 4), (9.0, 7)], 10.0)
     assert set(counts) == {0, 1}
@@ -85,7 +85,7 @@ def test_each_level_gets_what_it_lacks_to_one_height() -> None:
     st.floats(1e-6, 1e6),
     st.integers(),
 )
-def test_no_level_is_drawn_above_one_that_suffices(levels: list[tuple[int, int]], coming: float, seed: int) -> None:
+def test_no_level_above_the_filled_height_is_drawn(levels: list[tuple[int, int]], coming: float, seed: int) -> None:
     levels.sort()
     index = draw_by_water_filling(levels, coming, random.Random(seed))
     room_below = sum(places * (levels[index][0] - level) for level, places in levels[:index])
@@ -93,12 +93,12 @@ def test_no_level_is_drawn_above_one_that_suffices(levels: list[tuple[int, int]]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12), st.floats(0, 1e6), st.integers())
-def test_the_lowest_of_a_choice_of_many_heads_is_one_of_the_low(scores: list[float], coming: float, seed: int) -> None:
+def test_with_several_heads_one_of_the_low_scores_is_picked(scores: list[float], coming: float, seed: int) -> None:
     place = pick_lowest(scores, random.Random(seed), coming)
     assert scores[place] <= min(scores) + coming
 
 
-def test_heads_that_see_the_same_fill_up_the_short_queues_together() -> None:
+def test_heads_with_the_same_view_fill_short_queues_evenly() -> None:
     """Herding: without a word of each other, all would send to the one queue that is shortest."""
     queues = [0, *[4] * 9]
     policies = [LeastQueueLengthBalancer(random.Random(seed)) for seed in range(8)]
@@ -117,7 +117,7 @@ def test_heads_that_see_the_same_fill_up_the_short_queues_together() -> None:
     assert len(sent) == 10
 
 
-def test_of_what_is_coming_those_compared_get_their_share() -> None:
+def test_expected_arrivals_are_proportional_to_the_compared_replicas() -> None:
     unreported = heads(3)
     dispatch(unreported)
     unreported.estimate(0.0, in_flight=3)

@@ -28,7 +28,7 @@ def least() -> Manifests:
 
 
 @pytest.mark.parametrize("given", [values(), values(**EVERYTHING)], ids=["least", "everything"])
-def test_helm_finds_nothing_wrong(given: dict[str, Any]) -> None:
+def test_helms_linter_accepts_the_chart(given: dict[str, Any]) -> None:
     report = lint(CHART, given, strict=True)
     assert report["errors"] == []
     assert [message for message in report["messages"] if message["error"] != "icon is recommended"] == []
@@ -36,7 +36,7 @@ def test_helm_finds_nothing_wrong(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("version", ["1.27", "1.37"])
 @pytest.mark.parametrize("given", [values(), values(**EVERYTHING)], ids=["least", "everything"])
-def test_every_manifest_is_one_of_kubernetes(given: dict[str, Any], version: str) -> None:
+def test_every_manifest_matches_the_schema_of_kubernetes(given: dict[str, Any], version: str) -> None:
     checked = [found for found in render(given).objects if found["kind"] not in OF_OPERATORS]
     assert len(checked) > 8
     for found in checked:
@@ -44,7 +44,7 @@ def test_every_manifest_is_one_of_kubernetes(given: dict[str, Any], version: str
         assert found["metadata"]["namespace"] == NAMESPACE
 
 
-def test_a_field_that_kubernetes_does_not_know_is_seen(least: Manifests) -> None:
+def test_an_unknown_field_is_found(least: Manifests) -> None:
     wrong = least.get(*NODE) | {"spec": least.get(*NODE)["spec"] | {"replica": 2}}
     with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
         kubernetes_validate.validate(wrong, "1.37", strict=True)
@@ -67,7 +67,7 @@ def test_a_model_has_heads_nodes_and_what_belongs_to_them(least: Manifests) -> N
     ]
 
 
-def test_models_are_apart_and_one_that_is_off_is_not_there(everything: Manifests) -> None:
+def test_models_are_separate_and_a_disabled_one_is_absent(everything: Manifests) -> None:
     names = everything.names()
     assert {"StatefulSet/fleet-llama-node", "StatefulSet/fleet-qwen-node"} <= set(names)
     assert not [name for name in names if "off" in name]
@@ -77,7 +77,7 @@ def test_models_are_apart_and_one_that_is_off_is_not_there(everything: Manifests
 
 
 @pytest.mark.parametrize("given", [values(), values(**EVERYTHING)], ids=["least", "everything"])
-def test_the_plugin_takes_every_command_line(given: dict[str, Any]) -> None:
+def test_the_plugin_accepts_every_command_line(given: dict[str, Any]) -> None:
     manifests = render(given)
     for workload in WORKLOADS:
         command = manifests.command(*workload)
@@ -85,7 +85,7 @@ def test_the_plugin_takes_every_command_line(given: dict[str, Any]) -> None:
         assert faults(command) == []
 
 
-def test_heads_and_nodes_have_the_flags_that_must_be_the_same(everything: Manifests) -> None:
+def test_heads_and_nodes_have_equal_shared_flags(everything: Manifests) -> None:
     shared = {
         "--dtype": "bfloat16",
         "--max-model-len": "1048576",
@@ -107,7 +107,7 @@ def test_heads_and_nodes_have_the_flags_that_must_be_the_same(everything: Manife
     assert head["--omni-lb-config"] == '{"overlap_weight":2}'
 
 
-def test_there_is_one_coordinator_and_everybody_joins_it(everything: Manifests) -> None:
+def test_all_heads_and_nodes_join_one_coordinator(everything: Manifests) -> None:
     first, others, node = (everything.get(*workload)["spec"] for workload in WORKLOADS)
     assert (first["replicas"], first["strategy"]["type"], others["replicas"]) == (1, "Recreate", 2)
     service = everything.get("Service", "fleet-llama-fleet")["spec"]
@@ -122,14 +122,14 @@ def test_there_is_one_coordinator_and_everybody_joins_it(everything: Manifests) 
     assert [found.get("--omni-dp-size-local") for found in flags] == ["0", None, "1"]
 
 
-def test_clients_reach_all_heads_of_their_model_and_nobody_else(everything: Manifests) -> None:
+def test_clients_reach_only_the_heads_of_their_model(everything: Manifests) -> None:
     selector = everything.get("Service", "fleet-llama")["spec"]["selector"].items()
     others = [*WORKLOADS, ("Deployment", "fleet-qwen-head")]
     labels = [everything.get(*workload)["spec"]["template"]["metadata"]["labels"].items() for workload in others]
     assert [selector <= of_pod for of_pod in labels] == [True, True, False, False]
 
 
-def test_selectors_are_those_of_the_pods_they_mean(everything: Manifests) -> None:
+def test_selectors_match_their_pods(everything: Manifests) -> None:
     for found in everything.objects:
         if found["kind"] in ("Deployment", "StatefulSet"):
             selector = found["spec"]["selector"]["matchLabels"].items()
@@ -141,7 +141,7 @@ def test_selectors_are_those_of_the_pods_they_mean(everything: Manifests) -> Non
 @pytest.mark.parametrize(
     "given", [{}, {"headSpec": {"preStopSleep": 5, "shutdownTimeout": 600}, "nodeSpec": {"drainTimeout": 900}}]
 )
-def test_pods_have_the_time_that_their_requests_have(given: dict[str, Any]) -> None:
+def test_grace_periods_exceed_the_requests_timeouts(given: dict[str, Any]) -> None:
     manifests = render(values([MODEL | given]))
     for head in HEADS:
         pod = manifests.pod(*head)
@@ -154,7 +154,7 @@ def test_pods_have_the_time_that_their_requests_have(given: dict[str, Any]) -> N
     assert manifests.pod(*NODE)["terminationGracePeriodSeconds"] == int(drain) + 30
 
 
-def test_probes_tell_loading_from_dead(everything: Manifests) -> None:
+def test_probes_distinguish_loading_from_dead(everything: Manifests) -> None:
     for head in HEADS:
         (container,) = everything.pod(*head)["containers"]
         paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
@@ -168,7 +168,7 @@ def test_probes_tell_loading_from_dead(everything: Manifests) -> None:
         assert startup["periodSeconds"] * startup["failureThreshold"] >= 3600
 
 
-def test_the_secret_is_a_file_that_only_its_user_can_read(everything: Manifests) -> None:
+def test_only_its_user_can_read_the_secret_file(everything: Manifests) -> None:
     for workload in WORKLOADS:
         pod = everything.pod(*workload)
         (container,), (first,) = pod["containers"], pod["initContainers"]
@@ -196,7 +196,7 @@ def test_a_changed_secret_restarts_the_pods() -> None:
     assert pods[0] == pods[1] != pods[2]
 
 
-def test_only_those_who_must_reach_a_port(everything: Manifests) -> None:
+def test_network_policies_allow_only_the_needed_ports(everything: Manifests) -> None:
     def to(policy: str) -> list[tuple[Any, list[Any]]]:
         rules = everything.get("NetworkPolicy", policy)["spec"]["ingress"]
         return [(rule["ports"][0], rule.get("from", [])) for rule in rules]
@@ -220,7 +220,7 @@ def test_a_node_has_ports_for_its_engines_and_all_heads() -> None:
     assert last - first + 1 >= 8 * (1 + 2 * (spec["headSpec"]["replicaCount"] + 1))
 
 
-def test_prometheus_asks_each_head_by_itself(everything: Manifests, least: Manifests) -> None:
+def test_prometheus_scrapes_each_head(everything: Manifests, least: Manifests) -> None:
     assert not [name for name in least.names() if name.startswith("PodMonitor")]
     monitor = everything.get("PodMonitor", "fleet-llama")
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
@@ -234,7 +234,7 @@ def test_prometheus_asks_each_head_by_itself(everything: Manifests, least: Manif
     assert [selector <= of_pod for of_pod in labels] == [True, True, False]
 
 
-def test_keda_scales_the_nodes_on_what_the_monitor_collects(everything: Manifests, least: Manifests) -> None:
+def test_keda_scales_by_the_collected_metrics(everything: Manifests, least: Manifests) -> None:
     assert least.get(*NODE)["spec"]["replicas"] == 1
     # Where KEDA decides, an upgrade of the chart must not.
     assert "replicas" not in everything.get(*NODE)["spec"]
@@ -255,7 +255,7 @@ def test_keda_scales_the_nodes_on_what_the_monitor_collects(everything: Manifest
     assert behavior["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 60}]
 
 
-def test_gpus_are_asked_for_as_in_production_stack(everything: Manifests) -> None:
+def test_gpus_are_requested_like_in_production_stack(everything: Manifests) -> None:
     (node,), (head,) = (everything.pod(*workload)["containers"] for workload in (NODE, HEADS[0]))
     assert node["resources"]["limits"] == {"nvidia.com/gpu": "2", "memory": "64Gi"}
     assert node["resources"]["requests"] == {"cpu": "6", "memory": "16Gi", "nvidia.com/gpu": "2"}

@@ -33,7 +33,7 @@ def given(**of_model: Any) -> dict[str, Any]:
         pytest.param(values(routerSpec={}), "routerSpec", id="misplaced"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
+def test_an_invalid_value_is_refused_by_name(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(HelmError, match=named):
         render(wrong)
 
@@ -42,7 +42,7 @@ def test_without_models_nothing_but_the_probe_is_rendered() -> None:
     assert render({}).names() == ["ConfigMap/fleet-probe"]
 
 
-def test_a_model_counts_over_the_defaults_and_these_for_all_others() -> None:
+def test_a_models_values_override_the_defaults() -> None:
     models = [MODEL | {"vllmConfig": {"dtype": "float16"}}, MODEL | {"name": "qwen"}]
     manifests = render(values(models, modelDefaults={"replicaCount": 4, "vllmConfig": {"dtype": "bfloat16"}}))
     for name, dtype in (("llama", "float16"), ("qwen", "bfloat16")):
@@ -50,17 +50,17 @@ def test_a_model_counts_over_the_defaults_and_these_for_all_others() -> None:
         assert dtype in manifests.command("StatefulSet", f"fleet-{name}-node")
 
 
-def test_names_are_cut_where_kubernetes_needs_room() -> None:
+def test_long_names_are_truncated() -> None:
     (name,) = (name for name in render(given(name="a" * 30)).names() if name.startswith("StatefulSet"))
     assert len(name.removeprefix("StatefulSet/")) <= 52
 
 
-def test_every_default_has_a_place_in_the_schema() -> None:
+def test_every_default_is_in_the_schema() -> None:
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     assert render(defaults).names() == render({}).names()
 
 
-def test_what_scales_nodes_asks_for_metrics_that_there_are() -> None:
+def test_scaling_queries_use_existing_metrics() -> None:
     queries = (CHART / "templates" / "scaling.yaml").read_text()
     asked = set(re.findall(r"vllm_omni_fleet:(\w+)", queries))
     assert {"expected_wait_seconds", "requests_waiting"} <= asked <= set(BY_NAME)

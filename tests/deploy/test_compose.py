@@ -46,7 +46,7 @@ def command(service: dict[str, Any]) -> list[str]:
     return [word for part in last.split() for word in (service["command"] if part == '"$@"' else [part])]
 
 
-def test_compose_takes_the_file(compose: dict[str, Any]) -> None:
+def test_the_file_matches_composes_schema(compose: dict[str, Any]) -> None:
     name = "check_jsonschema/builtin_schemas/vendor/compose-spec.json"
     schema = json.loads(distribution("check-jsonschema").locate_file(name).read_text())
     validator = jsonschema.validators.validator_for(schema)(schema)
@@ -56,7 +56,7 @@ def test_compose_takes_the_file(compose: dict[str, Any]) -> None:
     del compose["services"]["head"]["stop_grace"]
 
 
-def test_the_plugin_takes_every_command_line(compose: dict[str, Any]) -> None:
+def test_the_plugin_accepts_every_command_line(compose: dict[str, Any]) -> None:
     head, node = (command(compose["services"][name]) for name in ("head", "node"))
     for words in (head, node):
         assert words[:3] == ["vllm", "serve", "org/llama"]
@@ -67,12 +67,12 @@ def test_the_plugin_takes_every_command_line(compose: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("service", "flag"), [("head", "--shutdown-timeout"), ("node", "--omni-drain-timeout")])
-def test_containers_have_the_time_that_their_requests_have(compose: dict[str, Any], service: str, flag: str) -> None:
+def test_stop_grace_periods_exceed_the_requests_timeouts(compose: dict[str, Any], service: str, flag: str) -> None:
     grace = compose["services"][service]["stop_grace_period"]
     assert grace == f"{int(flags_of(command(compose['services'][service]))[flag]) + 30}s"
 
 
-def test_signals_reach_the_server_and_its_secret_is_its_own(compose: dict[str, Any]) -> None:
+def test_signals_reach_the_server_and_it_owns_the_secret_file(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         shell, option, script, name = service["entrypoint"]
         assert (shell, option, name) == ("sh", "-c", "vllm")
@@ -82,7 +82,7 @@ def test_signals_reach_the_server_and_its_secret_is_its_own(compose: dict[str, A
     assert "fleet" in compose["secrets"]
 
 
-def test_the_image_is_built_of_what_pip_installs_and_no_more(compose: dict[str, Any]) -> None:
+def test_the_build_context_has_only_what_pip_installs(compose: dict[str, Any]) -> None:
     build = compose["services"]["head"]["build"]
     folder = (FILE.parent / build["context"]).resolve()
     assert folder == ROOT

@@ -1,18 +1,15 @@
-"""The probe of nodes, as Kubernetes runs it, against a head's answer."""
+"""The probe of nodes, as Kubernetes runs it, against a fake head."""
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from tests.fakes.free_ports import free_port
+from tests.fakes.http_server import FakeServer
 
 from .chart import CHART, EVERYTHING, render, values
 
@@ -23,42 +20,17 @@ def replica(status: str, address: str = ADDRESS) -> dict[str, Any]:
     return {"status": status, "input_addr": f"tcp://{address}:20001" if address else ""}
 
 
-@dataclass
-class Head:
-    """What answers `GET /omni/replicas`, and what it was asked with."""
-
-    port: int
-    replicas: list[dict[str, Any]] = field(default_factory=list)
-    status: int = 200
-    keys: list[str | None] = field(default_factory=list)
-
-
 @pytest.fixture
-def head() -> Iterator[Head]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found.keys.append(self.headers["Authorization"])
-            self.send_response(found.status if self.path == "/omni/replicas" else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps({"replicas": found.replicas}).encode())
-
-        def log_message(self, *_: object) -> None:
-            """Not into the output of the tests."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        found = Head(server.server_port)
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield found
-        server.shutdown()
-        thread.join()
+def head() -> Iterator[FakeServer]:
+    with FakeServer() as head:
+        yield head
 
 
 def probe(
     port: int, replicas: int = 1, address: str = ADDRESS, **environment: str
 ) -> "subprocess.CompletedProcess[str]":
     own = {"POD_IP": address, "OMNI_HEAD_URL": f"http://127.0.0.1:{port}", "OMNI_REPLICAS": str(replicas)}
-    # The proxy is nobody's: the head is asked directly.
+    # The proxy must not be used.
     environment |= {"PATH": os.environ["PATH"], "http_proxy": "http://127.0.0.1:9"} | own
     command = [sys.executable, "-S", "-E", CHART / "files" / "serves.py"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
@@ -79,33 +51,33 @@ def probe(
         pytest.param([replica("up"), replica("up")], 2, True, id="both of two"),
     ],
 )
-def test_a_node_is_ready_when_a_head_says_that_its_engines_serve(
-    head: Head, replicas: list[dict[str, Any]], wanted: int, serves: bool
+def test_a_node_is_ready_if_a_head_lists_its_engines_as_serving(
+    head: FakeServer, replicas: list[dict[str, Any]], wanted: int, serves: bool
 ) -> None:
-    head.replicas = replicas
-    done = probe(head.port, wanted)
+    head.answers["GET", "/omni/replicas"] = (200, {"replicas": replicas})
+    done = probe(head.server_port, wanted)
     assert (done.returncode == 0) is serves, done.stderr
     assert (done.stderr == "") is serves
 
 
-def test_addresses_of_ipv6_are_found(head: Head) -> None:
-    head.replicas = [replica("up", "[fd00::3]")]
-    assert probe(head.port, address="fd00::3").returncode == 0
+def test_addresses_of_ipv6_are_found(head: FakeServer) -> None:
+    head.answers["GET", "/omni/replicas"] = (200, {"replicas": [replica("up", "[fd00::3]")]})
+    assert probe(head.server_port, address="fd00::3").returncode == 0
 
 
-def test_without_a_head_it_says_so() -> None:
+def test_an_unreachable_head_is_reported() -> None:
     done = probe(free_port())
     assert done.returncode == 1
     assert done.stderr.startswith("no head answers")
 
 
-def test_a_key_of_clients_is_sent_where_there_is_one(head: Head) -> None:
-    head.replicas = [replica("up")]
-    probe(head.port)
-    probe(head.port, VLLM_API_KEY="sk")
-    assert head.keys == [None, "Bearer sk"]
-    head.status = 401
-    assert "401" in probe(head.port).stderr
+def test_the_api_key_is_sent_if_set(head: FakeServer) -> None:
+    head.answers["GET", "/omni/replicas"] = (200, {"replicas": [replica("up")]})
+    probe(head.server_port)
+    probe(head.server_port, VLLM_API_KEY="sk")
+    assert [key for *_, key in head.asked] == [None, "Bearer sk"]
+    head.answers["GET", "/omni/replicas"] = (401, {})
+    assert "401" in probe(head.server_port).stderr
 
 
 def test_the_chart_runs_this_file_with_what_it_needs() -> None:

@@ -39,7 +39,7 @@ def fleet() -> Manifests:
     return render(example)
 
 
-def test_the_examples_for_kubernetes_are_taken_by_the_chart(fleet: Manifests) -> None:
+def test_the_chart_accepts_the_pages_examples(fleet: Manifests) -> None:
     first, *more = (yaml.safe_load(text)["servingEngineSpec"] for text in blocks("kubernetes.md", "yaml"))
     assert "StatefulSet/fleet-llama-node" in fleet.names()
     assert len(more) == 1
@@ -49,7 +49,7 @@ def test_the_examples_for_kubernetes_are_taken_by_the_chart(fleet: Manifests) ->
         assert {"PodMonitor/fleet-llama", "ScaledObject/fleet-llama-node"} <= set(names)
 
 
-def test_the_commands_for_kubernetes_name_what_is_there(fleet: Manifests) -> None:
+def test_the_commands_for_kubernetes_name_existing_objects(fleet: Manifests) -> None:
     ((_, _, release, chart, *_),) = lines("kubernetes.md", "helm")
     assert (release, ROOT / chart) == ("fleet", CHART)
     ((_, _, workload, _, container, *_),) = lines("kubernetes.md", "kubectl")
@@ -62,7 +62,7 @@ def test_the_commands_for_kubernetes_name_what_is_there(fleet: Manifests) -> Non
     assert fleet.get("Service", address)["spec"]["ports"][0]["port"] == 80
 
 
-def test_the_times_of_the_page_are_the_charts() -> None:
+def test_the_times_of_the_page_are_the_charts_defaults() -> None:
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())["servingEngineSpec"]["modelDefaults"]
     text = (PAGES / "kubernetes.md").read_text()
     for group, name in (("nodeSpec", "drainTimeout"), ("headSpec", "preStopSleep"), ("headSpec", "shutdownTimeout")):
@@ -85,7 +85,7 @@ def test_the_commands_for_slurm_start_a_fleet(tmp_path: Path) -> None:
     assert sum("--headless" in line for line in calls.read_text().splitlines()) == 4
 
 
-def test_the_commands_for_systemd_name_units_that_are_there() -> None:
+def test_the_commands_for_systemd_name_existing_units() -> None:
     units = {path.name for path in UNITS.glob("*.service")}
     named = [word for line in lines("systemd.md", "systemctl") for word in line if word.startswith("vllm-omni")]
     assert {re.sub(r"@.*", "@", name) + ".service" for name in named} == units
@@ -102,7 +102,7 @@ def test_the_variables_of_compose_are_those_of_its_page() -> None:
     assert {name: "" if default == "none" else default for name, default in described.items()} == in_file
 
 
-def test_the_commands_for_ray_are_taken_by_those_that_read_them() -> None:
+def test_the_commands_for_ray_are_valid() -> None:
     parsed = [parse(words[2:]) for words in lines("ray.md", "vllm-omni-plugin")]
     assert [(args.replicas, args.max_replicas) for args, _ in parsed] == [(4, None), (1, 8)]
     commands = [*lines("ray.md", "vllm"), *(["vllm", "serve", *serve] for _, serve in parsed)]

@@ -80,7 +80,7 @@ def test_nodes_of_an_array_wait_for_the_head_and_join_it(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("script", "flag"), [("head.sbatch", "--shutdown-timeout"), ("nodes.sbatch", "--omni-drain-timeout")]
 )
-def test_slurm_signals_early_enough_for_what_is_in_flight(fleet: Fleet, script: str, flag: str) -> None:
+def test_slurm_signals_early_enough_for_requests_in_flight(fleet: Fleet, script: str, flag: str) -> None:
     text = (SCRIPTS / script).read_text()
     (seconds,) = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", text, flags=re.MULTILINE)
     (fleet.folder / "head").write_text("head-1 7500\n")
@@ -90,7 +90,7 @@ def test_slurm_signals_early_enough_for_what_is_in_flight(fleet: Fleet, script: 
 
 
 @pytest.mark.parametrize("script", ["head.sbatch", "nodes.sbatch"])
-def test_slurms_signal_reaches_the_server_and_the_job_ends_with_it(fleet: Fleet, script: str) -> None:
+def test_the_job_ends_with_the_signalled_server(fleet: Fleet, script: str) -> None:
     (fleet.folder / "head").write_text("head-1 7500\n")
     (job,) = fleet.slurm.submit(fleet.sbatch(script, "--array=0"))
     (command,) = fleet.started()
@@ -100,7 +100,7 @@ def test_slurms_signal_reaches_the_server_and_the_job_ends_with_it(fleet: Fleet,
     assert fleet.lines("ended") == [["ended", *command]]
 
 
-def test_a_node_that_still_waits_for_a_head_ends_on_a_signal(fleet: Fleet) -> None:
+def test_a_node_that_waits_for_a_head_ends_on_a_signal(fleet: Fleet) -> None:
     (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
     until(lambda: job.children(), "it waits")
     job.send_signal(signal.SIGTERM)
@@ -131,7 +131,7 @@ def test_a_node_that_fails_for_good_ends_its_job(fleet: Fleet, tmp_path: Path, c
     assert len(fleet.lines("serve")) == 1
 
 
-def test_a_node_that_its_head_refuses_is_tried_again(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_refused_node_is_restarted(fleet: Fleet, tmp_path: Path) -> None:
     (fleet.folder / "head").write_text("head-1 7500\n")
     (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
     fleet.started()

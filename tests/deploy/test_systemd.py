@@ -54,7 +54,7 @@ def verify(unit: Path) -> str:
 
 @pytest.mark.skipif(_ANALYZE is None, reason="there is no systemd-analyze on this machine")
 @pytest.mark.parametrize("unit", [HEAD, NODE])
-def test_systemd_takes_the_unit(unit: str, tmp_path: Path) -> None:
+def test_systemd_verifies_the_unit(unit: str, tmp_path: Path) -> None:
     # It wants the program to be there.
     text = (UNITS / unit).read_text().replace("/opt/vllm-omni/bin/vllm", "/bin/true")
     (tmp_path / unit).write_text(text)
@@ -64,7 +64,7 @@ def test_systemd_takes_the_unit(unit: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", [HEAD, NODE])
-def test_the_plugin_takes_the_command_line(unit: str) -> None:
+def test_the_plugin_accepts_the_command_line(unit: str) -> None:
     words = command(unit)
     assert words[1:3] == ["serve", environment()["MODEL"]]
     assert faults(words) == []
@@ -84,7 +84,7 @@ def test_a_stop_drains(unit: str, flag: str) -> None:
     assert "KillSignal" not in said
 
 
-def test_an_instance_is_a_gpu_unless_its_own_file_says_otherwise() -> None:
+def test_an_instance_is_a_gpu_unless_its_file_overrides_it() -> None:
     said = settings(NODE)
     assert "CUDA_VISIBLE_DEVICES=%i" in said["Environment"]
     assert "-/etc/vllm-omni/node-%i.env" in said["EnvironmentFile"]

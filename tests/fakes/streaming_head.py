@@ -1,4 +1,4 @@
-"""A head that streams what a test gives it, over real HTTP, for what shows a fleet."""
+"""A head that streams the data of a test over HTTP, for tests of the page and the terminal."""
 
 import select
 import threading
@@ -51,7 +51,6 @@ STATE: dict[str, Any] = {
 
 
 def history() -> bytes:
-    """The begin of a stream."""
     return message("history", [])
 
 
@@ -65,15 +64,15 @@ def event(event_id: str, reason: str = "it died") -> bytes:
 
 
 class StreamingHead(ThreadingHTTPServer):
-    """Serves the page, and one stream after the other; the last one falls silent and stays open. A context manager.
+    """Serves the page, and one stream after the other; the last stream stays open without data. A context manager.
 
     Args:
-        streams: what each is sent, in the order in which they are asked for.
-        silent: whether those before the last fall silent, too, and do not end.
+        streams: the data of each stream, in the order of the requests.
+        silent: whether all streams stay open without data.
 
     Attributes:
-        asked: what those who asked said that they have, by `Last-Event-ID`.
-        viewers: streams that are open.
+        asked: the `Last-Event-ID` of each request.
+        viewers: number of open streams.
     """
 
     daemon_threads = True
@@ -103,7 +102,7 @@ class StreamingHead(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """FleetBroadcast come and go."""
+        """Viewers disconnect."""
 
     def serve(self, viewer: BaseHTTPRequestHandler) -> None:
         with self._counting:

@@ -30,7 +30,7 @@ OF_VLLM = {"model_name", "engine", "finished_reason", "le"}
 SCRAPE: dict[str, Set[str]] = {"a": {"x", "y"}, "b_bucket": {"le", "x"}}
 
 
-def test_every_query_asks_for_what_a_head_tells() -> None:
+def test_every_query_uses_existing_metrics_and_labels() -> None:
     queries = all_queries()
     names = {name for query in queries for name in re.findall(r"\bvllm:\w+", query.expr)}
     told = recorded(of_the_catalogue() | dict.fromkeys(names, OF_VLLM))
@@ -52,18 +52,18 @@ def test_every_query_asks_for_what_a_head_tells() -> None:
         pytest.param("sum(a) > 3", ("x",), r"answer has no \['x'\]", id="a legend of a sum"),
     ],
 )
-def test_what_is_not_there_is_found(expr: str, shown: tuple[str, ...], flaw: str) -> None:
+def test_an_unknown_metric_or_label_is_found(expr: str, shown: tuple[str, ...], flaw: str) -> None:
     with pytest.raises(UnansweredError, match=flaw):
         check(Query("here", expr, frozenset(shown)), SCRAPE)
 
 
-def test_a_query_that_can_be_answered_passes() -> None:
+def test_a_correct_query_passes() -> None:
     expr = 'histogram_quantile(0.9, sum by (x, le) (rate(b_bucket{x!=""}[5m]))) > on (x) max by (x) (a)'
     check(Query("here", expr, frozenset({"x"})), SCRAPE)
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_the_panels_of_a_dashboard_have_their_own_places_and_explain_themselves(path: Path) -> None:
+def test_panels_do_not_overlap_and_have_descriptions(path: Path) -> None:
     panels = json.loads(path.read_text())["panels"]
     assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
     assert len({panel["title"] for panel in panels}) == len(panels)
@@ -81,7 +81,7 @@ def test_the_dashboards_are_different_ones() -> None:
     assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == len(boards)
 
 
-def test_every_alert_has_a_unit_test_and_says_what_to_do() -> None:
+def test_every_alert_has_a_unit_test_and_a_description() -> None:
     groups = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
     tested = {test["alertname"] for group in groups for test in group["alert_rule_test"] if "exp_alerts" in test}
     alerts = rules_of(FOLDER / "alerts.yml")
@@ -91,7 +91,7 @@ def test_every_alert_has_a_unit_test_and_says_what_to_do() -> None:
         assert rule["labels"]["severity"] in {"critical", "warning"}
 
 
-def test_prometheus_is_told_of_all_rules() -> None:
+def test_prometheus_loads_all_rules() -> None:
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     assert config["rule_files"] == [path.name for path in RULES]
     assert all(queries_of(path) for path in RULES)

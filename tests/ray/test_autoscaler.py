@@ -1,11 +1,10 @@
 """The load that is read from a head's metrics, and the number of nodes computed from it (hand-computed cases)."""
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from tests.fakes.http_server import FakeServer
 from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME
 from vllm_omni_plugin.errors import ServerUnavailableError
 from vllm_omni_plugin.ray.autoscaler import (
@@ -32,36 +31,11 @@ vllm_omni_fleet:expected_wait_seconds{stage="1"} 0.0
 """
 
 
-class Head(HTTPServer):
-    """Answers with `status` and `body`."""
-
-    status = 200
-    body = SCRAPE
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Head
-
-    def do_GET(self) -> None:
-        self.send_response(self.server.status if self.path == "/metrics" else 404)
-        self.end_headers()
-        self.wfile.write(self.server.body.encode())
-
-    def log_message(self, *_: object) -> None: ...
-
-
 @pytest.fixture
-def head() -> Iterator[Head]:
-    with Head(("127.0.0.1", 0), _Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def head() -> Iterator[FakeServer]:
+    with FakeServer() as head:
+        head.answers["GET", "/metrics"] = (200, SCRAPE.encode())
+        yield head
 
 
 def test_each_stage_has_its_own_load() -> None:
@@ -85,7 +59,7 @@ def test_the_metrics_are_in_the_catalogue() -> None:
     assert {name.removeprefix("vllm_omni_fleet:") for name in (WAIT, REPLICAS)} <= set(BY_NAME)
 
 
-def test_the_load_is_fetched_over_http(head: Head) -> None:
+def test_the_load_is_fetched_over_http(head: FakeServer) -> None:
     assert fetch_stage_load(head.url, 0) == StageLoad(3, 2.5)
 
 
@@ -98,14 +72,14 @@ def test_the_load_is_fetched_over_http(head: Head) -> None:
         (200, f'{WAIT}{{stage="0"\n', "report the expected wait"),
     ],
 )
-def test_an_unusable_answer_is_an_error(head: Head, status: int, body: str, reason: str) -> None:
-    head.status, head.body = status, body
+def test_an_unusable_answer_is_an_error(head: FakeServer, status: int, body: str, reason: str) -> None:
+    head.answers["GET", "/metrics"] = (status, body.encode())
     with pytest.raises(ServerUnavailableError, match=reason):
         fetch_stage_load(head.url, 0)
 
 
 def test_an_unreachable_head_is_an_error() -> None:
-    with HTTPServer(("127.0.0.1", 0), _Handler) as closed:
+    with FakeServer() as closed:
         port = closed.server_port
     with pytest.raises(
         ServerUnavailableError, match=rf"http://127\.0\.0\.1:{port} does not report the expected wait: .*refused"
