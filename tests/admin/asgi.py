@@ -1,4 +1,4 @@
-"""HTTP requests as a server hands them to an ASGI application, from clients that the test plays."""
+"""ASGI requests of simulated clients."""
 
 import asyncio
 import json
@@ -29,11 +29,11 @@ CHANGES = (
     ("POST", "/omni/resume"),
     ("POST", "/omni/explain"),
 )
-"""Requests that change a fleet, or tell what others have sent."""
+"""Requests that need write access."""
 
 
 def app_of(fleet: FakeFleet | None, *, has_admin_keys: bool = True, unix_socket: bool = False) -> FastAPI:
-    """A server with our routes, which takes every key there can be."""
+    """A server with our routes that accepts every key."""
     app = FastAPI()
     access = Access(lambda _: True, (lambda _: True) if has_admin_keys else None, unix_socket)
     app.include_router(build_router(access))
@@ -46,7 +46,6 @@ def app_of(fleet: FakeFleet | None, *, has_admin_keys: bool = True, unix_socket:
 
 
 def broadcast_of(fleet: FakeFleet, drain: HeadDrain, tick: float = 0.01) -> FleetBroadcast:
-    """Who looks at a fleet."""
     rates = TokenRates(CollectorRegistry(), lambda: fleet.now)
     names = {"name": "here", "vllm": "0", "plugin": "0"}
     view = FleetView(fleet.orchestrator, drain, lambda: False, rates, names, None, lambda: fleet.now, lambda: 1000.0)
@@ -54,7 +53,7 @@ def broadcast_of(fleet: FakeFleet, drain: HeadDrain, tick: float = 0.01) -> Flee
 
 
 def client_of(app: FastAPI, address: str | None = "127.0.0.1", **headers: str) -> httpx.AsyncClient:
-    """A client at an address, or one whose address is not known."""
+    """A client; `address` None if it is unknown."""
     transport: Any = httpx.ASGITransport(app, client=(address, 40000) if address else None)  # type: ignore[arg-type]
     return httpx.AsyncClient(transport=transport, base_url="http://head", headers=headers)
 
@@ -80,23 +79,20 @@ class Client:
         self.sent.append(message)
 
     def upload(self, body: bytes, more: bool = False) -> None:
-        """Send a part of the body."""
         self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": more})
 
     def disconnect(self) -> None:
-        """Hang up."""
         self._inbox.put_nowait({"type": "http.disconnect"})
 
     async def read_by_server(self) -> None:
-        """Return when the server has taken all that was sent."""
+        """Return when the server has received everything."""
         await eventually(self._inbox.empty, "the reading of a request")
 
     async def sent_so_far(self, number: int) -> None:
-        """Return when the application has sent so many messages."""
+        """Return when the application has sent `count` messages."""
         await eventually(lambda: len(self.sent) >= number, f"message {number} of an answer")
 
     async def status(self) -> int:
-        """Return the status when the request is over."""
         async with asyncio.timeout(10):
             await self.request
         status: int = self.sent[0]["status"]
@@ -104,16 +100,13 @@ class Client:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
         return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
 
     @property
     def body(self) -> bytes:
-        """Body of the answer."""
         return b"".join(message.get("body", b"") for message in self.sent[1:])
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error in the answer, in the shape of OpenAI's."""
         error: dict[str, Any] = json.loads(self.body)["error"]
         return error

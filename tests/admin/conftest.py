@@ -1,4 +1,4 @@
-"""A fleet for those who watch and operate it."""
+"""A fleet for the tests of this folder."""
 
 from collections.abc import AsyncIterator
 

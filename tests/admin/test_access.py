@@ -1,4 +1,4 @@
-"""Whom the operator's routes answer, by keys, by the peer's address, and by what a proxy or a browser adds."""
+"""Access to the operator's routes, by keys, by the peer's address, and by headers of a proxy or a browser."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ from vllm_omni_plugin.errors import ConfigError
 
 DRAIN = "/omni/replicas/0.0/drain"
 keyless = partial(app_of, has_admin_keys=False)
-"""A server without keys of any kind."""
+"""A server without keys."""
 
 
 @pytest.fixture

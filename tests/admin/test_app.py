@@ -51,10 +51,10 @@ NEED_NO_ENGINE = {
     "/v1/responses/render",
     "/v1/responses/{response_id}/cancel",
 }
-"""POST routes of vLLM that nobody has to wait for, with those that operate the server as a whole."""
+"""POST routes of vLLM that need no replica."""
 
 LEAVE_NOTHING = {"/abort_requests", "/weight_checker"}
-"""Routes for operators that change nothing of which other heads must know."""
+"""Operator routes without effect on other heads."""
 
 BuildApp = Callable[..., FastAPI]
 EVERYTHING = ("generate", "transcription", "realtime", "embed", "classify")
@@ -62,7 +62,7 @@ EVERYTHING = ("generate", "transcription", "realtime", "embed", "classify")
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> BuildApp:
-    """Build vLLM's application for a command line, with our plugin in it."""
+    """Builds vLLM's application with our plugin."""
     monkeypatch.setattr(plugins, "load_endpoint_plugins", plugins.load_endpoint_plugins)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -99,7 +99,7 @@ def test_every_operator_route_of_vllm_may_be_refused(build: BuildApp, monkeypatc
     paths = {route.path for route in build().routes if isinstance(route, APIRoute) and "POST" in route.methods}
     vllms = {path for path in paths if not path.startswith("/omni/")} - INFERENCE_PATHS - NEED_NO_ENGINE
     assert vllms - OPERATOR_PATHS == LEAVE_NOTHING
-    # What needs more than that mode: a profiler, or that adapters may be loaded at run time.
+    # These routes also need a profiler or runtime loading of adapters.
     more = {"/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters"}
     assert OPERATOR_PATHS - vllms <= more
 
@@ -124,7 +124,7 @@ def test_every_post_route_of_vllm_is_classified(build: BuildApp) -> None:
     paths = {route.path for route in routes if isinstance(route, APIRoute) and "POST" in route.methods}
     vllms = {path for path in paths if not path.startswith("/omni/")}
     assert vllms - INFERENCE_PATHS == NEED_NO_ENGINE
-    # The first needs vLLM's optional packages, the second a pipeline that puts out audio, the last a later vLLM.
+    # These need optional packages, a pipeline with audio output, or a later vLLM.
     later = set() if DECISIONS_ROUTE.applies else {"/v1/decisions"}
     assert INFERENCE_PATHS - vllms <= {"/cohere/v2/chat", "/v1/audio/speech"} | later
 
@@ -173,7 +173,7 @@ async def test_a_root_path_does_not_bypass_the_key(build: BuildApp) -> None:
 
 
 (ADMIN_KEY_FILE,) = (flag.destination for flag in FLAGS if flag.name == "--omni-admin-key-file")
-"""Where the flag's value stands in the arguments."""
+"""The flag's name in the parsed arguments."""
 ADMIN_KEYS = ("admin-key-number-1", "admin-key-number-2")
 
 

@@ -1,4 +1,4 @@
-"""A stream that nobody may refuse begins before its first output, as with vLLM alone."""
+"""Without admission a stream begins before its first output, as in vLLM."""
 
 import asyncio
 

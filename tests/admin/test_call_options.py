@@ -1,4 +1,4 @@
-"""What a body may say about the pipeline, and how each mistake is named."""
+"""The pipeline's fields of a request body, and the messages for mistakes."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def speech() -> Pipeline:
 
 
 def pipeline(*outputs: Modality) -> Pipeline:
-    """A writer, and behind it a final stage for each of these outputs, named after it."""
+    """A writer, followed by a final stage for each output, with the output's name."""
     writer = Stage(0, "writer", "vllm", TEXT, model="m", final=TEXT in outputs)
     rest = [output for output in outputs if output is not TEXT]
     readers = [
@@ -166,7 +166,7 @@ def test_if_a_python_stage_answers_the_entry_stage_uses_the_requests_parameters(
 
 
 def prefilled() -> Pipeline:
-    """A writer whose prompts another stage computes, and a gate in Python behind it."""
+    """A prefill stage, a writer, and a Python stage."""
     prefill = Stage(0, "prefill", "vllm", Modality.KV_CACHE, model="m")
     writer = Stage(1, "writer", "vllm", TEXT, model="m", inputs=("prefill",))
     return Pipeline((prefill, writer, Stage(2, "gate", "a.b:C", TEXT, inputs=("writer",), final=True)))

@@ -42,14 +42,11 @@ class Scripted:
 
 
 class SelectsOnly:
-    """A policy without reasons."""
-
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
         return 0
 
 
 async def read_prompt(text: str, model: str | None) -> Prompt:
-    """A token for each character."""
     if model not in (None, "adapter"):
         raise UnknownModelError(f"The model `{model}` does not exist.")
     if not 0 < len(text) <= 100:

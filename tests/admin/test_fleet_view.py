@@ -1,4 +1,4 @@
-"""The state of the fleet as data: what is in it, and where its numbers come from."""
+"""The state of the fleet as data."""
 
 from prometheus_client import CollectorRegistry, Counter
 

@@ -1,4 +1,4 @@
-"""A head that is drained takes no new requests, and finishes those it has."""
+"""Draining a head."""
 
 import asyncio
 

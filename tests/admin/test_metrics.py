@@ -1,4 +1,4 @@
-"""Our metrics as Prometheus sees them."""
+"""Our metrics in a scrape."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -25,7 +25,7 @@ def registry_of(orchestrator: Orchestrator) -> CollectorRegistry:
 
 
 def values(registry: CollectorRegistry, sample: str, label: str) -> dict[str, float]:
-    """Return the values of a sample by one of its labels."""
+    """Values by one label."""
     return {
         found.labels[label]: found.value
         for family in registry.collect()
@@ -35,8 +35,6 @@ def values(registry: CollectorRegistry, sample: str, label: str) -> dict[str, fl
 
 
 class Broken:
-    """A policy that fails."""
-
     def select(self, task: object, replicas: object) -> int:
         raise RuntimeError("broken")
 
@@ -185,7 +183,7 @@ async def test_waiting_and_running_requests_are_counted_everywhere() -> None:
         fleet.say("a")
         fleet.links[0].report(running=2)
         registry = registry_of(fleet.orchestrator)
-        # Of the first replica two run, one waits; the other has not reported.
+        # The first replica runs two requests, and one waits; the other replica has not reported.
         assert of_stages(registry, "requests_waiting") == {"0": 2}
         assert of_stages(registry, "requests_running") == {"0": 2}
         for replica in (0, 1):

@@ -1,4 +1,4 @@
-"""The fleet's metrics of several API server processes, as a scrape of any of them shows them."""
+"""The metrics of several API server processes in one scrape."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ NEVER_S = 1000.0
 
 
 class Told(Collector):
-    """A collector that says what it is told to."""
+    """A collector with given values."""
 
     def __init__(self, *families: Metric) -> None:
         self.families = families
@@ -36,7 +36,7 @@ Process = Callable[..., MetricFiles]
 
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
-    """Makes the files of one process, by its number."""
+    """Writes the files of one process."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     made: list[tuple[MetricFiles, Any]] = []
 
@@ -55,7 +55,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
 
 
 def scrape() -> dict[str, dict[str, float]]:
-    """What a scrape shows: values by the sample's name and its labels, joined."""
+    """Values of a scrape by name and labels."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry)
     shown: dict[str, dict[str, float]] = {}
@@ -134,7 +134,7 @@ async def test_files_are_written_repeatedly_also_after_a_failure(process: Proces
 
 
 async def test_all_families_are_written(process: Process) -> None:
-    # What is counted from here on goes into files.
+    # Later counts go into files.
     process(os.getpid(), Told())
     async with FakeFleet(replicas=2) as fleet:
         await fleet.submit("a")

@@ -1,4 +1,4 @@
-"""The header that names the replica, over applications that the test plays."""
+"""The header that names the replicas, with fake applications."""
 
 import asyncio
 from typing import Any
@@ -23,14 +23,14 @@ def part(body: bytes, more: bool = True) -> Message:
 
 
 def dispatch(*replicas: str) -> None:
-    """A request to the engines that goes to these replicas, one after the other, before its answer begins."""
+    """A request that is dispatched to these replicas, one after the other."""
     dispatches = new_dispatches()
     assert dispatches is not None
     dispatches += [(replica, Decision(0, "least-load")) for replica in replicas]
 
 
 def answering(*requests: str, status: int = 200) -> ASGIApp:
-    """An application that makes a request to the engines for each of these lists of replicas and then answers."""
+    """An application that makes one request for each list of replicas."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         for replicas in requests:
@@ -79,7 +79,7 @@ async def test_concurrent_answers_do_not_mix() -> None:
 
 
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
-    """Begins, as vLLM does, before it asks an engine."""
+    """Starts the stream before it sends a request, like vLLM."""
     await send(start(headers=EVENTS))
     dispatch("0.1")
     await send(part(b"data: one\n\n"))

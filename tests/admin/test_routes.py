@@ -1,4 +1,4 @@
-"""The operator's HTTP routes over a fleet whose replicas the test plays."""
+"""The operator's HTTP routes with a fake fleet."""
 
 import asyncio
 from collections.abc import AsyncIterator

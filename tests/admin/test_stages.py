@@ -1,4 +1,4 @@
-"""What an operator sees of a fleet of several stages, and which of them a request waits for."""
+"""The operator's routes and the hold with several stages."""
 
 import asyncio
 from typing import Any
@@ -41,7 +41,6 @@ def orchestrator() -> Orchestrator:
 
 
 def serve(orchestrator: Orchestrator, stage_id: int) -> None:
-    """The first replica of a stage serves."""
     pool = orchestrator.stage_pools[stage_id]
     client = StageClient(FakeLink(), FakeEngineApi(), "", lambda outputs: None, lambda reason: None)
     pool.serve(pool.members[0], client, "", "")

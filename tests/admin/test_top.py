@@ -26,14 +26,12 @@ Stream = list[tuple[str, Any] | OmniError]
 
 
 class Terminal(io.StringIO):
-    """What obeys escape sequences."""
-
     def isatty(self) -> bool:
         return True
 
 
 class Streams:
-    """Streams of a head that a test plays: one after the other, then Ctrl-C."""
+    """Streams of a fake head, one after the other, followed by Ctrl-C."""
 
     def __init__(self, *streams: Stream) -> None:
         self._streams = iter(streams)
@@ -52,7 +50,7 @@ def lost(event_id: str) -> tuple[str, Any]:
 
 
 def run(streams: Streams, out: io.StringIO) -> str:
-    """All that is shown until Ctrl-C."""
+    """The output until Ctrl-C."""
     with pytest.raises(KeyboardInterrupt):
         Top(streams, out, lambda: None).run()
     return out.getvalue()
@@ -121,7 +119,7 @@ def test_an_unreachable_head_is_an_error(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_server_that_is_no_head_is_reported(
     capsys: pytest.CaptureFixture[str], arguments: list[str], answer: bytes
 ) -> None:
-    # The first of two, which ends.
+    # The first of two streams ends.
     with StreamingHead(answer, b"") as head:
         assert main(["top", *arguments, "--url", head.url]) == 1
     assert "it is not the server of a fleet" in capsys.readouterr().err

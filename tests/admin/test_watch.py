@@ -1,4 +1,4 @@
-"""The fleet to look at: events and state, once or as streams of one producer, and the page."""
+"""Events and state of the fleet, single and as streams, and the page."""
 
 import asyncio
 import ctypes
@@ -29,7 +29,7 @@ from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 
 MARKUP = "<img src=x onerror=alert(1)>"
-# Of Linux' packet filters, which Python has no names for.
+# Constants of Linux' packet filters, which Python does not define.
 _SO_ATTACH_FILTER = 26
 _BPF_RETURN = 0x06
 
@@ -40,7 +40,6 @@ def broadcast(fleet: FakeFleet) -> FleetBroadcast:
 
 
 async def messages(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, Any]]:
-    """Kind and content of each message of a stream."""
     async with aclosing(stream) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
             for block in chunk.decode().split("\n\n")[:-1]:
@@ -282,7 +281,7 @@ async def test_a_vanished_viewer_is_disconnected(fleet: FakeFleet, monkeypatch: 
 async def one_viewer(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str = "/omni/fleet"
 ) -> AsyncIterator[tuple[FleetBroadcast, uvicorn.Server, socket.socket]]:
-    """A server that is full with one viewer, who reads nothing; the server must end when the block is over."""
+    """A server whose only viewer does not read. It must end with the block."""
     monkeypatch.setattr(fleet_broadcast, "MAX_VIEWERS", 1)
     app = app_of(fleet)
     listening = socket.create_server(("127.0.0.1", 0))
@@ -299,7 +298,7 @@ async def one_viewer(
 
 
 def vanish(peer: socket.socket) -> None:
-    """Let the kernel drop all that comes for it, so that nothing is acknowledged and nothing said of it."""
+    """Make the kernel drop all packets for a socket."""
     drop_all = struct.pack("HBBI", _BPF_RETURN, 0, 0, 0)
     program = ctypes.create_string_buffer(drop_all, len(drop_all))
     peer.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))

@@ -1,4 +1,4 @@
-"""A pool in miniature: what the fleet's stage pool does for a policy, without requests or engines."""
+"""A minimal stage pool for policies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,8 +12,6 @@ BLOCK = 16
 
 @dataclass(eq=False)
 class PooledReplica:
-    """A replica whose load changes."""
-
     replica_id: int
     load: ReplicaLoad
     input_addr: str = ""
@@ -25,11 +23,9 @@ class PooledReplica:
 
     @property
     def queue_length(self) -> int:
-        """Unfinished requests."""
         return self.load.requests
 
     def charge(self, requests: int, prefill_tokens: int = 0) -> None:
-        """Add to the load; negative numbers take away."""
         load = self.load
         self.load = load._replace(
             requests=load.requests + requests, prefill_tokens=load.prefill_tokens + prefill_tokens
@@ -38,14 +34,14 @@ class PooledReplica:
 
 @dataclass
 class Pool:
-    """Sends tasks where the policy says, and tells it so."""
+    """Dispatches tasks by the policy."""
 
     policy: Any
     replicas: tuple[PooledReplica, ...]
     dispatched: list[PooledReplica] = field(default_factory=list)
 
     def send(self, task: Task, finish: bool = False) -> Decision:
-        """Dispatch a request. It stays in flight, its prefill unfinished, unless it is to finish at once."""
+        """Dispatch a request. It stays in flight in prefill unless `finish`."""
         decision: Decision = self.policy.decide(task, self.replicas)
         replica = self.replicas[decision.position]
         self.dispatched.append(replica)
@@ -57,7 +53,7 @@ class Pool:
         return decision
 
     def compute(self) -> None:
-        """All prompts in flight get their first output, and go on."""
+        """Finish all prefills."""
         for replica in self.replicas:
             replica.charge(0, -replica.load.prefill_tokens)
 

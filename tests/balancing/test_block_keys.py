@@ -1,4 +1,4 @@
-"""Keys tell apart what vLLM's prefix cache tells apart, and nothing else."""
+"""Block keys differ exactly where vLLM's prefix cache differs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is remembered of caches: one index answers as one set of blocks for each replica would."""
+"""The block index and the estimated caches, against simple models."""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .fakes import FakeReplica, with_queues
 from .pool import pool_of
 
 BITS = [0, 1, 5, 63, 64, 1023]
-# Chains as block keys are: a key names all that is before it.
+# Chained like block keys: a key depends on all previous letters.
 WORDS = st.text("ab", min_size=1, max_size=6)
 
 
@@ -23,7 +23,7 @@ def chain(word: str) -> list[int]:
 
 
 def matches(caches: BlockIndex | PrefixCaches, keys: Sequence[int]) -> dict[int, int]:
-    """Leading blocks by replica, of all that have the first one."""
+    """Leading blocks by replica."""
     return {bit: blocks for blocks, holders in caches.levels(keys) for bit in BITS if holders >> bit & 1}
 
 
@@ -37,7 +37,7 @@ def test_the_index_matches_one_set_per_replica(changes: list[tuple[int, str, int
     for bit, word, kept in changes:
         held, keys = sets[bit], chain(word)
         assert set(index.store(bit, keys)) == set(keys) - held
-        # What is behind a removed block goes with it, as engines evict.
+        # Engines evict a block together with all later ones.
         gone = {key for key in held | set(keys) if any(key >> up in keys[kept:] for up in range(7))}
         index.remove(bit, sorted(gone))
         sets[bit] = (held | set(keys)) - gone
@@ -54,14 +54,13 @@ def test_levels_name_all_holders_of_each_length_shortest_first() -> None:
 
 
 class SlowCache:
-    """One replica's cache, block by block: used and freed as vLLM does, without a shortcut."""
+    """A simple model of one replica's cache, block by block."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self.by_age: list[int] = []
 
     def use(self, keys: list[int]) -> None:
-        """Free the blocks of a prompt last one first, so that the first is the youngest."""
         keys = keys[: self._capacity]
         self.by_age = [key for key in self.by_age if key not in keys] + keys[::-1]
         self.by_age = self.by_age[max(0, len(self.by_age) - self._capacity) :]
@@ -90,7 +89,7 @@ def test_undoing_a_prompt_keeps_older_blocks_and_those_of_later_prompts(
         caches.estimate(0, chain(word), 100)
     caches.undo_estimate(0, chain(withdrawn), known)
     held = {key for word in (*before, *after) for key in chain(word)}
-    # A prompt with the very same blocks cannot be told from the withdrawn one.
+    # A prompt with the same blocks cannot be distinguished from the undone one.
     if not any(word.startswith(withdrawn) or withdrawn.startswith(word) for word in after):
         assert matches(caches, chain(prompt)).get(0, 0) == leading(held, chain(prompt))
 

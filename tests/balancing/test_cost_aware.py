@@ -1,4 +1,4 @@
-"""The cost-aware policy: seconds of work computed by hand. A prompt token takes 1 s here, one of the answer 10 s."""
+"""The cost-aware policy, by hand-computed cases. A prompt token takes 1 s, a token of the answer 10 s."""
 
 import random
 
@@ -53,7 +53,7 @@ def test_the_expected_output_is_the_mean_for_the_limits_magnitude(max_tokens: in
     balancer, (replica,) = CostAwareBalancer(prompt_token_s=1, output_token_s=1), idle(1)
     for number in range(99):
         for limit, tokens in ((1000, 1000), (16, 8)):
-            # As estimated, so that nothing is corrected.
+            # Equal to the estimate, so that the correction is 1.
             run(balancer, replica, task(f"{limit}-{number}", 1, limit), seconds=1.0 + tokens, output_tokens=tokens)
     (score,) = scores(balancer, [replica], {"prompt": Prompt([0]), "max_tokens": max_tokens})
     assert score == pytest.approx(1 + expected)
@@ -71,7 +71,7 @@ def test_a_dispatched_request_counts_until_it_ends() -> None:
     balancer.began(first, left, 250)
     assert scores(balancer, [left, right], second) == [20 + 150, 150]
     balancer.ended(first, left, 70.0, 2)
-    # 50 of the prompt were not cached: estimated 50 + 2 * 10 seconds, and so it took.
+    # 50 prompt tokens were not cached: the estimate of 50 + 2 * 10 seconds equals the observed time.
     assert scores(balancer, [left, right], second) == pytest.approx([150, 150])
 
 
@@ -105,7 +105,7 @@ def test_a_second_end_or_one_of_an_unknown_request_changes_nothing() -> None:
 def test_the_correction_is_observed_over_estimated_mixed_with_the_fleets() -> None:
     balancer, (slow, fresh) = build(), idle(2)
     run(balancer, slow, task(prompt=100, max_tokens=5), seconds=1500.0, output_tokens=5)
-    # Estimated 150 s of a request like this; four of it at the usual ratio are the prior.
+    # The estimate is 150 s; the prior is four such requests at the usual ratio.
     usual = (1500 + 4 * 150) / (150 + 4 * 150)
     correction = (1500 + 4 * 150 * usual) / (150 + 4 * 150)
     expected = [150 * correction, 150 * usual]

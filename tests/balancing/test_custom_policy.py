@@ -1,4 +1,4 @@
-"""The example of a third party's policy: built and installed by pip, then used as a user would."""
+"""The example of a third-party policy, built and installed by pip."""
 
 import shutil
 import subprocess
@@ -20,9 +20,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_policy"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the package was installed into, without a network."""
+    """A folder with the installed package."""
     folder = tmp_path_factory.mktemp("custom_policy")
-    # Building leaves files beside the sources.
+    # A build writes files next to the sources.
     source = shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
     install = ["install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--target"]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *install, str(folder / "site"), str(source)]
@@ -33,7 +33,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package can be imported, as if it had been installed where vLLM is."""
     monkeypatch.syspath_prepend(site)
     invalidate_caches()
     installed_policies.cache_clear()

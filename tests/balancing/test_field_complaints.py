@@ -1,4 +1,4 @@
-"""What users of other routers report of load, and of cache and session affinity: each complaint is a scenario.
+"""Reports of users of other routers about load, cache and session affinity, as scenarios.
 
 Our policy has to do well in it, and a model of the rule that was complained about has to do badly, or the scenario
 proves nothing. Abbreviations: ps is vllm-project/production-stack, smg is lightseekorg/smg.
@@ -27,18 +27,16 @@ from .pool import BLOCK, Pool, pool_of, prompt_task
 
 
 class PeerRule:
-    """Shared by the peers' rules: blocks sent to each replica, by tokens alone and remembered for ever."""
+    """Base of the peers' rules: remembers all blocks sent to each replica."""
 
     def __init__(self) -> None:
         self.sent: dict[int, set[int]] = {}
         self.rng = random.Random(0)
 
     def dispatched(self, task: Any, replica: Any, decision: Decision) -> None:
-        """Remember the prompt."""
         self.sent.setdefault(replica.replica_id, set()).update(self._keys(task))
 
     def matched(self, task: Any, replica: Any) -> int:
-        """Tokens of a prompt that were sent to a replica before."""
         return BLOCK * sum(key in self.sent.get(replica.replica_id, ()) for key in self._keys(task))
 
     def _keys(self, task: Any) -> list[int]:
@@ -46,24 +44,22 @@ class PeerRule:
 
 
 class LongestPrefix(PeerRule):
-    """The longest match wins, whatever the load."""
+    """The longest match wins at any load."""
 
     def decide(self, task: Any, replicas: Any) -> Decision:
-        """Ties at random."""
         matches = [self.matched(task, replica) for replica in replicas]
         ties = [position for position, matched in enumerate(matches) if matched == max(matches)]
         return Decision(self.rng.choice(ties), "", matched_tokens=max(matches))
 
 
 class CacheAware(PeerRule):
-    """The longest match if it is over a share of the prompt, but the shortest queue once loads are imbalanced."""
+    """The longest match wins, or the shortest queue if loads are imbalanced."""
 
     def __init__(self, absolute: int = 64, relative: float = 1.5) -> None:
         super().__init__()
         self._absolute, self._relative = absolute, relative
 
     def decide(self, task: Any, replicas: Any) -> Decision:
-        """Imbalanced means both: by more than an absolute margin, and by more than a relative one."""
         loads = [replica.queue_length for replica in replicas]
         matches = [self.matched(task, replica) for replica in replicas]
         imbalanced = max(loads) - min(loads) > self._absolute and max(loads) > self._relative * min(loads)
@@ -87,13 +83,12 @@ def busiest_share(pool: Pool) -> float:
 
 
 def warm(pool: Pool, position: int, *prompts: list[int]) -> None:
-    """Let a replica have run these prompts before."""
     for prompt in prompts:
         pool.policy.dispatched(prompt_task(prompt), pool.replicas[position], Decision(position, ""))
 
 
 def test_a_shared_system_prompt_does_not_send_all_traffic_to_one_engine() -> None:
-    """ps#957: every prompt begins alike, so the first engine that saw one attracted all."""
+    """ps#957: all prompts had a common beginning, so the first engine attracted all of them."""
     system = tokens(0, 512)
 
     def share(policy: Any) -> float:
@@ -107,7 +102,7 @@ def test_a_shared_system_prompt_does_not_send_all_traffic_to_one_engine() -> Non
 
 
 def test_an_idle_fleet_does_not_spread_a_shared_prompt() -> None:
-    """The other side of ps#957: one request at a time stays where its beginning is."""
+    """The opposite of ps#957: single requests stay at the cached beginning."""
     pool, system = pool_of(prefix(), 4), tokens(0, 512)
     for question in range(1, 41):
         pool.send(prompt_task(system + tokens(question, 100)), finish=True)
@@ -115,7 +110,7 @@ def test_an_idle_fleet_does_not_spread_a_shared_prompt() -> None:
 
 
 def cold_share(policy: Any, in_flight: int) -> float:
-    """What the fourth replica gets of 600 prompts that the three others have cached, so many in flight at a time."""
+    """The share of a cold replica in 600 prompts that three other replicas have cached."""
     contexts, rng = [tokens(seed, 2000) for seed in range(12)], random.Random(0)
     pool = pool_of(policy, 4, kv_blocks=10_000)
     for position in range(3):
@@ -129,19 +124,19 @@ def cold_share(policy: Any, in_flight: int) -> float:
 
 
 def test_a_cold_replica_gets_work_though_all_prompts_are_cached_elsewhere() -> None:
-    """sglang#14305: the warm engines win every prompt, so the one that joined never warms up."""
+    """sglang#14305: warm engines won every prompt, so a new engine stayed cold."""
     assert cold_share(CacheAware(), in_flight=60) == 0
     assert cold_share(prefix(), in_flight=60) >= 0.05
 
 
 def test_a_cold_replica_is_not_warmed_while_the_others_have_time() -> None:
-    """The limit of the above: computing 2,000 tokens again is worth it from 16 requests more elsewhere on."""
+    """The limit of the above: computing 2,000 tokens again pays from 16 more requests on the others."""
     assert cold_share(prefix(), in_flight=40) == 0
     assert cold_share(PrefixBalancer(answer_tokens=512, rng=random.Random(0)), in_flight=40) >= 0.05
 
 
 def test_rebalancing_takes_the_longest_prefix_among_the_less_busy() -> None:
-    """sglang#32195: once loads were imbalanced the shortest queue won, and its empty cache made it slower yet."""
+    """sglang#32195: with imbalanced loads the shortest queue won, and its empty cache made it slower."""
     context = tokens(0, 4000)
 
     def spilled_to(policy: Any) -> int:
@@ -158,7 +153,7 @@ def test_rebalancing_takes_the_longest_prefix_among_the_less_busy() -> None:
 
 
 def test_affinity_returns_after_a_burst() -> None:
-    """sglang#32195: what was sent elsewhere meanwhile must not make the first replica's cache forgotten."""
+    """sglang#32195: requests sent elsewhere must not remove the first replica's cache."""
     pool, context = pool_of(prefix(), 3), tokens(0, 4000)
     warm(pool, 0, context)
     pool.replicas[0].charge(100)
@@ -171,7 +166,7 @@ def test_affinity_returns_after_a_burst() -> None:
 
 @pytest.mark.parametrize("queued", [(1, 0, 0, 0), (2, 1, 0, 0), (3, 1, 3, 3)])
 def test_a_difference_of_one_request_does_not_leave_a_cached_context(queued: tuple[int, ...]) -> None:
-    """smg#2150: at low load a ratio of queue lengths is noise, and 18% of requests left their cache for nothing."""
+    """smg#2150: at low load a ratio of queue lengths is noise; 18% of requests left their cache."""
     context = tokens(0, 4000)
 
     def follows(policy: Any) -> bool:
@@ -186,7 +181,7 @@ def test_a_difference_of_one_request_does_not_leave_a_cached_context(queued: tup
 
 
 def test_sessions_do_not_spill_at_low_load() -> None:
-    """smg#2150, of sessions: ten requests in flight over four replicas are never spread evenly."""
+    """smg#2150, for sessions: ten requests over four replicas are never even."""
 
     def spilled(policy: SessionBalancer) -> float:
         rng, reasons = random.Random(0), list[str]()
@@ -201,7 +196,7 @@ def test_sessions_do_not_spill_at_low_load() -> None:
 
 
 def test_the_estimated_cache_is_bounded_by_the_replicas_memory() -> None:
-    """ps#687, ps#711: the trie of all prompts ever seen took all memory, and predicted hits long evicted."""
+    """ps#687, ps#711: the trie of all prompts used all memory, and predicted hits on evicted blocks."""
     prompts = [tokens(seed, 800) for seed in range(200)]
 
     def predicted(policy: Any) -> list[int]:
@@ -218,7 +213,7 @@ def test_the_estimated_cache_is_bounded_by_the_replicas_memory() -> None:
 
 
 def test_a_context_that_is_being_computed_is_not_computed_again_elsewhere() -> None:
-    """Those who share a context came to its holder while it computed; charged for that, it looked too busy for all.
+    """While a replica computes a shared context, its prefill load must not repel the requests for that context.
 
     Seen in our own simulator, with tenants of 6,000 tokens each on a fleet that is busy anyway.
     """
@@ -242,10 +237,10 @@ def test_a_hot_session_does_not_thrash_one_replica() -> None:
 
 
 def makespan(policy: Any, prompts: list[int]) -> float:
-    """Tokens of the replica that has most to compute when all prompts arrive at once at a fleet of four."""
+    """Tokens of the busiest of four replicas when all prompts arrive at once."""
     pool = pool_of(policy, 4, prefill_rate=1000.0)
     for number, count in enumerate(prompts):
-        # Every prompt begins differently: nothing here is about caches.
+        # Every prompt begins differently, so caches have no effect.
         pool.send(
             {"request_id": f"{number}", "max_tokens": 1, **prompt_task(range(number << 16, (number << 16) + count))}
         )
@@ -266,7 +261,7 @@ def test_long_contexts_count_by_their_tokens(policy: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_ties_do_not_destroy_the_locality_of_a_conversation(seed: int) -> None:
-    """vllm#52463: rotating ties sent every turn to another replica, where nothing of it was cached."""
+    """vllm#52463: rotating ties sent every turn to another replica without its cache."""
 
     def visited(policy: Any) -> int:
         pool = pool_of(policy, 4)

@@ -1,4 +1,4 @@
-"""docs/policies.md says what the policies do: their options, their formulas, their reasons."""
+"""docs/policies.md has the options, formulas and reasons of the policies."""
 
 import inspect
 import math

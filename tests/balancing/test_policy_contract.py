@@ -1,4 +1,4 @@
-"""What holds for every built-in policy."""
+"""The common properties of all built-in policies."""
 
 import random
 from collections import Counter

@@ -81,7 +81,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def plugin_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on `sys.path` with the importable module `acme_policies`."""
+    """A folder on `sys.path` with the module `acme_policies`."""
     (tmp_path / "acme_policies.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -91,7 +91,7 @@ def plugin_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 @pytest.fixture
 def install(plugin_dir: Path) -> Install:
-    """Install a distribution whose entry points, in our group, are the given ones."""
+    """Install a distribution with these entry points of our group."""
 
     def write_metadata(distribution: str, **policies: str) -> None:
         folder = plugin_dir / f"{distribution}-1.0.dist-info"

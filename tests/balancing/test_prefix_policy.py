@@ -1,4 +1,4 @@
-"""The policies `prefix` and `kv-aware`: hand-computed choices, reasons and fallbacks, and what they learn."""
+"""The policies `prefix` and `kv-aware`, by hand-computed cases."""
 
 import random
 from collections import Counter
@@ -29,12 +29,12 @@ def policy(**options: Any) -> PrefixBalancer:
 
 
 def estimating(*loads: ReplicaLoad, **options: Any) -> Pool:
-    """A pool whose engines report nothing, all with these loads."""
+    """A pool of engines without reports."""
     return Pool(policy(**options), tuple(PooledReplica(number, load) for number, load in enumerate(loads)))
 
 
 def reporting(*loads: ReplicaLoad, **options: Any) -> Pool:
-    """A pool whose engines have all said that they have nothing cached."""
+    """A pool of engines that have reported an empty cache."""
     pool = estimating(*loads, **options)
     for replica in pool.replicas:
         pool.policy.cache_changed(replica, RESTART)
@@ -50,7 +50,6 @@ def is_reported(pool: Pool, position: int) -> None:
 
 
 def matched(pool: Pool, task: Task = TASK) -> list[int]:
-    """Prompt tokens that each replica is expected to have cached."""
     return [candidate.matched_tokens for candidate in sorted(pool.policy.decide(task, pool.replicas).candidates)]
 
 

@@ -1,4 +1,4 @@
-"""The policies that look at queue lengths alone, or at nothing."""
+"""The policies that use queue lengths only, or nothing."""
 
 import random
 from collections import Counter

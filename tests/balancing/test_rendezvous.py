@@ -1,4 +1,4 @@
-"""Keys are spread evenly, a change of membership moves few of them, and all heads look for a prompt in one place."""
+"""Rendezvous hashing: even spread, few moves, and equal results on all heads."""
 
 import random
 from collections import Counter
@@ -76,7 +76,6 @@ CONTEXT = 40 * BLOCK
 
 
 def fleet(heads: int) -> ServingReplicas[PooledReplica]:
-    """As one head sees it."""
     unreported = UnreportedRequests()
     unreported.set_heads(heads)
     load = ReplicaLoad(requests=4, kv_blocks=1000, block_size=BLOCK)
@@ -153,7 +152,7 @@ def test_a_known_match_has_precedence_over_rendezvous() -> None:
 
 def test_a_known_longest_match_has_the_reason_prefix() -> None:
     balancer, replicas = policy(), fleet(heads=4)
-    # What is unknown of the longer prompt is looked for in a place of its own.
+    # The unknown part of the longer prompt has its own replica.
     expected = find(context(1), known=3 * BLOCK)
     assert expected is not None
     beginning: Task = {"prompt": Prompt(context(1)[: 4 * BLOCK])}

@@ -15,11 +15,11 @@ from vllm_omni_plugin.balancing import RoundRobinBalancer
 from .fakes import FakeReplica, with_queues
 
 Pick = tuple[frozenset[str], str]
-"""The replicas that were live, and the one of them that was picked."""
+"""The live replicas and the picked one."""
 
 
 def pick(balancer: RoundRobinBalancer, live: str) -> str:
-    """Let the balancer choose among replicas named by single letters, which are given to it in this order."""
+    """Pick among replicas with single-letter names, in this order."""
     return live[balancer.select({}, [FakeReplica(name) for name in live])]
 
 
@@ -81,7 +81,7 @@ def test_departed_replicas_are_dropped_after_a_full_turn() -> None:
 
 @st.composite
 def membership_histories(draw: st.DrawFn) -> list[str]:
-    """Draw the live replicas, in order, at each pick: joins, departures and returns between runs of picks."""
+    """Live replicas at each pick, with joins, departures and returns."""
     live = list(draw(st.permutations("abcde"))[: draw(st.integers(1, 5))])
     history: list[str] = []
     for name, picks_until_then in draw(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=15)):
@@ -94,7 +94,6 @@ def membership_histories(draw: st.DrawFn) -> list[str]:
 
 
 def assert_fair(record: list[Pick]) -> None:
-    """In every window nobody gets two picks more than a replica that is live throughout."""
     for start in range(len(record)):
         steady, counts = set(record[start][0]), Counter[str]()
         for live, picked in record[start:]:
@@ -112,7 +111,7 @@ def test_turns_are_fair_over_any_membership_history(history: list[str], start_in
 
 @pytest.fixture
 def eager_thread_switches() -> Iterator[None]:
-    """Let threads interrupt each other as often as the interpreter can."""
+    """Switch threads as often as possible."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -125,7 +124,7 @@ def test_threads_share_the_turns_evenly() -> None:
     together = Barrier(threads)
 
     def pick_repeatedly() -> Counter[int]:
-        # A list of its own for every thread, so that each pick looks at the membership anew.
+        # A separate list per thread, so that each pick updates the membership.
         replicas = with_queues(0, 0, 0, 0, 0)
         together.wait(timeout=30)
         return Counter(balancer.select({}, replicas) for _ in range(turns))

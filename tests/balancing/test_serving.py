@@ -1,4 +1,4 @@
-"""The index of queue lengths, against a search through all of them."""
+"""The index of queue lengths, against a linear search."""
 
 import random
 from collections import Counter
@@ -16,7 +16,7 @@ from .pool import pool_of
 
 @dataclass
 class Changing:
-    """A `ReplicaView` whose queue changes. Equal to others of the same fields, as views of a coordinator's list are."""
+    """A `ReplicaView` whose queue changes; equal to others with the same fields."""
 
     queue_length: int
     input_addr: str = "in"
@@ -47,7 +47,7 @@ def test_the_index_gives_the_result_of_a_search(
     replicas, rng = serving(*lengths), random.Random(seed)
     for place, length, ask in steps:
         change(replicas, place % len(lengths), length)
-        # Without a question in between the index is not there yet, or several changes old.
+        # Without a query the index does not exist yet, or is several changes old.
         if ask:
             now = [replica.queue_length for replica in replicas]
             assert now[replicas.shortest(rng)] == min(now)

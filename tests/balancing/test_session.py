@@ -1,4 +1,4 @@
-"""The policy `session`: where requests with and without a session go, and why."""
+"""The policy `session`."""
 
 import random
 from typing import Any
@@ -43,7 +43,7 @@ def test_without_a_session_the_shortest_queue_wins(task: Any) -> None:
 def test_a_session_spills_at_the_bound_and_not_before() -> None:
     balancer, pool = policy(load_factor=1.5, slack=2), pool_of(None, 4)
     at = balancer.select({"session": "s"}, pool.replicas)
-    # With n requests, all at home, the bound is 1.5 * (n + 1) / 4 + 2: 3.875 for four of them, 3.5 for three.
+    # With n requests, all on one replica, the bound is 1.5 * (n + 1) / 4 + 2: 3.875 for four of them, 3.5 for three.
     pool.replicas[at].charge(3)
     decision = balancer.decide({"session": "s"}, pool.replicas)
     assert (decision.position, decision.reason) == (at, "session")

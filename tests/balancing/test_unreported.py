@@ -1,4 +1,4 @@
-"""What other heads have probably sent, and choosing in spite of it."""
+"""The estimate for other heads, and choices that respect it."""
 
 import random
 from collections import Counter
@@ -99,7 +99,7 @@ def test_with_several_heads_one_of_the_low_scores_is_picked(scores: list[float],
 
 
 def test_heads_with_the_same_view_fill_short_queues_evenly() -> None:
-    """Herding: without a word of each other, all would send to the one queue that is shortest."""
+    """Herding: without the estimate all heads would choose the same shortest queue."""
     queues = [0, *[4] * 9]
     policies = [LeastQueueLengthBalancer(random.Random(seed)) for seed in range(8)]
     sent: Counter[int] = Counter()
@@ -112,7 +112,7 @@ def test_heads_with_the_same_view_fill_short_queues_evenly() -> None:
             sent[position] += 1
             view[position].charge(1)
             view.changed(view[position])
-    # 40 requests level all out at 7.6; each head alone, by the shortest queue, would have sent its first four to one.
+    # 40 requests fill all to 7.6; by the shortest queue each head would have sent its first four to one replica.
     assert sent[0] <= 20
     assert len(sent) == 10
 

@@ -1,1 +1,1 @@
-"""What lies in deploy/ and examples/slurm: rendered, checked against schemas, and run."""
+"""Tests of deploy/ and examples/slurm."""

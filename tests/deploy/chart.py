@@ -68,7 +68,7 @@ EVERYTHING: dict[str, Any] = {
         MODEL | {"name": "off", "enabled": False},
     ],
 }
-"""Every value that puts something of its own into a manifest."""
+"""All values that change a manifest."""
 
 
 def values(models: Sequence[dict[str, Any]] = (MODEL,), **spec: Any) -> dict[str, Any]:

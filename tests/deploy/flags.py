@@ -1,4 +1,4 @@
-"""Command lines of heads and nodes, wherever they come from."""
+"""Checks of command lines of heads and nodes."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ _OURS = {flag.name: flag for flag in FLAGS}
 
 
 def flags_of(command: Sequence[str]) -> dict[str, str]:
-    """The flags of a command line and what stands behind each, "" for nothing."""
+    """The flags of a command line with their values; "" without one."""
     found: dict[str, str] = {}
     for word, following in zip(command, [*command[1:], "--"], strict=True):
         if word.startswith("--"):
@@ -18,7 +18,7 @@ def flags_of(command: Sequence[str]) -> dict[str, str]:
 
 
 def faults(command: Sequence[str]) -> list[str]:
-    """What this plugin would refuse of a command line: flags that it does not know, on the wrong side, or misread."""
+    """The faults for which this plugin would refuse a command line."""
     flags = flags_of(command)
     side = Side.HEADLESS if "--headless" in flags else Side.HEAD
     found = []

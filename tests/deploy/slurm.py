@@ -1,4 +1,4 @@
-"""A cluster of one machine: `sbatch` is a stand-in, everything else is what the scripts call."""
+"""A Slurm cluster of one machine with a fake `sbatch`."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ class Slurm:
                 os.killpg(pid, signal.SIGKILL)
 
     def submit(self, command: str) -> list[psutil.Process]:
-        """Run a command line of a user in the folder of the scripts; returns the batch shells that it started."""
+        """Run a command line; returns the batch shells that it started."""
         before = len(self._pids())
         subprocess.run(["sh", "-ec", command], cwd=ROOT, env=self._environment, check=True, timeout=30)
         return [psutil.Process(pid) for pid in self._pids()[before:]]
@@ -53,5 +53,4 @@ class Slurm:
 
 
 def has_ended(job: psutil.Process) -> bool:
-    """Whether a batch shell is gone."""
     return not job.is_running() or job.status() == psutil.STATUS_ZOMBIE

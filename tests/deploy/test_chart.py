@@ -1,4 +1,4 @@
-"""What the Helm chart renders to, against Kubernetes' schemas and against what heads and nodes need."""
+"""The manifests of the Helm chart, against Kubernetes' schemas and the needs of heads and nodes."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ HEADS = (("Deployment", "fleet-llama-head"), ("Deployment", "fleet-llama-heads")
 NODE = ("StatefulSet", "fleet-llama-node")
 WORKLOADS = (*HEADS, NODE)
 OF_OPERATORS = ("PodMonitor", "ScaledObject")
-"""Kinds whose schemas the package does not have."""
+"""Kinds without a schema in the package."""
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_all_heads_and_nodes_join_one_coordinator(everything: Manifests) -> None
     service = everything.get("Service", "fleet-llama-fleet")["spec"]
     labels = [found["template"]["metadata"]["labels"].items() for found in (first, others, node)]
     assert [service["selector"].items() <= of_pod for of_pod in labels] == [True, False, False]
-    # It cannot be ready before the nodes that look for it here.
+    # The head becomes ready only after nodes have found it here.
     assert service["publishNotReadyAddresses"] is True
     flags = [flags_of(everything.command(*workload)) for workload in WORKLOADS]
     assert [found["--omni-master-address"] for found in flags] == ["0.0.0.0", "fleet-llama-fleet", "fleet-llama-fleet"]
@@ -134,7 +134,7 @@ def test_selectors_match_their_pods(everything: Manifests) -> None:
         if found["kind"] in ("Deployment", "StatefulSet"):
             selector = found["spec"]["selector"]["matchLabels"].items()
             assert selector <= found["spec"]["template"]["metadata"]["labels"].items()
-            # A new version of the chart alone restarts nothing.
+            # A new version of the chart alone must not restart pods.
             assert not [name for name in found["spec"]["template"]["metadata"]["labels"] if "version" in name]
 
 
@@ -158,7 +158,7 @@ def test_probes_distinguish_loading_from_dead(everything: Manifests) -> None:
     for head in HEADS:
         (container,) = everything.pod(*head)["containers"]
         paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
-        # /health is 503 while no node serves, and to kill heads would bring none back.
+        # /health is 503 while no node serves; killing heads would not help.
         assert paths == {"startup": "/version", "liveness": "/version", "readiness": "/health"}
     (node,) = everything.pod(*NODE)["containers"]
     assert "livenessProbe" not in node
@@ -183,7 +183,7 @@ def test_only_its_user_can_read_the_secret_file(everything: Manifests) -> None:
             item["path"] for source in volumes["secrets"]["projected"]["sources"] for item in source["secret"]["items"]
         }
         assert files == ({"fleet.secret"} if workload == NODE else {"fleet.secret", "admin.keys"})
-        # As the same user, or the file would be another's.
+        # The same user must own the file.
         assert first.get("securityContext") == container.get("securityContext")
     assert flags_of(everything.command(*HEADS[0]))["--omni-admin-key-file"] == "/run/vllm-omni/admin.keys"
 
@@ -204,7 +204,7 @@ def test_network_policies_allow_only_the_needed_ports(everything: Manifests) -> 
     (http, clients), (master, fleet) = to("fleet-llama-head")
     assert http == {"port": "http"}
     assert clients[0] == {"namespaceSelector": {}}
-    # The probes of nodes ask a head.
+    # The nodes' probes ask a head.
     assert clients[1]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "node"
     assert master == {"port": 7500}
     assert "app.kubernetes.io/component" not in fleet[0]["podSelector"]["matchLabels"]
@@ -216,7 +216,7 @@ def test_network_policies_allow_only_the_needed_ports(everything: Manifests) -> 
 def test_a_node_has_ports_for_its_engines_and_all_heads() -> None:
     spec = yaml.safe_load((CHART / "values.yaml").read_text())["servingEngineSpec"]["modelDefaults"]
     first, last = map(int, spec["nodeSpec"]["ports"].split("-"))
-    # Heads come and go: while one is replaced there is one more.
+    # While a head is replaced there is one more.
     assert last - first + 1 >= 8 * (1 + 2 * (spec["headSpec"]["replicaCount"] + 1))
 
 
@@ -236,7 +236,7 @@ def test_prometheus_scrapes_each_head(everything: Manifests, least: Manifests) -
 
 def test_keda_scales_by_the_collected_metrics(everything: Manifests, least: Manifests) -> None:
     assert least.get(*NODE)["spec"]["replicas"] == 1
-    # Where KEDA decides, an upgrade of the chart must not.
+    # With KEDA an upgrade of the chart must not set the number.
     assert "replicas" not in everything.get(*NODE)["spec"]
     scaled = everything.get("ScaledObject", "fleet-llama-node")
     assert scaled["apiVersion"] == "keda.sh/v1alpha1"
@@ -249,7 +249,7 @@ def test_keda_scales_by_the_collected_metrics(everything: Manifests, least: Mani
     assert (wait["metricType"], wait["metadata"]["threshold"]) == ("Value", "2")
     assert waiting["metadata"]["query"] == f"sum(vllm_omni_fleet:requests_waiting{job})"
     assert (waiting["metricType"], waiting["metadata"]["threshold"]) == ("AverageValue", "5")
-    # Without heads to ask, the fleet is not idle but unknown.
+    # Without heads the load is unknown, not zero.
     assert waiting["metadata"]["ignoreNullValues"] == "false"
     behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert behavior["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 60}]

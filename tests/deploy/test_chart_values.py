@@ -1,4 +1,4 @@
-"""Which values the chart takes, and which it refuses by name instead of ignoring them."""
+"""The values that the chart accepts and refuses."""
 
 import re
 from typing import Any

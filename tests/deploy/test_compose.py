@@ -1,4 +1,4 @@
-"""The Compose file, against Compose's JSON schema and against what heads and nodes need."""
+"""The Compose file, against Compose's JSON schema and the needs of heads and nodes."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _VARIABLE = re.compile(r"\$\$|\$\{(\w+)(?::([-?])([^}]*))?\}")
 
 
 def interpolated(text: str) -> str:
-    """What Compose makes of a text with variables; of all but those in VARIABLES the default."""
+    """Substitute variables like Compose, by VARIABLES or the default."""
 
     def value(match: "re.Match[str]") -> str:
         if match[0] == "$$":
@@ -40,7 +40,7 @@ def compose() -> dict[str, Any]:
 
 
 def command(service: dict[str, Any]) -> list[str]:
-    """What the container's shell ends up running."""
+    """The command that the container's shell runs."""
     *_, script, _ = service["entrypoint"]
     _, _, last = script.partition("exec ")
     return [word for part in last.split() for word in (service["command"] if part == '"$@"' else [part])]

@@ -1,4 +1,4 @@
-"""The pages about deployment against what they describe: examples are rendered or run, names are there."""
+"""The pages about deployment: examples are rendered or run, and names exist."""
 
 import re
 import shlex
@@ -26,14 +26,14 @@ def blocks(page: str, language: str = "") -> list[str]:
 
 
 def lines(page: str, program: str) -> list[list[str]]:
-    """The command lines of a page that run a program, as words."""
+    """The words of a page's command lines that run a program."""
     text = "\n".join(blocks(page))
     return [shlex.split(line) for line in text.splitlines() if line.split()[:1] == [program]]
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Manifests:
-    """The example of the page, with what the command line adds."""
+    """The page's example, with the values of its command line."""
     example = yaml.safe_load(blocks("kubernetes.md", "yaml")[0])
     example["servingEngineSpec"]["fleetSecret"] = SECRET
     return render(example)
@@ -118,5 +118,5 @@ def test_the_options_for_ray_are_those_of_its_page() -> None:
     parsed = vars(parse(["up", "MODEL", "--omni-master-address", "head"])[0])
     options = {name.replace("_", "-"): value for name, value in parsed.items() if name != "action"}
     assert set(described) == set(options)
-    # None stands for a default that depends on the other options.
+    # None is a default that depends on other options.
     assert {name: value for name, value in options.items() if value is not None and str(value) != described[name]} == {}

@@ -24,11 +24,11 @@ until [[ -s $CALLS.fail ]]; do sleep 0.05; done
 exit "$(<"$CALLS.fail")"
 """
 _SLEEP = f"#!/bin/sh\nexec {shutil.which('sleep')} 0.05\n"
-"""The scripts look every two seconds."""
+"""Longer than the scripts' interval of two seconds."""
 
 
 class Fleet:
-    """The scripts with a folder of their own, and the command lines that they ran."""
+    """The scripts in their own folder, and the command lines that they ran."""
 
     def __init__(self, slurm: Slurm, folder: Path) -> None:
         self.folder = folder / "fleet"
@@ -40,12 +40,11 @@ class Fleet:
         return " ".join(["sbatch", *options, f"examples/slurm/{script}", str(self.folder), "MODEL", "--seed 3"])
 
     def lines(self, word: str) -> list[list[str]]:
-        """Those of the stand-in that hold a word."""
         text = self._calls.read_text() if self._calls.exists() else ""
         return [line.split() for line in text.splitlines() if word in line.split()]
 
     def started(self, count: int = 1) -> list[list[str]]:
-        """The command lines, when there are as many; without the process ids before them."""
+        """Wait for `count` command lines, and return them without process ids."""
         until(lambda: len(self.lines("serve")) - len(self.lines("ended")) == count, f"{count} run")
         ended = [line[1:] for line in self.lines("ended")]
         return [line[1:] for line in self.lines("serve") if line[0] != "ended" and line[1:] not in ended]
@@ -94,7 +93,7 @@ def test_the_job_ends_with_the_signalled_server(fleet: Fleet, script: str) -> No
     (fleet.folder / "head").write_text("head-1 7500\n")
     (job,) = fleet.slurm.submit(fleet.sbatch(script, "--array=0"))
     (command,) = fleet.started()
-    # To the batch shell alone, as `--signal=B:TERM` and `scancel --batch` do.
+    # Only to the batch shell, like `--signal=B:TERM` and `scancel --batch`.
     job.send_signal(signal.SIGTERM)
     until(lambda: has_ended(job), "the job ends")
     assert fleet.lines("ended") == [["ended", *command]]
@@ -144,5 +143,5 @@ def test_a_refused_node_is_restarted(fleet: Fleet, tmp_path: Path) -> None:
 def test_jobs_may_be_requeued(script: str) -> None:
     lines = (SCRIPTS / script).read_text().splitlines()
     assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(lines)
-    # Slurm reads no further than the first command.
+    # Slurm stops reading at the first command.
     assert max(i for i, line in enumerate(lines) if line.startswith("#SBATCH")) < lines.index("set -euo pipefail")

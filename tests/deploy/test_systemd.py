@@ -1,4 +1,4 @@
-"""The units of systemd: checked by systemd, where it is, and against what heads and nodes need."""
+"""The systemd units, checked by systemd if installed, and against the needs of heads and nodes."""
 
 import re
 import shlex
@@ -28,13 +28,12 @@ def settings(unit: str) -> dict[str, list[str]]:
 
 
 def environment() -> dict[str, str]:
-    """The file that comes with the units."""
     lines = (UNITS / "fleet.env").read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if not line.startswith("#"))
 
 
 def command(unit: str) -> list[str]:
-    """The command line as systemd makes it: `${NAME}` is one word, `$NAME` is split at spaces."""
+    """Expand variables like systemd: `${NAME}` is one word, `$NAME` is split at spaces."""
     (line,) = settings(unit)["ExecStart"]
     given = environment()
     words: list[str] = []
@@ -55,7 +54,7 @@ def verify(unit: Path) -> str:
 @pytest.mark.skipif(_ANALYZE is None, reason="there is no systemd-analyze on this machine")
 @pytest.mark.parametrize("unit", [HEAD, NODE])
 def test_systemd_verifies_the_unit(unit: str, tmp_path: Path) -> None:
-    # It wants the program to be there.
+    # systemd requires that the program exists.
     text = (UNITS / unit).read_text().replace("/opt/vllm-omni/bin/vllm", "/bin/true")
     (tmp_path / unit).write_text(text)
     assert verify(tmp_path / unit) == ""
@@ -70,7 +69,7 @@ def test_the_plugin_accepts_the_command_line(unit: str) -> None:
     assert faults(words) == []
     flags = flags_of(words)
     assert flags["--omni-master-address"] == (environment()["MASTER_ADDRESS"] if unit == NODE else "0.0.0.0")
-    # What heads and nodes must have in common.
+    # The common flags of heads and nodes.
     assert dict(zip(*[iter(environment()["ARGS"].split())] * 2, strict=True)).items() <= flags.items()
     assert ("--headless" in flags) == (unit == NODE)
 
@@ -79,7 +78,7 @@ def test_the_plugin_accepts_the_command_line(unit: str) -> None:
 def test_a_stop_drains(unit: str, flag: str) -> None:
     said = settings(unit)
     assert said["TimeoutStopSec"] == [str(int(flags_of(command(unit))[flag]) + 30)]
-    # To the server alone: engines that heard it, too, would take nothing new.
+    # Only to the server: engines would otherwise stop, too.
     assert said["KillMode"] == ["mixed"]
     assert "KillSignal" not in said
 

@@ -1,4 +1,4 @@
-"""What the dashboards and rules ask Prometheus, and whether a scrape can answer."""
+"""Checks the queries of dashboards and rules against a scrape."""
 
 import json
 import re
@@ -16,7 +16,7 @@ DASHBOARDS = sorted((FOLDER / "grafana").glob("*.json"))
 RULES = [FOLDER / "recording.yml", FOLDER / "alerts.yml"]
 
 Scrape = Mapping[str, Set[str]]
-"""For each name of a sample its labels."""
+"""Labels by sample name."""
 OF_TARGETS = {"job", "instance"}
 """Labels that Prometheus adds to each sample."""
 _VARIABLES = {"$__rate_interval": "5m", "$job": ".+", "$stage": "0", "$replica": "0", "$engine": "0"}
@@ -42,11 +42,11 @@ class Query(NamedTuple):
 
 
 class UnansweredError(Exception):
-    """A query asks for a metric or a label that is not there."""
+    """A query uses an unknown metric or label."""
 
 
 def all_queries() -> list[Query]:
-    """Those of all dashboards and rules."""
+    """The queries of all dashboards and rules."""
     return [query for path in (*DASHBOARDS, *RULES) for query in queries_of(path)]
 
 
@@ -55,7 +55,7 @@ def queries_of(path: Path) -> list[Query]:
 
 
 def recorded(scrape: Scrape) -> dict[str, Set[str]]:
-    """The scrape and what the recording rules make of it."""
+    """The scrape and the results of the recording rules."""
     known = {"up": OF_TARGETS} | {name: labels | OF_TARGETS for name, labels in scrape.items()}
     for rule in rules_of(RULES[0]):
         known[rule["record"]] = labels_of(promql.parse(rule["expr"]), known)
@@ -63,7 +63,7 @@ def recorded(scrape: Scrape) -> dict[str, Set[str]]:
 
 
 def of_the_catalogue() -> dict[str, Set[str]]:
-    """All that a head may tell of its own, as a scrape."""
+    """All metrics of a head, as a scrape."""
     scrape: dict[str, Set[str]] = {}
     for metric in METRICS:
         labels = frozenset(metric.labels)
@@ -80,14 +80,14 @@ def rules_of(path: Path) -> list[dict[str, Any]]:
 
 
 def check(query: Query, known: Scrape) -> None:
-    """Raise `UnansweredError` if the query cannot be answered from what `recorded` returned."""
+    """Raise `UnansweredError` if `recorded` lacks a metric or label of the query."""
     answered = labels_of(promql.parse(query.expr), known)
     if missing := query.shown - answered:
         raise UnansweredError(f"{query}: the answer has no {sorted(missing)}, only {sorted(answered)}")
 
 
 def labels_of(expr: promql.Expr, known: Scrape) -> Set[str]:
-    """The labels of the answer to an expression.
+    """The labels of an expression's result.
 
     Raises:
         UnansweredError: it names a metric that is not known, or a label that is not there where it is named.

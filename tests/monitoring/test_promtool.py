@@ -1,4 +1,4 @@
-"""What Prometheus's own tool says of the configuration, the rules, and the alerts' unit tests."""
+"""Prometheus's own tool checks the configuration, the rules, and the alerts' unit tests."""
 
 import shutil
 import subprocess

@@ -13,7 +13,7 @@ BASH = shutil.which("bash")
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A folder of programs, the only one where they are looked for."""
+    """The only folder in PATH."""
     for name in ("bash", "cat", "dirname", "mkdir"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     return tmp_path
@@ -37,5 +37,5 @@ def test_prometheus_gets_the_configuration_and_the_address(programs: Path) -> No
     assert done.returncode == 0, done.stderr
     assert f"in {FOLDER}: --config.file=prometheus.yml" in done.stdout
     assert "--web.listen-address=127.0.0.1:1234" in done.stdout
-    # Debian starts its prometheus.service at 9090 as soon as it is installed.
+    # Debian starts its prometheus.service on port 9090.
     assert "--web.listen-address=127.0.0.1:9099" in start(programs).stdout
