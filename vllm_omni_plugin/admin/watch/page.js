@@ -1,11 +1,11 @@
 "use strict";
-// Shows the fleet as the stream of /omni/fleet tells it. All text goes into text nodes, so nothing of it is markup.
+// Shows the stream of /omni/fleet. All text goes into text nodes, so that it is never markup.
 const base = location.pathname.replace(/\/+$/, "");
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const HISTORY = 120;
 const EVENTS = 200;
-// Milliseconds without a word after which the head is taken for gone, as when its machine has lost its power.
+// Milliseconds without data after which the connection counts as broken.
 const SILENT_MS = 15000;
 let key = "";
 const keys = new EventTarget();
@@ -46,7 +46,7 @@ function ask(path, options = {}) {
   return fetch(base + path, { ...options, headers, cache: "no-store" });
 }
 
-async function why(answer) {
+async function errorOf(answer) {
   try {
     const body = await answer.json();
     return body.error?.message ?? body.detail ?? `HTTP ${answer.status}`;
@@ -57,19 +57,19 @@ async function why(answer) {
 
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-// Reads the stream of server-sent events, and again whenever it ends or falls silent. EventSource can send no key. One
-// stream is all a tab has: browsers open six connections to a server, and all tabs share them.
-async function follow(take) {
+// Reads the stream of server-sent events, and reconnects when it ends or is silent. EventSource cannot send a key. A tab
+// has one stream, because a browser opens at most six connections to a server, for all tabs together.
+async function readStream(take) {
   let last = "";
   for (;;) {
     const stop = new AbortController();
     let timer;
-    const heard = () => {
+    const restartTimer = () => {
       clearTimeout(timer);
-      timer = setTimeout(() => stop.abort(new Error("it is silent")), SILENT_MS);
+      timer = setTimeout(() => stop.abort(new Error("no data")), SILENT_MS);
     };
     try {
-      heard();
+      restartTimer();
       const headers = { Accept: "text/event-stream", ...(last && { "Last-Event-ID": last }) };
       const answer = await ask("/fleet", { headers, signal: stop.signal });
       if (answer.status === 401) {
@@ -77,13 +77,13 @@ async function follow(take) {
         await new Promise((resolve) => keys.addEventListener("change", resolve, { once: true }));
         continue;
       }
-      if (!answer.ok) throw new Error(await why(answer));
+      if (!answer.ok) throw new Error(await errorOf(answer));
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = "";
       for (;;) {
         const { value, done } = await reader.read();
         if (done) break;
-        heard();
+        restartTimer();
         const blocks = (rest + value).split("\n\n");
         rest = blocks.pop();
         for (const block of blocks) {
@@ -126,7 +126,7 @@ async function change(question, action, path, method = "POST") {
   write(byId("error"), "");
   try {
     const answer = await ask(path, { method });
-    if (!answer.ok) write(byId("error"), await why(answer));
+    if (!answer.ok) write(byId("error"), await errorOf(answer));
   } catch (error) {
     write(byId("error"), error.message);
   }
@@ -196,7 +196,7 @@ function showReplica(shown, replica, mostRequests, mostTokens) {
 
 function showStages(stages) {
   const place = byId("stages");
-  const there = new Set();
+  const present = new Set();
   stages.forEach((stage) => {
     const id = `stage-${stage.stage}`;
     let column = byId(id);
@@ -210,17 +210,17 @@ function showStages(stages) {
     const mostRequests = Math.max(...stage.replicas.map((replica) => replica.requests));
     const mostTokens = Math.max(...stage.replicas.map((replica) => replica.tokens));
     stage.replicas.forEach((replica, index) => {
-      there.add(replica.id);
+      present.add(replica.id);
       if (!replicas.has(replica.id)) replicas.set(replica.id, newReplica(replica.id));
       const shown = replicas.get(replica.id);
-      // Only where it is not in its place: a button that is moved loses the focus.
+      // Move a row only if necessary: a moved button loses the focus.
       const list = column.lastChild;
       if (list.children[index] !== shown.row) list.insertBefore(shown.row, list.children[index] ?? null);
       showReplica(shown, replica, mostRequests, mostTokens);
     });
   });
   for (const [id, shown] of replicas) {
-    if (there.has(id)) continue;
+    if (present.has(id)) continue;
     shown.row.remove();
     replicas.delete(id);
   }
@@ -279,7 +279,7 @@ function showHistory() {
   });
 }
 
-function remember(samples) {
+function addSamples(samples) {
   history.push(...samples);
   history.splice(0, history.length - HISTORY);
   showHistory();
@@ -292,7 +292,7 @@ function showState(state) {
   const coordinator = head.coordinator == null ? "none needed" : head.coordinator ? "connected" : "away";
   facts(byId("head"), [
     ["State", head.state],
-    // What follows the host's name tells the processes of one host apart.
+    // Remove the suffix that distinguishes processes of one host.
     ["Other heads", head.others.map((id) => id.replace(/-[0-9a-f]{32}$/, "")).join(", ") || "none"],
     ["Coordinator", coordinator],
     ["Name", head.name],
@@ -303,7 +303,7 @@ function showState(state) {
   facts(byId("requests"), [
     ["Unfinished", number(requests.unfinished)],
     ["Queued", number(requests.queued)],
-    ["Held before they were taken", number(requests.held_http)],
+    ["Held before they were accepted", number(requests.held_http)],
     ["Held for a replica", number(requests.held_fleet)],
     ["Waiting to move", number(requests.held_move)],
     ["Waiting for a pause to end", number(requests.held_paused)],
@@ -313,11 +313,11 @@ function showState(state) {
   ]);
   showGraph(state.stages);
   showStages(state.stages);
-  if (state.sample) remember([state.sample]);
+  if (state.sample) addSamples([state.sample]);
 }
 
 function showEvent(kind, event) {
-  // Another process answers now, from its first event on: what is listed here is of the one before.
+  // Another process answers now and sends its events from the first one on.
   const log = event.id.split("-")[0];
   if (log !== eventLog) byId("events").replaceChildren();
   eventLog = log;
@@ -343,10 +343,10 @@ byId("access").addEventListener("submit", (event) => {
 setInterval(() => {
   if (seen && Date.now() - seen > 4000) write(byId("link"), "This head is silent. What is shown is old.");
 }, 1000);
-follow((kind, data) => {
+readStream((kind, data) => {
   if (kind === "history") {
     history.length = 0;
-    remember(data);
+    addSamples(data);
   } else if (kind === "state") {
     showState(data);
   } else {
