@@ -23,10 +23,7 @@ excludes an address that uvicorn took from a header instead of the connection.""
 class Access:
     """Accepts requests to the operator's routes, or refuses them with an `HTTPException`.
 
-    Attributes:
-        has_api_key: checks for an API key of the server; always true if the server has none.
-        has_admin_key: checks for an admin key; None if there are none.
-        unix_socket: whether the server listens on a unix socket, whose clients have no address.
+    `has_api_key` is always true if the server has no API keys. Clients of a unix socket have no address.
     """
 
     has_api_key: KeyCheck

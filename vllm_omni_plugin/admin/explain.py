@@ -30,7 +30,6 @@ class DecisionReport:
     """The answer of `POST /omni/explain`.
 
     Attributes:
-        policy, reason, fallback: see `Decision`.
         chosen: `<stage>.<replica>` of the replica that would get the request.
         candidates: for each compared replica its id as `replica`, its `score` (the lowest wins; None if not finite),
             the `matched_tokens` that are expected to be cached, and all fields of its `ReplicaLoad`.
@@ -57,17 +56,7 @@ async def explain(
     tenant: str = "",
     priority: int | None = None,
 ) -> DecisionReport:
-    """Ask the policy, on the orchestrator's loop, where a completion of `prompt` would go.
-
-    The request is neither run nor counted.
-
-    Raises:
-        BadPromptError: the prompt is not valid.
-        UnknownModelError: the server has no such model.
-        NoReplicaError: no replica serves.
-        NoExplanationError: the policy cannot explain its decisions.
-        QueueClosedError: the server is about to end.
-    """
+    """Ask the policy, on the orchestrator's loop, where a completion of `prompt` would go, without running it."""
     read = await read_prompt(prompt, model)
     task: Task = {"request_id": "explain", "prompt": read, "session": session, "max_tokens": None}
     reply: Future[Explanation] = Future()

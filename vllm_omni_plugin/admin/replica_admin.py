@@ -69,8 +69,6 @@ class FleetAdmin:
     async def manage(self, replica: str, action: Action) -> None:
         """Drain, resume or remove the replica with this `ReplicaReport.id`. Returns when all heads have begun that.
 
-        A replica may be drained in any state, also repeatedly.
-
         Raises:
             UnknownReplicaError: no replica has this id.
             ReplicaError: the replica is in the wrong state.

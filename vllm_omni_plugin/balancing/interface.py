@@ -25,11 +25,8 @@ class MediaSpan(NamedTuple):
 class Prompt:
     """What determines which cached blocks a request can use.
 
-    Attributes:
-        token_ids: the prompt; if `cacheable` is false, only its length is used.
-        cache_salt: only prompts with the same salt share blocks.
-        media: multimodal inputs, in order of their offsets.
-        cacheable: whether the engine may take blocks of this prompt from its cache.
+    If `cacheable` is false, the engine takes no blocks from its cache, and only the length of `token_ids` is used. Only
+    prompts with the same `cache_salt` share blocks. `media` is in order of offsets.
     """
 
     token_ids: Sequence[int]
@@ -87,16 +84,13 @@ class ReplicaView(Protocol):
     """
 
     @property
-    def input_addr(self) -> str:
-        """ZMQ address to which its requests are sent."""
+    def input_addr(self) -> str: ...
 
     @property
-    def output_addr(self) -> str:
-        """ZMQ address from which its outputs come."""
+    def output_addr(self) -> str: ...
 
     @property
-    def stage_id(self) -> int:
-        """The stage that it serves."""
+    def stage_id(self) -> int: ...
 
     @property
     def queue_length(self) -> int:
@@ -105,13 +99,7 @@ class ReplicaView(Protocol):
 
 # Structs: a named tuple takes four times as long to create, and a decision has up to eight candidates.
 class Candidate(Struct, frozen=True, order=True, gc=False):
-    """A replica that a policy compared.
-
-    Attributes:
-        position: index in the sequence of replicas that the policy was given.
-        score: the value that was compared; the lowest wins.
-        matched_tokens: prompt tokens that the replica is expected to have cached.
-    """
+    """A compared replica: its index, its score (the lowest wins) and its expected cached prompt tokens."""
 
     position: int
     score: float
@@ -158,13 +146,10 @@ class LoadBalancer(Protocol):
 
     @abstractmethod
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """Return the index in `replicas` of the replica that shall run `task`.
+        """Return the index of the replica that shall run `task`. Raises ValueError if `replicas` is empty.
 
-        It is called in the request path, for one stage, with the replicas that can take work now. It must not block,
-        and must not keep or change `task`.
-
-        Raises:
-            ValueError: `replicas` is empty.
+        It is called in the request path with the replicas of one stage that can take work now. It must not block, and
+        must not keep or change `task`.
         """
 
 
@@ -177,21 +162,18 @@ class DecidingBalancer(LoadBalancer, Protocol):
 
     @abstractmethod
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Choose a replica and give the reason.
+        """Choose a replica and give the reason. Raises ValueError if `replicas` is empty.
 
         It may change no state except that of a random generator, because `POST /omni/explain` calls it without sending
         a request. Record a choice in `PolicyHooks.dispatched` instead.
-
-        Raises:
-            ValueError: `replicas` is empty.
         """
 
 
 class PolicyHooks(Protocol):
     """Optional methods of a policy. Each is called on the orchestrator's loop, like `select`, if the policy has it.
 
-    For one attempt of a request the calls are `dispatched`, `began`, `ended`, in this order. `began` is missing if the
-    attempt ended before its first output. `replica_lost` ends all attempts of a replica, without `ended` for each.
+    For one attempt of a request the calls are `dispatched`, `began` (unless it ended before its first output) and
+    `ended`. `replica_lost` ends all attempts of a replica, without `ended` for each.
     """
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
@@ -201,7 +183,7 @@ class PolicyHooks(Protocol):
         """A request that this policy placed was refused or aborted before the engine received it; `ended` follows."""
 
     def began(self, task: Task, replica: ReplicaView, cached_tokens: int | None) -> None:
-        """The first output has come. `cached_tokens`: prompt tokens found in the cache; None if not reported."""
+        """The first output has come; `cached_tokens` of the prompt were cached (None: not reported)."""
 
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
         """The attempt is over, for any reason, after `seconds` and `output_tokens` on this replica."""
@@ -229,7 +211,6 @@ def snapshot_of(replicas: Sequence[ReplicaView]) -> tuple[ReplicaView, ...]:
 
 
 def require_replicas(replicas: Sequence[ReplicaView]) -> None:
-    """Raise ValueError if `replicas` is empty."""
     if not replicas:
         raise ValueError("replicas must not be empty")
 

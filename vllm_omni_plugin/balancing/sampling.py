@@ -19,10 +19,7 @@ replicas."""
 
 
 def sample(count: int, total: int, rng: random.Random) -> Sequence[int]:
-    """`count` distinct positions below `total`, uniformly at random; all of them, in order, if there are not more.
-
-    For a few of many this is faster than `random.sample`: it draws again if a position repeats.
-    """
+    """Up to `count` distinct random positions below `total`; for a few of many faster than `random.sample`."""
     if count >= total:
         return range(total)
     chosen: dict[int, None] = {}
@@ -33,10 +30,7 @@ def sample(count: int, total: int, rng: random.Random) -> Sequence[int]:
 
 
 def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random) -> list[int]:
-    """Distinct positions of the replicas to compute scores for: all of up to eight; of more, eight random ones.
-
-    If `replicas` know their shortest queue, that one and three random others, so that an idle replica is always found.
-    """
+    """Positions to compute scores for: all of up to eight; of more, a known shortest queue and three random ones."""
     total = len(replicas)
     if total <= MOST_COMPARED or not isinstance(replicas, ServingReplicas):
         return list(sample(MOST_COMPARED, total, rng))
@@ -59,16 +53,11 @@ def expected_arrivals(replicas: Sequence[ReplicaView], compared: int) -> float:
     return replicas.unreported.requests * compared / len(replicas)
 
 
-def pick_lowest(scores: Sequence[float], rng: random.Random, coming: float = 0.0) -> int:
-    """Index of the lowest score, ties uniformly at random; of a low score if other heads choose, too.
-
-    Args:
-        scores: at least one.
-        coming: estimated total that other heads add to these scores, see `draw_by_water_filling`.
-    """
-    if coming > 0:
+def pick_lowest(scores: Sequence[float], rng: random.Random, arrivals: float = 0.0) -> int:
+    """Index of the lowest score, ties uniformly at random; with `arrivals` of other heads see `draw_by_water_filling`."""
+    if arrivals > 0:
         order = sorted(range(len(scores)), key=scores.__getitem__)
-        return order[draw_by_water_filling([(scores[place], 1) for place in order], coming, rng)]
+        return order[draw_by_water_filling([(scores[place], 1) for place in order], arrivals, rng)]
     best = min(scores)
     if scores.count(best) == 1:
         return scores.index(best)

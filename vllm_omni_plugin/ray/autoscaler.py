@@ -19,12 +19,7 @@ _CALM = 0.5
 
 
 class StageLoad(NamedTuple):
-    """The load of a stage as a head reports it.
-
-    Attributes:
-        serving: replicas that take requests.
-        expected_wait: seconds until an engine would begin a new request.
-    """
+    """The number of serving replicas of a stage, and its expected wait in seconds, as a head reports them."""
 
     serving: int
     expected_wait: float
@@ -66,11 +61,6 @@ class Autoscaler:
     The formula for an increase is that of Kubernetes' HorizontalPodAutoscaler, ceil(serving * metric / target). Queues
     grow while models load, so until all requested nodes serve, it is applied once per window.
     https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale/#algorithm-details
-
-    Args:
-        minimum: initial and lowest number of nodes; 1 or more.
-        maximum: highest number of nodes.
-        target_wait: seconds of expected wait above which nodes are added; above 0.
     """
 
     def __init__(self, minimum: int, maximum: int, target_wait: float) -> None:

@@ -29,13 +29,7 @@ class NodeAction(Enum):
 
 @dataclass
 class _Node:
-    """A requested node that has not ended.
-
-    Attributes:
-        since: time of the request, or of the placement once it is placed.
-        placed: whether it runs on a machine.
-        drained_at: when it was told to end.
-    """
+    """A requested node that has not ended; `since` is the time of the request, later of the placement on a machine."""
 
     since: float
     placed: bool = False
@@ -43,11 +37,7 @@ class _Node:
 
 
 class NodeSet:
-    """The nodes by number, in the order of their starts. Numbers are never reused. Times are in seconds.
-
-    Args:
-        drain_timeout: seconds that a node may take to finish its requests.
-    """
+    """The nodes by number, in the order of their starts. Numbers are never reused. Times are in seconds."""
 
     def __init__(self, drain_timeout: float) -> None:
         self._kill_after = drain_timeout + GRACE_S
@@ -88,7 +78,6 @@ class NodeSet:
         return actions
 
     def placed(self, now: float, number: int) -> None:
-        """Note that a node runs on a machine."""
         node = self._nodes[number]
         node.since, node.placed = now, True
 
@@ -105,11 +94,8 @@ class NodeSet:
 class NodeSupervisor:
     """Runs the actions of a `NodeSet` on Ray.
 
-    Attributes:
-        wanted: returns the wanted number of nodes at a time.
-        clock: time in seconds.
-        say: writes a line for the operator.
-        signals: number of signals so far. The first one drains all nodes; a second one is passed on to them.
+    `wanted` returns the wanted number of nodes at a time. `signals` counts signals so far: the first one drains all
+    nodes, and a second one is passed on to them.
     """
 
     nodes: RayNodes

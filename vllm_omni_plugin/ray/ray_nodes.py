@@ -14,12 +14,7 @@ AWAY_S = 60.0
 
 
 class NodeEvent(NamedTuple):
-    """A node was placed on a machine, or has ended.
-
-    Attributes:
-        host: the machine; None if the node has ended.
-        end: exit code of its process, or the reason why it was lost.
-    """
+    """A node was placed on `host`, or (None) has ended; `end` is its exit code, or the reason why it was lost."""
 
     number: int
     host: str | None
@@ -28,12 +23,6 @@ class NodeEvent(NamedTuple):
 
 class RayNodes:
     """Starts, drains and kills nodes on a Ray cluster, and reports their events. `close` makes Ray kill all nodes.
-
-    Args:
-        address: of the cluster, for `ray.init`.
-        arguments: of `vllm serve` for each node.
-        gpus: GPUs of each node, all on one machine.
-        cpus: CPUs of each node.
 
     Raises:
         ConfigError: Ray is not installed.

@@ -26,13 +26,9 @@ def sample_rate(stage: str, output: StageOutput) -> int:
 
 
 def pcm16(stage: str, output: StageOutput) -> bytes:
-    """The samples of an output's tensor; b"" without a tensor.
+    """The samples of an output's tensor `[samples]`; b"" without one.
 
-    Args:
-        output: its tensor `[samples]` is int16, or floats from -1 to 1; other values are clipped, and NaN is silence.
-
-    Raises:
-        StageError: the tensor has another type.
+    int16, or floats from -1 to 1; other values are clipped, and NaN is silence. Raises StageError for other types.
     """
     samples: Any = output.tensor
     if samples is None:
@@ -50,13 +46,7 @@ def wav(samples: bytes, rate: int) -> bytes:
 
 
 def wav_header(rate: int, size: int | None) -> bytes:
-    """The header of a WAV file.
-
-    Args:
-        rate: in hertz.
-        size: bytes of samples. None if unknown: the header then has the largest value, which players read as "until the
-            end of the file".
-    """
+    """The header of a WAV file; `size` is bytes of samples (None, unknown: until the end of the file)."""
     data = _UNKNOWN if size is None else size
     riff = _UNKNOWN if size is None else size + 36
     bytes_per_second = rate * _SAMPLE_BYTES

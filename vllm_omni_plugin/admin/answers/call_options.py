@@ -31,12 +31,8 @@ class BadOptionError(OmniError, ValueError):
 class CallOptions:
     """What a request asks of a pipeline.
 
-    Attributes:
-        audio_format: one of `AUDIO_FORMATS`; "" for any.
-        outputs: names of the stages whose outputs are added to the answer.
-        sampling: sampling parameters by stage name.
-        params: values for transforms and Python stages.
-        timings: whether the answer has the stages' times.
+    `outputs` are the stages whose outputs are added to the answer; `sampling` has parameters by stage name; `params`
+    are values for transforms and Python stages.
     """
 
     modalities: tuple[Modality, ...]
@@ -62,11 +58,7 @@ class CallOptions:
 
 
 def read_call_options(fields: Mapping[str, Any], pipeline: Pipeline) -> CallOptions:
-    """Read the fields `modalities`, `audio` and `omni` of a body; other fields are ignored.
-
-    Raises:
-        BadOptionError: an unknown modality, stage or key, or a value of the wrong type.
-    """
+    """Read the fields `modalities`, `audio` and `omni` of a body. Raises BadOptionError for an invalid one."""
     modalities = _modalities(fields.get("modalities"), pipeline)
     omni = _mapping(fields.get("omni"), "omni")
     _require_known(omni, OMNI_KEYS, "there is no key {}", "omni")

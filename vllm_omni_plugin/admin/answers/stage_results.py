@@ -40,12 +40,7 @@ class StageResults:
         return PipelineCall(options.modalities, put, options.outputs | transcript, options.sampling, options.params)
 
     def read(self, event: StageEvent | PipelineCallEnded) -> AudioPart:
-        """Process one event of the call.
-
-        Raises:
-            StageError: the tensor of the audio stage is no audio.
-            Exception: the error that ended the call early.
-        """
+        """Process one event. Raises the error that ended the call early, or StageError for invalid audio."""
         if isinstance(event, PipelineCallEnded):
             if event.error is not None:
                 raise event.error

@@ -31,12 +31,8 @@ _CHECK_EVERY = 5
 class FleetBroadcast:
     """The streams of all viewers. It runs on the server's event loop.
 
-    The producer never waits for a viewer. A slow viewer gets the newest state, and the events that are still kept; gaps
-    between event ids show how many it has missed.
-
-    Args:
-        is_over: whether the server has stopped. Open streams would keep it from ending.
-        tick: seconds between two states.
+    The producer never waits for a viewer. A slow viewer gets the newest state, and the events that are still kept. The
+    streams end when `is_over` returns true, since they would keep the server from ending.
     """
 
     def __init__(self, view: FleetView, events: EventLog, is_over: Callable[[], bool], tick: float = TICK_S) -> None:
@@ -70,7 +66,7 @@ class FleetBroadcast:
         return self._log.after(after)
 
     def event_stream(self, after: str = "") -> AsyncGenerator[bytes]:
-        """Server-sent events: the kept events after the given one, then each new one."""
+        """Server-sent events: the kept events after one, then each new one."""
         return self._stream(after, with_state=False)
 
     def fleet_stream(self, after: str = "") -> AsyncGenerator[bytes]:

@@ -14,15 +14,7 @@ from vllm_omni_plugin.pipeline.graph import Pipeline
 
 @dataclass
 class FleetView:
-    """Computes the state on request, from data that any thread may read.
-
-    Attributes:
-        is_ending: whether the server is shutting down.
-        head: name of this head, and versions.
-        pipeline: None without a pipeline.
-        clock: monotonic seconds, the same as the orchestrator's.
-        wall_clock: unix seconds.
-    """
+    """Computes the state on request, from data that any thread may read. `head` has its name and versions."""
 
     orchestrator: Orchestrator
     drain: HeadDrain

@@ -22,13 +22,7 @@ _APART_S = 0.5
 
 
 class TokenCounts(NamedTuple):
-    """vLLM's counts for one replica since the head started.
-
-    Attributes:
-        tokens: prompt and answer tokens.
-        queried: prompt tokens that were looked up in the prefix cache.
-        hits: prompt tokens that were found there.
-    """
+    """vLLM's counts for one replica: all tokens, and prompt tokens looked up and found in the prefix cache."""
 
     tokens: float = 0.0
     queried: float = 0.0

@@ -17,9 +17,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 class Top:
     """Shows the states that a head streams: one table after the other, of which a terminal shows the last.
 
-    Args:
-        read: opens the stream after the event with the given id, and yields kind and content of its messages.
-        pause: waits before a head that did not answer is asked again.
+    `read` opens the stream after an event's id, and yields kind and content. `pause` waits before a reconnection.
     """
 
     def __init__(
@@ -31,12 +29,7 @@ class Top:
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
 
     def once(self) -> None:
-        """Show one state.
-
-        Raises:
-            ServerUnavailableError: the server does not answer.
-            ValueError, LookupError, TypeError: the server is not a head of a fleet.
-        """
+        """Show one state. Raises ValueError, LookupError or TypeError if the server is not a head of a fleet."""
         self._write(next(self._tables()))
 
     def run(self) -> None:

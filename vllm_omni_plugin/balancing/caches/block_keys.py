@@ -27,13 +27,8 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 def block_key(parent: int, tokens: "bytes | memoryview", extra: ExtraKeys = ()) -> int:
     """The 64-bit key of a block. Keys are chained as in vLLM's prefix cache, but without a seed per process.
 
-    Source: XXH3 (Collet), seeded with the parent's key.
-
-    Args:
-        parent: key of the previous block, or `ROOT`.
-        tokens: result of `pack_tokens`.
-        extra: name of a LoRA adapter, multimodal inputs with their offsets in the block, a cache salt. Names and salts
-            enter only the key of the first block; the chain passes them on.
+    `extra` are an adapter's name, multimodal inputs with their offsets in the block, and a cache salt. Names and salts
+    enter only the key of the first block; the chain passes them on. Source: XXH3 (Collet), seeded with the parent.
     """
     if extra and parent != ROOT:
         extra = [item for item in extra if not isinstance(item, str)]

@@ -13,11 +13,10 @@ _SHORTEST_COMPACTED = 1024
 
 
 class EstimatedCache:
-    """Estimates the prefix cache of one replica by simulating vLLM's eviction.
+    """Estimates the prefix cache of one replica by simulating vLLM's eviction, with 8 bytes for each block.
 
     vLLM evicts the least recently used block, and of blocks used at the same time the last one of the prompt. So every
-    block belongs to the *run* of the prompt that used it last, and the oldest run loses its last block first. Memory is
-    bounded by the replica's capacity: 8 bytes for each block.
+    block belongs to the *run* of the prompt that used it last, and the oldest run loses its last block first.
     """
 
     def __init__(self) -> None:
@@ -47,10 +46,7 @@ class EstimatedCache:
         return known
 
     def undo(self, keys: Sequence[int], known: int) -> "array[int]":
-        """Undo `use` of a prompt of which `known` blocks were cached before. Returns the removed keys.
-
-        Blocks that later prompts have used stay. Of prompts with identical blocks any may be the one that is undone.
-        """
+        """Undo `use` of a prompt of which `known` blocks were cached before. Returns the removed keys."""
         place, own, begins = 0, None, 0
         while place < len(keys) and (run := self._by_head.get(keys[place])) is not None:
             common = _common_length(array("Q", keys[place : place + len(run)]), run)
@@ -92,14 +88,11 @@ def _common_length(left: "array[int]", right: "array[int]") -> int:
 
 
 class PrefixCaches:
-    """The prefix caches of all replicas. A replica is identified by its bit, see `ReplicaBits`.
+    """The prefix caches of all replicas, by bit (see `ReplicaBits`). `reporting` is the mask of the reporting replicas.
 
-    Reports of an engine are exact but late, so the prompts that were sent to it and are not reported yet count as
-    cached. The cache of a replica that does not report is estimated from what is sent to it. If reports are lost, the
-    cache counts as empty and is estimated until the engine reports from the beginning again.
-
-    Attributes:
-        reporting: bit mask of the replicas whose engines report.
+    Reports of an engine are exact but late, so sent prompts that are not reported yet count as cached. The cache of a
+    replica that does not report is estimated from what is sent to it. If reports are lost, the cache counts as empty
+    and is estimated until the engine reports from the beginning again.
     """
 
     def __init__(self) -> None:
@@ -113,7 +106,6 @@ class PrefixCaches:
         self._expected: dict[int, dict[int, int]] = {}
 
     def levels(self, keys: Sequence[int]) -> list[Level]:
-        """See `BlockIndex.levels`."""
         return self._index.levels(keys)
 
     def send(self, bit: int, keys: Sequence[int], capacity: int) -> None:
@@ -146,15 +138,7 @@ class PrefixCaches:
         self._index.remove(bit, gone)
 
     def estimate(self, bit: int, keys: Sequence[int], capacity: int) -> None:
-        """Note that a replica that does not report uses these blocks.
-
-        The time taken depends on the new and the evicted blocks only.
-
-        Args:
-            bit: the replica.
-            keys: all blocks of a prompt, from its beginning.
-            capacity: blocks that fit into the replica's memory; further blocks of the prompt are not kept.
-        """
+        """Note that a replica that does not report uses the blocks of a prompt, from its beginning."""
         if not keys:
             return
         keys = keys[:capacity]
@@ -165,10 +149,7 @@ class PrefixCaches:
         self._index.remove(bit, evicted)
 
     def undo_estimate(self, bit: int, keys: Sequence[int], known: int) -> None:
-        """Undo `estimate` for a prompt that was not sent; the replica had its first `known` blocks before.
-
-        For a replica that reports, `end` does this.
-        """
+        """Undo `estimate` for a prompt of which `known` blocks were cached before; see `end` for reporting replicas."""
         if not self.reporting >> bit & 1 and (runs := self._estimated.get(bit)) is not None:
             self._index.remove(bit, runs.undo(keys, known))
 

@@ -21,10 +21,9 @@ class RendezvousTable:
     """Highest-random-weight hashing with a fixed number of buckets.
 
     Each key falls into a bucket, and each bucket belongs to the member whose hash with it is the highest. A member that
-    joins takes only the buckets that it wins. One that leaves gives up only its own: 1/n of all buckets on average,
-    with a standard deviation of `sqrt(1/n * (1 - 1/n) / 8192)`, 0.6% at most. The order of events does not matter.
+    joins takes only the buckets that it wins, and one that leaves gives up only its own. The order of events does not
+    matter. The owner of a bucket is computed at its first use, in O(n), and cached.
 
-    The owner of a bucket is computed at its first use, in O(n), and cached.
     Source: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates" (1998), and XXH3 (Collet).
     """
 
@@ -34,10 +33,7 @@ class RendezvousTable:
         self._seen: tuple[ReplicaView, ...] = ()
 
     def set_replicas(self, replicas: Sequence[ReplicaView]) -> None:
-        """Make these replicas the members; O(1) for the same tuple as before.
-
-        A replica is identified by its id, so that a restart moves no keys; one without an id by its address.
-        """
+        """Make these replicas the members, by id, so that a restart moves no keys; O(1) for the same tuple."""
         snapshot = snapshot_of(replicas)
         if snapshot is not self._seen:
             self.set_members([str(getattr(replica, "replica_id", replica.input_addr)).encode() for replica in snapshot])
@@ -65,12 +61,7 @@ class RendezvousTable:
 
 
 class ExpectedPrefix(NamedTuple):
-    """The replica where other heads probably have sent a prompt.
-
-    Attributes:
-        position: index of the replica.
-        tokens: expected number of cached tokens, of those that no replica is known to have.
-    """
+    """The replica to which other heads have probably sent a prompt, and the unknown tokens it is expected to have."""
 
     position: int
     tokens: float
@@ -86,14 +77,8 @@ def expected_prefix(
     """The replica where all heads expect a prompt to be cached; None if this head knows at least half of the prompt.
 
     The first unknown block determines the replica. So prompts with a common unknown beginning get the same replica,
-    and prompts that differ only after a known beginning get different ones. Heads need not exchange prompts for this.
-
-    Args:
-        table: replicas, the same for every head.
-        replicas: the replicas to choose from.
-        prompt: may be shorter than a block.
-        levels: token counts and the replicas known to have them cached, longest match first.
-        block_sizes: all block sizes of the fleet, in tokens.
+    and prompts that differ only after a known beginning get different ones. `levels` has token counts and the replicas
+    known to have them cached, longest match first.
     """
     known = levels[0][0] if levels else 0
     unknown = len(prompt.token_ids) - known

@@ -13,14 +13,7 @@ _DEFAULT_KV_BLOCKS = 8192
 
 
 class FleetBits(NamedTuple):
-    """The bits of a sequence of replicas.
-
-    Attributes:
-        bits: by position in the sequence.
-        positions: by bit.
-        mask: all bits.
-        block_sizes: all block sizes that occur, in tokens.
-    """
+    """The bits of a sequence of replicas by position, positions by bit, all bits, and all block sizes in tokens."""
 
     bits: list[int]
     positions: dict[int, int]

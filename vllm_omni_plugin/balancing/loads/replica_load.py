@@ -6,23 +6,19 @@ from typing import NamedTuple
 class ReplicaLoad(NamedTuple):
     """The load of one replica at one moment.
 
-    This head's own part is exact: it is charged before a request is sent and released once, when the request ends.
-    Reports of the engine are added so that they never hide what was dispatched after them. While this head has no
+    This head's own part is exact: it is charged before a request is sent and released once. While this head has no
     request on the replica, all engine-reported fields are 0, because nothing would correct them.
 
     Attributes:
         requests: unfinished requests on the replica, of this head and `others`.
         others: unfinished requests that this head did not send: as the other heads report them (up to 0.1 s old), or as
             the engine reports them if there are no other heads or they cannot be reached.
-        prefill_tokens: prompt tokens still to be computed, of this head's requests and those that other heads report.
-            A prompt counts until its first output, without the tokens that are expected to be cached.
+        prefill_tokens: uncached prompt tokens before the first output, of this head and as other heads report them.
         decode_tokens: tokens of prompts and answers, of this head's requests that have had a first output.
-        waiting: requests that the engine reports as not begun.
-        running: requests that the engine reports as begun.
+        waiting, running: requests that the engine reports as not begun, and as begun.
         kv_usage: share of the KV memory in use, 0 to 1, as the engine reports it.
-        prefill_rate: measured `prefill_tokens` per second while there were any; recent ones weigh more; 0 if unknown.
-        kv_blocks: blocks of KV memory; 0 if unknown.
-        block_size: tokens in a block; 0 if unknown.
+        prefill_rate: measured `prefill_tokens` per second while there were any; 0 if unknown.
+        kv_blocks, block_size: blocks of KV memory, and tokens in a block; 0 if unknown.
         heads_report: whether `others` and `prefill_tokens` include the reports of other heads.
     """
 

@@ -16,15 +16,10 @@ R = TypeVar("R", bound=ReplicaView)
 
 
 class UnreportedRequests:
-    """Estimates how many requests other heads have sent to one stage and not reported yet.
+    """Estimates how many `requests` other heads have sent to one stage and not reported yet.
 
-    Other heads are assumed to send as many requests as this one, in proportion to what each has in flight. A standby
-    head therefore sends none.
-
-    Attributes:
-        heads: heads that share the replicas, including this one.
-        requests: the estimate; 0.0 for a single head.
-        in_flight: unfinished requests of this head; the pool sets it.
+    Other heads are assumed to send as many requests as this one, in proportion to what each has in flight. `heads`
+    includes this head. The pool sets `in_flight`, the unfinished requests of this head.
     """
 
     def __init__(self) -> None:
@@ -39,12 +34,7 @@ class UnreportedRequests:
         self.requests = 0.0
 
     def estimate(self, now: float, in_flight: int) -> None:
-        """Update `requests` for a new request of this head, which counts from the next call on.
-
-        Args:
-            now: monotonic seconds.
-            in_flight: known unfinished requests of all heads.
-        """
+        """Update `requests` for a new request; `in_flight`: known unfinished requests of all heads."""
         self._recent *= exp((self._as_of - now) / _AGE_S)
         self._as_of = now
         others = max(0, in_flight - self.in_flight)
@@ -53,29 +43,25 @@ class UnreportedRequests:
         self._recent += 1.0
 
 
-def draw_by_water_filling(levels: Sequence[tuple[float, int]], coming: float, rng: random.Random) -> int:
+def draw_by_water_filling(levels: Sequence[tuple[float, int]], arrivals: float, rng: random.Random) -> int:
     """Draw the index of a level so that the expected arrivals of all heads fill the lowest levels evenly.
 
-    If every head took the lowest level, all would choose the same replica. Here each level is drawn with a probability
-    proportional to its distance from the common height that the arrivals would fill. On average the heads together
-    then do what a single head would do.
+    Each level (height and number of places, lowest first) is drawn with a probability proportional to its distance from
+    the common height that all `arrivals` would fill. If every head took the lowest level, all would choose the same
+    replica.
 
     Source: Dahlin, "Interpreting Stale Load Information" (2000); for many concurrent dispatchers Goren, Vargaftik and
     Moses, "Distributed Dispatching in the Parallel Server Model" (2020).
-
-    Args:
-        levels: pairs of height and number of places, lowest first; at least one.
-        coming: the total of all arrivals, in the unit of the heights; above 0.
     """
     count, sum_of_levels, reached = 0, 0.0, 0
     for level, places in levels:
-        if count * level - sum_of_levels >= coming:
+        if count * level - sum_of_levels >= arrivals:
             break
         count += places
         sum_of_levels += places * level
         reached += 1
-    height = (sum_of_levels + coming) / count
-    rest = rng.random() * coming
+    height = (sum_of_levels + arrivals) / count
+    rest = rng.random() * arrivals
     for index in range(reached):
         level, places = levels[index]
         rest -= places * (height - level)
@@ -85,13 +71,10 @@ def draw_by_water_filling(levels: Sequence[tuple[float, int]], coming: float, rn
 
 
 class ServingReplicas(tuple[R, ...]):
-    """A tuple of replicas with an index of their queue lengths and prefill tokens. Its owner reports each change.
+    """A tuple of replicas with an index of their queue lengths and prefill tokens. Its owner calls `changed`.
 
-    A change of membership makes a new object. The first use builds the index in O(n). After that a change of one
-    replica and a query are O(1), except for a heap of the distinct queue lengths.
-
-    Args:
-        unreported: the estimate for other heads; by default there are none.
+    The first use builds the index in O(n). After that a change of one replica and a query are O(1), except for a heap
+    of the distinct queue lengths.
     """
 
     def __new__(cls, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> "ServingReplicas[R]":
@@ -118,35 +101,26 @@ class ServingReplicas(tuple[R, ...]):
 
     @property
     def work(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The current queue lengths and prefill tokens, by place; read-only.
-
-        They are contiguous, because the load objects of a large fleet are scattered and miss the processor's cache.
-        """
+        """The current queue lengths and prefill tokens, by place; contiguous in memory, and read-only."""
         if not self._places:
             self._gather()
         return self._lengths, self._prefill_tokens
 
     def shortest(self, rng: random.Random) -> int:
-        """The place of a replica with the shortest queue, ties uniformly at random. Needs at least one replica.
-
-        If other heads choose, too, it is one of the short queues, see `draw_by_water_filling`.
-        """
+        """The place of a shortest queue, ties at random; with other heads see `draw_by_water_filling`."""
         if not self._places:
             self._gather()
-        buckets, heap, coming = self._buckets, self._heap, self.unreported.requests
-        if coming > 0:
+        buckets, heap, arrivals = self._buckets, self._heap, self.unreported.requests
+        if arrivals > 0:
             levels = [(length, count) for length in sorted(heap) if (count := len(buckets[length]))]
-            bucket = buckets[levels[draw_by_water_filling(levels, coming, rng)][0]]
+            bucket = buckets[levels[draw_by_water_filling(levels, arrivals, rng)][0]]
         else:
             while not (bucket := buckets[heap[0]]):
                 del buckets[heappop(heap)]
         return bucket[int(rng.random() * len(bucket))]
 
     def changed(self, replica: R) -> None:
-        """Update the index for a replica whose queue length or prefill tokens may have changed.
-
-        Other replicas are ignored: a draining replica is not in this tuple and still finishes its requests.
-        """
+        """Update the index for a replica. Replicas that are not in this tuple, such as draining ones, are ignored."""
         place = self._places.get(id(replica))
         if place is None:
             return

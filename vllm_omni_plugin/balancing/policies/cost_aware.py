@@ -32,11 +32,7 @@ _WINDOW = 100
 
 
 class _OutputLengths:
-    """Mean length of the answers, separately for each power of two of `max_tokens`.
-
-    Requests with a limit of 16 tokens get other answers than those with 4,000, so one mean would suit neither. The
-    number of means is bounded by the bits of a limit.
-    """
+    """Mean length of the answers, separately for each power of two of `max_tokens`, so that memory is bounded."""
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[float, int]] = {}
@@ -55,10 +51,7 @@ class _OutputLengths:
 
 @dataclass(slots=True)
 class _DecayedRatio:
-    """Ratio of the decayed sums of observed and estimated seconds. `now` is on any scale that does not go back.
-
-    A mean of ratios would give a short request, whose ratio is inexact, the weight of a long one.
-    """
+    """Ratio of the decayed sums of observed and estimated seconds; a mean of ratios would overweight short requests."""
 
     observed: float = 0.0
     estimated: float = 0.0
@@ -106,16 +99,8 @@ class CostAwareBalancer(DecidingBalancer):
     estimated seconds of the requests that ended on the replica, mixed with the fleet's ratio. A request of another head
     counts like this one.
 
-    Source: least work left (Harchol-Balter, "Performance Modeling and Design of Computer Systems", 2013, ch. 24) with
-    estimated sizes; the correction is ours. The reason is `least-cost`, the fallback `no-history` until a first request
-    has ended.
-
-    Args:
-        prompt_token_s: seconds for an uncached prompt token; 0.000001 to 10.
-        output_token_s: seconds for a token of the answer; 0.000001 to 10.
-
-    Raises:
-        ConfigError: an option is out of range.
+    Source: least work left (Harchol-Balter, "Performance Modeling and Design of Computer Systems", 2013, ch. 24); the
+    correction is ours. The reason is `least-cost`, the fallback `no-history`. docs/policies.md has the options.
     """
 
     binds_late = True
@@ -140,8 +125,8 @@ class CostAwareBalancer(DecidingBalancer):
         prompt, output = self._estimate(task)
         positions = positions_to_compare(replicas, self._rng)
         scores = self._scores(replicas, positions, prompt + output)
-        coming = expected_arrivals(replicas, len(positions)) * (prompt + output)
-        position = positions[pick_lowest(scores, self._rng, coming)]
+        arrivals = expected_arrivals(replicas, len(positions)) * (prompt + output)
+        position = positions[pick_lowest(scores, self._rng, arrivals)]
         fallback = "" if self._ended else "no-history"
         return Decision(position, "least-cost", tuple(map(Candidate, positions, scores)), fallback)
 

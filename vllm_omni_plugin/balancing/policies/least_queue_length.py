@@ -30,11 +30,6 @@ class LeastQueueLengthBalancer(DecidingBalancer):
         self._rng = rng or random.Random()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        """Choose a shortest queue; the score is the queue length.
-
-        Raises:
-            ValueError: `replicas` is empty, or a queue length is negative.
-        """
         require_replicas(replicas)
         if len(replicas) > _MAX_LISTED and isinstance(replicas, ServingReplicas):
             position = replicas.shortest(self._rng)

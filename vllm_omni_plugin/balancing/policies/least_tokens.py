@@ -37,16 +37,8 @@ class LeastTokensBalancer(DecidingBalancer):
     request of another head counts as long as this one: as being decoded, or as to be computed if other heads do not
     report and the engine says that it waits.
 
-    Source: queued tokens over the measured rate, and a penalty for a filling KV cache that grows like the queue of an
-    M/M/1 server of that utilisation; the weight of decoding is ours. The reason is `expected-wait`, the fallback
-    `no-rate` if no rate is known.
-
-    Args:
-        decode_weight: cost of a token being decoded, in prompt tokens; 0 to 10.
-        kv_seconds: penalty for a half-full KV cache, in seconds; 0 to 60.
-
-    Raises:
-        ConfigError: an option is out of range.
+    Source: queued tokens over the measured rate, and a penalty that grows like the queue of an M/M/1 server. The reason
+    is `expected-wait`, the fallback `no-rate`. docs/policies.md has the options.
     """
 
     binds_late = True
@@ -66,8 +58,8 @@ class LeastTokensBalancer(DecidingBalancer):
         rates = sorted([load.prefill_rate for load in loads if load.prefill_rate > 0])
         usual_rate = rates[len(rates) // 2] if rates else _UNMEASURED_RATE
         waits = self._expected_waits(loads, prompt, usual_rate)
-        coming = expected_arrivals(replicas, len(positions)) * prompt / usual_rate
-        position = positions[pick_lowest(waits, self._rng, coming)]
+        arrivals = expected_arrivals(replicas, len(positions)) * prompt / usual_rate
+        position = positions[pick_lowest(waits, self._rng, arrivals)]
         fallback = "" if rates else "no-rate"
         return Decision(position, "expected-wait", tuple(map(Candidate, positions, waits)), fallback)
 

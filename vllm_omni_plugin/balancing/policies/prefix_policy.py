@@ -61,16 +61,8 @@ class PrefixBalancer(DecidingBalancer):
     not multiplied; otherwise all requests for a context would avoid the replica that is computing it. Weight and
     temperature are those of NVIDIA Dynamo's KV router.
 
-    Reasons: `prefix`, `prefix-spilled`, `rendezvous`, `least-load`. Fallbacks: `no-prompt`, `uncacheable`; both decide
-    by load. docs/policies.md explains them.
-
-    Args:
-        answer_tokens: cost of an answer for each other answer on the same replica, in prompt tokens; 0 or more.
-        overlap_weight: cost of an uncached prompt token; 0 or more.
-        temperature: 0: the lowest cost wins. Above: a replica is drawn by softmax of the negative, normalised cost.
-
-    Raises:
-        ConfigError: an option is out of range.
+    Reasons: `prefix`, `prefix-spilled`, `rendezvous`, `least-load`. Fallbacks: `no-prompt`, `uncacheable`.
+    docs/policies.md explains them and the options.
     """
 
     wants_cache_events = False
@@ -104,8 +96,8 @@ class PrefixBalancer(DecidingBalancer):
         costs, matches = self._compare(replicas, positions, fleet, levels, tokens, expected)
         if self._temperature:
             place = self._draw(costs, matches)
-        elif shared and (coming := self._coming(replicas, matches, tokens, expected)) > 0:
-            place = pick_lowest(costs, self._rng, coming)
+        elif shared and (arrivals := self._arriving_cost(replicas, matches, tokens, expected)) > 0:
+            place = pick_lowest(costs, self._rng, arrivals)
         else:
             place = self._cheapest(costs, matches)
         position, matched, longest = positions[place], matches[place], max(matches)
@@ -208,7 +200,7 @@ class PrefixBalancer(DecidingBalancer):
             costs[positions.index(expected.position)] -= weight * expected.tokens * delayed
         return costs, matches
 
-    def _coming(
+    def _arriving_cost(
         self, replicas: Sequence[ReplicaView], matches: Sequence[int], tokens: int, expected: ExpectedPrefix | None
     ) -> float:
         """The cost that unreported requests of other heads probably add, each as much as this prompt."""
@@ -247,8 +239,7 @@ class PrefixBalancer(DecidingBalancer):
 class KvAwareBalancer(PrefixBalancer):
     """`PrefixBalancer` that makes the head's own engines report their caches.
 
-    It has the same formula, options, reasons (`prefix`, `prefix-spilled`, `rendezvous`, `least-load`) and fallbacks
-    (`no-prompt`, `uncacheable`), and the fallback `no-events` if the cache of a compared replica is estimated.
+    It has the further fallback `no-events`: the cache of a compared replica is estimated.
     """
 
     wants_cache_events = True

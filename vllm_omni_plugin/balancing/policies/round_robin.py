@@ -21,19 +21,12 @@ _Identity = tuple[int, str, str]
 class RoundRobinBalancer(DecidingBalancer):
     """Picks the least recently picked replica, independent of its index. Thread-safe.
 
-    All known replicas form one queue. A new replica enters at the front, and a picked one moves to the back. So between
-    two picks of one replica every other live replica is picked once: in no period does a replica get two picks more
-    than another one that is live throughout. A departed replica keeps its place until it reaches the front, where it is
-    dropped; so leaving and coming back gains nothing.
+    All known replicas form one queue. A new replica enters at the front, and a picked one moves to the back. So in no
+    period does a replica get two picks more than another one that is live throughout. A departed replica keeps its
+    place until it reaches the front, where it is dropped; so leaving and coming back gains nothing. A pick is O(1) for
+    the same tuple as before. The reason is `turn`; there is no fallback.
 
-    A pick is O(1) for the same tuple as before, else O(replicas). Memory is bounded by the live replicas and those that
-    left since the front replica was last picked. The reason is `turn`; there is no fallback.
-
-    Args:
-        start_index: index of the first pick, modulo the number of replicas.
-
-    Raises:
-        ConfigError: `start_index` is not a whole number.
+    `start_index` is the index of the first pick, modulo the number of replicas.
     """
 
     def __init__(self, start_index: int = 0) -> None:
@@ -44,11 +37,7 @@ class RoundRobinBalancer(DecidingBalancer):
         self._seen: tuple[ReplicaView, ...] = ()
 
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
-        """Return the index of the next replica, and count this as its pick.
-
-        Raises:
-            ValueError: `replicas` is empty.
-        """
+        """Return the index of the next replica, and count this as its pick."""
         with self._lock:
             identity = self._next(replicas)
             self._queue.move_to_end(identity)

@@ -32,14 +32,7 @@ class SessionBalancer(DecidingBalancer):
     Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018). Each session has its own
     order, after Chen, Coleman and Shrivastava, "Revisiting Consistent Hashing with Bounded Loads" (2021).
 
-    Reasons: `session`, `session-spilled`, `least-load`. Fallback: `no-session`.
-
-    Args:
-        load_factor: allowed load relative to the mean; 1 to 100.
-        slack: further allowed requests, for fleets with few requests; 0 or more.
-
-    Raises:
-        ConfigError: an option is out of range.
+    Reasons: `session`, `session-spilled`, `least-load`. Fallback: `no-session`. docs/policies.md has the options.
     """
 
     def __init__(self, *, load_factor: float = 1.25, slack: float = 4, rng: random.Random | None = None) -> None:
