@@ -54,7 +54,7 @@ def expected_arrivals(replicas: Sequence[ReplicaView], compared: int) -> float:
 
 
 def pick_lowest(scores: Sequence[float], rng: random.Random, arrivals: float = 0.0) -> int:
-    """Index of the lowest score, ties uniformly at random; with `arrivals` of other heads see `draw_by_water_filling`."""
+    """Index of the lowest score, ties uniformly at random; with `arrivals` see `draw_by_water_filling`."""
     if arrivals > 0:
         order = sorted(range(len(scores)), key=scores.__getitem__)
         return order[draw_by_water_filling([(scores[place], 1) for place in order], arrivals, rng)]
