@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fakes.http_server import FakeServer
+from vllm_omni_plugin import cli
 from vllm_omni_plugin.cli import main
+from vllm_omni_plugin.vllm_api.versions.supported import RANGE
 
 REPLICAS = [
     {
@@ -296,3 +299,21 @@ def test_another_host_is_asked_through_the_proxy_of_the_environment(
     head.answers["GET", "http://head.example/omni/replicas"] = (200, {"replicas": []})
     assert main(["replicas", "ls", "--url", "http://head.example"]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ("0.32.0+cpu", f"vLLM 0.32.0+cpu (supported: {RANGE})"),
+        ("0.31.2", f"vLLM 0.31.2, which is not supported (supported: {RANGE})"),
+        ("", f"no distribution named vllm is installed (supported: {RANGE})"),
+    ],
+)
+def test_versions_are_printed_with_the_supported_range(
+    installed: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "installed_version", lambda: installed)
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"vllm-omni-plugin {version('vllm-omni-plugin')}\n{expected}\n"

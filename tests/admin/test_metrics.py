@@ -1,7 +1,7 @@
 """Our metrics in a scrape."""
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client.samples import Sample
 
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
@@ -18,20 +18,18 @@ from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.counters import WaitingCounts
 
 
-def registry_of(orchestrator: Orchestrator) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(FleetCollector(orchestrator))
-    return registry
+def samples(orchestrator: Orchestrator, name: str) -> list[Sample]:
+    found = [sample for family in FleetCollector(orchestrator).collect() for sample in family.samples]
+    return [sample for sample in found if sample.name == f"{PREFIX}{name}"]
 
 
-def values(registry: CollectorRegistry, sample: str, label: str) -> dict[str, float]:
-    """Values by one label."""
-    return {
-        found.labels[label]: found.value
-        for family in registry.collect()
-        for found in family.samples
-        if found.name == sample
-    }
+def by(orchestrator: Orchestrator, label: str, name: str) -> dict[str, float]:
+    """Values of a metric by one label."""
+    return {sample.labels[label]: sample.value for sample in samples(orchestrator, name)}
+
+
+def value(orchestrator: Orchestrator, name: str, **labels: str) -> float | None:
+    return next((sample.value for sample in samples(orchestrator, name) if sample.labels == labels), None)
 
 
 class Broken:
@@ -53,16 +51,10 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
         fleet.orchestrator.metrics.refused_on_arrival[(0, "deadline", "503")] = 2
         fleet.orchestrator.metrics.observe_stage(0, "talker", "run", 1.0)
         shown = {
-            family.name.removeprefix(PREFIX): (
-                family.type,
-                family.documentation,
-                set(family.samples[0].labels) - {"le"},
-            )
-            for family in registry_of(fleet.orchestrator).collect()
+            family.name.removeprefix(PREFIX): (family.type, family.documentation, {*family.samples[0].labels} - {"le"})
+            for family in FleetCollector(fleet.orchestrator).collect()
         }
-        refused = registry_of(fleet.orchestrator).get_sample_value(
-            f"{PREFIX}requests_refused_total", {"stage": "0", "reason": "deadline", "status": "503"}
-        )
+        refused = value(fleet.orchestrator, "requests_refused_total", stage="0", reason="deadline", status="503")
     assert shown == {metric.name: (metric.kind, metric.meaning, set(metric.labels)) for metric in METRICS}
     assert refused == 3
 
@@ -71,9 +63,8 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
 async def test_a_tenant_with_a_reserved_name_gets_a_suffix(tenant: str, label: str) -> None:
     async with FakeFleet(replicas=1) as fleet:
         await fleet.submit("a", prompt=[1], terms=RequestTerms(tenant))
-        name = "vllm_omni_fleet:tenant_requests_in_flight"
-        assert registry_of(fleet.orchestrator).get_sample_value(name, {"tenant": label}) == 1
-        assert registry_of(fleet.orchestrator).get_sample_value(name, {"tenant": "other"}) == 0
+        in_flight = by(fleet.orchestrator, "tenant", "tenant_requests_in_flight")
+        assert (in_flight[label], in_flight["other"]) == (1, 0)
 
 
 def test_ten_thousand_tenants_are_fifty_labels_and_one_for_all_others() -> None:
@@ -84,35 +75,32 @@ def test_ten_thousand_tenants_are_fifty_labels_and_one_for_all_others() -> None:
         assert isinstance(ticket, Ticket)
         orchestrator.admission.started(ticket)
         orchestrator.admission.ended(ticket, 5, 0.0)
-    registry = registry_of(orchestrator)
     for name in ("requests_waiting", "requests_in_flight", "tokens_total"):
-        assert len(tenants := values(registry, f"vllm_omni_fleet:tenant_{name}", "tenant")) == 50 + 1
+        assert len(tenants := by(orchestrator, "tenant", f"tenant_{name}")) == 50 + 1
         assert {"known", "other"} <= tenants.keys()
     assert sum(tenants.values()) == 150_000
-    assert "other" not in values(registry, "vllm_omni_fleet:tenant_weight", "tenant")
+    assert "other" not in by(orchestrator, "tenant", "tenant_weight")
 
 
 def test_a_head_that_can_be_joined_reports_heads_and_coordinator() -> None:
     orchestrator = empty_orchestrator()
     orchestrator.stage_pools[0].exchange = exchange = WorkExchange(print, call_later=Timers().call_later)
-    registry = registry_of(orchestrator)
-    assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
-    assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") is None
+    assert value(orchestrator, "heads") == 1
+    assert value(orchestrator, "coordinator_connected") is None
     exchange.take(PeerWork("another", True, []))
     orchestrator.metrics.has_session = True
-    assert registry.get_sample_value("vllm_omni_fleet:heads") == 2
-    assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") == 1
+    assert value(orchestrator, "heads") == 2
+    assert value(orchestrator, "coordinator_connected") == 1
     exchange.take(SessionLost())
     orchestrator.metrics.has_session = False
-    assert registry.get_sample_value("vllm_omni_fleet:heads") == 1
-    assert registry.get_sample_value("vllm_omni_fleet:coordinator_connected") == 0
+    assert value(orchestrator, "heads") == 1
+    assert value(orchestrator, "coordinator_connected") == 0
 
 
 async def test_replicas_are_counted_by_state_and_every_state_is_shown() -> None:
     async with FakeFleet(replicas=3) as fleet:
         fleet.lose(1)
-        registry = registry_of(fleet.orchestrator)
-        states = values(registry, "vllm_omni_fleet:replicas", "state")
+        states = by(fleet.orchestrator, "state", "replicas")
     assert states == {"up": 2, "down": 1, "error": 0, "draining": 0}
 
 
@@ -122,11 +110,10 @@ async def test_work_is_counted_per_replica() -> None:
             await fleet.submit(name)
         fleet.say("a", finish_reason="stop")
         fleet.pool.member(1).restarts = 3
-        registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni_fleet:dispatches_total", "replica") == {"0": 2, "1": 2}
-        assert sorted(values(registry, "vllm_omni_fleet:requests_in_flight", "replica").values()) == [1, 2]
-        assert values(registry, "vllm_omni_fleet:replica_restarts_total", "replica") == {"0": 0, "1": 3}
-        assert values(registry, "vllm_omni_fleet:dispatches_total", "stage") == {"0": 2}
+        assert by(fleet.orchestrator, "replica", "dispatches_total") == {"0": 2, "1": 2}
+        assert sorted(by(fleet.orchestrator, "replica", "requests_in_flight").values()) == [1, 2]
+        assert by(fleet.orchestrator, "replica", "replica_restarts_total") == {"0": 0, "1": 3}
+        assert by(fleet.orchestrator, "stage", "dispatches_total") == {"0": 2}
 
 
 async def test_moves_are_counted_by_way_and_losses_separately() -> None:
@@ -136,9 +123,8 @@ async def test_moves_are_counted_by_way_and_losses_separately() -> None:
         for name in ("resumes", "replays", "cannot"):
             fleet.say(name)
         fleet.lose(0)
-        registry = registry_of(fleet.orchestrator)
-    assert values(registry, "vllm_omni_fleet:request_moves_total", "way") == {"restart": 1, "resume": 1, "replay": 1}
-    assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason") == {
+    assert by(fleet.orchestrator, "way", "request_moves_total") == {"restart": 1, "resume": 1, "replay": 1}
+    assert by(fleet.orchestrator, "reason", "requests_failed_total") == {
         "replica_lost": 1,
         "query_of_death": 0,
         "no_replica": 0,
@@ -153,10 +139,9 @@ async def test_swallowed_tokens_and_diverged_replays_are_counted() -> None:
         fleet.kill(0)
         for name, tokens in (("repeats", (1, 2, 3, 4)), ("diverges", (7,))):
             fleet.say(name, *tokens)
-        registry = registry_of(fleet.orchestrator)
-    assert registry.get_sample_value("vllm_omni_fleet:tokens_swallowed_total") == 3
-    assert registry.get_sample_value("vllm_omni_fleet:replays_diverged_total") == 1
-    assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason")["replica_lost"] == 1
+    assert value(fleet.orchestrator, "tokens_swallowed_total") == 3
+    assert value(fleet.orchestrator, "replays_diverged_total") == 1
+    assert by(fleet.orchestrator, "reason", "requests_failed_total")["replica_lost"] == 1
 
 
 async def test_the_work_of_each_replica_is_shown_as_policies_see_it() -> None:
@@ -166,14 +151,9 @@ async def test_the_work_of_each_replica_is_shown_as_policies_see_it() -> None:
         link, attempt = fleet.attempt("b")
         link.output(attempt, 1, 2)
         link.report(running=25)
-        registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni_fleet:prefill_tokens", "replica") == {"0": 30, "1": 0}
-        assert values(registry, "vllm_omni_fleet:decode_tokens", "replica") == {"0": 0, "1": 52}
-        assert values(registry, "vllm_omni_fleet:kv_cache_usage_ratio", "replica") == {"0": 0, "1": 0.25}
-
-
-def of_stages(registry: CollectorRegistry, name: str) -> dict[str, float]:
-    return values(registry, f"vllm_omni_fleet:{name}", "stage")
+        assert by(fleet.orchestrator, "replica", "prefill_tokens") == {"0": 30, "1": 0}
+        assert by(fleet.orchestrator, "replica", "decode_tokens") == {"0": 0, "1": 52}
+        assert by(fleet.orchestrator, "replica", "kv_cache_usage_ratio") == {"0": 0, "1": 0.25}
 
 
 async def test_waiting_and_running_requests_are_counted_everywhere() -> None:
@@ -182,75 +162,70 @@ async def test_waiting_and_running_requests_are_counted_everywhere() -> None:
             await fleet.submit(name, affinity=0 if name < "d" else 1)
         fleet.say("a")
         fleet.links[0].report(running=2)
-        registry = registry_of(fleet.orchestrator)
         # The first replica runs two requests, and one waits; the other replica has not reported.
-        assert of_stages(registry, "requests_waiting") == {"0": 2}
-        assert of_stages(registry, "requests_running") == {"0": 2}
+        assert by(fleet.orchestrator, "stage", "requests_waiting") == {"0": 2}
+        assert by(fleet.orchestrator, "stage", "requests_running") == {"0": 2}
         for replica in (0, 1):
             fleet.kill(replica)
         fleet.orchestrator.metrics.waiting = 7
-        assert of_stages(registry, "requests_waiting") == {"0": 4 + 7}
-        assert of_stages(registry, "requests_running") == {"0": 0}
+        assert by(fleet.orchestrator, "stage", "requests_waiting") == {"0": 4 + 7}
+        assert by(fleet.orchestrator, "stage", "requests_running") == {"0": 0}
 
 
 async def test_requests_held_for_a_move_or_a_pause_count_as_waiting() -> None:
     async with FakeFleet() as fleet:
         fleet.orchestrator.metrics.waiting_in[0] = lambda: WaitingCounts(held=0, paused=3, moving=2)
-        assert of_stages(registry_of(fleet.orchestrator), "requests_waiting") == {"0": 5}
+        assert by(fleet.orchestrator, "stage", "requests_waiting") == {"0": 5}
 
 
 async def test_the_expected_wait_is_the_queue_over_the_rate_at_which_it_shrinks() -> None:
     async with FakeFleet(replicas=1) as fleet:
-        registry = registry_of(fleet.orchestrator)
-        assert of_stages(registry, "expected_wait_seconds") == {"0": 0}
+        assert by(fleet.orchestrator, "stage", "expected_wait_seconds") == {"0": 0}
         for name in "abcde":
             await fleet.submit(name)
-        assert of_stages(registry, "expected_wait_seconds") == {}
+        assert by(fleet.orchestrator, "stage", "expected_wait_seconds") == {}
         fleet.now = 2.0
         fleet.say("a")
-        assert of_stages(registry, "expected_wait_seconds") == {"0": 4 / (1 / 2.0)}
+        assert by(fleet.orchestrator, "stage", "expected_wait_seconds") == {"0": 4 / (1 / 2.0)}
         for name in "bcde":
             fleet.say(name)
-        assert of_stages(registry, "expected_wait_seconds") == {"0": 0}
+        assert by(fleet.orchestrator, "stage", "expected_wait_seconds") == {"0": 0}
 
 
 async def test_kv_usage_of_a_stage_is_weighted_by_size_if_known() -> None:
     async with FakeFleet(replicas=0) as fleet:
-        registry = registry_of(fleet.orchestrator)
-        assert of_stages(registry, "stage_kv_cache_usage_ratio") == {}
+        assert by(fleet.orchestrator, "stage", "stage_kv_cache_usage_ratio") == {}
         for replica_id, (blocks, running) in enumerate(((300, 40), (100, 80))):
             fleet.ready_response = b"[%d, 16]" % blocks
             fleet.join(fleet.pool.add(replica_id))
             await fleet.submit(str(replica_id), affinity=replica_id)
             fleet.links[replica_id].report(running)
-        assert of_stages(registry, "stage_kv_cache_usage_ratio") == {"0": pytest.approx(0.5)}
+        assert by(fleet.orchestrator, "stage", "stage_kv_cache_usage_ratio") == {"0": pytest.approx(0.5)}
         fleet.ready_response = b""
         fleet.join(fleet.pool.add(2))
-        assert of_stages(registry, "stage_kv_cache_usage_ratio") == {"0": pytest.approx(0.4)}
+        assert by(fleet.orchestrator, "stage", "stage_kv_cache_usage_ratio") == {"0": pytest.approx(0.4)}
 
 
 async def test_the_hit_ratio_uses_prompts_with_reported_cached_tokens() -> None:
     async with FakeFleet(replicas=1) as fleet:
-        registry = registry_of(fleet.orchestrator)
-        assert of_stages(registry, "prefix_cache_hit_ratio") == {}
+        assert by(fleet.orchestrator, "stage", "prefix_cache_hit_ratio") == {}
         for name, cached in (("a", 32), ("b", None)):
             await fleet.submit(name, prompt=[1] * 64)
             fleet.say(name, 1, cached=cached)
-        assert of_stages(registry, "prefix_cache_hit_ratio") == {"0": 0.5}
+        assert by(fleet.orchestrator, "stage", "prefix_cache_hit_ratio") == {"0": 0.5}
 
 
 async def test_a_replica_has_its_vllm_engine_number() -> None:
     stages = [stage(0, "thinker", "text"), stage(1, "talker", "tokens", "thinker", final=True)]
     async with FakePipelineFleet(stages) as fleet:
-        assert values(registry_of(fleet.orchestrator), "vllm_omni_fleet:replica_info", "engine") == {"0": 1, "10000": 1}
+        assert by(fleet.orchestrator, "engine", "replica_info") == {"0": 1, "10000": 1}
 
 
 async def test_requests_of_other_heads_are_not_counted() -> None:
     async with FakeFleet(replicas=1) as fleet:
         await fleet.submit("a")
         fleet.links[0].report(running=25)
-        registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni_fleet:requests_in_flight", "replica") == {"0": 1}
+        assert by(fleet.orchestrator, "replica", "requests_in_flight") == {"0": 1}
 
 
 async def test_every_dispatch_is_counted_once_by_reason() -> None:
@@ -259,28 +234,25 @@ async def test_every_dispatch_is_counted_once_by_reason() -> None:
             await fleet.submit(name)
         await fleet.submit("bound", affinity=1)
         fleet.lose(0)
-        registry = registry_of(fleet.orchestrator)
-        reasons = values(registry, "vllm_omni_fleet:decisions_total", "reason")
+        reasons = by(fleet.orchestrator, "reason", "decisions_total")
         assert reasons["bound"] == 1
-        assert sum(reasons.values()) == sum(values(registry, "vllm_omni_fleet:dispatches_total", "replica").values())
-        assert set(values(registry, "vllm_omni_fleet:decisions_total", "policy")) == {"LeastQueueLengthBalancer"}
-        assert values(registry, "vllm_omni_fleet:decision_fallbacks_total", "fallback") == {}
+        assert sum(reasons.values()) == sum(by(fleet.orchestrator, "replica", "dispatches_total").values())
+        assert set(by(fleet.orchestrator, "policy", "decisions_total")) == {"LeastQueueLengthBalancer"}
+        assert by(fleet.orchestrator, "fallback", "decision_fallbacks_total") == {}
 
 
 async def test_fallbacks_are_counted() -> None:
     async with FakeFleet(balancer=Broken()) as fleet:
         await fleet.submit("a")
-        registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni_fleet:decision_fallbacks_total", "fallback") == {"policy-fault": 1}
-        assert values(registry, "vllm_omni_fleet:decision_fallbacks_total", "stage") == {"0": 1}
+        assert by(fleet.orchestrator, "fallback", "decision_fallbacks_total") == {"policy-fault": 1}
+        assert by(fleet.orchestrator, "stage", "decision_fallbacks_total") == {"0": 1}
 
 
 def test_matched_and_cached_tokens_are_counted() -> None:
     orchestrator = empty_orchestrator()
     orchestrator.metrics.matched_tokens, orchestrator.metrics.cached_tokens = 96, 80
-    registry = registry_of(orchestrator)
-    assert registry.get_sample_value("vllm_omni_fleet:matched_tokens_total") == 96
-    assert registry.get_sample_value("vllm_omni_fleet:cached_tokens_total") == 80
+    assert value(orchestrator, "matched_tokens_total") == 96
+    assert value(orchestrator, "cached_tokens_total") == 80
 
 
 async def test_held_and_refused_requests_are_counted() -> None:
@@ -289,26 +261,23 @@ async def test_held_and_refused_requests_are_counted() -> None:
         await fleet.submit("a")
         fleet.orchestrator.metrics.waiting = 7
         fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.refused_before_accept = 1, 2
-        registry = registry_of(fleet.orchestrator)
-        assert values(registry, "vllm_omni_fleet:requests_held", "where") == {
+        assert by(fleet.orchestrator, "where", "requests_held") == {
             "http": 7,
             "fleet": 1,
             "move": 0,
             "paused": 0,
         }
-        assert values(registry, "vllm_omni_fleet:requests_failed_total", "reason")["no_replica"] == 3
+        assert by(fleet.orchestrator, "reason", "requests_failed_total")["no_replica"] == 3
         fleet.now = 0.25
         fleet.join(fleet.pool.member(0))
-        assert values(registry, "vllm_omni_fleet:requests_held", "where")["fleet"] == 0
-        assert registry.get_sample_value("vllm_omni_fleet:hold_time_seconds_sum") == 0.25
+        assert by(fleet.orchestrator, "where", "requests_held")["fleet"] == 0
+        assert value(fleet.orchestrator, "hold_time_seconds_sum") == 0.25
 
 
 def test_stage_times_have_labels_of_stage_and_part() -> None:
     orchestrator = empty_orchestrator()
     for part, seconds in (("queue", 0.5), ("run", 0.02), ("run", 2.0)):
         orchestrator.metrics.observe_stage(1, "talker", part, seconds)
-    registry = registry_of(orchestrator)
-    assert values(registry, "vllm_omni_fleet:stage_seconds_count", "part") == {"queue": 1, "run": 2}
-    assert values(registry, "vllm_omni_fleet:stage_seconds_sum", "part") == {"queue": 0.5, "run": 2.02}
-    labels = {"stage": "1", "name": "talker", "part": "run", "le": "0.03"}
-    assert registry.get_sample_value("vllm_omni_fleet:stage_seconds_bucket", labels) == 1
+    assert by(orchestrator, "part", "stage_seconds_count") == {"queue": 1, "run": 2}
+    assert by(orchestrator, "part", "stage_seconds_sum") == {"queue": 0.5, "run": 2.02}
+    assert value(orchestrator, "stage_seconds_bucket", stage="1", name="talker", part="run", le="0.03") == 1

@@ -7,21 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_omni_plugin.balancing import (
-    CostAwareBalancer,
-    KvAwareBalancer,
-    LeastQueueLengthBalancer,
-    LeastTokensBalancer,
-    LoadBalancer,
-    LoadBalancingPolicy,
-    PowerOfTwoBalancer,
-    PrefixBalancer,
-    RandomBalancer,
-    RoundRobinBalancer,
-    SessionBalancer,
-    build_load_balancer_factory,
-    known_policies,
-)
+from vllm_omni_plugin.balancing import LoadBalancingPolicy, build_load_balancer_factory, known_policies
 from vllm_omni_plugin.balancing.policy_options import number, whole
 from vllm_omni_plugin.balancing.registry import installed_policies
 from vllm_omni_plugin.errors import ConfigError
@@ -64,18 +50,7 @@ class Anything(Nth):
 def last():
     return Last()
 """
-BUILT_IN: dict[str, type[LoadBalancer]] = {
-    "random": RandomBalancer,
-    "round-robin": RoundRobinBalancer,
-    "least-queue-length": LeastQueueLengthBalancer,
-    "power-of-two": PowerOfTwoBalancer,
-    "least-tokens": LeastTokensBalancer,
-    "session": SessionBalancer,
-    "prefix": PrefixBalancer,
-    "kv-aware": KvAwareBalancer,
-    "cost-aware": CostAwareBalancer,
-}
-
+BUILT_IN = list(map(str, LoadBalancingPolicy))
 Install = Callable[..., None]
 
 
@@ -107,8 +82,9 @@ def install(plugin_dir: Path) -> Install:
 
 @pytest.mark.parametrize("policy", list(LoadBalancingPolicy))
 def test_a_built_in_policy_is_found_by_member_and_by_name(policy: LoadBalancingPolicy) -> None:
-    assert type(build_load_balancer_factory(policy)()) is BUILT_IN[policy]
-    assert type(build_load_balancer_factory(policy.value)()) is BUILT_IN[policy]
+    for name in (policy, policy.value):
+        found = type(build_load_balancer_factory(name)())
+        assert found.__name__ == f"{policy.title().replace('-', '')}Balancer"
 
 
 def test_a_factory_builds_balancers_that_share_no_state() -> None:
@@ -118,7 +94,7 @@ def test_a_factory_builds_balancers_that_share_no_state() -> None:
 
 
 def test_known_policies_are_the_built_in_then_the_installed(install: Install) -> None:
-    assert known_policies() == [*BUILT_IN]
+    assert known_policies() == BUILT_IN
     install("acme", zigzag="acme_policies:Last", acme_last="acme_policies:Last")
     assert known_policies() == [*BUILT_IN, "acme-last", "zigzag"]
 
@@ -192,7 +168,7 @@ def test_a_plugin_that_raises_on_import_is_a_config_error(install: Install, plug
 
 def test_a_plugin_cannot_take_the_name_of_a_built_in_policy(install: Install) -> None:
     install("acme", random="acme_policies:Last")
-    assert known_policies() == [*BUILT_IN]
+    assert known_policies() == BUILT_IN
     with pytest.raises(ConfigError, match=r"'random' is provided more than once, by vllm-omni-plugin .* and acme:"):
         build_load_balancer_factory(LoadBalancingPolicy.RANDOM)
 
@@ -228,59 +204,22 @@ def test_a_factory_keeps_its_options_when_the_callers_dict_changes() -> None:
 
 @pytest.mark.usefixtures("plugin_dir")
 @pytest.mark.parametrize(
-    ("policy", "options", "message"),
+    ("policy", "options", "fault"),
     [
-        pytest.param(
-            "random",
-            {"weight": 1},
-            "load balancing policy 'random': unknown option 'weight': it has no options",
-            id="policy without options",
-        ),
-        pytest.param(
-            "least-tokens",
-            {"decode_wait": 1},
-            "load balancing policy 'least-tokens': unknown option 'decode_wait' (did you mean 'decode_weight'?): "
-            "use decode_weight, kv_seconds",
-            id="unknown",
-        ),
-        pytest.param(
-            "cost-aware",
-            {"zzz": 1},
-            "load balancing policy 'cost-aware': unknown option 'zzz': use prompt_token_s, output_token_s",
-            id="like no other",
-        ),
-        pytest.param(
-            "power-of-two",
-            {"rng": 1},
-            "load balancing policy 'power-of-two': unknown option 'rng': it has no options",
-            id="randomness is no option",
-        ),
-        pytest.param(
-            "round-robin",
-            {"start_index": 1.5},
-            "load balancing policy 'round-robin': option start_index: 1.5 is not a whole number",
-            id="not whole",
-        ),
-        pytest.param(
-            "acme_policies:Nth",
-            {"positon": 1},
-            "load balancing policy 'acme_policies:Nth': unknown option 'positon' (did you mean 'position'?): "
-            "use position",
-            id="third party, unknown",
-        ),
-        pytest.param(
-            "acme_policies:Nth",
-            {"position": -1},
-            "load balancing policy 'acme_policies:Nth' cannot be built with the options {'position': -1} "
-            "(ValueError('before the first'))",
-            id="third party, refused",
-        ),
+        ("random", {"weight": 1}, ": unknown option 'weight': it has no options"),
+        ("least-tokens", {"decode_wait": 1}, ": unknown option 'decode_wait' (did you mean 'decode_weight'?): use"),
+        ("cost-aware", {"zzz": 1}, ": unknown option 'zzz': use prompt_token_s, output_token_s"),
+        ("power-of-two", {"rng": 1}, ": unknown option 'rng': it has no options"),
+        ("round-robin", {"start_index": 1.5}, ": option start_index: 1.5 is not a whole number"),
+        ("acme_policies:Nth", {"positon": 1}, ": unknown option 'positon' (did you mean 'position'?): use position"),
+        ("acme_policies:Nth", {"position": -1}, " cannot be built with the options {'position': -1} (ValueError('bef"),
     ],
+    ids=str,
 )
-def test_options_that_cannot_be_honoured_are_refused(policy: str, options: dict[str, object], message: str) -> None:
+def test_options_that_cannot_be_honoured_are_refused(policy: str, options: dict[str, object], fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_load_balancer_factory(policy, options)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(f"load balancing policy {policy!r}{fault}")
 
 
 @pytest.mark.parametrize("value", [0, 0.5, 1])

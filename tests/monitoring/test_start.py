@@ -1,4 +1,4 @@
-"""`make monitoring`, with and without a Prometheus, which a script stands for here."""
+"""`make monitoring` with a fake Prometheus, and the configuration as Prometheus's own tool sees it."""
 
 import shutil
 import subprocess
@@ -39,3 +39,10 @@ def test_prometheus_gets_the_configuration_and_the_address(programs: Path) -> No
     assert "--web.listen-address=127.0.0.1:1234" in done.stdout
     # Debian starts its prometheus.service on port 9090.
     assert "--web.listen-address=127.0.0.1:9099" in start(programs).stdout
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's prometheus")
+@pytest.mark.parametrize("command", [("check", "config", "prometheus.yml"), ("test", "rules", "alerts_test.yml")])
+def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
+    done = subprocess.run(["promtool", *command], cwd=FOLDER, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
