@@ -120,8 +120,8 @@ class SimulatedNodes:
         self.now = 0.0
         self.done: list[str] = []
         self.waiting: list[NodeEvent] = []
-        self.said: list[str] = []
-        self.supervisor = NodeSupervisor(self, NodeSet(10.0), lambda now: 2, lambda: self.now, self.said.append)
+        self.reported: list[str] = []
+        self.supervisor = NodeSupervisor(self, NodeSet(10.0), lambda now: 2, lambda: self.now, self.reported.append)
 
     def start(self, number: int) -> None:
         self.done.append(f"start {number}")
@@ -135,7 +135,7 @@ class SimulatedNodes:
         self.waiting.append(NodeEvent(number, None, "killed"))
 
     def events(self, timeout: float) -> list[NodeEvent]:
-        assert self.now < 1000.0, self.said
+        assert self.now < 1000.0, self.reported
         self.now += timeout
         for event in self._plan.get(self.now, []):
             if isinstance(event, NodeEvent):
@@ -153,9 +153,9 @@ def test_a_lost_node_is_replaced_and_a_signal_drains_all() -> None:
     nodes = SimulatedNodes({100: [lost], 200: [SIGNAL], 204: [NodeEvent(1, None, 0), NodeEvent(2, None, 0)]})
     assert nodes.supervisor.run() is True
     assert nodes.done == ["start 0", "start 1", "start 2", "drain 2", "drain 1"]
-    assert "node 0: lost, its machine died" in nodes.said
-    assert "node 2: runs on host2" in nodes.said
-    assert "node 1: ended with code 0" in nodes.said
+    assert "node 0: lost, its machine died" in nodes.reported
+    assert "node 2: runs on host2" in nodes.reported
+    assert "node 1: ended with code 0" in nodes.reported
 
 
 def test_a_second_signal_drains_the_nodes_again() -> None:
@@ -175,7 +175,7 @@ def test_a_refused_command_line_ends_all_nodes() -> None:
     nodes = SimulatedNodes({4: [NodeEvent(0, None, 2)], 8: [NodeEvent(1, None, 2)]})
     assert nodes.supervisor.run() is False
     assert nodes.done == ["start 0", "start 1", "drain 1"]
-    assert sum("command line" in line for line in nodes.said) == 1
+    assert sum("command line" in line for line in nodes.reported) == 1
 
 
 def test_a_node_refused_after_others_have_settled_is_replaced() -> None:
@@ -197,7 +197,7 @@ def test_an_unexpected_error_drains_all_nodes_before_it_is_raised() -> None:
         nodes.supervisor.run()
     assert nodes.now == 104
     assert nodes.done == ["start 0", "start 1", "drain 1", "drain 0"]
-    assert "all nodes end, because of LookupError: what is this" in nodes.said
+    assert "all nodes end, because of LookupError: what is this" in nodes.reported
 
 
 def test_the_end_of_ray_ends_the_run_at_once() -> None:
@@ -210,11 +210,11 @@ def test_the_end_of_ray_ends_the_run_at_once() -> None:
 def test_an_action_is_logged_after_it_was_run() -> None:
     nodes = SimulatedNodes({})
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         assert nodes.done == ["start 0"]
         raise OmniError(line)
 
-    nodes.supervisor.say = say
+    nodes.supervisor.report = report
     with pytest.raises(OmniError, match="node 0: start"):
         nodes.supervisor.run()
 

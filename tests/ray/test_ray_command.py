@@ -120,7 +120,7 @@ def test_a_broken_pipe_is_no_error(supervisors: list[NodeSupervisor], monkeypatc
 
     assert main(["ray", "up", "M", *HEAD]) == 0
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
-    supervisors[0].say("this")
+    supervisors[0].report("this")
 
 
 @pytest.mark.parametrize(

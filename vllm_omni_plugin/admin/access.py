@@ -43,9 +43,10 @@ class Access:
         if self.has_admin_key is None:
             await self.require_read(request)
             if not self._is_local(request):
-                whom = "loopback addresses of its machine only, not through a proxy or from a web page"
-                why = f"without {ADMIN_KEY_FLAG} the server answers this to {whom}"
-                raise HTTPException(HTTPStatus.FORBIDDEN, f"Forbidden: {why}.")
+                allowed = "direct requests from loopback addresses, not through a proxy or from a web page"
+                raise HTTPException(
+                    HTTPStatus.FORBIDDEN, f"Forbidden: without {ADMIN_KEY_FLAG} the server accepts only {allowed}."
+                )
         elif not self.has_admin_key(request.headers):
             needs = f"an admin key of the server ({ADMIN_KEY_FLAG}) as a bearer token"
             raise HTTPException(HTTPStatus.UNAUTHORIZED, f"Unauthorized: this needs {needs}.")

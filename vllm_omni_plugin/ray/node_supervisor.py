@@ -102,7 +102,7 @@ class NodeSupervisor:
     node_set: NodeSet
     wanted: Callable[[float], int]
     clock: Callable[[], float]
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     signals: int = 0
     _handled: int = field(default=0, init=False)
     _refused: bool = field(default=False, init=False)
@@ -120,7 +120,7 @@ class NodeSupervisor:
             raise
         except Exception as error:
             self.signals = max(1, self.signals)
-            self.say(f"all nodes end, because of {type(error).__name__}: {error}")
+            self.report(f"all nodes end, because of {type(error).__name__}: {error}")
             self._run()
             raise
 
@@ -134,7 +134,7 @@ class NodeSupervisor:
             ending, now = self.signals > 0, self.clock()
             for action, number in self.node_set.decide(now, 0 if ending else self.wanted(now)):
                 methods[action](number)
-                self.say(f"node {number}: {action.value}")
+                self.report(f"node {number}: {action.value}")
             if self.signals > max(1, self._handled):
                 for number in self.node_set.draining():
                     self.nodes.drain(number)
@@ -148,10 +148,10 @@ class NodeSupervisor:
         now, number, end = self.clock(), event.number, event.end
         if event.host is not None:
             self.node_set.placed(now, number)
-            self.say(f"node {number}: runs on {event.host}")
+            self.report(f"node {number}: runs on {event.host}")
             return
         settled = self.node_set.ended(now, number)
-        self.say(f"node {number}: " + (f"lost, {end}" if isinstance(end, str) else f"ended with code {end}"))
+        self.report(f"node {number}: " + (f"lost, {end}" if isinstance(end, str) else f"ended with code {end}"))
         if end == _REFUSED and not settled and not self.signals:
             self._refused, self.signals = True, 1
-            self.say("the command line of nodes is refused, see the node's own lines above; all nodes end")
+            self.report("the command line of nodes is refused, see the node's own lines above; all nodes end")

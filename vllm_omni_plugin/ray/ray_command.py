@@ -32,7 +32,7 @@ def run_ray(arguments: Sequence[str]) -> int:
     given = OmniConfig(**parse_fleet_flags(serve, _PROG)[0])
     with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:
         wanted = _wanted_nodes(args, given)
-        supervisor = NodeSupervisor(nodes, NodeSet(given.drain_timeout), wanted, time.monotonic, _say)
+        supervisor = NodeSupervisor(nodes, NodeSet(given.drain_timeout), wanted, time.monotonic, _print)
 
         def count(*_: object) -> None:
             supervisor.signals += 1
@@ -93,26 +93,26 @@ def _wanted_nodes(args: argparse.Namespace, given: OmniConfig) -> Callable[[floa
     """A function that returns the wanted number of nodes at a time."""
     if args.max_replicas is None:
         return lambda now: int(args.replicas)
-    scaler = Autoscaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)
+    autoscaler = Autoscaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)
     head = str(given.master_address)
     url = args.url or f"http://{f'[{head}]' if ':' in head else head}:8000"
-    said = ""
+    failure = ""
 
     def wanted(now: float) -> int:
-        nonlocal said
-        load, before, said = None, said, ""
+        nonlocal failure
+        load, before, failure = None, failure, ""
         try:
             load = fetch_stage_load(url, given.stage_id)
         except ServerUnavailableError as error:
-            said = f"{error}; the number of nodes stays"
-        if bool(said) != bool(before):
-            _say(said or f"{url} reports the expected wait again")
-        return scaler.wanted(now, load)
+            failure = f"{error}; the number of nodes stays"
+        if bool(failure) != bool(before):
+            _print(failure or f"{url} reports the expected wait again")
+        return autoscaler.wanted(now, load)
 
     return wanted
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     # The reader may be gone, for example if Ctrl-C ended the other side of a pipe.
     with suppress(OSError):
         sys.stderr.write(f"{_PROG}: {line}\n")

@@ -12,7 +12,7 @@ from vllm_omni_plugin.vllm_api.requests.request_building import TRANSFER_PARAMS
 OMNI_KEYS: Final = ("outputs", "params", "sampling", "timings")
 AUDIO_FORMATS: Final = ("wav", "pcm16")
 
-_SHOWN: Final = {Modality.TEXT, Modality.TOKENS, Modality.SCORES, Modality.EMBEDDING, Modality.AUDIO}
+_SENDABLE: Final = {Modality.TEXT, Modality.TOKENS, Modality.SCORES, Modality.EMBEDDING, Modality.AUDIO}
 """Modalities that can be sent as JSON."""
 _ANSWERS: Final = {Modality.TEXT, Modality.TOKENS, Modality.AUDIO}
 """Modalities that can be the answer of a request that samples; the others can only accompany it."""
@@ -90,10 +90,10 @@ def _modalities(given: Any, pipeline: Pipeline) -> tuple[Modality, ...]:
     asked = tuple(modality for modality in pipeline.modalities if modality in names)
     if _ANSWERS.isdisjoint(asked):
         raise BadOptionError("`modalities` asks for no output that this route can return.", "modalities")
-    if hidden := [modality for modality in asked if modality not in _SHOWN]:
+    if hidden := [modality for modality in asked if modality not in _SENDABLE]:
         raise BadOptionError(f"'{hidden[0]}' cannot be sent in an answer.", "modalities")
-    if beside := [modality for modality in asked if modality not in _ANSWERS and Modality.TEXT not in asked]:
-        raise BadOptionError(f"'{beside[0]}' can only accompany 'text': ask for both.", "modalities")
+    if extra := [modality for modality in asked if modality not in _ANSWERS and Modality.TEXT not in asked]:
+        raise BadOptionError(f"'{extra[0]}' can only accompany 'text': ask for both.", "modalities")
     return asked
 
 
@@ -103,10 +103,10 @@ def _outputs(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -
     running = {stage.name: stage for stage in pipeline.needed_for(modalities)}
     _require_known(names, running, _NOT_RUN, param)
     for name in names:
-        if (output := running[name].output) not in _SHOWN:
+        if (output := running[name].output) not in _SENDABLE:
             raise BadOptionError(f"Stage '{name}' has the output '{output}', which cannot be sent.", param)
-    beside = (name for name, stage in running.items() if stage.final and stage.output in modalities)
-    return frozenset(names) | {name for name in beside if running[name].output not in _ANSWERS}
+    extra = (name for name, stage in running.items() if stage.final and stage.output in modalities)
+    return frozenset(names) | {name for name in extra if running[name].output not in _ANSWERS}
 
 
 def _sampling(given: Any, modalities: Collection[Modality], pipeline: Pipeline) -> dict[str, Mapping[str, Any]]:
