@@ -28,7 +28,7 @@ def by(orchestrator: Orchestrator, label: str, name: str) -> dict[str, float]:
     return {sample.labels[label]: sample.value for sample in samples(orchestrator, name)}
 
 
-def value(orchestrator: Orchestrator, name: str, **labels: str) -> float | None:
+def value(orchestrator: Orchestrator, name: str, /, **labels: str) -> float | None:
     return next((sample.value for sample in samples(orchestrator, name) if sample.labels == labels), None)
 
 
