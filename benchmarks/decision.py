@@ -109,7 +109,7 @@ class Service:
     def _go_on(self) -> None:
         if len(self._prefilling) > self._limit // 4:
             member, state = self._prefilling.popleft()
-            self._pool.begin(member, state, cached_tokens=None)
+            self._pool.add_first_output(member, state, cached_tokens=None)
             member.ledger.add_tokens(state, 1)
             self._pool.report(member, LoadReport(0, len(member.in_flight), 0.4))
             self._decoding.append((member, state))

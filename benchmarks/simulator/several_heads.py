@@ -43,7 +43,7 @@ class SharedReplica(SimReplica):
         self.restart()
         self.engine = replica.engine
         if self.exchange is not None:
-            self.ledger.set_peer_work(self.exchange.serves(cast(Any, self)))
+            self.ledger.set_peer_work(self.exchange.add_member(cast(Any, self)))
 
     @property
     def load(self) -> ReplicaLoad:
@@ -105,7 +105,7 @@ class SharingHead(Head):
         replica.in_flight.clear()
         exchange = cast(SharedReplica, replica).exchange
         if exchange is not None:
-            exchange.lost(cast(Any, replica))
+            exchange.remove_member(cast(Any, replica))
         return lost
 
     def receive(
@@ -256,7 +256,7 @@ class SeveralHeads(Head):
             exchanges.append(exchange)
             for replica in views:
                 replica.exchange = exchange
-                replica.ledger.set_peer_work(exchange.serves(cast(Any, replica)))
+                replica.ledger.set_peer_work(exchange.add_member(cast(Any, replica)))
             exchange.take(Welcome([], False))
 
 

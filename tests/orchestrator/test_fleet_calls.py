@@ -109,7 +109,7 @@ async def test_a_replica_that_fails_what_others_took_is_taken_out_by_every_head(
 ) -> None:
     heads[0].links[1].on_call = refuse_calls
     assert await heads[0].call("sleep", 1, "abort") == ["sleep"]
-    assert caplog.text.count("is lost (it failed the call sleep, which others took)") == 3
+    assert caplog.text.count("is lost (it failed the call sleep, which other replicas accepted)") == 3
     assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
 
 

@@ -196,7 +196,7 @@ async def test_it_does_not_go_to_a_replica_without_a_free_slot_whoever_has_taken
     async with FakeFleet(2, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, 0)
         fleet.say("x", 1, finish_reason="stop", running=0)
-        fleet.pool.join(fleet.pool.member(1), Work(SLOTS, 0))
+        fleet.pool.set_peer_work(fleet.pool.member(1), Work(SLOTS, 0))
         await fleet.submit("1", prompt=[1, 2], terms=CALM)
         assert fleet.attempt("1")[0] is fleet.links[0]
 

@@ -241,8 +241,8 @@ async def test_a_replica_that_is_held_back_ends_what_it_has_while_others_are_cho
     idle = pool.when_idle(first)
     assert dispatch(pool) is second
     # The policy has looked at all that serve by now, and the first is none of these.
-    pool.join(first, None)
-    pool.begin(first, state, 0)
+    pool.set_peer_work(first, None)
+    pool.add_first_output(first, state, 0)
     assert not idle.done()
     pool.release(state)
     assert idle.done()

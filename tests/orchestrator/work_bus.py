@@ -82,7 +82,7 @@ class WorkingHead:
     def begin(self, run: StageRun) -> None:
         """Its first output comes."""
         assert run.replica_id is not None
-        self.pool.begin(self.pool.member(run.replica_id), run, None)
+        self.pool.add_first_output(self.pool.member(run.replica_id), run, None)
 
     def release(self, run: StageRun) -> None:
         self.runs.remove(run)
@@ -93,7 +93,7 @@ class WorkingHead:
         others_work = self.exchange.take(message)
         self.pool.set_heads(self.exchange.heads)
         for member, work in others_work:
-            self.pool.join(member, work)
+            self.pool.set_peer_work(member, work)
 
 
 class WorkBus:

@@ -150,7 +150,7 @@ class Outcomes:
 
     def _take_first(self, member: PoolMember, run: StageRun, output: Any) -> None:
         cached_tokens = self._api.cached_tokens(output)
-        self._pool.begin(member, run, cached_tokens)
+        self._pool.add_first_output(member, run, cached_tokens)
         if cached_tokens is not None:
             self._metrics.matched_tokens += run.decision.matched_tokens
             self._metrics.cached_tokens += cached_tokens

@@ -1,4 +1,4 @@
-"""Requests that belong together: where the first of them went, the others find what it has left there."""
+"""Affinity: requests with the same key go to the same replica, which keeps state of the first of them."""
 
 from collections import OrderedDict
 
@@ -7,28 +7,27 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 
 MAX_BINDINGS = 16_384
-"""Keys that are remembered, the latest ones: what belongs together is sent within moments."""
+"""Keys that are kept, the latest ones: requests that belong together come within moments."""
 
 
 class AffinityBindings:
-    """The replica of each affinity key, while its engine is the one that it had then."""
+    """The replica of each affinity key, and the engine that the replica had then."""
 
     def __init__(self) -> None:
-        # Every engine of a replica has an ledger of its own.
+        # Each start of an engine has a ledger of its own.
         self._bindings: OrderedDict[int, tuple[PoolMember, LoadLedger]] = OrderedDict()
 
     def bind(self, key: int, member: PoolMember) -> None:
-        """The first request of a key goes to this replica; those that follow find there what it leaves."""
         self._bindings[key] = member, member.ledger
         self._bindings.move_to_end(key)
         if len(self._bindings) > MAX_BINDINGS:
             self._bindings.popitem(last=False)
 
     def replica_of(self, key: int) -> PoolMember | None:
-        """The replica of a key, None if it is not known.
+        """The replica of a key; None if the key is not known.
 
         Raises:
-            RequestLostError: it was lost since.
+            RequestLostError: the replica was lost since.
         """
         if key not in self._bindings:
             return None

@@ -1,4 +1,4 @@
-"""The way to AsyncLLM, and what happens to it when AsyncLLM falls behind."""
+"""The queue of outputs for AsyncLLM, with back-pressure."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ _LATER_S = 0.02
 
 
 class OutputQueue(ThreadQueue[Any]):
-    """What AsyncLLM's side reads. While it is full, the replicas' outputs stay in their sockets.
+    """Outputs for AsyncLLM's thread. While the queue is full, replicas' outputs stay in their sockets.
 
     All methods but those of `ThreadQueue` are for the orchestrator's loop.
 
     Args:
-        maxsize: messages that AsyncLLM has not taken yet before that.
-        stage_pools: whose replicas are left unread.
+        maxsize: messages that AsyncLLM has not taken, at which reading stops.
     """
 
     def __init__(self, maxsize: int, stage_pools: Sequence[StagePool]) -> None:
@@ -29,7 +28,7 @@ class OutputQueue(ThreadQueue[Any]):
         self._timer: asyncio.TimerHandle | None = None
 
     def give(self, item: Any) -> None:
-        """Hand one item over, whatever the length of the queue. Lost once the queue is closed."""
+        """Add an item, even to a full queue. Ignored once the queue is closed."""
         if self._timer is not None:
             self._give_waiting()
         try:
@@ -40,9 +39,9 @@ class OutputQueue(ThreadQueue[Any]):
             self._throttle = asyncio.get_running_loop().create_task(self._wait_for_reader(), name="omni-throttle")
 
     def give_later(self, item: Any) -> None:
-        """Hand an item over with the next one, and within 20 ms, in order. For what no client waits for.
+        """Add an item with the next one, within 20 ms at most, in order. For items that no client waits for.
 
-        Every item by itself wakes AsyncLLM's thread, which then has Python's lock while a next stage wants it.
+        Each item wakes AsyncLLM's thread, which then takes Python's lock from this thread.
         """
         self._later.append(item)
         if self._timer is None:
@@ -57,12 +56,12 @@ class OutputQueue(ThreadQueue[Any]):
             self.give(item)
 
     def attached(self, client: StageClient) -> None:
-        """A replica begins to serve: it waits with the others."""
+        """A replica begins to serve: while the queue is full, it is not read either."""
         if self._throttle is not None:
             client.pause_reading()
 
     def stop_waiting(self) -> None:
-        """Wait no more, for the reader and for the next item. Idempotent."""
+        """Cancel all timers and tasks. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         if self._throttle is not None:

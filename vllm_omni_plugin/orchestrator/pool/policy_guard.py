@@ -1,4 +1,4 @@
-"""The way to a policy, which may be a third party's: whatever is wrong with it, no request is lost by that."""
+"""Calls a policy, which may be a third party's: no fault of it loses a request."""
 
 from collections.abc import Callable
 from operator import index
@@ -17,23 +17,21 @@ from vllm_omni_plugin.logger import init_logger
 logger = init_logger(__name__)
 
 UNEXPLAINED = "unexplained"
-"""The reason of all decisions of a policy that only selects."""
+"""The reason of all decisions of a policy that has no method `decide`."""
 POLICY_FAULT = "policy-fault"
-"""The fallback where a policy raised or answered nonsense."""
+"""The fallback after an error or an invalid answer of the policy."""
 _HOOKS = ("dispatched", "dispatch_cancelled", "began", "ended", "replica_lost", "cache_cleared", "cache_changed")
 
 
 class PolicyGuard:
-    """Asks a policy, checks its answers, and tells it what it wants to be told.
+    """Asks a policy, checks its answers, and notifies it through the methods of `PolicyHooks` that it has.
 
     Args:
-        balancer: the policy. Which methods of `PolicyHooks` it has is found out here, once.
-        name: what users know it by; its class's name by default.
+        name: for users; the name of the policy's class by default.
 
     Attributes:
-        name: as above.
-        follows_caches: whether it takes what engines report of their caches.
-        wants_cache_events: whether this head's own engines shall report that.
+        follows_caches: whether the policy takes engines' cache events.
+        wants_cache_events: whether this head's own engines should report cache events.
     """
 
     def __init__(self, balancer: LoadBalancer, name: str = "") -> None:
@@ -46,10 +44,10 @@ class PolicyGuard:
         self._warned: set[str] = set()
 
     def decide(self, task: Task, replicas: ServingReplicas[Any]) -> Decision:
-        """Its decision, or that for a shortest queue in place of one that cannot be carried out."""
+        """The policy's decision, or the shortest queue if the policy fails."""
         try:
             decision = self._ask(task, replicas)
-            flaw = _flaw(decision, len(replicas))
+            flaw = _why_invalid(decision, len(replicas))
         except Exception as error:
             flaw = f"raised {error!r}"
         if not flaw:
@@ -59,16 +57,16 @@ class PolicyGuard:
         return Decision(shortest, "least-load", fallback=POLICY_FAULT, by_policy=False)
 
     def explain(self, task: Task, replicas: ServingReplicas[Any]) -> Decision:
-        """Its decision, which is not carried out.
+        """The policy's decision, without carrying it out.
 
         Raises:
-            NoExplanationError: it cannot say, or what it says cannot be carried out.
+            NoExplanationError: the policy cannot explain, or its answer is invalid.
         """
         if not self._explains:
             raise NoExplanationError(f"Policy {self.name} cannot explain its decisions: it has no method `decide`.")
         try:
             decision = self._ask(task, replicas)
-            flaw = _flaw(decision, len(replicas))
+            flaw = _why_invalid(decision, len(replicas))
         except Exception as error:
             raise NoExplanationError(f"Policy {self.name} raised {error!r}.") from error
         if flaw:
@@ -76,38 +74,33 @@ class PolicyGuard:
         return decision
 
     def notify(self, name: str, *args: object) -> None:
-        """Tell it something, if it wants to know.
-
-        Args:
-            name: the method of `PolicyHooks`.
-            args: its arguments.
-        """
+        """Call a method of `PolicyHooks`, if the policy has it."""
         hook = self._hooks.get(name)
         if hook is None:
             return
         try:
             hook(*args)
         except Exception as error:
-            self._warn(name, f"raised {error!r} in `{name}` and may decide worse from here on")
+            self._warn(name, f"raised {error!r} in `{name}` and may decide worse from now on")
 
     def _warn(self, where: str, what: str) -> None:
         if where not in self._warned:
             self._warned.add(where)
-            logger.error("Load-balancing policy %s %s. This is said once.", self.name, what)
+            logger.error("Load-balancing policy %s %s. Further errors of this kind are not logged.", self.name, what)
 
 
 def _explainless(balancer: LoadBalancer) -> Callable[[Task, ServingReplicas[Any]], Decision]:
     return lambda task, replicas: Decision(balancer.select(task, replicas), UNEXPLAINED)
 
 
-def _flaw(decision: object, replicas: int) -> str:
-    """What of a decision would break those who carry it out, count it or show it; "" if nothing."""
+def _why_invalid(decision: object, replicas: int) -> str:
+    """Why a decision is invalid; "" if it is valid."""
     if not isinstance(decision, Decision):
-        return f"answered {decision!r}, which is no Decision"
+        return f"returned {decision!r}, which is no Decision"
     if not 0 <= index(decision.position) < replicas:
         return f"chose {decision.position!r} of {replicas} replicas"
     if not (
         isinstance(decision.reason, str) and isinstance(decision.fallback, str) and index(decision.matched_tokens) >= 0
     ):
-        return f"answered {decision!r}, whose fields cannot be used"
+        return f"returned {decision!r}, whose fields are invalid"
     return ""

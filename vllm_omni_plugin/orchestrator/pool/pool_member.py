@@ -11,29 +11,29 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 ADMIN_HOLD = "admin"
-"""The hold of a replica that the administrator drains."""
+"""An operator drains the replica."""
 DRAIN_HOLD = "drain"
-"""The hold of a replica whose server drains."""
+"""The replica's server shuts down."""
 SUSPECT_HOLD = "suspect"
-"""The hold of a replica that the coordinator has not heard of for long."""
+"""The replica's heartbeats are late."""
 HOLDS = {
     ADMIN_HOLD: ("an operator drains it", "an operator resumes it"),
-    DRAIN_HOLD: ("its server is told to end", "its server is there again"),
-    SUSPECT_HOLD: ("its heartbeats are late", "its heartbeats are there again"),
+    DRAIN_HOLD: ("its server shuts down", "its server is back"),
+    SUSPECT_HOLD: ("its heartbeats are late", "its heartbeats come in time again"),
 }
-"""In words why each is placed and why it is released."""
+"""Why each hold is placed, and why it is released, in words."""
 
 _STAGE_STRIDE = 10_000
-"""More replicas than one head has sockets for."""
+"""More than the replicas that one head can have sockets for."""
 
 
 def engine_index(stage_id: int, replica_id: int) -> int:
-    """An index that no replica of another stage has; those of stage 0 keep their ids."""
+    """A replica's index among all replicas; in stage 0 it is the replica id."""
     return _STAGE_STRIDE * stage_id + replica_id
 
 
 def stage_and_replica(index: int) -> tuple[int, int]:
-    """The ids of the stage and the replica that have this index."""
+    """Undo `engine_index`."""
     return divmod(index, _STAGE_STRIDE)
 
 
@@ -44,20 +44,19 @@ class PoolMember:
     Attributes:
         in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
             send and removed at the request's end, it makes the count exact and a second release impossible.
-        ledger: what they weigh, and what the engine and other heads report.
-        dispatched: requests ever sent to it.
+        ledger: the replica's load.
+        dispatched: requests charged to the replica so far.
         restarts: how often its engine was started again.
         remote: whether its engine belongs to another process, which this head attaches to.
-        incarnation: of a remote one, the incarnation that this head is or was attached to.
-        held_back: why it gets no new requests although it could serve them; empty for one that serves. Replaced, never
-            changed, so that other threads may read it.
-        changed_at: monotonic seconds at which it last began to serve or was lost.
-        leave: ends it for good, moves its requests and frees its id; returns at once, or raises `ReplicaError` if it
-            cannot be told. Set by who keeps it.
-        idle: done as soon as nothing is in flight; None if nobody has asked.
-        engine_index: the number under which vLLM's metrics and logs know it.
-        name: what users call it, `<stage>.<replica>`.
-        machine: the same for replicas that this head reaches at one address.
+        incarnation: the incarnation that this head is or was attached to, of a remote replica.
+        held_back: the holds for which the replica gets no new requests. Replaced and never changed, since other
+            threads read it.
+        changed_at: monotonic seconds at which the replica last began to serve or was lost.
+        leave: removes the replica for good, moves its requests and frees its id. Returns at once; raises
+            `ReplicaError` if the replica cannot be reached. Set by the owner of the replica.
+        idle: done as soon as nothing is in flight; None if nothing waits for that.
+        engine_index: the replica's number in vLLM's metrics and logs.
+        name: the replica's name for users, `<stage>.<replica>`.
     """
 
     replica_id: int
@@ -85,25 +84,25 @@ class PoolMember:
 
     @property
     def queue_length(self) -> int:
-        """Unfinished requests: this head's, exact at this moment, and those of others as they were reported."""
+        """Unfinished requests: this head's, which are exact, and those of other heads as they were reported."""
         return self.ledger.requests
 
     @property
     def load(self) -> ReplicaLoad:
-        """What it has to do at this moment. For the loop's thread; others ask its ledger for `uncached_load`."""
+        """The load now. For the orchestrator's thread; others use `ledger.uncached_load`."""
         return self.ledger.load
 
     @property
     def machine(self) -> str:
-        """As above."""
+        """The address of a remote replica's machine; "" for a local replica."""
         return self.input_addr.rpartition(":")[0] if self.remote else ""
 
     def notify_if_idle(self) -> None:
-        """Something has left the replica."""
+        """Complete `idle` if nothing is in flight."""
         if self.idle is not None and not self.in_flight and not self.idle.done():
             self.idle.set_result(None)
 
     @property
     def engine_key(self) -> int:
-        """By what all heads name the start of the replica that this head is or was attached to."""
+        """A key of the replica and its incarnation, the same at all heads."""
         return engine_key(self.stage_id, self.input_addr, self.output_addr, self.incarnation)

@@ -1,4 +1,4 @@
-"""Calls to the replicas of one stage, and what those that attach later have to be told of them."""
+"""Utility calls to the replicas of one stage, and their replay to replicas that attach later."""
 
 import asyncio
 from collections import deque
@@ -23,16 +23,14 @@ logger = init_logger(__name__)
 
 @dataclass(slots=True)
 class StageCall:
-    """One call on its way to the replicas of one stage.
+    """One call to the replicas of one stage.
 
     Attributes:
-        stage: the stage.
         method: method of vLLM's engine core.
-        args: its positional arguments.
         members: the replicas that are called, in order of their ids.
-        settle: to be called once with whether anybody took it.
-        answers: what each of `members` said, a `ReplicaError` of those that failed.
-        cleared: those that thereby dropped their prefix caches.
+        settle: to be called once with whether any replica accepted the call.
+        answers: the answers of `members`; a `ReplicaError` for each that failed.
+        cleared: the replicas that cleared their prefix caches for the call.
     """
 
     stage: "StageCalls"
@@ -45,7 +43,7 @@ class StageCall:
 
     @property
     def results(self) -> list[Any]:
-        """What those said that took it."""
+        """The answers of the replicas that accepted the call."""
         return [answer for answer in self.answers if not isinstance(answer, ReplicaError)]
 
     @property
@@ -55,35 +53,34 @@ class StageCall:
 
     @property
     def failed(self) -> list[PoolMember]:
-        """Those that failed."""
         return [m for m, answer in zip(self.members, self.answers, strict=True) if _is_failure(answer)]
 
     @property
     def not_allowed(self) -> NotAllowedError | None:
-        """What a server said that does not let heads make this call, if one did."""
+        """The error of a replica server that does not allow heads to make this call, if there is one."""
         return next((answer for answer in self.answers if isinstance(answer, NotAllowedError)), None)
 
 
 class StageCalls:
-    """The replicas of one stage, as utility calls see them.
+    """Utility calls to one stage, and the shared state that they leave.
 
     Args:
-        pool: whose replicas are called, those that are held back too.
-        distrust: called with a replica that failed a call which another one took, and the reason.
+        pool: its replicas are called, also those that are held back.
+        distrust: called with a replica that failed a call which another replica accepted, and the reason.
 
     Attributes:
-        shared: what the replicas were told.
+        shared: the state that all replicas of the stage should have.
     """
 
     def __init__(self, pool: StagePool, distrust: Callable[[PoolMember, str], None]) -> None:
         self._pool = pool
         self._distrust = distrust
         self.shared = SharedState()
-        # What each replica that is attaching has yet to be told.
+        # The calls that each attaching replica has still to get.
         self._joiners: dict[StageClient, deque[Call]] = {}
         self._unnumbered = 0
         self._numbered = asyncio.Event()
-        # Held while replicas of this node are told what they have missed: later calls must not overtake that.
+        # Held while local replicas get the calls they have missed: later calls must not overtake these.
         self._catching_up = asyncio.Lock()
 
     @property
@@ -92,40 +89,39 @@ class StageCalls:
         return [member for member in self._pool.members if member.client is not None]
 
     async def bring_up_to_date(self, client: StageClient, told: bool, remote: bool) -> None:
-        """Tell a replica that attaches what the others were told: adapters, pause, sleep; see `SharedState.replay`.
+        """Make the calls that an attaching replica has missed: adapters, pause, sleep; see `SharedState.replay`.
 
         Args:
-            client: the replica's.
-            told: another head has told it everything so far.
+            told: another head has made all calls so far.
             remote: see `PoolMember`.
 
         Raises:
-            ReplicaError: it cannot be told, or others refused a call meanwhile; it must not serve.
+            ReplicaError: a call failed, or other replicas refused one meanwhile; the replica must not serve.
         """
-        refusals = self.shared.rollbacks
+        rollbacks = self.shared.rollbacks
         backlog = self._joiners[client] = deque([] if told else self.shared.replay())
         try:
             if not told:
                 self._require_replayable()
             while backlog or self._unnumbered:
                 if backlog:
-                    # First, because an update of weights may not be made twice, and others may have called it.
+                    # Checked before each call: a weight update must not run twice, and other heads may have made it.
                     self._require_replayable()
                     method, args = backlog.popleft()
-                    await _tell(client, remote, method, args)
+                    await _call_engine(client, remote, method, args)
                 else:
                     await self._numbered.wait()
         finally:
             del self._joiners[client]
-        if self.shared.rollbacks != refusals:
-            # It may have taken what the others did not, or what is not so any more. No call undoes another.
+        if self.shared.rollbacks != rollbacks:
+            # The replica may have accepted a call that others refused, or that is outdated. No call undoes another.
             raise ReplicaError(
-                "it cannot be brought up to date: meanwhile others refused a call, or the coordinator told of new ones"
+                "it cannot be brought up to date: other replicas refused a call meanwhile, or it has new ones to get"
             )
 
     @contextmanager
     def unnumbered(self) -> Iterator[list[int]]:
-        """Replicas that attach wait meanwhile: a call of this head waits for its number. Gives who is to be called."""
+        """Let attaching replicas wait while a call of this head waits for its number. Yields the engines to call."""
         self._unnumbered += 1
         self._numbered.clear()
         try:
@@ -135,16 +131,15 @@ class StageCalls:
             if not self._unnumbered:
                 self._numbered.set()
 
-    def begin(self, method: str, args: tuple[Any, ...], told: Collection[int] | None = None) -> StageCall:
-        """Choose who is called, and record the call in the same step: a joiner is called or replays the record.
+    def begin(self, method: str, args: tuple[Any, ...], called_elsewhere: Collection[int] | None = None) -> StageCall:
+        """Choose the replicas to be called, and record the call in the same step: a joiner is called, or replays it.
 
         Args:
-            method: of the engine core.
-            args: its arguments.
-            told: replicas that another head calls, whose call it is; None: it is this head's own.
+            called_elsewhere: engine keys of replicas that another head calls, for a call of that head.
         """
         settle = self.shared.record(method, args)
-        members = [member for member in self.members if told is None or member.engine_key not in told]
+        skipped = called_elsewhere or ()
+        members = [member for member in self.members if member.engine_key not in skipped]
         call = StageCall(self, method, args, [] if method == FORGET_LORA else members, settle)
         if self.shared.leaves_state(method, args) and method != FORGET_LORA:
             for backlog in self._joiners.values():
@@ -152,13 +147,13 @@ class StageCalls:
         return call
 
     def adopt(self, snapshot: StageState) -> list[Call]:
-        """Take the fleet's state for this head's.
+        """Replace this head's state with the fleet's.
 
         Returns:
-            The calls by which a replica that was told what this head knew comes to know what the fleet does.
+            The calls that bring a replica from the old state to the new one.
 
         Raises:
-            WireError: it is none. Nothing has changed.
+            WireError: the snapshot is invalid. Nothing has changed.
         """
         if snapshot == self.shared.snapshot(self._pool.stage_id):
             return []
@@ -167,16 +162,16 @@ class StageCalls:
         return undo + self.shared.replay()
 
     async def catch_up(self, calls: list[Call]) -> None:
-        """Tell the replicas that only this head reaches what they have missed. Other heads have told the others."""
+        """Make missed calls to local replicas. Other heads have made them to the remote ones."""
         async with self._catching_up:
             await asyncio.gather(*(self._catch_up(member, calls) for member in self.members if not member.remote))
 
     async def send(self, call: StageCall) -> None:
-        """Call all at once; returns when each has answered or failed."""
+        """Call all replicas at once; returns when each has answered or failed."""
         call.answers = await asyncio.gather(*(self._call_in_turn(member, call) for member in call.members))
 
     def distrust_the_different(self, call: StageCall, taken: bool) -> None:
-        """Take out the replicas that did otherwise than others of the stage, which took the call, or did not."""
+        """Distrust the replicas that accepted a call which the others refused, or the other way round."""
         for member, answer in zip(call.members, call.answers, strict=True):
             if isinstance(answer, ReplicaError) is taken and not isinstance(answer, NotAllowedError):
                 if taken:
@@ -184,15 +179,15 @@ class StageCalls:
                 self.distrust(member, call.method)
 
     def distrust(self, member: PoolMember, method: str) -> None:
-        """Take out a replica that has another state than the others."""
-        self._distrust(member, f"it failed the call {method}, which others took")
+        """Distrust a replica whose state differs from the others'."""
+        self._distrust(member, f"it failed the call {method}, which other replicas accepted")
 
     async def _catch_up(self, member: PoolMember, calls: list[Call]) -> None:
         for method, args in calls:
             call = StageCall(self, method, args, [member], lambda taken: None)
             call.answers = [await self._call_one(member, call)]
             if call.failed:
-                logger.error("Replica %s cannot be told what other heads were: %s", member.name, call.answers[0])
+                logger.error("Replica %s failed a call that it had missed: %s", member.name, call.answers[0])
                 self.distrust(member, method)
                 return
 
@@ -206,7 +201,7 @@ class StageCalls:
         if member.client is None:
             return ReplicaError(f"replica {member.name} was lost before it could be called")
         try:
-            result = await _tell(member.client, member.remote, call.method, call.args)
+            result = await _call_engine(member.client, member.remote, call.method, call.args)
         except ReplicaError as error:
             return error
         if _clears_prefix_cache(call.method, call.args, result):
@@ -215,7 +210,7 @@ class StageCalls:
         return result
 
     def find(self, engines: Collection[int]) -> list[PoolMember]:
-        """This head's replicas among these, by their engine keys."""
+        """The replicas with these engine keys."""
         return [member for member in self.members if member.engine_key in engines]
 
     def _require_replayable(self) -> None:
@@ -223,22 +218,22 @@ class StageCalls:
             raise ReplicaError(f"it cannot be brought up to date: {self.shared.unreplayable}")
 
 
-async def _tell(client: StageClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:
-    """Call an engine; one on this node with this node's files of an adapter, as the server of a remote one does."""
+async def _call_engine(client: StageClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:
+    """Call an engine. Adapter files of a local engine are checked first, as a replica server does for a remote one."""
     if method == "add_lora" and not remote and (why := await asyncio.to_thread(adapter_mismatch, args[0])):
         raise ReplicaError(why)
     return await client.call(method, *args)
 
 
 def _is_failure(answer: Any) -> bool:
-    """Whether an engine failed a call; one that was never asked did not."""
+    """Whether an engine failed a call. It has not if its server did not allow the call."""
     return isinstance(answer, ReplicaError) and not isinstance(answer, NotAllowedError)
 
 
 def _clears_prefix_cache(method: str, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether an engine that took a call has dropped its prefix cache. Its own report of that waits for its next step.
+    """Whether a call cleared the engine's prefix cache. The engine's own report of that waits for its next step.
 
-    What is not given is vLLM's default: the cache is cleared.
+    Missing arguments have vLLM's default, which clears the cache.
     """
     match method:
         case "reset_prefix_cache":

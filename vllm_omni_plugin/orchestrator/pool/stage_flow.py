@@ -1,45 +1,42 @@
-"""How fast requests leave a stage's queue, how long engines take to begin them, and what of prompts was cached."""
+"""Measured flow of a stage: how fast requests get their first output, and how much of their prompts was cached."""
 
 from collections.abc import Callable
 from math import exp
 
 _MEMORY_S = 30.0
-"""Seconds after which what was seen weighs 1/e: of time with a queue in the rate, of any time in the share.
+"""Seconds after which an observation weighs 1/e: of time with a queue in the rate, of any time in the hit ratio.
 
-In the rate it fades only when a request leaves the queue. Time in which none does counts in full: 5 minutes of it make
-the rate about ten times lower, and nothing makes it vanish.
+Observations of the rate fade only when a request leaves the queue. Time in which none leaves counts in full: after 5
+minutes of it the rate is about ten times lower, and it never becomes zero.
 """
 _IN_ENGINE_MEMORY_S = 5.0
-"""The same of the times in engines, which change as quickly as the load does."""
-_DIFFERENCES = 4
-"""How many mean differences above the mean almost all lie, see `StageFlow.first_output_s`."""
+"""The same for times in engines, which change as quickly as the load."""
+_DEVIATIONS = 4
+"""Mean deviations above the mean that cover almost all times, see `StageFlow.first_output_s`."""
 
 
 class StageFlow:
     """Sums over the requests of a stage, recent ones weighing more. O(1) for each request.
 
-    A request is in the queue from when it is sent to a replica until its first output. The rate is measured only while
-    some are, since without them it would be that at which requests come. What is not sent yet is not known here.
+    A request is in the queue from its charge to a replica until its first output. The rate is measured only while there
+    is a queue: without one it would be the rate at which requests come.
 
     Written by the orchestrator's loop; any thread may read the properties.
-
-    Args:
-        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queued = 0
-        # First outputs, the seconds up to the last one in which there was a queue, those since then, and the time up to
-        # which they are counted. Replaced as one, for the sake of other threads.
+        # First outputs; seconds with a queue up to the last first output; such seconds since then; and the time up to
+        # which they are counted. These tuples are replaced as a whole, since other threads read them.
         self._left = (0.0, 0.0, 0.0, 0.0)
-        # Tokens that were cached, of how many, and when that was said last.
+        # Cached prompt tokens, all prompt tokens, and the time of the last report.
         self._cached = (0.0, 0.0, 0.0)
-        # Requests, their seconds in engines, the differences of these from the mean, and when the last was counted.
+        # Requests, their seconds in engines, the deviations from the mean, and the time of the last one.
         self._in_engine = (0.0, 0.0, 0.0, 0.0)
 
     def sent(self, now: float) -> None:
-        """An attempt is sent to a replica."""
+        """An attempt is charged to a replica."""
         if not self._queued:
             self._left = (*self._left[:3], now)
         self._queued += 1
@@ -47,13 +44,11 @@ class StageFlow:
     def first_output(
         self, now: float, prompt_tokens: int, cached_tokens: int | None, in_engine_s: float | None = None
     ) -> None:
-        """Its first output came.
+        """An attempt's first output came.
 
         Args:
-            now: the time.
-            prompt_tokens: of its prompt.
-            cached_tokens: those that the engine had cached; None if it did not say.
-            in_engine_s: seconds since it was sent to the engine; None where that is no measure.
+            cached_tokens: prompt tokens that the engine had cached; None: it did not report them.
+            in_engine_s: seconds since the attempt was sent to the engine; None: not to be counted.
         """
         left, seconds, since, _ = self._left_by(now)
         kept = exp(-since / _MEMORY_S)
@@ -67,52 +62,50 @@ class StageFlow:
             self._note_in_engine(now, in_engine_s)
 
     def dropped(self, now: float, attempts: int = 1, in_engine_s: float | None = None) -> None:
-        """So many ended without an output: given up by their clients, refused, or lost with their replica.
+        """Attempts ended without an output: aborted, refused, or lost with their replica.
 
         Args:
-            now: the time.
-            attempts: how many.
-            in_engine_s: seconds since it was sent to the engine; None where that is no measure.
+            in_engine_s: seconds since the attempt was sent to the engine; None: not to be counted.
         """
         self._left = self._left_by(now)
         self._queued -= attempts
-        # The first output would have taken longer than that.
+        # The first output would have taken longer.
         if in_engine_s is not None and in_engine_s > self.first_output_s:
             self._note_in_engine(now, in_engine_s)
 
     @property
     def queued(self) -> int:
-        """Attempts that are charged to a replica and have no output yet."""
+        """Attempts in the queue."""
         return self._queued
 
     @property
     def leaving_rate(self) -> float | None:
-        """Requests that leave the queue per second of the time in which there is one; None before the first."""
+        """Requests that leave the queue per second with a queue; None before the first."""
         left, seconds, since, _ = self._left_by(self._clock()) if self._queued else self._left
         return left / (seconds + since) if left and seconds + since else None
 
     @property
     def hit_ratio(self) -> float | None:
-        """Share of prompt tokens that engines had cached, 0 to 1; None before they have said so of any."""
+        """Share of prompt tokens that engines had cached, 0 to 1; None before the first report."""
         cached, asked, _ = self._cached
         return cached / asked if asked else None
 
     @property
     def first_output_s(self) -> float:
-        """Seconds within which almost all requests have their first output once an engine has got them; 0: not known.
+        """Seconds within which almost all requests get their first output, once an engine has got them; 0: not known.
 
-        The mean and four times the mean difference from it, as TCP bounds the time of an answer (Jacobson, Congestion
-        Avoidance and Control, SIGCOMM 1988).
+        The mean and four mean deviations, as TCP bounds a round-trip time (Jacobson, Congestion Avoidance and Control,
+        SIGCOMM 1988).
         """
-        requests, seconds, differences, _ = self._in_engine
-        return (seconds + _DIFFERENCES * differences) / requests if requests else 0.0
+        requests, seconds, deviations, _ = self._in_engine
+        return (seconds + _DEVIATIONS * deviations) / requests if requests else 0.0
 
     def _note_in_engine(self, now: float, in_engine_s: float) -> None:
-        requests, seconds, differences, then = self._in_engine
+        requests, seconds, deviations, then = self._in_engine
         kept = exp((then - now) / _IN_ENGINE_MEMORY_S)
         requests, seconds = requests * kept + 1, seconds * kept + in_engine_s
-        differences = differences * kept + abs(in_engine_s - seconds / requests)
-        self._in_engine = (requests, seconds, differences, now)
+        deviations = deviations * kept + abs(in_engine_s - seconds / requests)
+        self._in_engine = (requests, seconds, deviations, now)
 
     def _left_by(self, now: float) -> tuple[float, float, float, float]:
         left, seconds, since, then = self._left

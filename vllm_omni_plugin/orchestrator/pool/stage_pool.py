@@ -1,4 +1,4 @@
-"""The replicas of one stage: who serves, what each has to do, and who gets the next request."""
+"""The replicas of one stage: which of them serve, their load, and the choice among them."""
 
 import asyncio
 import itertools
@@ -35,39 +35,30 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadRepor
 logger = init_logger(__name__)
 __all__ = ["BOUND", "PoolMember", "StagePool"]
 BOUND = "bound"
-"""The reason where a request may go to one replica only, and no policy is asked."""
+"""The reason of a decision without the policy: the request may go to one replica only."""
 APART = "apart"
-"""The reason where a request and others are kept apart, because an engine may have died of one; see `Suspects`."""
+"""The reason of a decision against the policy: the request avoids the policy's replica, see `Suspects`."""
 _DECISIONS_PER_LINE = 100
-"""For whoever finds `logger` enabled for DEBUG: all decisions would be too many to read or to write."""
+"""One decision of so many is logged at DEBUG."""
 _MAX_DESCRIBED = 8
-"""Replicas whose states an error names one by one."""
+"""Replicas that an error message names one by one."""
 
 
 class StagePool:
     """The replicas of one stage and the policy that chooses among those that serve.
 
-    Members are added and change status rarely; a pick happens for every request and looks only at those that serve.
+    Members are added and change status rarely; a choice is made for every request and looks only at serving members.
 
     Args:
-        stage_id: stage of the pipeline.
         balancer: the policy; it runs on the orchestrator's loop and must not block.
         policy: the policy's name, that of its class by default.
-        clock: monotonic seconds.
-        lockstep: whether engines die with others of their group, so that a death says nothing of what runs there.
-        exchange: tells other heads what is charged here; None if there cannot be any.
-        send_window: when a request that is charged to a replica may be sent; at once by default.
+        lockstep: whether engines die with others of their group, so that a crash says nothing about requests there.
+        exchange: reports this head's work to other heads; None if there cannot be any.
 
     Attributes:
-        policy: the policy's name.
-        follows_caches, wants_cache_events: see `PolicyGuard`.
         members: all replicas, in order of their ids. Replaced when membership changes, so that other threads may read
             it.
-        serving: those that take new requests; likewise.
-        exchange: as above.
-        lockstep: as above.
-        send_window: as above.
-        flow: what is measured of the stage's requests as they come and go.
+        serving: the replicas that take new requests; likewise.
     """
 
     def __init__(
@@ -98,7 +89,7 @@ class StagePool:
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
 
     def add(self, replica_id: int | None = None) -> PoolMember:
-        """A new member, not serving yet, with this id or the lowest free one.
+        """Add a member, not serving yet, with this id or the lowest free one.
 
         Raises:
             ValueError: the id is taken.
@@ -112,7 +103,7 @@ class StagePool:
         return member
 
     def remove(self, member: PoolMember) -> None:
-        """Forget a member and free its id. Nothing to do if it was removed before.
+        """Remove a member and free its id. Idempotent.
 
         Raises:
             ValueError: it has not been lost, so requests may be in flight on it.
@@ -135,19 +126,19 @@ class StagePool:
         output_addr: str,
         cache: CacheSize = UNKNOWN_CACHE,
     ) -> bool:
-        """The replica takes requests from now on, over this client, unless it is held back. Returns whether it does."""
+        """The replica takes requests over this client from now on, unless it is held back. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
         member.ledger = LoadLedger(cache)
         if self.exchange is not None:
-            member.ledger.set_peer_work(self.exchange.serves(member))
+            member.ledger.set_peer_work(self.exchange.add_member(member))
         return self._enter_service(member)
 
     def others_at(self, member: PoolMember) -> int:
-        """How many requests other heads have at a replica, as far as they have said."""
+        """How many requests other heads have at a replica, as far as they have reported."""
         return member.ledger.others if self.exchange is not None and self.exchange.others else 0
 
     def lose(self, member: PoolMember, status: ReplicaStatus) -> list[StageRun]:
-        """The replica is gone or no longer trusted. Returns the requests that were in flight there."""
+        """The replica is lost, or no longer trusted. Returns the requests that were in flight there."""
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
         self._unreported.in_flight -= len(orphans)
@@ -158,14 +149,14 @@ class StagePool:
         if served:
             self._policy.notify("replica_lost", member)
             if self.exchange is not None:
-                self.exchange.lost(member)
+                self.exchange.remove_member(member)
         member.notify_if_idle()
         return orphans
 
     def hold_back(self, member: PoolMember, reason: str) -> None:
-        """Give a replica no new requests, for a reason of the caller's; those in flight go on.
+        """Give a replica no new requests; requests in flight go on.
 
-        Holds of different reasons add up, and one outlives the loss of the replica: who placed it releases it.
+        Holds of different reasons add up. A hold outlives the loss of the replica, until its reason is released.
         """
         member.held_back |= {reason}
         if member.client is not None:
@@ -184,21 +175,20 @@ class StagePool:
         return member.idle
 
     def decide(
-        self, task: Task, affinity_key: int | None = None, avoid: Collection[int] = (), stays: bool = False
+        self, task: Task, affinity_key: int | None = None, avoid: Collection[int] = (), pinned: bool = False
     ) -> tuple[PoolMember, Decision]:
-        """The replica that shall run a request, and why.
+        """Choose the replica for a request.
 
         Args:
-            task: what the policy may know of the request.
             affinity_key: requests with the same key go to the same replica while membership stands.
-            avoid: ids of replicas that shall not get it if others serve, whatever policy and key say.
-            stays: it can only go where the first request of its key went, also to a replica that is held back.
+            avoid: ids of replicas that do not get the request while others serve, whatever policy and key say.
+            pinned: the request can only go where the first request of its key went, even if that replica is held back.
 
         Raises:
             NoReplicaError: no replica serves.
-            RequestLostError: the only one it could go to was lost.
+            RequestLostError: the only possible replica was lost.
         """
-        bound = self._bindings.replica_of(affinity_key) if stays and affinity_key is not None else None
+        bound = self._bindings.replica_of(affinity_key) if pinned and affinity_key is not None else None
         if bound is not None:
             return bound, Decision(0, BOUND, by_policy=False)
         serving = self.serving
@@ -217,19 +207,18 @@ class StagePool:
                 decision = Decision(shortest, APART, by_policy=False)
         member = serving[decision.position]
         if logger.isEnabledFor(logging.DEBUG) and next(self._decisions) % _DECISIONS_PER_LINE == 0:
-            # Not the candidates, which are as many as a policy likes and whatever it likes.
             told = (task.get("request_id", ""), member.name, self.policy, decision.reason, decision.fallback or "none")
             logger.debug("Request %s goes to replica %s: policy %s, reason %s, fallback %s", *told)
-        if affinity_key is not None and not stays:
+        if affinity_key is not None and not pinned:
             self._bindings.bind(affinity_key, member)
         return member, decision
 
     def explain(self, task: Task, queue_position: QueuePosition) -> Explanation:
-        """What `decide` would say now of a request that stands there; nothing is run or remembered.
+        """What `decide` would answer now. Nothing is charged or recorded.
 
         Raises:
             NoReplicaError: no replica serves.
-            NoExplanationError: the policy cannot say.
+            NoExplanationError: the policy cannot explain.
         """
         if not self.serving:
             raise self.unavailable()
@@ -242,10 +231,10 @@ class StagePool:
         return Explanation(self.policy, decision, loads, may_begin, queue_position)
 
     def unavailable(self, waited: float = 0.0) -> NoReplicaError:
-        """The error of a request that finds no replica serving. Safe to call from any thread.
+        """The error for a request while no replica serves. Safe to call from any thread.
 
         Args:
-            waited: seconds that the request has waited for one.
+            waited: seconds for which the request was held.
         """
         wait = f"; the request waited {waited:.0f} s for one" if waited else ""
         return NoReplicaError(
@@ -254,7 +243,7 @@ class StagePool:
         )
 
     def charge(self, member: PoolMember, run: StageRun) -> None:
-        """Count an attempt of a request as in flight on a replica, before it is sent there."""
+        """Charge an attempt to a replica, before it is sent there."""
         member.in_flight[run.engine_request_id] = run
         member.dispatched += 1
         member.ledger.charge(run, run.charged_at)
@@ -266,12 +255,12 @@ class StagePool:
         self._policy.notify("dispatched", run.task, member, run.decision)
 
     def decide_again(self, member: PoolMember, run: StageRun, avoid: Collection[int]) -> tuple[PoolMember, Decision]:
-        """Where a request would go now that is charged to a replica, waits for it, and stays charged to it.
+        """Choose again for a run that waits for a replica. The run stays charged to that replica.
 
         Raises:
             NoReplicaError: no replica serves.
         """
-        # The policy is not told: its prompt counts as cached there all along, for those that were sent after it.
+        # The policy is not notified: the run's prompt keeps counting as cached there, for runs that were sent after it.
         now = self._clock()
         member.ledger.release(run, now)
         self.serving.changed(member)
@@ -281,8 +270,8 @@ class StagePool:
             member.ledger.charge(run, now)
             self.serving.changed(member)
 
-    def begin(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
-        """The first output of an attempt came; the engine had so many prompt tokens cached, None if it did not say."""
+    def add_first_output(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
+        """An attempt's first output came; `cached_tokens` is None if the engine did not report them."""
         now = self._clock()
         member.ledger.add_first_output(run, now)
         self.flow.first_output(now, run.prompt_tokens, cached_tokens, _in_engine_s(run, now))
@@ -292,12 +281,12 @@ class StagePool:
         self._policy.notify("began", run.task, member, cached_tokens)
 
     def report(self, member: PoolMember, report: LoadReport) -> None:
-        """The engine reported its load; the outputs that it has sent with that have been dealt with."""
+        """The engine reported its load; the outputs of the same message were accepted before."""
         if member.ledger.report(report):
             self.serving.changed(member)
 
     def release(self, run: StageRun) -> None:
-        """The request is no longer in flight; nothing to do if it was released before."""
+        """An attempt is no longer in flight. Idempotent."""
         member = None if run.replica_id is None else self._by_id.get(run.replica_id)
         if member is None or member.in_flight.pop(run.engine_request_id, None) is None:
             return
@@ -310,7 +299,7 @@ class StagePool:
         if self.exchange is not None:
             self.exchange.changed(member)
         if run.closed and not run.sent and run.decision.by_policy:
-            # One that is recalled is not: its prompt goes on counting as cached there, see `decide_again`.
+            # Not for a recalled run: its prompt keeps counting as cached there, see `decide_again`.
             self._policy.notify("dispatch_cancelled", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]
         self._policy.notify("ended", run.task, member, now - run.charged_at, run.output_tokens)
@@ -318,25 +307,25 @@ class StagePool:
 
     @property
     def heads(self) -> int:
-        """How many heads balance over these replicas, this one included."""
+        """How many heads use these replicas, this one included."""
         return self._unreported.heads
 
     def set_heads(self, heads: int) -> None:
-        """So many heads balance over these replicas now, this one included."""
+        """So many heads use these replicas now, this one included."""
         self._unreported.set_heads(heads)
 
-    def join(self, member: PoolMember, others: Work | None) -> None:
-        """The other heads have charged so much to a replica; None: they do not say, and its engine's word counts."""
+    def set_peer_work(self, member: PoolMember, others: Work | None) -> None:
+        """Other heads have charged this work to a replica; None: they do not report it, see `LoadLedger`."""
         member.ledger.set_peer_work(others)
         self.serving.changed(member)
 
     def cache_changed(self, member: PoolMember, change: CacheChange) -> None:
-        """The replica's engine reported what it has cached; of no interest once the replica is lost."""
+        """The replica's engine reported a change of its cache. Ignored once the replica is lost."""
         if member.client is not None:
             self._policy.notify("cache_changed", member, change)
 
     def cache_cleared(self, member: PoolMember) -> None:
-        """The replica's engine has dropped what it had cached, because it was told to."""
+        """The replica's engine has cleared its cache for a call."""
         if member.client is not None:
             self._policy.notify("cache_cleared", member)
 
@@ -358,7 +347,7 @@ def _in_order(members: Iterable[PoolMember]) -> tuple[PoolMember, ...]:
 
 
 def _states(members: Collection[PoolMember]) -> str:
-    """In what state replicas are, in words for the API's user."""
+    """The states of replicas, in words for users of the API."""
     if not members:
         return "it has none"
     if len(members) > _MAX_DESCRIBED:
@@ -368,6 +357,6 @@ def _states(members: Collection[PoolMember]) -> str:
 
 
 def _in_engine_s(run: StageRun, now: float) -> float | None:
-    """Seconds since an engine got a run; None if it is not the first one, which may have had an answer to repeat."""
+    """Seconds since an engine got a run; None after the first attempt, since a later one may repeat an answer."""
     is_first = run.sent and run.attempts == 1
     return now - run.dispatched_at if is_first and run.dispatched_at is not None else None

@@ -1,4 +1,4 @@
-"""What the heads of a fleet tell each other of their work, so that each sees a replica's whole load."""
+"""Reports of work between the heads of a fleet, so that each head knows a replica's whole load."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -8,29 +8,26 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.load_ledger import NO_WORK, Work
 
 REPORT_INTERVAL_S = 0.04
-"""Seconds between two reports. With as long again at the coordinator, heads know each other's work within 0.1 s."""
-
+"""Seconds between two reports. With the same delay at the coordinator, heads know each other's work within 0.1 s."""
 
 PeerUpdate = Welcome | PeerWork | HeadLeft | SessionLost
-"""What a head hears of other heads and their work."""
+"""Messages to a head about other heads and their work."""
 PeerWorkChanges = list[tuple[PoolMember, Work | None]]
-"""What the other heads have now charged to replicas; None: they do not say, and the engines' word counts."""
+"""New totals of other heads' work at replicas; None: they do not report it, and the engines' reports count."""
 
 
 class WorkExchange:
-    """Reports this head's work to the others, and says what the others report.
+    """Reports this head's work to the others, and sums up what they report. Lives on the orchestrator's loop.
 
-    A report has what changed since the one before, as it is now, so that any number of changes costs one row. The first
-    after a quiet time leaves as soon as the loop is free. While no other head is known none is made, and the first one
-    is told everything.
+    A report has the current values of what changed since the report before, so any number of changes costs one row. The
+    first report after a quiet time leaves as soon as the loop is free. While no other head is known, no report is made
+    and the engines' reports count; the first other head gets everything.
 
-    Others' work is kept for replicas that this head is not attached to yet. While no other head is known, what the
-    engines report counts. Lives on the orchestrator's loop.
+    Other heads' work is also kept for replicas that this head is not attached to yet.
 
     Args:
-        report: hands a report to the others: rows, and whether they are all there are. Must not block.
-        interval: seconds between two reports at least.
-        call_later: runs a function after some seconds; on the running loop by default.
+        report: sends a report: the rows, and whether they are complete. Must not block.
+        call_later: calls a function after some seconds; on the running loop by default.
     """
 
     def __init__(
@@ -43,21 +40,21 @@ class WorkExchange:
         self._interval = interval
         self._call_later = call_later or _call_later
         self._timer: asyncio.TimerHandle | None = None
-        # What is kept of replicas is kept by `engine_key`.
+        # All maps by `int` have an `engine_key` as the key, or a class's key, which no engine has.
         self._members: dict[int, PoolMember] = {}
         self._keys: dict[PoolMember, int] = {}
-        # What waits of each class, by a key that no engine has.
+        # Returns this head's waiting work of a class.
         self._waiting: dict[int, Callable[[], Work]] = {}
-        # Keys whose work may differ from what was reported, in order.
+        # Keys whose work may differ from the last report, in order.
         self._changed: dict[int, None] = {}
         self._all_wanted = False
         self._heads: dict[str, dict[int, Work]] = {}
-        # The sums over `_heads`, without those that are nothing.
+        # The sums over `_heads`, without zeros.
         self._others: dict[int, Work] = {}
 
     @property
     def heads(self) -> int:
-        """How many heads are known, this one among them. May be read by any thread."""
+        """How many heads are known, this one included. May be read by any thread."""
         return len(self._heads) + 1
 
     @property
@@ -65,10 +62,10 @@ class WorkExchange:
         """Ids of the other heads that are known. May be read by any thread."""
         return tuple(self._heads)
 
-    def serves(self, member: PoolMember) -> Work | None:
-        """A replica is about to serve. Returns what the others have charged to it; None: they do not say.
+    def add_member(self, member: PoolMember) -> Work | None:
+        """A replica is about to serve. Returns the other heads' work there; None: they do not report it.
 
-        Replicas that belong to this head alone are nobody else's business.
+        A local replica is used by this head only, and is not reported.
         """
         if not member.remote:
             return None
@@ -77,33 +74,33 @@ class WorkExchange:
         return self._others_of(key)
 
     def changed(self, member: PoolMember) -> None:
-        """What this head has charged to a replica may have changed."""
-        self._note(self._keys.get(member))
+        """This head's work at a replica may have changed."""
+        self._mark_changed(self._keys.get(member))
 
     def set_waiting(self, class_name: str, waiting: Callable[[], Work]) -> None:
-        """What this head has waiting of a class may have changed; `waiting` says what it is."""
+        """This head's waiting work of a class may have changed; `waiting` returns it."""
         key = _class_key(class_name)
         self._waiting[key] = waiting
-        self._note(key)
+        self._mark_changed(key)
 
     def others_waiting(self, class_name: str) -> Work:
-        """What the other heads have waiting of a class. From any thread."""
+        """The other heads' waiting work of a class. May be read by any thread."""
         return self._others.get(_class_key(class_name), NO_WORK)
 
-    def lost(self, member: PoolMember) -> None:
-        """A replica is lost, and nothing is charged to it any more."""
+    def remove_member(self, member: PoolMember) -> None:
+        """A replica is lost, with all work charged to it."""
         key = self._keys.pop(member, None)
         if key is not None:
             self._members.pop(key, None)
-        self._note(key)
+        self._mark_changed(key)
 
     def take(self, message: PeerUpdate) -> PeerWorkChanges:
-        """Hear of other heads. Returns what of others' work has changed by that."""
+        """Take a message about other heads. Returns the changes of their work."""
         match message:
             case PeerWork():
                 return self._peer_work(message)
             case Welcome():
-                # A session begins: the next report has everything.
+                # A session begins: the next report is complete.
                 self._all_wanted = True
                 self._wake()
                 return self._forget([head_id for head_id in self._heads if head_id not in message.heads])
@@ -116,7 +113,7 @@ class WorkExchange:
         is_first = not self._heads
         known = self._heads.setdefault(message.head_id, {})
         if is_first:
-            # Nobody was told of what changed while nobody was there.
+            # Changes were not reported while no other head was known.
             self._all_wanted = True
             self._wake()
         rows = {row.engine: Work(row.requests, row.prefill_tokens) for row in message.work}
@@ -125,7 +122,7 @@ class WorkExchange:
         return self._work_of_others(self._members if is_first else (*rows, *gone))
 
     def close(self) -> None:
-        """Report no more. Idempotent."""
+        """Stop reporting. Idempotent."""
         self._forget(list(self._heads))
         if self._timer is not None:
             self._timer.cancel()
@@ -138,8 +135,7 @@ class WorkExchange:
             self._count(known, dict.fromkeys(known, NO_WORK))
         return self._work_of_others(touched if self._heads else self._members)
 
-    def _note(self, key: int | None) -> None:
-        """Remember what to report, if there is anybody to report to."""
+    def _mark_changed(self, key: int | None) -> None:
         if self._heads and key is not None:
             self._changed[key] = None
             self._wake()
@@ -165,7 +161,7 @@ class WorkExchange:
         return NO_WORK if member is None else member.ledger.own
 
     def _count(self, known: dict[int, Work], rows: Mapping[int, Work]) -> None:
-        """Replace what is known of one head, and correct the sums."""
+        """Update the rows of one head, and the sums."""
         for key, work in rows.items():
             before, others = known.get(key, NO_WORK), self._others.get(key, NO_WORK)
             requests = others.requests + work.requests - before.requests
