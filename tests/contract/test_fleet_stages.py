@@ -43,7 +43,7 @@ def plans(*stages: Stage, tokenizers: str = "") -> tuple[StagePlan, ...]:
 def test_a_fleet_without_pipeline_has_one_stage() -> None:
     stages = FleetStages.of([plan(0, None, config="config")])
     assert (stages.pipeline, stages.prompt_stage, stages.model_stages) == (None, 0, (0,))
-    assert (stages.configs, stages.front_tokenizer, stages.adapter_stages) == (["config"], None, (0,))
+    assert (stages.configs, stages.answer_tokenizer, stages.adapter_stages) == (["config"], None, (0,))
 
 
 def test_a_model_that_two_stages_run_is_asked_in_both() -> None:
@@ -74,7 +74,7 @@ def test_the_model_is_that_of_the_stage_which_reads_prompts() -> None:
 )
 def test_answers_come_in_the_tokens_of_the_stage_in_front(second: Stage, tokenizers: str, expected: str | None) -> None:
     stages = FleetStages.of(plans(stage(0, "m"), second, tokenizers=tokenizers))
-    assert (stages.front_tokenizer and stages.front_tokenizer()) == expected
+    assert (stages.answer_tokenizer and stages.answer_tokenizer()) == expected
 
 
 def test_a_text_pipeline_has_routes_for_text_whatever_reads_the_prompt() -> None:

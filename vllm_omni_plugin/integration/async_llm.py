@@ -51,7 +51,7 @@ async def _check_health(original: Any, server: Any) -> None:
     core = server.engine_core
     if not isinstance(core, FleetClient):
         return
-    if core.graceful_shutdown.ending or core.head_drain.active or not core.can_serve:
+    if core.graceful_shutdown.ending or core.head_drain.active or not core.orchestrator.can_serve:
         raise EngineDeadError
 
 

@@ -98,17 +98,12 @@ class FleetClient(UtilityCallClient):
         self._events.bind(output_processor, logger_manager, [pool.policy for pool in self.orchestrator.stage_pools])
 
     @property
-    def can_serve(self) -> bool:
-        """Whether every stage that an ordinary request needs has a replica that accepts requests."""
-        return self.orchestrator.can_serve
-
-    @property
     def can_finish_requests(self) -> bool:
         """Whether `shutdown`, called in this thread, would let requests finish: not if it runs on AsyncLLM's loop."""
         return bool(self._finalizer.alive) and self.graceful_shutdown.loop_in_other_thread
 
     async def until_serving(self) -> None:
-        """Return once `can_serve` holds."""
+        """Return once every stage that an ordinary request needs has a replica that accepts requests."""
         await self.orchestrator.serving_signal.wait()
 
     def cancel_wait(self) -> None:
@@ -232,7 +227,7 @@ class FleetClient(UtilityCallClient):
                 return self.stages.supported(tasks)
             except (NoReplicaError, ReplicaError):
                 # If the first replica has been lost again, wait for the next one.
-                if self.can_serve:
+                if self.orchestrator.can_serve:
                     raise
 
     async def get_status(self) -> dict[str, Any]:

@@ -88,8 +88,8 @@ class FleetEventHandler:
         """
         self._output_processor = output_processor
         guard_outputs(output_processor, self._output_failed)
-        if self._stages.front_tokenizer is not None:
-            decode_with(output_processor, self._stages.front_tokenizer())
+        if self._stages.answer_tokenizer is not None:
+            decode_with(output_processor, self._stages.answer_tokenizer())
         if output_processor.tracing_enabled:
             # OpenTelemetry is an optional dependency.
             from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans

@@ -1,6 +1,7 @@
 """Plans the stages of a head from its command line and pipeline file."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, cast
@@ -167,15 +168,18 @@ def python_plan(stage: Stage, replicas: int, api: EngineApi, first_device: int =
 
 def _engine_config(options: OmniConfig, stage: Stage, engine_args: Any, engines: int) -> Any:
     prepare_engine_args(engine_args, engines)
-    try:
-        return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     # vLLM and transformers raise any kind of error for a model's configuration.
-    except Exception as error:
-        raise _stage_error(options, stage, error) from error
+    with _errors_of(options, stage, Exception):
+        return engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
 
 
-def _stage_error(options: OmniConfig, stage: Stage, error: Exception) -> ConfigError:
-    return ConfigError(f"{options.pipeline}: stage {stage.name!r}: {' '.join(str(error).split())}")
+@contextmanager
+def _errors_of(options: OmniConfig, stage: Stage, kind: type[Exception] = ConfigError) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(f"{options.pipeline}: stage {stage.name!r}: {message}") from error
 
 
 def _share_devices(
@@ -185,10 +189,8 @@ def _share_devices(
     taken = 0
     for stage in command.pipeline.stages:
         if stage.is_vllm and "device_ids" not in stage.engine_args:
-            try:
+            with _errors_of(options, stage):
                 taken += assign_devices(configs[stage.id], taken, replicas[stage.id])
-            except ConfigError as error:
-                raise _stage_error(options, stage, error) from error
     return taken
 
 
@@ -207,10 +209,8 @@ def _python_launcher(
 
 
 def _vllm_api(options: OmniConfig, stage: Stage, config: Any, entry_config: Any) -> VllmStageApi:
-    try:
+    with _errors_of(options, stage):
         return VllmStageApi(config, entry_config, stage, has_custom_logits_processors(config.model_config))
-    except ConfigError as error:
-        raise _stage_error(options, stage, error) from error
 
 
 @dataclass(frozen=True)
@@ -220,12 +220,12 @@ class FleetStages:
     Attributes:
         pipeline: None in a fleet of one model.
         configs: vLLM's configuration by stage; None for a Python stage.
-        front_tokenizer: loads the tokenizer of the front stage; None if it is that of the prompt stage.
+        answer_tokenizer: loads the tokenizer of the answer stage; None if it is that of the prompt stage.
     """
 
     pipeline: Pipeline | None
     configs: Sequence[Any]
-    front_tokenizer: Callable[[], Any] | None = None
+    answer_tokenizer: Callable[[], Any] | None = None
 
     @classmethod
     def of(cls, plans: Sequence[StagePlan]) -> Self:
@@ -235,10 +235,10 @@ class FleetStages:
         if not stages:
             return cls(None, configs)
         pipeline = Pipeline(stages)
-        front = pipeline.answer_stage_of(pipeline.default_modalities)
-        if front is None or not front.is_vllm or _same_tokenizer(plans[front.id], plans[pipeline.prompt_stage.id]):
+        answer = pipeline.answer_stage_of(pipeline.default_modalities)
+        if answer is None or not answer.is_vllm or _same_tokenizer(plans[answer.id], plans[pipeline.prompt_stage.id]):
             return cls(pipeline, configs)
-        api = cast(VllmStageApi, plans[front.id].api)
+        api = cast(VllmStageApi, plans[answer.id].api)
         return cls(pipeline, configs, lambda: api.tokenizer)
 
     @property
