@@ -47,7 +47,7 @@ def test_nothing_of_a_vllm_that_is_not_supported_is_used(
     assert "error      vLLM: too old" in capsys.readouterr().out
 
 
-def test_too_little_shared_memory_for_two_workers_is_told_without_a_command_line(
+def test_without_a_command_line_shared_memory_must_suffice_for_two_workers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=64, f_frsize=2**20))

@@ -1,4 +1,4 @@
-"""Requests when the server is told to end: those that can finish do, and none is left without an answer."""
+"""Requests during a shutdown: those that can finish do, and all get a response."""
 
 import asyncio
 from collections.abc import Sequence
@@ -45,91 +45,83 @@ def processor() -> FakeProcessor:
 
 
 @pytest.fixture
-def last(processor: FakeProcessor) -> GracefulShutdown:
-    last = GracefulShutdown()
-    last.bind(processor)
-    return last
+def shutdown(processor: FakeProcessor) -> GracefulShutdown:
+    shutdown = GracefulShutdown()
+    shutdown.bind(processor)
+    return shutdown
 
 
-def submit(last: GracefulShutdown, processor: FakeProcessor, *, pooling: bool = False, call: Any = None) -> bool:
+def submit(shutdown: GracefulShutdown, processor: FakeProcessor, *, pooling: bool = False, call: Any = None) -> bool:
     """Request "a", as AsyncLLM does it, whose processor knows it first."""
     said: list[Exception] = []
     queue = SimpleNamespace(put=said.append, said=said)
     processor.request_states["a"] = SimpleNamespace(detokenizer=None if pooling else "one", queue=queue)
-    last.outputs_processed()
-    if last.ending:
-        last.refuse("a", call)
-    return not last.ending
+    shutdown.outputs_processed()
+    if shutdown.ending:
+        shutdown.refuse("a", call)
+    return not shutdown.ending
 
 
 async def test_a_server_made_on_its_loop_waits_before_its_first_request_has_reached_an_engine() -> None:
-    last = GracefulShutdown()
-    last.bind(FakeProcessor())
+    shutdown = GracefulShutdown()
+    shutdown.bind(FakeProcessor())
     fleet = Finished(left=0.0)
-    await asyncio.to_thread(last.wait_for_requests, fleet, 60.0)
+    await asyncio.to_thread(shutdown.wait_for_requests, fleet, 60.0)
     assert fleet.asked == [60.0]
 
 
 @pytest.mark.parametrize("timeout", [None, 0.0])
-async def test_without_time_nothing_is_waited_for(
-    last: GracefulShutdown, processor: FakeProcessor, timeout: float | None
+async def test_without_time_or_on_the_loop_there_is_no_wait(
+    shutdown: GracefulShutdown, processor: FakeProcessor, timeout: float | None
 ) -> None:
-    assert submit(last, processor)
+    assert submit(shutdown, processor)
     fleet = Finished(left=50.0)
-    assert await asyncio.to_thread(last.wait_for_requests, fleet, timeout) == timeout
+    assert await asyncio.to_thread(shutdown.wait_for_requests, fleet, timeout) == timeout
+    assert shutdown.wait_for_requests(fleet, 60.0) == 60, "this is the loop that requests need"
     assert fleet.asked == []
 
 
-async def test_on_the_loop_that_requests_need_nothing_is_waited_for(
-    last: GracefulShutdown, processor: FakeProcessor
-) -> None:
-    assert submit(last, processor)
-    fleet = Finished(left=50.0)
-    assert last.wait_for_requests(fleet, 60.0) == 60
-    assert fleet.asked == []
-
-
-async def test_a_refused_call_of_a_pipeline_ends(last: GracefulShutdown, processor: FakeProcessor) -> None:
+async def test_a_refused_call_of_a_pipeline_ends(shutdown: GracefulShutdown, processor: FakeProcessor) -> None:
     events: list[StageEvent | PipelineCallEnded] = []
-    await asyncio.to_thread(last.wait_for_requests, Finished(left=0.0), 0.0)
-    assert not submit(last, processor, call=PipelineCall(("audio",), events.append))
+    await asyncio.to_thread(shutdown.wait_for_requests, Finished(left=0.0), 0.0)
+    assert not submit(shutdown, processor, call=PipelineCall(("audio",), events.append))
     (ended,) = events
     assert isinstance(ended, PipelineCallEnded)
     assert "shutting down" in str(ended.error)
 
 
 async def test_an_answer_without_a_finish_reason_ends_with_an_error(
-    last: GracefulShutdown, processor: FakeProcessor
+    shutdown: GracefulShutdown, processor: FakeProcessor
 ) -> None:
-    assert submit(last, processor, pooling=True)
+    assert submit(shutdown, processor, pooling=True)
     queue = processor.request_states["a"].queue
-    await asyncio.to_thread(last.abort_all)
+    await asyncio.to_thread(shutdown.abort_all)
     await asyncio.sleep(0)
     (error,) = queue.said
     assert isinstance(error, GracefulHTTPError)
     assert "shutting down" in str(error)
 
 
-async def test_who_waits_for_the_end_is_told(last: GracefulShutdown) -> None:
-    waiting = asyncio.create_task(last.wait_until_ending())
+async def test_waiting_for_the_shutdown_ends_when_it_begins(shutdown: GracefulShutdown) -> None:
+    waiting = asyncio.create_task(shutdown.wait_until_ending())
     await asyncio.sleep(0)
-    assert not last.ending
-    await asyncio.to_thread(last.wait_for_requests, Finished(left=0.0), 0.0)
-    assert last.ending
+    assert not shutdown.ending
+    await asyncio.to_thread(shutdown.wait_for_requests, Finished(left=0.0), 0.0)
+    assert shutdown.ending
     await asyncio.wait_for(waiting, 10)
 
 
-def test_a_server_that_never_had_a_request_has_none_to_end(last: GracefulShutdown) -> None:
-    assert last.wait_for_requests(Finished(left=50.0), 60.0) == 60
-    last.abort_all()
+def test_a_server_that_never_had_a_request_has_none_to_end(shutdown: GracefulShutdown) -> None:
+    assert shutdown.wait_for_requests(Finished(left=50.0), 60.0) == 60
+    shutdown.abort_all()
 
 
-async def test_the_end_of_a_server_that_failed_before_it_could_take_requests_is_no_fault() -> None:
+async def test_a_server_that_failed_before_it_accepted_requests_shuts_down_without_an_error() -> None:
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, fault: faults.append(fault))
-    last = GracefulShutdown()
-    last.outputs_processed()
-    last.abort_all()
+    shutdown = GracefulShutdown()
+    shutdown.outputs_processed()
+    shutdown.abort_all()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert faults == []

@@ -85,15 +85,17 @@ def test_no_shared_memory_at_all_is_not_known(monkeypatch: pytest.MonkeyPatch) -
     assert levels(about("shared memory", OmniConfig(), 1, 2)) == [Level.UNKNOWN]
 
 
+@pytest.mark.parametrize(("headless", "limit", "needed"), [(True, 300, 364), (False, 95, 96)], ids=["node", "head"])
 def test_a_limit_of_open_files_that_is_too_low_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    headless: bool, limit: int, needed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (300, 300))
-    check_or_exit(node(), 1, 0, headless=True)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    options = node() if headless else OmniConfig()
+    check_or_exit(options, 1, 0, headless)
     with pytest.raises(SystemExit) as end:
-        check_or_exit(node(), 2, 0, headless=True)
+        check_or_exit(options, 2, 0, headless)
     assert end.value.code == 2
-    assert "vllm serve: error: 2 replicas need some 364 open files" in capsys.readouterr().err
+    assert f"vllm serve: error: 2 replicas need some {needed} open files" in capsys.readouterr().err
 
 
 def test_a_range_without_enough_free_ports_ends_the_command_and_leaves_them_free(
@@ -148,16 +150,6 @@ def test_a_head_alone_needs_open_files_for_its_clients_too(
     result = check_head_files(replicas)
     assert result.level is level
     assert said in result.text
-
-
-def test_too_few_open_files_for_the_replicas_of_a_head_end_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (95, 95))
-    check_or_exit(OmniConfig(), 1, 0, headless=False)
-    with pytest.raises(SystemExit):
-        check_or_exit(OmniConfig(), 2, 0, headless=False)
-    assert "vllm serve: error: 2 replicas need some 96 open files" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ async def test_a_request_that_is_cancelled_while_the_orchestrator_is_behind_is_g
     assert not processor.has_unfinished_requests()
 
 
-async def test_a_fleet_that_has_failed_takes_neither_requests_nor_calls_and_is_told_of_aborts_in_vain(
+async def test_a_fleet_that_has_failed_refuses_requests_calls_and_reads_and_ignores_aborts(
     orchestrator: Orchestrator, client: FleetClient
 ) -> None:
     orchestrator.close_queues()
@@ -177,9 +177,12 @@ async def test_a_fleet_that_has_failed_takes_neither_requests_nor_calls_and_is_t
     with pytest.raises(EngineDeadError):
         await client.sleep_async()
     await client.abort_requests_async(["r"])
+    with pytest.raises(EngineDeadError):
+        await client.get_output_async()
+    assert client.resources.engine_dead
 
 
-async def test_the_reader_of_a_fleet_that_is_shut_down_is_told_of_no_fault(
+async def test_reading_from_a_fleet_that_is_shut_down_raises_no_error(
     orchestrator: Orchestrator, client: FleetClient
 ) -> None:
     reader = asyncio.create_task(client.get_output_async())
@@ -189,13 +192,6 @@ async def test_the_reader_of_a_fleet_that_is_shut_down_is_told_of_no_fault(
     done, _ = await asyncio.wait({reader}, timeout=0.05)
     assert not done
     reader.cancel()
-
-
-async def test_the_reader_of_a_fleet_that_failed_is_told_so(orchestrator: Orchestrator, client: FleetClient) -> None:
-    orchestrator.close_queues()
-    with pytest.raises(EngineDeadError):
-        await client.get_output_async()
-    assert client.resources.engine_dead
 
 
 async def test_who_waits_for_a_fleet_goes_on_when_a_replica_serves(
@@ -319,20 +315,12 @@ async def test_where_one_engine_has_one_state_replicas_that_differ_are_an_error(
         await answered(orchestrator, getattr(client, f"{method}_async")(), *answers)
 
 
-@pytest.mark.parametrize(
-    ("method", "args"),
-    [
-        ("prepare_elastic_ep", (2,)),
-        ("commit_elastic_ep", ()),
-        ("abort_external_elastic_ep", ("why",)),
-        ("handle_fault", (None,)),
-    ],
-)
-async def test_what_a_fleet_has_no_use_for_is_refused_and_not_ignored(
-    client: FleetClient, method: str, args: tuple[Any, ...]
-) -> None:
+async def test_methods_that_do_not_apply_to_a_fleet_are_refused(client: FleetClient) -> None:
+    for method, argument in {"prepare_elastic_ep": 2, "abort_external_elastic_ep": "why", "handle_fault": None}.items():
+        with pytest.raises(NotImplementedError, match="does not apply"):
+            await getattr(client, method)(argument)
     with pytest.raises(NotImplementedError, match="does not apply"):
-        await getattr(client, method)(*args)
+        await client.commit_elastic_ep()
 
 
 async def test_the_status_names_every_replica_and_whether_it_serves() -> None:

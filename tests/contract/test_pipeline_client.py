@@ -257,13 +257,13 @@ async def test_the_start_warns_of_who_may_change_the_fleet(
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-async def test_one_server_alone_heeds_a_second_signal_since_several_get_each_twice(head: Head, servers: int) -> None:
+async def test_only_a_single_server_handles_a_second_signal(head: Head, servers: int) -> None:
     args = SimpleNamespace() if servers == 1 else SimpleNamespace(**{SHARED_DRAIN_FLAG: bytearray(1)})
     app = await start_app(head, OmniConfig(), args)
-    heeds: asyncio.Task[None] | None = getattr(app.state, "omni_second_signal", None)
-    assert (heeds is not None) == (servers == 1)
-    if heeds is not None:
-        heeds.cancel()
+    handler: asyncio.Task[None] | None = getattr(app.state, "omni_second_signal", None)
+    assert (handler is not None) == (servers == 1)
+    if handler is not None:
+        handler.cancel()
 
 
 async def test_leaving_a_call_aborts_all_of_it_and_vllms_own_abort_what_answers(head: Head) -> None:

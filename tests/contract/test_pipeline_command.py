@@ -178,18 +178,15 @@ def test_faults_of_a_python_stage_are_told_with_line_and_key(tmp_path: Path, thi
     assert message in told
 
 
-def test_a_stage_of_other_nodes_needs_no_class_here(tmp_path: Path) -> None:
-    file = write_pipeline(tmp_path, third="engine: nowhere:Vocoder\nreplicas: 0\ntransform: text")
-    _, options = read(f"--omni-pipeline {file} {JOIN}")
+@pytest.mark.parametrize(
+    ("replicas", "flags"), [(0, ""), (2, "--omni-join")], ids=["of other nodes", "of another head"]
+)
+def test_a_stage_without_replicas_here_needs_no_class(tmp_path: Path, replicas: int, flags: str) -> None:
+    file = write_pipeline(tmp_path, third=f"engine: nowhere:Vocoder\nreplicas: {replicas}\ntransform: text")
+    _, options = read(f"--omni-pipeline {file} {JOIN} {flags}")
     pipeline = pipeline_of(options)
     assert pipeline is not None
     assert len(pipeline.stages) == 3
-
-
-def test_a_head_that_joins_needs_no_class(tmp_path: Path) -> None:
-    file = write_pipeline(tmp_path, third="engine: nowhere:Vocoder\nreplicas: 2\ntransform: text")
-    _, options = read(f"--omni-pipeline {file} {JOIN} --omni-join")
-    assert pipeline_of(options) is not None
 
 
 def test_a_headless_node_takes_its_own_stage_and_asks_nothing_of_the_others(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ STORY = Adapter("story", 7, "/loras/story")
 
 
 class FakeFleetClient(FleetClient):
-    """A fleet's client without a fleet, which notes what the engines would be told."""
+    """A client without a fleet, which records the adapters that engines would load and forget."""
 
     def __init__(self) -> None:
         self.server_state = ServerStateSync()
@@ -64,7 +64,7 @@ async def server(
     return models
 
 
-def told(
+def update_of(
     loaded: tuple[Adapter, ...] = (), level: int | None = None, unloaded: tuple[int, ...] = ()
 ) -> EngineStateUpdate:
     return EngineStateUpdate(loaded, unloaded, level, Future())
@@ -80,22 +80,22 @@ def client() -> FakeFleetClient:
 
 
 async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: FakeFleetClient) -> None:
-    client.server_state.apply(told(loaded=(STORY,)))
+    client.server_state.apply(update_of(loaded=(STORY,)))
     models = await server(client, ("story", "/other"), ("brief", "/loras/brief"))
     assert await listed(models) == ["base", "story", "brief"]
     assert [request.lora_name for request in client.added] == ["brief"]
     assert models.lora_requests["story"].lora_path == "/loras/story"
 
 
-async def test_what_another_server_unloads_goes_and_nothing_else_and_it_is_told_when_that_is_done(
+async def test_only_what_another_server_unloads_is_removed_and_the_update_is_confirmed(
     client: FakeFleetClient,
 ) -> None:
-    client.server_state.apply(told(loaded=(STORY, Adapter("brief", 8, "/loras/brief"))))
+    client.server_state.apply(update_of(loaded=(STORY, Adapter("brief", 8, "/loras/brief"))))
     models = await server(client)
-    news = told(unloaded=(7,))
-    client.server_state.apply(news)
+    update = update_of(unloaded=(7,))
+    client.server_state.apply(update)
     assert await listed(models) == ["base", "brief"]
-    assert news.applied.result(timeout=0) is None
+    assert update.applied.result(timeout=0) is None
 
 
 async def test_a_module_that_another_server_loads_meanwhile_is_not_loaded_again_and_the_others_keep_their_ids(
@@ -109,7 +109,7 @@ async def test_a_module_that_another_server_loads_meanwhile_is_not_loaded_again_
     def other_is_faster(request: LoRARequest) -> None:
         client.added.append(request)
         if request.lora_name == "first":
-            client.server_state.apply(told(loaded=(second,)))
+            client.server_state.apply(update_of(loaded=(second,)))
 
     models = await server(client, *modules, on_add=other_is_faster)
     assert sorted(await listed(models)) == ["base", "first", "second", "third"]
@@ -179,17 +179,17 @@ async def test_a_server_without_a_fleet_keeps_its_own_registry() -> None:
 
 def test_sleep_that_came_by_another_server_is_counted(client: FakeFleetClient) -> None:
     recorded: list[tuple[int, int]] = []
-    client.server_state.apply(told(level=2))
+    client.server_state.apply(update_of(level=2))
     client.server_state.loggers = SimpleNamespace(record_sleep_state=lambda *state: recorded.append(state))
     for level in (2, None, 1, 0):
-        client.server_state.apply(told(level=level))
+        client.server_state.apply(update_of(level=level))
     assert recorded == [(1, 2), (1, 1), (0, 0)]
 
 
-async def test_news_that_nobody_waits_for_any_more_are_applied(client: FakeFleetClient) -> None:
-    news = told(loaded=(STORY,))
-    news.applied.cancel()
-    client.server_state.apply(news)
+async def test_a_cancelled_update_is_applied(client: FakeFleetClient) -> None:
+    update = update_of(loaded=(STORY,))
+    update.applied.cancel()
+    client.server_state.apply(update)
     models = await server(client)
     assert await listed(models) == ["base", "story"]
 
