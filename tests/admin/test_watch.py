@@ -77,7 +77,7 @@ async def test_events_are_listed_oldest_first_after_a_given_one(fleet: FakeFleet
 
 async def test_a_stream_has_the_kept_events_and_then_new_ones(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     fleet.kill(1)
-    stream = messages(broadcast.event_stream())
+    stream = messages(broadcast.stream())
     assert (await first(stream))[0] == "lost"
     fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
     kind, event = await first(stream)
@@ -86,7 +86,7 @@ async def test_a_stream_has_the_kept_events_and_then_new_ones(fleet: FakeFleet, 
 
 async def test_an_event_of_another_thread_reaches_the_stream(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=600.0)
-    stream = messages(broadcast.event_stream())
+    stream = messages(broadcast.stream())
     waiting = asyncio.create_task(first(stream))
     await eventually(lambda: broadcast.is_producing, "the viewer")
     await asyncio.to_thread(fleet.orchestrator.events.record, EventKind.DRAIN, "elsewhere")
@@ -96,7 +96,7 @@ async def test_an_event_of_another_thread_reaches_the_stream(fleet: FakeFleet, b
 async def test_a_slow_viewer_gets_the_newest_state_and_delays_no_other(
     fleet: FakeFleet, broadcast: FleetBroadcast
 ) -> None:
-    slow, quick = messages(broadcast.fleet_stream()), messages(broadcast.fleet_stream())
+    slow, quick = messages(broadcast.stream(with_state=True)), messages(broadcast.stream(with_state=True))
     for stream in (slow, quick):
         assert (await first(stream))[0] == "history"
         assert (await first(stream))[0] == "state"
@@ -119,7 +119,7 @@ async def test_one_producer_serves_all_viewers(
 
     monkeypatch.setattr(FleetView, "state", state)
     assert (broadcast.is_producing, fleet.orchestrator.events.on_event) == (False, None)
-    streams = [messages(broadcast.fleet_stream()) for _ in range(20)]
+    streams = [messages(broadcast.stream(with_state=True)) for _ in range(20)]
     for stream in streams:
         assert (await first(stream))[0] == "history"
     states = [await first(stream) for stream in streams]
@@ -131,12 +131,12 @@ async def test_the_producer_ends_some_time_after_the_last_viewer(
     fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_broadcast, "_HISTORY", 1)
-    stream = broadcast.fleet_stream()
+    stream = broadcast.stream(with_state=True)
     await first(stream)
     await stream.aclose()
     await eventually(lambda: not broadcast.is_producing, "the end of the producer")
     assert fleet.orchestrator.events.on_event is None
-    assert (await first(messages(broadcast.fleet_stream())))[0] == "history", "it begins again for the next"
+    assert (await first(messages(broadcast.stream(with_state=True))))[0] == "history", "it begins again for the next"
 
 
 async def test_a_viewer_that_joins_while_the_producer_ends_gets_states(
@@ -153,11 +153,11 @@ async def test_a_viewer_that_joins_while_the_producer_ends_gets_states(
         own_turn(broadcast, is_sampled=is_sampled)
 
     monkeypatch.setattr(FleetBroadcast, "_take_turn", take_turn)
-    leaving = broadcast.fleet_stream()
+    leaving = broadcast.stream(with_state=True)
     await first(leaving)
     await leaving.aclose()
     await eventually(lambda: taken == [0], "the last tick alone")
-    stream = messages(broadcast.fleet_stream())
+    stream = messages(broadcast.stream(with_state=True))
     assert [(await first(stream))[0] for _ in range(3)] == ["history", "state", "state"]
 
 
@@ -174,7 +174,7 @@ async def test_a_failed_state_is_skipped_and_logged_once(
         return own_state(view)
 
     monkeypatch.setattr(FleetView, "state", state)
-    stream = messages(broadcast.fleet_stream())
+    stream = messages(broadcast.stream(with_state=True))
     assert [(await first(stream))[0] for _ in range(2)] == ["history", "state"]
     assert failed
     assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -189,7 +189,7 @@ async def test_streams_end_with_the_server_also_without_a_producer(
     over: list[int] = []
     monkeypatch.setattr(FleetBroadcast, "_produce", nothing)
     monkeypatch.setattr(broadcast, "_is_over", lambda: bool(over))
-    reading = asyncio.create_task(_read_all(broadcast.fleet_stream()))
+    reading = asyncio.create_task(_read_all(broadcast.stream(with_state=True)))
     await eventually(lambda: broadcast.is_producing, "the viewer")
     over.append(1)
     async with asyncio.timeout(10):
@@ -204,7 +204,7 @@ async def test_an_event_after_the_end_of_the_loop_is_ignored(fleet: FakeFleet, b
 
 async def test_the_history_is_kept_between_viewers(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     for points in (0, 1):
-        stream = messages(broadcast.fleet_stream())
+        stream = messages(broadcast.stream(with_state=True))
         assert len((await first(stream))[1]) >= points
         await first(stream)
         await stream.aclose()  # type: ignore[attr-defined]
@@ -215,7 +215,7 @@ async def test_streams_end_with_the_server(fleet: FakeFleet) -> None:
     drain = HeadDrain(fleet.orchestrator.events)
     view = FleetView(fleet.orchestrator, drain, lambda: False, TokenRates(CollectorRegistry(), lambda: 0), {}, None)
     broadcast = FleetBroadcast(view, fleet.orchestrator.events, lambda: bool(over), 0.01)
-    streams = [broadcast.event_stream(), broadcast.fleet_stream()]
+    streams = [broadcast.stream(), broadcast.stream(with_state=True)]
     reading = [asyncio.create_task(_read_all(stream)) for stream in streams]
     await eventually(lambda: broadcast.is_producing, "the viewers")
     over.append(1)
@@ -249,7 +249,7 @@ async def test_a_stream_counts_before_its_first_byte_is_sent(fleet: FakeFleet, m
             await released.wait()
 
         scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "app": app, "asgi": {}}
-        await EventStreamResponse(broadcast, broadcast.event_stream(), {})(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await EventStreamResponse(broadcast, broadcast.stream(), {})(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     waiting = asyncio.create_task(ask())
     await eventually(lambda: asked == [200], "the first stream")
@@ -319,9 +319,9 @@ async def test_the_fleet_stream_has_states_and_events_and_continues_after_the_la
     fleet.kill(1)
     fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
     events = broadcast.events()
-    kinds = [(await first(stream))[0] for stream in [messages(broadcast.fleet_stream())] for _ in range(4)]
+    kinds = [(await first(stream))[0] for stream in [messages(broadcast.stream(with_state=True))] for _ in range(4)]
     assert kinds == ["history", "lost", "drain", "state"]
-    later = messages(broadcast.fleet_stream(events[0].id))
+    later = messages(broadcast.stream(events[0].id, with_state=True))
     assert [(await first(later))[0] for _ in range(3)] == ["history", "drain", "state"]
 
 
@@ -332,7 +332,7 @@ async def test_a_quiet_stream_sends_comments(
         raise KeyError("at every state")
 
     monkeypatch.setattr(FleetView, "state", fails)
-    for stream in (broadcast.fleet_stream(), broadcast.event_stream()):
+    for stream in (broadcast.stream(with_state=True), broadcast.stream()):
         async with aclosing(stream) as chunks:
             await first(chunks)
             assert [await first(chunks) for _ in range(2)] == [COMMENT] * 2
@@ -340,7 +340,7 @@ async def test_a_quiet_stream_sends_comments(
 
 @pytest.mark.parametrize("when", ["before it begins", "while it waits"])
 async def test_a_cancelled_producer_is_replaced(fleet: FakeFleet, broadcast: FleetBroadcast, when: str) -> None:
-    async with aclosing(broadcast.fleet_stream()) as chunks:
+    async with aclosing(broadcast.stream(with_state=True)) as chunks:
         stream = messages(chunks)
         assert (await first(stream))[0] == "history"
         (producer,) = (task for task in asyncio.all_tasks() if task.get_name() == "omni-broadcast")
@@ -377,6 +377,6 @@ async def test_the_script_makes_no_markup_of_data_and_stores_no_key() -> None:
 
 async def test_markup_of_a_replica_is_sent_as_data(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     fleet.orchestrator.replica_lost(fleet.pool.member(0), f"{MARKUP}\n\nevent: state")
-    stream = messages(broadcast.event_stream())
+    stream = messages(broadcast.stream())
     kind, event = await first(stream)
     assert (kind, event["reason"]) == ("lost", f"{MARKUP}  event: state")

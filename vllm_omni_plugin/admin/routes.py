@@ -1,6 +1,6 @@
 """HTTP routes for operators: replicas, draining the head, reloading the admission file, explaining a decision."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -25,13 +25,7 @@ from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 
 class ExplainRequest(BaseModel):
-    """The body of `POST /omni/explain`.
-
-    Attributes:
-        model: name of the model or an adapter; None: the model.
-        tenant: "": no tenant.
-        priority: None: the best one that the tenant's class allows.
-    """
+    """The body of `POST /omni/explain`. `priority` None: the best one that the tenant's class allows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,17 +36,12 @@ class ExplainRequest(BaseModel):
     priority: int | None = None
 
 
-_STATUS: tuple[tuple[type[OmniError], HTTPStatus], ...] = (
-    (BadPromptError, HTTPStatus.BAD_REQUEST),
-    (ConfigError, HTTPStatus.BAD_REQUEST),
-    (UnknownModelError, HTTPStatus.NOT_FOUND),
-    (UnknownReplicaError, HTTPStatus.NOT_FOUND),
-    (ReplicaError, HTTPStatus.CONFLICT),
-    (NoExplanationError, HTTPStatus.CONFLICT),
-    (NoReplicaError, HTTPStatus.SERVICE_UNAVAILABLE),
-    (CoordinatorUnavailableError, HTTPStatus.SERVICE_UNAVAILABLE),
-    (QueueClosedError, HTTPStatus.SERVICE_UNAVAILABLE),
-)
+_STATUS: Mapping[HTTPStatus, tuple[type[OmniError], ...]] = {
+    HTTPStatus.BAD_REQUEST: (BadPromptError, ConfigError),
+    HTTPStatus.NOT_FOUND: (UnknownModelError, UnknownReplicaError),
+    HTTPStatus.CONFLICT: (ReplicaError, NoExplanationError),
+    HTTPStatus.SERVICE_UNAVAILABLE: (NoReplicaError, CoordinatorUnavailableError, QueueClosedError),
+}
 
 
 def build_router(access: Access) -> APIRouter:
@@ -137,9 +126,8 @@ def _http_errors() -> Iterator[None]:
     try:
         yield
     except OmniError as error:
-        for kind, status in _STATUS:
-            if isinstance(error, kind):
-                is_away = isinstance(error, CoordinatorUnavailableError)
-                headers = {"Retry-After": str(RETRY_AFTER_S)} if is_away else None
-                raise HTTPException(status, str(error), headers) from error
+        for status, kinds in _STATUS.items():
+            if isinstance(error, kinds):
+                retry = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, CoordinatorUnavailableError) else None
+                raise HTTPException(status, str(error), retry) from error
         raise

@@ -57,10 +57,7 @@ METRICS = (
         "not begun there, as far as its engine has reported. Requests that wait before they are accepted count for the "
         "first stage.",
     ),
-    _gauge(
-        "requests_running{stage}",
-        "This head's requests that an engine works on, in prefill or decode.",
-    ),
+    _gauge("requests_running{stage}", "This head's requests that an engine works on, in prefill or decode."),
     _gauge(
         "expected_wait_seconds{stage}",
         "Expected seconds until an engine begins a new request: `requests_waiting` divided by the rate at which "
@@ -96,10 +93,7 @@ METRICS = (
         "Requests that wait at this head, for up to 50 tenants: those of the admission file, and the most active ones; "
         "`other`: all others; `none`: requests without a tenant.",
     ),
-    _gauge(
-        "tenant_requests_in_flight{tenant}",
-        "Requests of these tenants that wait or run.",
-    ),
+    _gauge("tenant_requests_in_flight{tenant}", "Requests of these tenants that wait or run."),
     _counter(
         "tenant_tokens{tenant}",
         "Prompt and answer tokens of ended requests, counted from when the tenant got its own label.",

@@ -65,15 +65,8 @@ class FleetBroadcast:
         """The kept events after the event with id `after`, oldest first."""
         return self._log.after(after)
 
-    def event_stream(self, after: str = "") -> AsyncGenerator[bytes]:
-        """Server-sent events: the kept events after one, then each new one."""
-        return self._stream(after, with_state=False)
-
-    def fleet_stream(self, after: str = "") -> AsyncGenerator[bytes]:
-        """Server-sent events: the history, then the events as in `event_stream`, and the newest state every tick."""
-        return self._stream(after, with_state=True)
-
-    async def _stream(self, after: str, *, with_state: bool) -> AsyncGenerator[bytes]:
+    async def stream(self, after: str = "", *, with_state: bool = False) -> AsyncGenerator[bytes]:
+        """Server-sent events: the kept events after one, then each new one; optionally history and states."""
         with self._viewer():
             yield message("history", list(self._samples)) if with_state else COMMENT
             sent, quiet = b"", 0

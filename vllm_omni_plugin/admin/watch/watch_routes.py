@@ -46,14 +46,16 @@ def build_watch_router(access: Access) -> APIRouter:
         broadcast: FleetBroadcast = app_state(request, "omni_broadcast")
         last_id = _last_event_id(request)
         if _wants_stream(request):
-            return EventStreamResponse(broadcast, broadcast.event_stream(last_id), _STREAM_HEADERS)
+            return EventStreamResponse(broadcast, broadcast.stream(last_id), _STREAM_HEADERS)
         return {"events": broadcast.events(last_id)}
 
     @router.get("/fleet", dependencies=readers, response_model=None)
     async def fleet(request: Request) -> Any:
         broadcast: FleetBroadcast = app_state(request, "omni_broadcast")
         if _wants_stream(request):
-            return EventStreamResponse(broadcast, broadcast.fleet_stream(_last_event_id(request)), _STREAM_HEADERS)
+            return EventStreamResponse(
+                broadcast, broadcast.stream(_last_event_id(request), with_state=True), _STREAM_HEADERS
+            )
         return broadcast.state()
 
     for path, (name, media_type) in _PAGE.items():
