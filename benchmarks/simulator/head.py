@@ -63,7 +63,7 @@ class Head:
         self._send_window = (
             SendWindow(limits, limited=True, recalls=True) if getattr(policy, "binds_late", False) else SEND_AT_ONCE
         )
-        self._headroom = Headroom(self._send_window, self._run_leaves_headroom, lambda: clock.now)
+        self._headroom = Headroom(self, self._send_window, self._run_leaves_headroom, lambda: clock.now)
         self._send = send
         self._jobs: dict[StageRun, Job] = {}
         self._runs: dict[Request, StageRun] = {}
@@ -131,7 +131,7 @@ class Head:
         def may_start(replica: SimReplica) -> bool:
             return self._send_window.has_room(replica.ledger, request.prompt_tokens)
 
-        best = self._headroom.least_loaded(chosen, self.serving, may_start)
+        best = self._headroom.least_loaded(chosen, may_start)
         return decision if best is chosen else Decision(self.serving.index(best), HEADROOM_REASON)
 
     def _place(self, request: Request, task: Task, decision: Decision) -> None:
@@ -144,7 +144,7 @@ class Head:
         self.serving.changed(replica)
         self._tell("dispatched", task, replica, decision)
         member = _member(replica)
-        if self._has_room(run, replica, run.prefill_tokens) and not self.unsent.is_behind(
+        if self._headroom.has_room(run, replica, run.prefill_tokens) and not self.unsent.is_behind(
             run, member, self._key(request)
         ):
             replica.ledger.mark_sent(run)
@@ -163,7 +163,7 @@ class Head:
         next_is_in_share = first is not None and not self._run_leaves_headroom(first)
         idle = not replica.ledger.pending
         for run, waiting in self.unsent.take_sendable(
-            member, lambda run: self._has_room(run, replica, run.prefill_tokens)
+            member, lambda run: self._headroom.has_room(run, replica, run.prefill_tokens)
         ):
             self.bubbles += idle and not self._run_leaves_headroom(run)
             idle = False
@@ -173,7 +173,7 @@ class Head:
         if next_is_in_share or replica not in self.serving:
             return
         for run in self.unsent.next_recalls(self._clock.now, RECALLS, over_share=self.unsent.first_of(member) is None):
-            if not self._has_room(run, replica, run.prefill_tokens):
+            if not self._headroom.has_room(run, replica, run.prefill_tokens):
                 return
             self._ask_again(run, replica)
 
@@ -199,10 +199,7 @@ class Head:
     def _may_begin(self, run: StageRun, decision: Decision) -> bool:
         replica, tokens = self.serving[decision.position], run.prompt_tokens - decision.matched_tokens
         key = self._key(self._jobs[run].request)
-        return self._has_room(run, replica, tokens) and not self.unsent.is_behind(run, _member(replica), key)
-
-    def _has_room(self, run: StageRun, replica: SimReplica, prefill_tokens: int) -> bool:
-        return self._headroom.has_room(run, replica, prefill_tokens, self.serving)
+        return self._headroom.has_room(run, replica, tokens) and not self.unsent.is_behind(run, _member(replica), key)
 
     def _run_leaves_headroom(self, run: StageRun) -> bool:
         return self._leaves_headroom(run.request.engine_inputs)

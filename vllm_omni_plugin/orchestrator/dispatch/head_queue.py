@@ -46,7 +46,7 @@ class HeadQueue:
         self._clock = clock
         self._wake_at = wake_at
         self._unsent = UnsentQueue(self._leaves_headroom)
-        self._headroom = Headroom(pool.send_window, self._leaves_headroom, clock)
+        self._headroom = Headroom(pool, pool.send_window, self._leaves_headroom, clock)
         # Runs that no engine has, wherever they wait, by their deadlines.
         self._deadlines: IndexedHeap[StageRun] = IndexedHeap()
 
@@ -86,7 +86,7 @@ class HeadQueue:
         def may_start(member: PoolMember) -> bool:
             return member.replica_id not in avoided and self._may_start(run, member, HEADROOM_DECISION)
 
-        best = self._headroom.least_loaded(choice[0], self._pool.serving, may_start)
+        best = self._headroom.least_loaded(choice[0], may_start)
         return choice if best is choice[0] else (best, HEADROOM_DECISION)
 
     def must_wait(self, member: PoolMember, run: StageRun) -> bool:
@@ -94,7 +94,8 @@ class HeadQueue:
         # A suspect has its replica for itself.
         if not self._pool.send_window.limited or run.crash_losses:
             return False
-        return self._unsent.is_behind(run, member, _ticket(run)) or not self._has_room(run, member, run.prefill_tokens)
+        is_behind = self._unsent.is_behind(run, member, _ticket(run))
+        return is_behind or not self._headroom.has_room(run, member, run.prefill_tokens)
 
     def enqueue(self, run: StageRun, member: PoolMember, request: Any, evict: EvictRun) -> None:
         """Let a run wait for the replica that it is charged to.
@@ -141,7 +142,7 @@ class HeadQueue:
         """
 
         def may_send(run: StageRun) -> bool:
-            return self._has_room(run, member, run.prefill_tokens) and not avoids(run, member)
+            return self._headroom.has_room(run, member, run.prefill_tokens) and not avoids(run, member)
 
         idle = not member.ledger.pending
         for run, unsent in self._unsent.take_sendable(member, may_send):
@@ -169,7 +170,7 @@ class HeadQueue:
         nothing_waits = self._unsent.first_of(member) is None
         for run in self._unsent.next_recalls(self._clock(), RECALLS, over_share=nothing_waits):
             # Sending the previous run may have shown that the replica is dead.
-            if member.status is not ReplicaStatus.UP or not self._has_room(run, member, run.prefill_tokens):
+            if member.status is not ReplicaStatus.UP or not self._headroom.has_room(run, member, run.prefill_tokens):
                 return
             assert run.replica_id is not None
             charged_to = self._pool.member(run.replica_id)
@@ -195,10 +196,7 @@ class HeadQueue:
 
     def _may_start(self, run: StageRun, member: PoolMember, decision: Decision) -> bool:
         tokens = run.prompt_tokens - decision.matched_tokens
-        return self._has_room(run, member, tokens) and not self._unsent.is_behind(run, member, _ticket(run))
-
-    def _has_room(self, run: StageRun, member: PoolMember, prefill_tokens: int) -> bool:
-        return self._headroom.has_room(run, member, prefill_tokens, self._pool.serving)
+        return self._headroom.has_room(run, member, tokens) and not self._unsent.is_behind(run, member, _ticket(run))
 
     def _leaves_headroom(self, run: StageRun) -> bool:
         return self._gate.admission.leaves_headroom(_ticket(run), self._clock())

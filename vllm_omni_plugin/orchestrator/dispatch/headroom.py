@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
@@ -23,9 +23,16 @@ class _Replica(Protocol):
 
 
 R = TypeVar("R", bound=_Replica)
+R_co = TypeVar("R_co", bound=_Replica, covariant=True)
 
 
-class Headroom:
+class _Pool(Protocol[R_co]):
+    @property
+    def serving(self) -> Sequence[R_co]:
+        """The replicas that serve, in order of their ids."""
+
+
+class Headroom(Generic[R]):
     """Decides which replica has room for a request, and keeps headroom of the fleet.
 
     A request is *over its share* if `Admission.leaves_headroom` says so, and otherwise *within its share*. At each
@@ -38,20 +45,20 @@ class Headroom:
     """
 
     def __init__(
-        self, send_window: SendWindow, leaves_headroom: Callable[[StageRun], bool], clock: Callable[[], float]
+        self,
+        pool: _Pool[R],
+        send_window: SendWindow,
+        leaves_headroom: Callable[[StageRun], bool],
+        clock: Callable[[], float],
     ) -> None:
+        self._pool = pool
         self._send_window = send_window
         self._leaves_headroom = leaves_headroom
         self._clock = clock
         self._turn = 0
 
-    def has_room(self, run: StageRun, replica: R, prefill_tokens: int, serving: Sequence[R]) -> bool:
-        """Whether a run may be sent to a replica now.
-
-        Args:
-            prefill_tokens: tokens of the run's prompt that the replica has to compute.
-            serving: the replicas that serve, in order of their ids.
-        """
+    def has_room(self, run: StageRun, replica: R, prefill_tokens: int) -> bool:
+        """Whether a run may be sent to a replica now, which has to compute so many tokens of its prompt."""
         ledger = replica.ledger
         if not self._leaves_headroom(run):
             return self._send_window.has_room(ledger, prefill_tokens)
@@ -59,22 +66,23 @@ class Headroom:
         in_front = newest is not None and not self._leaves_headroom(newest)
         return self._send_window.has_room(
             ledger, prefill_tokens, leaves_headroom=True, behind_in_share=in_front
-        ) and not self._stays_prefill_free(replica, serving)
+        ) and not self._stays_prefill_free(replica)
 
-    def least_loaded(self, chosen: R, serving: Sequence[R], may_start: Callable[[R], bool]) -> R:
+    def least_loaded(self, chosen: R, may_start: Callable[[R], bool]) -> R:
         """The replica where a request within its share waits for the fewest prompt tokens.
 
         Looked at are the policy's choice, which is preferred among equals, and one group, another one at each call.
         """
         self._turn += 1
+        serving = self._pool.serving
         group = _group(serving, self._turn % _groups(serving))
         candidates = (each for each in (chosen, *group) if self._send_window.has_free_slot(each.ledger))
         startable = (each for each in candidates if may_start(each))
         return min(startable, key=lambda each: each.ledger.prefill_tokens_ahead, default=chosen)
 
-    def _stays_prefill_free(self, replica: R, serving: Sequence[R]) -> bool:
+    def _stays_prefill_free(self, replica: R) -> bool:
         """Whether a replica gets no over-share prefill, since it is the last prefill-free replica of its group."""
-        ledger = replica.ledger
+        ledger, serving = replica.ledger, self._pool.serving
         # An idle replica gets a prefill. So does a replica from which no output is certain to come: only outputs cause
         # this question to be asked again.
         if len(serving) < GROUP_SIZE or ledger.pending or not ledger.outputs_every_step:
