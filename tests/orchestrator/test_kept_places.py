@@ -209,7 +209,7 @@ async def test_of_a_session_whose_first_message_fails_nothing_is_sent(monkeypatc
         assert [name for name, _ in await fleet.read()] == ["a", "s"]
 
 
-async def test_what_waits_for_a_replica_with_a_suspect_on_trial_goes_elsewhere() -> None:
+async def test_what_waits_for_a_replica_with_a_isolated_suspect_goes_elsewhere() -> None:
     async with late(replicas=3, send_window=SendWindow(limited=True)) as fleet:
         await fleet.submit("p", affinity=0)
         for replica_id in (0, 2):
@@ -220,8 +220,8 @@ async def test_what_waits_for_a_replica_with_a_suspect_on_trial_goes_elsewhere()
         assert (got(fleet.links[1]), got(fleet.links[2])) == ("abp", "c")
 
 
-async def on_trial(fleet: FakeFleet) -> None:
-    """ "p" is on trial at the second of two replicas, which others wait for, and the first one serves again."""
+async def isolate(fleet: FakeFleet) -> None:
+    """ "p" is isolated at the second of two replicas, which others wait for, and the first one serves again."""
     await fleet.submit("p", affinity=0)
     first = fleet.pool.member(0)
     fleet.pool.hold_back(first, ADMIN_HOLD)
@@ -238,9 +238,9 @@ async def on_trial(fleet: FakeFleet) -> None:
     assert (got(fleet.links[1]), fleet.orchestrator.metrics.bubbles) == ("abpc", 0)
 
 
-async def test_what_waits_for_a_replica_with_a_suspect_on_trial_is_sent_there_after_it() -> None:
+async def test_what_waits_for_a_replica_with_a_isolated_suspect_is_sent_there_after_it() -> None:
     async with late(replicas=2, send_window=SendWindow(limited=True)) as fleet:
-        await on_trial(fleet)
+        await isolate(fleet)
         for token in range(CLEARING_OUTPUTS - 1):
             fleet.say("p", token)
         assert got(fleet.links[1]) == "abpcde"
@@ -248,12 +248,12 @@ async def test_what_waits_for_a_replica_with_a_suspect_on_trial_is_sent_there_af
 
 async def test_what_waits_for_a_replica_is_sent_there_when_its_suspect_is_aborted() -> None:
     async with late(replicas=2, send_window=SendWindow(limited=True)) as fleet:
-        await on_trial(fleet)
+        await isolate(fleet)
         await fleet.abort("p")
         await eventually(lambda: got(fleet.links[1]) == "abpcde", "the sending of what waited")
 
 
-async def test_a_replica_with_a_suspect_on_trial_gets_nothing_that_waits_for_others() -> None:
+async def test_a_replica_with_a_isolated_suspect_gets_nothing_that_waits_for_others() -> None:
     async with late(replicas=3) as fleet:
         await fleet.submit("p", affinity=5)
         fleet.lose(2)

@@ -211,7 +211,7 @@ async def test_requests_common_to_two_crashes_get_no_third_replica_and_one_error
         for name in "ab":
             await fleet.submit(name, affinity=0)
         fleet.lose(0)
-        # Both have passed their trials, and have come together by another loss.
+        # Both had their isolation, and have come together by another loss.
         for name in "ab":
             for token in range(CLEARING_OUTPUTS):
                 fleet.say(name, token)
@@ -232,7 +232,7 @@ async def crash_twice(fleet: FakeFleet, late: str) -> tuple[int, int]:
 
     Args:
         fleet: of three replicas, with requests on replica 0.
-        late: the one on trial.
+        late: the isolated one.
 
     Returns:
         The other replica that has crashed, and the third one, which serves.
@@ -292,7 +292,7 @@ async def test_of_two_replicas_that_a_request_may_go_to_it_is_tried_at_the_one_w
         for replica_id in (1, 2):
             for token in range(CLEARING_OUTPUTS):
                 fleet.say("ab"[replica_id - 1], token)
-        # Both have passed their trials, and come together.
+        # Both had their isolation, and come together.
         fleet.kill(1)
         fleet.lose(2)
         for replica_id in (1, 0, 2):

@@ -37,8 +37,8 @@ async def begin(fleet: FakeFleet, request_id: str, replica_id: int) -> None:
     fleet.say(request_id, 5)
 
 
-def end_trial(fleet: FakeFleet, request_id: str) -> None:
-    """A suspect has had so many outputs that it is on trial no longer."""
+def end_isolation(fleet: FakeFleet, request_id: str) -> None:
+    """A suspect has had so many outputs that its isolation ends."""
     for token in range(suspects.CLEARING_OUTPUTS):
         fleet.say(request_id, token)
 
@@ -71,7 +71,7 @@ async def test_suspects_are_tried_apart_in_order(fleet: FakeFleet) -> None:
     assert fleet.orchestrator.metrics.moves_waiting == 2
     fleet.join(fleet.pool.member(0))
     assert [home(fleet, name) for name in "abc"] == [1, 0, None]
-    end_trial(fleet, "a")
+    end_isolation(fleet, "a")
     await eventually(lambda: [home(fleet, name) for name in "abc"] == [1, 0, 1], "the last one's turn")
     assert fleet.orchestrator.metrics.moves_waiting == 0
 
@@ -109,7 +109,7 @@ async def test_a_crash_counts_against_a_request_to_its_end() -> None:
     async with FakeFleet(replicas=4) as fleet:
         await fleet.submit("a", affinity=0)
         die(fleet, 0)
-        end_trial(fleet, "a")
+        end_isolation(fleet, "a")
         fleet.orchestrator.replica_lost(fleet.pool.member(home(fleet, "a") or 0), "cut off")
         assert "a" in fleet.orchestrator.request_states
         die(fleet, home(fleet, "a") or 0)
@@ -198,7 +198,7 @@ async def test_a_replica_that_crashes_twice_convicts_nobody_while_another_serves
         assert [home(fleet, name) for name in "ab"] == [1, 0]
         die(fleet, 0)
         assert await fleet.read() == []
-        end_trial(fleet, "a")
+        end_isolation(fleet, "a")
         await eventually(lambda: home(fleet, "b") == 1, "its turn elsewhere")
 
 
