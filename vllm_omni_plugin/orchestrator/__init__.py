@@ -1,4 +1,4 @@
-"""The head's core: requests as state machines, pools of replicas, one event loop that joins them."""
+"""The core of a head: requests as state machines, pools of replicas, and one event loop."""
 
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import RemoteReplicaFactory
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl

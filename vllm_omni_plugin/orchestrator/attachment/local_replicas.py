@@ -1,4 +1,4 @@
-"""The replicas that the head runs itself, on its node: engines that are kept in service, each a member of a pool."""
+"""The replicas that the head runs itself, on its own node."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,14 +20,7 @@ from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_
 
 @dataclass(frozen=True)
 class LocalStage:
-    """The local replicas of one stage.
-
-    Attributes:
-        stage_id: the stage.
-        count: how many, with ids from 0.
-        launcher: starts engines.
-        codec: see `StageClient`.
-    """
+    """The local replicas of one stage; their ids are 0 to `count` - 1."""
 
     stage_id: int
     count: int
@@ -36,20 +29,14 @@ class LocalStage:
 
 
 class LocalReplicas:
-    """The replicas of this node, of all stages. Lives on the orchestrator's loop.
-
-    Args:
-        orchestrator: gets their outputs and learns of their deaths.
-        stages: what to run.
-        timing: see `EngineKeeper`.
-    """
+    """Keeps the local replicas of all stages in service. Lives on the orchestrator's loop."""
 
     def __init__(self, orchestrator: Orchestrator, stages: Sequence[LocalStage], timing: Timing) -> None:
         self._orchestrator = orchestrator
         self._stages = {stage.stage_id: stage for stage in stages}
         self._timing = timing
         count = sum(stage.count for stage in stages)
-        # A replica may be ended while another thread still waits for its start to fail.
+        # Two threads each: a replica may be ended while another thread still waits for its start to fail.
         self._executor = ThreadPoolExecutor(2 * max(count, 1), thread_name_prefix="omni-engine")
         self._keepers: dict[PoolMember, EngineKeeper[Engine]] = {}
         self._running: list[asyncio.Future[None]] = []
@@ -63,7 +50,7 @@ class LocalReplicas:
         """Start all replicas at once and return their ready responses, by stage, when all serve.
 
         Raises:
-            ReplicaError: one did not start. The others end; `close` waits for that.
+            ReplicaError: a replica did not start. The others are ended; `close` waits for that.
         """
         for keeper in self._keepers.values():
             keeper.begin()
@@ -79,9 +66,9 @@ class LocalReplicas:
         return started
 
     def leave(self, member: PoolMember) -> None:
-        """End a replica for good: its requests move, its engine ends, its id becomes free. Returns at once.
+        """End a replica for good, and the other ranks of its lockstep group: their requests move, their ids are freed.
 
-        The other ranks of a lockstep group end with it, since they cannot compute without it.
+        Returns at once.
         """
         launcher = self._stages[member.stage_id].launcher
         group = launcher.group_of(member.replica_id) if isinstance(launcher, GroupedLauncher) else (member.replica_id,)
@@ -93,7 +80,7 @@ class LocalReplicas:
             self._orchestrator.events.record(EventKind.DETACH, "it was removed", rank)
 
     def disable_restarts(self) -> None:
-        """Engines that end from here on stay away, since all of them are about to."""
+        """Restart no engine from now on, because all of them are about to end."""
         for keeper in self._keepers.values():
             keeper.disable_restarts()
 
@@ -127,7 +114,7 @@ class LocalReplicas:
         )
 
     async def _first(self, keeper: EngineKeeper[Engine]) -> Engine:
-        """Wait for a first engine, unless any does not start: the error names its stage where there are several."""
+        """Wait for the first start of an engine; raises if any engine fails to start."""
         awaited: list[asyncio.Future[Any]] = [keeper.ready, *self._running]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         for member, other in self._keepers.items():
@@ -139,7 +126,7 @@ class LocalReplicas:
         return keeper.ready.result()
 
     async def _serve(self, member: PoolMember, engine: Engine) -> None:
-        """Tell a replica what the others were told, and let it serve."""
+        """Bring a replica up to date, and let it serve."""
         if engine.client.is_interrupted:
             await engine.client.reset()
         await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response)

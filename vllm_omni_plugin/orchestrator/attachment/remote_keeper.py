@@ -23,27 +23,23 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 LASTING_REFUSAL_PAUSE_S = 30.0
 ALL_HEADS_LEAVE_S = 2.0
-"""An engine that all heads take out is put in order once the last of them has left. Who attached again before that
-would keep it as it is; a head that takes longer than this has lost its session."""
+"""Pause after all heads took a replica out. Its node resets the engine when the last head has left, so no head may
+attach again before."""
 
 RemoteReplicaFactory = Callable[[int, int], Awaitable[Any]]
-"""Attaches to a replica, given its stage and the id it has here, and returns a `RemoteReplica`."""
+"""Attaches to the replica of this stage and id, and returns a `RemoteReplica`."""
 
 
 class RemoteReplicaKeeper:
     """One listed replica and its member of the pool. Lives on the orchestrator's loop.
 
     Args:
-        orchestrator: learns when the replica serves and when it is lost.
-        fleet_calls: knows what the fleet was told.
-        member: stands for the replica in its pool.
-        info: as the coordinator published it.
         accepts: see `RegisterRemoteReplica`.
         clock: monotonic seconds.
-        delay: waits between attempts.
+        delay: sleeps between attempts.
 
     Attributes:
-        joined: whether it has ever served.
+        joined: whether the replica has ever served.
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class RemoteReplicaKeeper:
         self._accepts = accepts
         self._clock = clock
         self._delay = delay
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._server_drains = False
         self.joined = False
         self._replica: RemoteReplica | None = None
@@ -72,35 +68,35 @@ class RemoteReplicaKeeper:
 
     @property
     def attached(self) -> RemoteReplica | None:
-        """The current attachment, if there is one that serves."""
+        """The current attachment, if it serves."""
         return self._replica if self.member.client is not None else None
 
     def update(self, info: ReplicaInfo, accepts: bool) -> None:
-        """The coordinator says something of the replica, maybe what it has said before."""
+        """Apply a row of the replica list, which may be unchanged."""
         restarted = info.incarnation > self.info.incarnation
-        is_new = _what_matters(info, accepts) != _what_matters(self.info, self._accepts)
+        changed = _relevant(info, accepts) != _relevant(self.info, self._accepts)
         self.info, self._accepts = info, accepts
-        if not is_new:
+        if not changed:
             return
-        self._news.set()
+        self._changed.set()
         self._place_holds()
         if restarted and self._replica is not None:
             self._replica.client.mark_dead("its server has started it again")
 
     def on_outputs(self, outputs: Any) -> None:
-        """The replica's engine has said something. Before it serves, that is of no request of ours."""
+        """Pass on outputs of the replica. Before it serves, they belong to no request of this head."""
         if self.member.client is not None:
             self._orchestrator.outputs_received(self.member, outputs)
 
     def on_status(self, status: ReplicaStatus) -> None:
-        """The replica's server says whether it drains."""
+        """Apply the status that the replica's node reports."""
         drains = status is ReplicaStatus.DRAINING
         if drains is not self._server_drains:
             self._server_drains = drains
             self._place_holds()
 
     def _on_lost(self, reason: str) -> None:
-        # Not before it has come into service, or if we end it ourselves.
+        # Ignored before the replica serves, and if this head ends the attachment itself.
         if self.attached is not None:
             self._orchestrator.replica_lost(self.member, reason)
 
@@ -111,11 +107,11 @@ class RemoteReplicaKeeper:
 
     @asynccontextmanager
     async def _attachment(self, attach: RemoteReplicaFactory) -> AsyncIterator[Awaitable[str]]:
-        """Attach as soon as the replica is listed as UP, and serve; raises if it cannot come into service."""
+        """Attach once the list says that the replica accepts requests, and serve; raises if it cannot serve."""
         while not self._accepts:
-            self._news.clear()
-            await self._news.wait()
-        self._news.clear()
+            self._changed.clear()
+            await self._changed.wait()
+        self._changed.clear()
         self._server_drains = False
         member = self.member
         replica: RemoteReplica = await attach(member.stage_id, member.replica_id)
@@ -123,14 +119,14 @@ class RemoteReplicaKeeper:
         replica.on_lost = self._on_lost
         try:
             member.incarnation = replica.incarnation
-            is_everything = await self._fleet_calls.wait_synced()
+            synced = await self._fleet_calls.wait_synced()
             await self._orchestrator.prepare_replica(member, replica.client, replica.ready_response, replica.synced)
-            if is_everything:
+            if synced:
                 replica.report_synced()
             if replica.lost.done():
                 raise ReplicaError("it was lost as soon as it was attached")
             self._serve(replica)
-            # Shielded, because to stop waiting for its end is not to end it.
+            # Shielded: cancelling the wait must not cancel `lost`.
             yield asyncio.shield(replica.lost)
         finally:
             self._replica = None
@@ -163,9 +159,9 @@ class RemoteReplicaKeeper:
 
     def _await_drain(self) -> None:
         if DRAIN_HOLD in self.member.held_back and self.member.client is not None:
-            self._pool.when_idle(self.member).add_done_callback(self._let_go_if_drained)
+            self._pool.when_idle(self.member).add_done_callback(self._detach_if_drained)
 
-    def _let_go_if_drained(self, idle: "asyncio.Future[None]") -> None:
+    def _detach_if_drained(self, idle: "asyncio.Future[None]") -> None:
         member, client = self.member, self.member.client
         if idle.cancelled() or client is None or member.in_flight or DRAIN_HOLD not in member.held_back:
             return
@@ -174,7 +170,7 @@ class RemoteReplicaKeeper:
         client.mark_dead("it has drained")
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
-        """Wait before the next attempt, but not longer than for news of the replica."""
+        """Wait before the next attempt; a change of the replica's row ends the wait."""
         if isinstance(reason, str) and self._was_taken_out:
             await self._delay(ALL_HEADS_LEAVE_S)
             return True
@@ -182,17 +178,17 @@ class RemoteReplicaKeeper:
         if isinstance(reason, Exception):
             self._report(reason, logging.ERROR if lasting else logging.WARNING)
         pause = asyncio.ensure_future(self._delay(LASTING_REFUSAL_PAUSE_S if lasting else seconds))
-        news = asyncio.ensure_future(self._news.wait())
+        changed = asyncio.ensure_future(self._changed.wait())
         try:
-            await asyncio.wait({pause, news}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({pause, changed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             pause.cancel()
-            news.cancel()
+            changed.cancel()
         return True
 
     @property
     def _was_taken_out(self) -> bool:
-        """Whether its state differs from that of others, so that other heads have been told to take it out, too."""
+        """Whether this head distrusts the replica, in which case the other heads take it out, too."""
         exchange = self._pool.exchange
         return self.member.status is ReplicaStatus.ERROR and exchange is not None and exchange.heads > 1
 
@@ -205,6 +201,6 @@ class RemoteReplicaKeeper:
             self._orchestrator.events.record(EventKind.REFUSE, text, self.member, level=level)
 
 
-def _what_matters(info: ReplicaInfo, accepts: bool) -> tuple[bool, ReplicaStatus, int, str]:
-    """What of a row matters to a head; the rest may change with every heartbeat."""
+def _relevant(info: ReplicaInfo, accepts: bool) -> tuple[bool, ReplicaStatus, int, str]:
+    """The parts of a row that matter to a head; the others may change with every heartbeat."""
     return accepts, info.status, info.incarnation, info.control_addr

@@ -1,4 +1,4 @@
-"""The replicas of other processes: attached to as the coordinator lists them, let go as it does not."""
+"""The replicas of other processes: this head attaches to those that the coordinator lists."""
 
 import asyncio
 import logging
@@ -24,18 +24,15 @@ from vllm_omni_plugin.replicas.client.remote import (
 )
 
 MAX_ATTACHING = 256
-"""Attempts at once. Opening the sockets of one takes a third of a millisecond, in which no request moves on."""
+"""Attempts at once. Each blocks the loop for a third of a millisecond to open its sockets."""
 
 
 class RemoteReplicas:
     """All listed replicas. Lives on the orchestrator's loop.
 
     Args:
-        orchestrator: gets their outputs and learns of their losses.
-        fleet_calls: knows what the fleet was told.
-        settings: this head's; its context is terminated by `close`.
-        attach: opens one.
-        delay: waits between attempts.
+        settings: `close` terminates its context.
+        delay: sleeps between attempts.
     """
 
     def __init__(
@@ -55,13 +52,13 @@ class RemoteReplicas:
         self._keepers: dict[ReplicaKey, RemoteReplicaKeeper] = {}
         self._tasks: dict[RemoteReplicaKeeper, asyncio.Task[None]] = {}
         self._attaching = asyncio.Semaphore(MAX_ATTACHING)
-        self._turning_away: set[asyncio.Task[None]] = set()
-        # Replicas that were told to leave for good or turned away, and the incarnation that was; they are listed on.
+        self._refusing: set[asyncio.Task[None]] = set()
+        # The incarnations of replicas that were removed or refused. The coordinator may still list them.
         self._dismissed: dict[ReplicaKey, int] = {}
         self._closed = False
 
     def register(self, message: RegisterRemoteReplica) -> None:
-        """A replica is listed, or listed otherwise than before."""
+        """A replica is listed, or its row has changed."""
         info, key = message.info, ReplicaKey.of(message.info)
         if self._closed or info.incarnation <= self._dismissed.get(key, -1):
             return
@@ -73,46 +70,46 @@ class RemoteReplicas:
             self._add(key, message)
         else:
             self._dismissed[key] = info.incarnation
-            task = asyncio.get_running_loop().create_task(self._turn_away(info), name="omni-turn-away")
-            self._turning_away.add(task)
-            task.add_done_callback(self._turning_away.discard)
+            task = asyncio.get_running_loop().create_task(self._refuse(info), name="omni-refuse")
+            self._refusing.add(task)
+            task.add_done_callback(self._refusing.discard)
 
     def unregister(self, message: UnregisterRemoteReplica) -> None:
-        """A replica is no longer listed: its requests move, and its id, sockets and labels are free again."""
+        """A replica is no longer listed: its requests move, and its id is freed."""
         self._dismissed.pop(ReplicaKey.of(message), None)
         keeper = self._keepers.pop(ReplicaKey.of(message), None)
         if keeper is not None:
             self._remove(keeper, message.reason)
 
     def leave(self, member: PoolMember) -> None:
-        """The replica's engine ends and does not come back; its requests move. Returns at once.
+        """End the replica's engine for good; its requests move. Returns at once.
 
         Raises:
-            ReplicaError: it is not attached, so there is nobody to tell.
+            ReplicaError: this head is not attached to it.
         """
         key, keeper = next((key, keeper) for key, keeper in self._keepers.items() if keeper.member is member)
         replica = keeper.attached
         if replica is None:
-            raise ReplicaError(f"replica {member.name} is not attached at this moment and cannot be told to leave")
+            raise ReplicaError(f"replica {member.name} is not attached now and cannot be removed")
         replica.request_drain()
         self._dismissed[key] = keeper.info.incarnation
         del self._keepers[key]
-        self._remove(keeper, "it was told to leave")
+        self._remove(keeper, "it was removed")
 
     async def close(self) -> None:
         """Detach from all. Idempotent."""
-        # What is attached to from here on would never be closed, and the context waits for its sockets.
+        # A later attachment would never be closed, and `term` would wait for its sockets.
         self._closed = True
         self._keepers.clear()
-        tasks = [*self._tasks.values(), *self._turning_away]
+        tasks = [*self._tasks.values(), *self._refusing]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # Waits until the servers have been told, or half a second.
+        # Waits up to half a second until the nodes have been notified.
         await asyncio.to_thread(self._settings.context.term)
 
-    async def _turn_away(self, info: ReplicaInfo) -> None:
-        """Let a replica of a stage that is not ours refuse this head, so that both ends say why."""
+    async def _refuse(self, info: ReplicaInfo) -> None:
+        """Attach to a replica of an unknown stage, so that its node refuses this head and both log the reason."""
         ours = replace(info, stage_id=self._orchestrator.num_stages - 1)
         try:
             (await self._attach(ours, -1, self._settings, lambda outputs: None, lambda status: None)).close()
@@ -124,7 +121,7 @@ class RemoteReplicas:
     def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
         info = message.info
         pool = self._orchestrator.stage_pools[info.stage_id]
-        # All heads call a replica what the coordinator calls it, unless a replica of this head's own has the number.
+        # All heads use the coordinator's id, unless a replica of this head has the same id.
         taken = {member.replica_id for member in pool.members}
         member = pool.add(info.replica_id if info.replica_id >= 0 and info.replica_id not in taken else None)
         member.remote, member.leave = True, partial(self.leave, member)
@@ -144,7 +141,7 @@ class RemoteReplicas:
         member = keeper.member
         if member.client is not None:
             self._orchestrator.replica_lost(member, reason)
-        # It closes the attachment on its way out.
+        # The cancelled task closes the attachment.
         self._tasks[keeper].cancel()
         self._orchestrator.replica_left(member)
         if keeper.joined:

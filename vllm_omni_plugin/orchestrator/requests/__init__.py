@@ -1,4 +1,4 @@
-"""One request in one stage: its state machine, what it weighs, and the messages that bring it.
+"""One request in one stage: its state machine, its charges, and the messages about it.
 
 Imports no other folder of `orchestrator`. Start with `stage_run`.
 """
