@@ -40,7 +40,7 @@ async def connected(stack: AsyncExitStack, head_id: str, coordinator: OmniCoordi
     return head
 
 
-async def test_a_call_to_a_head_that_is_not_connected_yet_waits_for_that(bus: HeadBus) -> None:
+async def test_a_call_waits_for_the_session_of_its_head(bus: HeadBus) -> None:
     async with FakeHead(bus, "a") as head:
         reply = asyncio.wrap_future(head.ask("pause_scheduler", "keep", True))
         done, _ = await asyncio.wait([reply], timeout=0.02)
@@ -49,7 +49,7 @@ async def test_a_call_to_a_head_that_is_not_connected_yet_waits_for_that(bus: He
         assert await reply == ["pause_scheduler"] * 2
 
 
-async def test_what_one_head_is_told_holds_for_all_and_survives_the_coordinator(stack: AsyncExitStack) -> None:
+async def test_a_call_of_one_head_holds_for_all_heads_and_survives_the_coordinator(stack: AsyncExitStack) -> None:
     coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     first, second = [await connected(stack, head_id, coordinator) for head_id in "ab"]
     await first.call("pause_scheduler", "keep", True)
@@ -73,7 +73,7 @@ async def test_what_one_head_is_told_holds_for_all_and_survives_the_coordinator(
     assert [head.pool.member(1).held_back for head in (first, second, late)] == [{"admin"}] * 3
 
 
-async def test_a_replica_that_attaches_waits_until_its_head_that_was_cut_off_knows_everything_again(
+async def test_an_attaching_replica_waits_until_its_head_is_synced_again(
     heads: list[FakeHead],
 ) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
@@ -86,7 +86,7 @@ async def test_a_replica_that_attaches_waits_until_its_head_that_was_cut_off_kno
     assert await attaching == []
 
 
-async def test_a_head_that_loses_the_coordinator_before_it_was_told_anything_waits_for_nothing(
+async def test_a_head_that_loses_the_coordinator_before_its_first_state_does_not_wait(
     heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_calls, "FIRST_STATE_TIMEOUT_S", 600.0)
@@ -95,7 +95,7 @@ async def test_a_head_that_loses_the_coordinator_before_it_was_told_anything_wai
     assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
 
 
-async def test_heads_agree_on_a_call_that_engines_refuse_when_a_new_coordinator_has_been_told_of_it(
+async def test_heads_agree_on_a_refused_call_that_a_new_coordinator_got_from_a_head(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     heads[0].stand_still()

@@ -12,7 +12,7 @@ def named(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-async def test_closing_drops_what_waits_and_leaves_what_runs_to_itself() -> None:
+async def test_closing_drops_queued_calls_and_lets_running_calls_end() -> None:
     threads, begun, gate, done = DaemonThreads(1, "omni-test"), threading.Event(), threading.Event(), list[str]()
 
     def first() -> None:

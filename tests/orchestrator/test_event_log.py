@@ -19,7 +19,7 @@ def holder(fleet: FakeFleet, request_id: str) -> int:
     return next(replica_id for replica_id, link in fleet.links.items() if link is fleet.attempt(request_id)[0])
 
 
-def test_an_event_says_when_what_where_and_why() -> None:
+def test_an_event_has_time_kind_place_and_reason() -> None:
     log = EventLog(lambda: 12.5, "a")
     member = FakeFleet(replicas=2).pool.member(1)
     log.record(EventKind.RESTART, "in 2 s: it died", member)
@@ -34,7 +34,7 @@ def test_an_event_says_when_what_where_and_why() -> None:
     assert log.after("a-3") == []
 
 
-def test_who_knew_another_process_is_told_of_all() -> None:
+def test_an_id_of_another_process_gets_all_events() -> None:
     logs = EventLog(), EventLog()
     for log in logs:
         for _ in range(3):
@@ -43,7 +43,7 @@ def test_who_knew_another_process_is_told_of_all() -> None:
     assert len(one.after(other.after()[-1].id)) == 3
 
 
-def test_an_event_is_one_line_of_the_log_with_its_fields_for_who_formats_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_is_one_log_line_with_fields_for_formatters(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log = EventLog()
     member = FakeFleet(replicas=2).pool.member(1)
@@ -93,7 +93,7 @@ def test_the_last_thousand_are_kept() -> None:
     assert len(log.after("a-1")) == MAX_EVENTS, "so the client sees by the numbers that some are missing"
 
 
-def test_who_looks_is_told_of_each_event() -> None:
+def test_on_event_is_called_for_each_event() -> None:
     log, told = EventLog(), []
     log.on_event = lambda: told.append(len(log.after()))
     log.record(EventKind.DRAIN, "")
@@ -129,7 +129,7 @@ async def test_the_next_replica_that_is_dead_too_has_its_own_events() -> None:
         assert len(lost) == 3
 
 
-async def test_a_drain_is_told_once_and_its_end_once(fleet: FakeFleet) -> None:
+async def test_a_drain_and_its_end_are_one_event_each(fleet: FakeFleet) -> None:
     member = fleet.pool.member(1)
     for action in ("drain", "drain", "resume", "resume"):
         manage(fleet.orchestrator, action, member)
@@ -140,7 +140,7 @@ async def test_a_drain_is_told_once_and_its_end_once(fleet: FakeFleet) -> None:
     ]
 
 
-async def test_a_replica_that_is_no_longer_trusted_is_lost() -> None:
+async def test_a_distrusted_replica_is_lost() -> None:
     async with FakeFleet(replicas=1) as fleet:
         member = fleet.pool.member(0)
         fleet.orchestrator.distrust(member, "it said nonsense")

@@ -59,7 +59,7 @@ async def test_a_replica_that_fails_a_call_is_taken_out_and_the_others_results_r
     assert statuses(fleet) == [ReplicaStatus.UP, ReplicaStatus.ERROR, ReplicaStatus.UP]
 
 
-async def test_a_call_that_one_server_does_not_allow_is_an_error_and_takes_nobody_out(
+async def test_a_call_that_one_node_does_not_allow_is_an_error_and_takes_no_replica_out(
     fleet: FakeFleet,
 ) -> None:
     fleet.links[1].on_call = lambda link, call_id, method, args: link.refuse(call_id, f"{NOT_ALLOWED}{method}")
@@ -83,7 +83,7 @@ async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_ou
     assert fleet.orchestrator.stage_calls[0].shared.sleep_level == 1
 
 
-async def test_a_call_that_all_fail_is_an_error_and_no_replica_is_to_blame(fleet: FakeFleet) -> None:
+async def test_a_call_that_all_replicas_fail_is_an_error_and_takes_no_replica_out(fleet: FakeFleet) -> None:
     fleet.answer_with(refuse_calls)
     with pytest.raises(ReplicaError, match="replica-0/in refuses sleep"):
         await fleet.call("sleep", 1, "abort")
@@ -106,14 +106,14 @@ async def test_a_call_without_replicas_is_an_error_and_is_not_recorded(fleet: Fa
     assert await fleet.told() == []
 
 
-async def test_a_joiner_is_told_what_the_others_were_told(fleet: FakeFleet) -> None:
+async def test_a_joiner_replays_earlier_calls(fleet: FakeFleet) -> None:
     await fleet.call("set_weight_version", "v2")
     await fleet.call("is_sleeping")
     await fleet.call("pause_scheduler", "keep")
     assert await fleet.told() == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", False])]
 
 
-async def test_an_adapter_that_is_forgotten_stays_in_engines_and_is_not_told_to_joiners(fleet: FakeFleet) -> None:
+async def test_a_forgotten_adapter_stays_in_engines_and_is_not_replayed(fleet: FakeFleet) -> None:
     await fleet.call("add_lora", Adapter("story", 7, "/loras/story"))
     await fleet.call("pin_lora", 7)
     assert await fleet.call(FORGET_LORA, 7) == []
@@ -128,7 +128,7 @@ def story(tmp_path: Path) -> Adapter:
     return Adapter("story", 7, str(folder), digest=adapter_digest(str(folder)))
 
 
-async def test_a_replica_of_this_node_is_not_told_to_load_other_files_than_the_head_that_calls(
+async def test_a_local_replica_does_not_load_other_adapter_files_than_the_calling_head(
     fleet: FakeFleet, story: Adapter
 ) -> None:
     fleet.pool.members[0].remote = True
@@ -137,7 +137,7 @@ async def test_a_replica_of_this_node_is_not_told_to_load_other_files_than_the_h
     assert statuses(fleet) == [ReplicaStatus.UP, ReplicaStatus.ERROR, ReplicaStatus.UP]
 
 
-async def test_a_replica_of_this_node_that_starts_after_the_files_of_an_adapter_changed_may_not_join(
+async def test_a_local_replica_cannot_join_after_the_files_of_an_adapter_changed(
     fleet: FakeFleet, story: Adapter
 ) -> None:
     await fleet.call("add_lora", story)
@@ -149,7 +149,7 @@ async def test_a_replica_of_this_node_that_starts_after_the_files_of_an_adapter_
     assert await fleet.told() == []
 
 
-async def test_a_joiner_during_a_call_that_runs_misses_nothing(fleet: FakeFleet) -> None:
+async def test_a_joiner_replays_a_call_in_progress(fleet: FakeFleet) -> None:
     fleet.answer_with(None)
     reply = fleet.ask("set_weight_version", "v2")
     await until_called(*fleet.links.values())
@@ -165,7 +165,7 @@ async def test_a_joiner_during_a_call_that_runs_misses_nothing(fleet: FakeFleet)
         (("set_weight_version", "v1"), ("set_weight_version", "v2")),
     ],
 )
-async def test_a_call_made_while_a_replica_joins_reaches_it_after_its_replay(
+async def test_a_call_during_a_replay_reaches_the_joiner_after_it(
     fleet: FakeFleet, before: tuple[Any, ...], during: tuple[Any, ...]
 ) -> None:
     await fleet.call(*before)
@@ -178,7 +178,7 @@ async def test_a_call_made_while_a_replica_joins_reaches_it_after_its_replay(
     assert (await joining)[1:] == [(during[0], list(during[1:]))]
 
 
-async def test_an_adapter_that_is_forgotten_while_a_replica_joins_is_no_call_to_it(fleet: FakeFleet) -> None:
+async def test_an_adapter_forgotten_during_a_replay_is_no_call_to_the_joiner(fleet: FakeFleet) -> None:
     await fleet.call("add_lora", Adapter("story", 7, "/loras/story"))
     link = FakeLink("joiner")
     joining = asyncio.create_task(fleet.told(link=link))
@@ -189,7 +189,7 @@ async def test_an_adapter_that_is_forgotten_while_a_replica_joins_is_no_call_to_
     assert [method for method, _ in await joining] == ["add_lora"]
 
 
-async def test_a_joiner_does_not_serve_when_the_others_refused_a_call_meanwhile(fleet: FakeFleet) -> None:
+async def test_a_joiner_does_not_serve_if_a_call_was_refused_during_its_replay(fleet: FakeFleet) -> None:
     await fleet.call("pause_scheduler", "keep")
     link = FakeLink("joiner")
     joining = asyncio.create_task(fleet.told(link=link))
@@ -232,7 +232,7 @@ async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFle
     assert len(link.calls) == 1
 
 
-async def test_a_caller_that_gives_up_leaves_nothing_behind(fleet: FakeFleet) -> None:
+async def test_a_cancelled_call_leaves_nothing_behind(fleet: FakeFleet) -> None:
     fleet.answer_with(None)
     reply = fleet.ask("one")
     await until_called(*fleet.links.values())
@@ -255,7 +255,7 @@ async def test_closing_ends_calls_that_run_and_calls_that_wait() -> None:
             reply.result(timeout=0)
 
 
-async def test_closing_ends_a_call_that_was_taken_and_not_begun() -> None:
+async def test_closing_ends_a_call_that_was_dequeued_and_not_begun() -> None:
     async with FakeFleet() as fleet:
         reply = fleet.ask("one")
         queue = fleet.orchestrator.rpc_async_queue

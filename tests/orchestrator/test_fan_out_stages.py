@@ -44,20 +44,20 @@ async def test_a_call_reaches_all_stages_and_its_results_are_in_their_order(flee
     assert await fleet.call("is_sleeping") == [0, 1, 10]
 
 
-async def test_a_call_to_some_stages_reaches_no_other_now_or_later(fleet: FakePipelineFleet) -> None:
+async def test_a_call_to_some_stages_does_not_reach_others_now_or_in_a_replay(fleet: FakePipelineFleet) -> None:
     assert await fleet.call("set_weight_version", "v2", stages=(0,)) == ["set_weight_version"] * 2
     assert fleet.links[1, 0].calls == []
     assert await fleet.told(0) == [("set_weight_version", ["v2"])]
     assert await fleet.told(1) == []
 
 
-async def test_a_stage_without_replicas_is_told_when_it_has_one_what_the_others_took(fleet: FakePipelineFleet) -> None:
+async def test_a_stage_without_replicas_replays_later_what_other_stages_accepted(fleet: FakePipelineFleet) -> None:
     fleet.lose(1, 0)
     assert await fleet.call(*SLEEP) == ["sleep"] * 2
     assert await fleet.told(1) == TOLD_TO_SLEEP
 
 
-async def test_a_stage_without_replicas_is_not_told_what_the_others_refused(fleet: FakePipelineFleet) -> None:
+async def test_a_stage_without_replicas_does_not_replay_what_other_stages_refused(fleet: FakePipelineFleet) -> None:
     fleet.lose(1, 0)
     for replica_id in range(2):
         fleet.links[0, replica_id].on_call = refuse_calls
@@ -66,7 +66,7 @@ async def test_a_stage_without_replicas_is_not_told_what_the_others_refused(flee
     assert await fleet.told(1) == []
 
 
-async def test_a_call_to_stages_without_replicas_is_refused_and_told_to_nobody(fleet: FakePipelineFleet) -> None:
+async def test_a_call_to_stages_without_replicas_is_refused_and_not_recorded(fleet: FakePipelineFleet) -> None:
     fleet.lose(1, 0)
     with pytest.raises(NoReplicaError):
         await fleet.call(*SLEEP, stages=(1,))
@@ -79,7 +79,7 @@ async def test_a_call_to_stages_without_replicas_is_refused_and_told_to_nobody(f
     [(SLEEP, TOLD_TO_SLEEP), (("set_weight_version", "v2"), [("set_weight_version", ["v2"])])],
     ids=["stage by stage", "at once"],
 )
-async def test_a_call_that_one_stage_refuses_is_an_error_and_the_others_have_taken_it(
+async def test_a_call_that_one_stage_refuses_is_an_error_and_holds_in_the_other_stages(
     fleet: FakePipelineFleet, call: tuple[Any, ...], told: list[Any]
 ) -> None:
     fleet.links[1, 0].on_call = refuse_calls
@@ -137,7 +137,7 @@ async def head() -> AsyncIterator[PlayedHead]:
         yield head
 
 
-async def test_a_replica_that_is_lost_before_its_stage_takes_a_call_has_failed_it_though_another_stage_refuses_it(
+async def test_a_replica_lost_before_its_call_has_failed_it_even_if_another_stage_refuses_it(
     head: PlayedHead,
 ) -> None:
     head.links[1, 0].on_call = refuse_calls
@@ -154,7 +154,7 @@ async def test_a_replica_that_is_lost_before_its_stage_takes_a_call_has_failed_i
         await asyncio.wrap_future(reply)
 
 
-async def test_the_server_hears_of_a_call_of_another_head_that_one_stage_took(head: PlayedHead) -> None:
+async def test_the_server_is_notified_of_another_heads_call_that_one_stage_accepted(head: PlayedHead) -> None:
     told = [member.engine_key for pool in head.pools for member in pool.members]
     head.hear(NumberedCall(1, "sleep", [2, "abort"], [0, 1], told, number=1, head_id="b"))
     head.hear(CallOutcome(1, [True, False]))
@@ -162,7 +162,7 @@ async def test_the_server_hears_of_a_call_of_another_head_that_one_stage_took(he
     await eventually(lambda: head.said == [CallDone(1)])
 
 
-async def test_of_a_call_made_again_the_server_hears_what_one_stage_took_and_the_head_asks_for_what_another_refused(
+async def test_a_taken_over_call_notifies_the_server_and_resyncs_if_one_stage_refused_it(
     head: PlayedHead,
 ) -> None:
     head.links[1, 0].on_call = refuse_calls
@@ -174,7 +174,7 @@ async def test_of_a_call_made_again_the_server_hears_what_one_stage_took_and_the
     await eventually(lambda: head.resyncs == 1)
 
 
-async def test_a_head_whose_way_to_the_coordinator_is_closed_already_says_nothing_more(head: PlayedHead) -> None:
+async def test_a_head_without_a_coordinator_client_sends_nothing(head: PlayedHead) -> None:
     head.is_open = False
     with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await head.call("set_weight_version", "v2")

@@ -37,7 +37,7 @@ async def test_a_call_that_another_head_is_slow_to_follow_returns_with_one_warni
     ]
 
 
-async def test_a_call_leaves_nothing_behind_that_grows(heads: list[FakeHead]) -> None:
+async def test_calls_leave_no_objects_behind(heads: list[FakeHead]) -> None:
     before = kept()
     await heads[0].call("set_weight_version", "v2")
     await heads[0].manage("drain", 1)
@@ -61,7 +61,7 @@ async def test_the_servers_of_other_heads_keep_an_adapter_whose_replacement_is_r
 
 
 @pytest.mark.parametrize("ends", ["refused", "taken, and only its snapshot had it"])
-async def test_a_call_that_a_head_takes_over_costs_it_none_of_its_own(
+async def test_a_taken_over_call_does_not_end_the_heads_own_call(
     bus: HeadBus, heads: list[FakeHead], ends: str
 ) -> None:
     lost, taker, other = heads
@@ -88,7 +88,7 @@ async def test_a_call_that_a_head_takes_over_costs_it_none_of_its_own(
     assert taker.adapters == {"story": story}
 
 
-async def test_the_server_of_a_head_that_takes_a_call_over_hears_of_it_though_one_replica_is_not_allowed_to_take_it(
+async def test_a_taken_over_call_notifies_the_server_even_if_one_node_does_not_allow_it(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     heads[0].stand_still()
@@ -100,7 +100,7 @@ async def test_the_server_of_a_head_that_takes_a_call_over_hears_of_it_though_on
         await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
 
 
-async def test_the_server_of_a_head_that_loses_the_coordinator_hears_of_the_adapter_that_another_one_loads(
+async def test_losing_the_coordinator_notifies_the_server_of_an_adapter_being_loaded_by_another_head(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     heads[0].stand_still()
@@ -110,7 +110,7 @@ async def test_the_server_of_a_head_that_loses_the_coordinator_hears_of_the_adap
     await eventually(lambda: heads[1].adapters == {"story": STORY}, "until it knows better")
 
 
-async def test_a_call_that_cannot_be_made_again_is_logged(
+async def test_a_call_that_cannot_be_repeated_is_logged(
     bus: HeadBus, heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> Any:

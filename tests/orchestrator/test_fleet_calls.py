@@ -24,7 +24,7 @@ STORY = Adapter("story", 7, "/loras/story")
 PAUSED = [("pause_scheduler", ("keep", False))]
 
 
-async def test_a_head_that_hears_nothing_of_the_coordinator_goes_on_without_what_the_fleet_was_told(
+async def test_a_head_without_a_coordinator_continues_without_the_fleets_state(
     bus: HeadBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_calls, "FIRST_STATE_TIMEOUT_S", 0.01)
@@ -65,7 +65,7 @@ async def test_calls_through_different_heads_hold_in_one_order(heads: list[FakeH
     ],
     ids=str,
 )
-async def test_what_leaves_nothing_behind_or_no_engine_takes_concerns_no_other_head(
+async def test_calls_without_state_and_invalid_calls_are_not_sent_to_other_heads(
     bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     await heads[0].call(*call)
@@ -85,7 +85,7 @@ async def test_a_call_that_all_engines_refuse_leaves_no_record_anywhere(heads: l
     assert [head.statuses for head in heads] == [[ReplicaStatus.UP] * 2] * 3
 
 
-async def test_a_call_without_replicas_is_an_error_that_no_other_head_hears_of(
+async def test_a_call_without_replicas_is_an_error_and_is_not_sent_to_other_heads(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     for replica_id in (0, 1):
@@ -104,7 +104,7 @@ async def test_a_call_that_the_coordinator_refuses_is_an_error(bus: HeadBus, hea
         await asyncio.wait_for(asyncio.wrap_future(reply), 10)
 
 
-async def test_a_replica_that_fails_what_others_took_is_taken_out_by_every_head(
+async def test_a_replica_that_fails_a_call_that_others_accepted_is_taken_out_by_every_head(
     heads: list[FakeHead], caplog: pytest.LogCaptureFixture
 ) -> None:
     heads[0].links[1].on_call = refuse_calls
@@ -113,7 +113,7 @@ async def test_a_replica_that_fails_what_others_took_is_taken_out_by_every_head(
     assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
 
 
-async def test_a_replica_that_attaches_to_another_head_during_a_call_is_told(heads: list[FakeHead]) -> None:
+async def test_a_replica_that_attaches_to_another_head_during_a_call_replays_it(heads: list[FakeHead]) -> None:
     heads[0].stand_still()
     reply = heads[0].ask("set_weight_version", "v2")
     await heads[1].until([("set_weight_version", ("v2",))])
@@ -141,7 +141,7 @@ async def test_a_replica_that_attaches_while_a_call_waits_for_its_number_is_call
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-async def test_a_replica_that_the_caller_loses_before_it_can_call_it_is_taken_out_by_the_others(
+async def test_a_replica_that_the_caller_loses_before_the_call_is_taken_out_by_the_others(
     bus: HeadBus, heads: list[FakeHead], refuses: bool
 ) -> None:
     bus.deaf.add("a")
@@ -158,7 +158,7 @@ async def test_a_replica_that_the_caller_loses_before_it_can_call_it_is_taken_ou
     assert [head.statuses for head in heads[1:]] == [[ReplicaStatus.UP, status]] * 2
 
 
-async def test_a_replica_that_the_caller_loses_before_it_can_call_it_and_gets_back_during_the_call_is_taken_out(
+async def test_a_replica_that_the_caller_loses_before_the_call_and_attaches_again_during_it_is_taken_out(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     bus.deaf.add("a")
@@ -176,7 +176,7 @@ async def test_a_replica_that_the_caller_loses_before_it_can_call_it_and_gets_ba
     assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
 
 
-async def test_an_update_of_weights_is_not_made_again_on_a_replica_that_attaches_while_it_waits_for_its_number(
+async def test_a_weight_update_that_waits_for_its_number_is_not_repeated_on_an_attaching_replica(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     link = heads[1].attach(2)
@@ -209,7 +209,7 @@ async def test_a_call_made_elsewhere_while_a_replica_attaches_reaches_it_after_i
     assert [method for method, _ in await attaching] == ["pause_scheduler", "resume_scheduler"]
 
 
-async def test_a_replica_that_only_another_head_reaches_is_told_by_that_one_before_the_call_returns(
+async def test_another_head_calls_its_private_replica_before_the_call_returns(
     heads: list[FakeHead],
 ) -> None:
     private = heads[1].attach(5, private=True)
@@ -230,7 +230,7 @@ def forbid_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> 
 
 
 @pytest.mark.parametrize("refused", ["there", "here", "there, by its server"])
-async def test_a_replica_that_did_otherwise_than_those_of_the_caller_is_taken_out_unless_it_was_never_asked(
+async def test_a_private_replica_with_another_outcome_is_taken_out_unless_the_call_is_not_allowed_there(
     heads: list[FakeHead], refused: str
 ) -> None:
     private = heads[1].attach(5, private=True)
@@ -243,7 +243,7 @@ async def test_a_replica_that_did_otherwise_than_those_of_the_caller_is_taken_ou
     assert heads[1].statuses == [ReplicaStatus.UP, ReplicaStatus.UP, status]
 
 
-async def test_the_policies_of_all_heads_hear_that_a_cache_was_cleared(
+async def test_the_policies_of_all_heads_are_notified_of_a_cleared_cache(
     heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleared: list[int] = []
@@ -276,7 +276,7 @@ async def test_an_adapter_is_known_to_all_heads_when_the_call_returns(heads: lis
     assert [len(head.calls(0)) for head in heads] == [2, 0, 0]
 
 
-async def test_the_servers_of_all_heads_hear_how_deep_the_engines_sleep(heads: list[FakeHead]) -> None:
+async def test_the_servers_of_all_heads_are_notified_of_the_sleep_level(heads: list[FakeHead]) -> None:
     await heads[0].call("sleep", 2, "abort")
     assert [head.sleep_level for head in heads[1:]] == [2, 2]
     await heads[1].call("wake_up", ["weights"])
@@ -292,7 +292,7 @@ async def test_a_drained_replica_is_held_back_by_all_heads_until_any_resumes_it(
     assert [head.orchestrator.drained for head in heads] == [set()] * 3
 
 
-async def test_the_last_head_needs_no_coordinator_either(bus: HeadBus, heads: list[FakeHead]) -> None:
+async def test_the_last_head_of_a_fleet_needs_no_coordinator(bus: HeadBus, heads: list[FakeHead]) -> None:
     for other in heads[1:]:
         bus.cut(other)
     # News of heads and calls come in order.
@@ -312,7 +312,7 @@ async def test_a_replica_that_is_resumed_while_a_head_is_cut_off_is_resumed_ther
     assert heads[2].orchestrator.drained == set()
 
 
-async def test_a_replica_drained_where_it_is_not_attached_yet_is_known_there(heads: list[FakeHead]) -> None:
+async def test_a_drain_is_recorded_by_heads_that_are_not_attached_to_the_replica(heads: list[FakeHead]) -> None:
     heads[0].attach(4)
     await heads[0].manage("drain", 4)
     member = heads[0].pool.member(4)
@@ -340,7 +340,7 @@ class Keeper:
         self.left.add(member.replica_id)
 
 
-async def test_a_replica_told_to_leave_is_let_go_by_all_heads_attached_to_it(heads: list[FakeHead]) -> None:
+async def test_a_removed_replica_is_removed_by_all_heads_attached_to_it(heads: list[FakeHead]) -> None:
     keepers = [Keeper(), Keeper(ReplicaError("not attached")), Keeper()]
     for head, keeper in zip(heads, keepers, strict=True):
         for member in head.pool.members:
@@ -349,7 +349,7 @@ async def test_a_replica_told_to_leave_is_let_go_by_all_heads_attached_to_it(hea
     assert [keeper.left for keeper in keepers] == [{1}, set(), {1}]
 
 
-async def test_what_cannot_be_followed_is_logged_and_changes_nothing(
+async def test_invalid_calls_and_states_are_logged_and_change_nothing(
     heads: list[FakeHead], caplog: pytest.LogCaptureFixture
 ) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
@@ -366,7 +366,7 @@ async def test_what_cannot_be_followed_is_logged_and_changes_nothing(
 
 
 @pytest.mark.parametrize("when", ["at once", "while others follow"])
-async def test_closing_answers_an_operator_whose_wish_other_heads_have_not_followed(
+async def test_closing_answers_an_operator_whose_action_other_heads_have_not_followed(
     bus: HeadBus, heads: list[FakeHead], when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING")

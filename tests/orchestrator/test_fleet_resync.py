@@ -17,9 +17,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
-async def test_a_head_that_comes_late_knows_everything(
-    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
-) -> None:
+async def test_a_late_head_gets_the_whole_state(stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]) -> None:
     await heads[0].call("add_lora", STORY)
     await heads[1].call("sleep", 1, "keep")
     await heads[0].manage("drain", 1)
@@ -36,7 +34,7 @@ async def test_a_head_that_comes_late_knows_everything(
     [(("add_lora", STORY), {"story": STORY}, 0), (("sleep", 2, "abort"), {}, 2)],
     ids=["an adapter", "sleep"],
 )
-async def test_the_server_of_a_head_that_comes_late_hears_of_one_thing_alone(
+async def test_the_server_of_a_late_head_is_notified_of_a_single_difference(
     stack: AsyncExitStack,
     bus: HeadBus,
     heads: list[FakeHead],
@@ -49,7 +47,7 @@ async def test_the_server_of_a_head_that_comes_late_hears_of_one_thing_alone(
     await eventually(lambda: (late.adapters, late.sleep_level) == (adapters, level))
 
 
-async def test_a_replica_waits_until_its_head_knows_everything(
+async def test_a_replica_waits_until_its_head_is_synced(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
@@ -61,7 +59,7 @@ async def test_a_replica_waits_until_its_head_knows_everything(
     assert await attaching == [("pause_scheduler", ["keep", False])]
 
 
-async def test_a_replica_that_others_have_told_is_not_told_again_and_may_have_updated_weights(
+async def test_a_replica_synced_by_another_head_gets_no_replay_and_may_have_updated_weights(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     await heads[0].call("collective_rpc", "update_weights", None, [], {"update_info": {}})
@@ -73,7 +71,7 @@ async def test_a_replica_that_others_have_told_is_not_told_again_and_may_have_up
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-async def test_the_replicas_that_only_a_late_head_reaches_are_told_what_it_learns_or_taken_out(
+async def test_private_replicas_of_a_late_head_get_the_missed_calls_or_are_taken_out(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead], refuses: bool
 ) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
@@ -94,7 +92,7 @@ async def test_the_replicas_that_only_a_late_head_reaches_are_told_what_it_learn
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-async def test_a_call_does_not_overtake_what_a_replica_of_this_head_is_still_told_of_the_snapshot(
+async def test_a_call_does_not_overtake_the_missed_calls_to_a_private_replica(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead], refuses: bool
 ) -> None:
     await heads[0].call("add_lora", STORY)
@@ -113,7 +111,7 @@ async def test_a_call_does_not_overtake_what_a_replica_of_this_head_is_still_tol
     assert [method for _, method, _ in private.calls] == told
 
 
-async def test_a_call_that_is_refused_leaves_no_record_where_only_the_snapshot_had_it(
+async def test_a_refused_call_leaves_no_record_in_a_head_that_got_it_by_snapshot(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     heads[0].stand_still()
@@ -128,7 +126,7 @@ async def test_a_call_that_is_refused_leaves_no_record_where_only_the_snapshot_h
     await late.until([])
 
 
-async def test_a_head_that_is_alone_needs_no_coordinator_and_tells_it_later(
+async def test_a_single_head_needs_no_coordinator_and_reports_its_state_later(
     stack: AsyncExitStack, bus: HeadBus
 ) -> None:
     alone = await joined(stack, bus, "alone")
@@ -141,7 +139,7 @@ async def test_a_head_that_is_alone_needs_no_coordinator_and_tells_it_later(
     assert late.pool.member(1).held_back == {ADMIN_HOLD}
 
 
-async def test_a_call_to_several_heads_is_refused_while_the_coordinator_is_away(
+async def test_a_call_is_refused_without_a_coordinator_if_there_are_other_heads(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     for head in heads:
@@ -158,9 +156,7 @@ async def test_a_call_to_several_heads_is_refused_while_the_coordinator_is_away(
     assert len(await heads[0].call("pause_scheduler", "keep", True)) == 3
 
 
-async def test_a_new_coordinator_learns_from_the_heads_what_the_fleet_was_told(
-    bus: HeadBus, heads: list[FakeHead]
-) -> None:
+async def test_a_new_coordinator_gets_the_fleets_state_from_the_heads(bus: HeadBus, heads: list[FakeHead]) -> None:
     await heads[0].call("add_lora", STORY)
     bus.cut(heads[2])
     await heads[0].manage("drain", 1)
@@ -191,7 +187,7 @@ async def test_a_call_waits_for_the_heads_that_a_new_coordinator_does_not_know_y
     assert [head.replay for head in (fresh, *heads)] == [[("add_lora", (STORY,)), *PAUSED]] * 4
 
 
-async def test_of_the_calls_that_wait_for_a_new_coordinator_none_is_made_whose_caller_was_told_that_it_is_lost(
+async def test_calls_waiting_for_a_new_coordinator_are_not_made_after_their_callers_got_an_error(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     for head in heads:
@@ -229,7 +225,7 @@ async def test_a_head_that_resyncs_during_a_call_learns_which_replicas_failed(
     assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
 
 
-async def test_a_call_whose_head_dies_is_made_again_by_one_other(bus: HeadBus, heads: list[FakeHead]) -> None:
+async def test_a_call_whose_head_dies_is_repeated_by_one_other_head(bus: HeadBus, heads: list[FakeHead]) -> None:
     heads[0].stand_still()
     heads[0].ask("add_lora", STORY)
     await heads[2].until([("add_lora", (STORY,))])
@@ -255,7 +251,7 @@ async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record(
         assert head.statuses == [ReplicaStatus.UP] * 2
 
 
-async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record_where_only_the_snapshot_had_it(
+async def test_a_refused_call_whose_head_dies_leaves_no_record_in_a_head_that_got_it_by_snapshot(
     stack: AsyncExitStack, bus: HeadBus
 ) -> None:
     caller = await joined(stack, bus, "caller")
@@ -274,7 +270,7 @@ async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record_w
 @pytest.mark.parametrize(
     "call", [("pause_scheduler", "keep", True), ("collective_rpc", "update_weights", None, [], {})], ids=str
 )
-async def test_a_call_whose_head_dies_is_not_made_again_over_a_later_one_nor_an_update_of_weights(
+async def test_a_call_whose_head_dies_is_not_repeated_after_a_later_call_or_if_it_updates_weights(
     bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...]
 ) -> None:
     heads[0].stand_still()
@@ -290,7 +286,7 @@ async def test_a_call_whose_head_dies_is_not_made_again_over_a_later_one_nor_an_
 
 
 @pytest.mark.parametrize("unsaid", [OperatorCall, CallOutcome])
-async def test_a_caller_that_cannot_reach_the_coordinator_any_more_says_so(
+async def test_a_caller_that_cannot_reach_the_coordinator_gets_an_error(
     heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch, unsaid: type
 ) -> None:
     send = heads[0].send
@@ -300,7 +296,9 @@ async def test_a_caller_that_cannot_reach_the_coordinator_any_more_says_so(
             await attempt
 
 
-async def test_a_caller_that_loses_the_coordinator_during_its_call_says_so(bus: HeadBus, heads: list[FakeHead]) -> None:
+async def test_a_caller_that_loses_the_coordinator_during_its_call_gets_an_error(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
     heads[0].stand_still()
     reply = heads[0].ask("set_weight_version", "v2")
     await eventually(lambda: heads[0].links[1].calls)
@@ -312,7 +310,7 @@ async def test_a_caller_that_loses_the_coordinator_during_its_call_says_so(bus: 
 
 
 @pytest.mark.parametrize("when", ["before its outcome", "after its outcome"])
-async def test_a_server_whose_own_call_was_lost_on_the_way_knows_what_the_fleet_does(
+async def test_a_server_whose_call_was_lost_gets_the_state_of_the_fleet(
     bus: HeadBus, heads: list[FakeHead], when: str
 ) -> None:
     if when == "before its outcome":
@@ -334,7 +332,7 @@ async def test_a_server_whose_own_call_was_lost_on_the_way_knows_what_the_fleet_
         await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
 
 
-async def test_a_server_whose_own_call_was_lost_and_refused_by_the_others_knows_nothing_of_it(
+async def test_a_server_whose_call_was_lost_and_refused_has_no_record_of_it(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     heads[0].stand_still()
@@ -379,9 +377,7 @@ async def test_a_call_that_one_head_takes_over_twice_comes_to_its_end(
     await eventually(lambda: other.adapters == {"story": STORY})
 
 
-async def test_a_head_that_does_not_answer_holds_a_call_up_until_it_has_left(
-    bus: HeadBus, heads: list[FakeHead]
-) -> None:
+async def test_a_head_that_does_not_answer_delays_a_call_until_it_has_left(bus: HeadBus, heads: list[FakeHead]) -> None:
     bus.deaf.add("b")
     reply = heads[0].ask("pause_scheduler", "keep", True)
     await heads[2].until(PAUSED)

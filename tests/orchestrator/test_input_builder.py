@@ -56,7 +56,7 @@ def test_a_transform_that_does_not_exist_is_found_at_the_start() -> None:
         builder_of(broken)
 
 
-def test_the_prompts_text_is_made_once_and_only_for_those_who_may_read_it() -> None:
+def test_the_text_of_the_prompt_is_made_once_and_only_for_custom_transforms() -> None:
     made, seen = list[str](), list[str]()
 
     def prompt_text(request: Any) -> str:
@@ -114,7 +114,7 @@ def test_outputs_that_cannot_be_joined_fail_where_they_are_joined() -> None:
     input_builder.close()
 
 
-def test_the_end_of_work_after_the_end_of_the_loop_is_nobodys_concern() -> None:
+def test_work_that_ends_after_the_loop_is_ignored() -> None:
     gate, input_builder = threading.Event(), builder_of(CHAIN)
 
     async def begin() -> None:

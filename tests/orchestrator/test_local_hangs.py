@@ -92,7 +92,7 @@ async def test_requests_of_an_engine_that_hangs_move_and_it_is_neither_killed_no
     assert node.pauses == []
 
 
-async def test_an_engine_that_answers_again_is_reset_told_what_it_missed_and_serves(node: Node) -> None:
+async def test_an_engine_that_answers_again_is_reset_brought_up_to_date_and_serves(node: Node) -> None:
     engine = node.engine_of(0)
     ToldProbe.made[0].hangs()
     reply: Future[list[object]] = Future()
@@ -109,7 +109,7 @@ async def test_an_engine_that_answers_again_is_reset_told_what_it_missed_and_ser
     assert {(await hear(each))[0] for each in node.launcher.engines} == {"add"}
 
 
-async def test_a_call_that_is_open_when_the_engine_hangs_fails_there_and_returns_what_the_others_say(
+async def test_a_call_fails_on_an_engine_that_hangs_and_returns_the_other_answers(
     node: Node,
 ) -> None:
     reply: Future[list[object]] = Future()
@@ -121,7 +121,7 @@ async def test_a_call_that_is_open_when_the_engine_hangs_fails_there_and_returns
     assert node.pauses == []
 
 
-async def test_what_an_engine_says_of_requests_that_have_moved_is_dropped(node: Node) -> None:
+async def test_late_outputs_of_moved_requests_are_dropped(node: Node) -> None:
     second = node.pool.member(1)
     node.pool.hold_back(second, "admin")
     node.submit(FakeRequest("a"))
@@ -188,7 +188,7 @@ async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwar
     await node.until_statuses(ReplicaStatus.DRAINING, UP)
 
 
-async def test_an_engine_that_really_says_nothing_is_left_and_taken_back_on_its_answer() -> None:
+async def test_an_engine_that_does_not_answer_is_taken_out_until_it_answers() -> None:
     launcher = FakeLauncher()
     pool = StagePool(0, LeastQueueLengthBalancer())
     orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)

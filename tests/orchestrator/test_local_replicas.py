@@ -48,7 +48,7 @@ async def test_all_replicas_start_at_once_and_serve(node: Node) -> None:
     ],
     ids=["handshake fails", "spawn fails"],
 )
-async def test_one_that_does_not_start_is_the_error_of_all(
+async def test_a_replica_that_does_not_start_fails_the_start(
     node: Node, plan: Plan, error: type[Exception], text: str
 ) -> None:
     node.launcher.plan(0, Plan(ready=False))
@@ -59,7 +59,7 @@ async def test_one_that_does_not_start_is_the_error_of_all(
     await eventually(lambda: all(engine.process.killed for engine in node.launcher.engines))
 
 
-async def test_an_engine_whose_model_cannot_do_what_its_stage_is_for_does_not_start(
+async def test_an_engine_whose_model_lacks_the_stages_task_does_not_start(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeEngineApi, "pooling_task", "classify")
@@ -112,7 +112,7 @@ async def test_a_replica_that_dies_is_lost_at_once_and_comes_back_after_the_paus
     assert kinds == ["attach", "lost", "restart", "attach"]
 
 
-async def test_what_an_engine_said_before_it_died_is_delivered(node: Node) -> None:
+async def test_outputs_from_before_the_death_of_an_engine_are_delivered(node: Node) -> None:
     await node.replicas.start()
     node.submit(FakeRequest("a"))
     await eventually(lambda: node.orchestrator.request_states)
@@ -139,7 +139,7 @@ async def test_an_engine_that_dies_while_it_restarts_is_tried_again(node: Node) 
     assert node.pauses == [1.0, 2.0]
 
 
-async def test_one_that_is_too_slow_to_restart_is_tried_again_and_the_log_names_what_sets_its_time(
+async def test_a_restart_that_takes_too_long_is_tried_again_and_the_log_names_the_setting(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await node.replicas.start()
@@ -170,7 +170,7 @@ async def test_a_replica_that_dies_before_the_others_are_ready_comes_back(node: 
     await node.until_statuses(UP, UP)
 
 
-async def test_a_replica_that_comes_back_is_told_what_the_others_know(node: Node) -> None:
+async def test_a_restarted_replica_is_brought_up_to_date(node: Node) -> None:
     await node.replicas.start()
     node.engine_of(0).process.die()
     await node.until_statuses(DOWN, UP)
@@ -194,7 +194,7 @@ async def test_a_distrusted_replica_is_ended_and_started_afresh(node: Node) -> N
     await node.until_statuses(UP, UP)
 
 
-async def test_closing_ends_every_engine_with_the_grace_it_is_given(node: Node) -> None:
+async def test_closing_passes_its_timeout_to_every_engine(node: Node) -> None:
     await node.replicas.start()
     await node.replicas.close(7.0)
     assert [engine.process.shutdowns for engine in node.launcher.engines] == [[7.0], [7.0]]
@@ -202,7 +202,7 @@ async def test_closing_ends_every_engine_with_the_grace_it_is_given(node: Node) 
     assert [len(engine.process.shutdowns) for engine in node.launcher.engines] == [1, 1]
 
 
-async def test_engines_that_end_when_all_are_to_end_stay_away(node: Node) -> None:
+async def test_engines_are_not_restarted_after_disable_restarts(node: Node) -> None:
     await node.replicas.start()
     node.engine_of(0).process.die()
     await eventually(lambda: node.pauses == [1.0])

@@ -44,7 +44,7 @@ class Keeper:
         self._note(member)
 
 
-async def test_remote_replicas_are_handed_on_in_order() -> None:
+async def test_changes_of_remote_replicas_are_handled_in_order() -> None:
     fleet = FakeFleet()
     fleet.remote = keeper = Keeper()
     async with fleet:
@@ -74,7 +74,7 @@ async def test_a_drained_replica_gets_nothing_new_until_it_is_resumed(fleet: Fak
 
 
 @pytest.mark.parametrize("remote", [False, True])
-async def test_a_removal_goes_to_who_keeps_the_replica(fleet: FakeFleet, remote: bool) -> None:
+async def test_a_removal_calls_leave_of_the_member(fleet: FakeFleet, remote: bool) -> None:
     removed = []
     member = fleet.pool.member(1)
     member.remote, member.leave = remote, lambda: removed.append(1)
@@ -83,18 +83,18 @@ async def test_a_removal_goes_to_who_keeps_the_replica(fleet: FakeFleet, remote:
 
 
 @pytest.mark.parametrize(("stage_id", "replica_id"), [(0, 7), (3, 0)])
-async def test_a_wish_for_an_unknown_replica_is_refused(fleet: FakeFleet, stage_id: int, replica_id: int) -> None:
+async def test_an_action_on_an_unknown_replica_is_refused(fleet: FakeFleet, stage_id: int, replica_id: int) -> None:
     with pytest.raises(ReplicaError, match=f"stage {stage_id} has no replica {replica_id}"):
         await fleet.manage("drain", replica_id, stage_id)
 
 
-async def test_a_wish_that_fails_says_why(fleet: FakeFleet) -> None:
+async def test_an_action_that_fails_returns_its_error(fleet: FakeFleet) -> None:
     fleet.pool.member(0).leave = partial(Keeper(ReplicaError("not now")).leave, fleet.pool.member(0))
     with pytest.raises(ReplicaError, match="not now"):
         await fleet.manage("remove", 0)
 
 
-async def test_a_wish_left_in_a_closed_queue_is_cancelled() -> None:
+async def test_an_action_left_in_a_closed_queue_is_cancelled() -> None:
     fleet = FakeFleet()
     reply: Future[None] = Future()
     fleet.orchestrator.rpc_async_queue.force_put(ManageReplica("drain", 0, 0, reply))
@@ -104,7 +104,7 @@ async def test_a_wish_left_in_a_closed_queue_is_cancelled() -> None:
         reply.result(0)
 
 
-async def test_the_client_is_told_who_joins_and_leaves(fleet: FakeFleet) -> None:
+async def test_the_client_is_notified_of_joins_and_leaves(fleet: FakeFleet) -> None:
     member = fleet.pool.add()
     fleet.orchestrator.replica_joined(member, b"ready")
     fleet.join(member)

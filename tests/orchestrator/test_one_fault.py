@@ -67,7 +67,7 @@ async def test_a_request_that_cannot_be_read_is_aborted_at_its_engine(monkeypatc
         assert link.aborted == [attempt]
 
 
-async def test_a_request_whose_failure_cannot_be_told_either_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_whose_failure_cannot_be_reported_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyError("nobody listens")
 
@@ -106,14 +106,14 @@ async def test_a_pipelines_request_that_cannot_be_begun_fails_alone(monkeypatch:
         assert fleet.call_ends("good") == [None]
 
 
-async def test_a_word_of_other_heads_that_cannot_be_heeded_stops_nothing(fleet: FakeFleet) -> None:
+async def test_a_message_of_other_heads_that_cannot_be_handled_stops_nothing(fleet: FakeFleet) -> None:
     # This head has no way to other heads at all.
     fleet.orchestrator.rpc_async_queue.force_put(SessionLost())
     await fleet.manage("drain", 0)
     await eventually(lambda: len(fleet.pool.serving) == 1, "the drain")
 
 
-async def test_an_administrators_wish_that_fails_halfway_is_answered() -> None:
+async def test_an_action_that_fails_halfway_is_answered() -> None:
     def deaf(*_: object) -> None:
         raise KeyError("gone")
 

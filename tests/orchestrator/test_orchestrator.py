@@ -109,7 +109,7 @@ async def test_nothing_is_delivered_after_an_abort(fleet: FakeFleet) -> None:
     assert fleet.in_flight == [0, 0]
 
 
-async def test_an_abort_of_a_request_that_has_ended_reaches_nobody(fleet: FakeFleet) -> None:
+async def test_an_abort_of_a_request_that_has_ended_reaches_no_replica(fleet: FakeFleet) -> None:
     await fleet.submit("a")
     link, attempt = fleet.attempt("a")
     link.output(attempt, finish_reason="stop")
@@ -190,7 +190,7 @@ async def test_a_lost_replica_reports_as_idle_and_nothing_later_contradicts_it(f
     assert fleet.statistics == [(1, 4), (1, 0)]
 
 
-async def test_the_status_of_a_lost_replica_is_as_told(fleet: FakeFleet) -> None:
+async def test_a_lost_replica_has_the_given_status(fleet: FakeFleet) -> None:
     member = fleet.pool.member(0)
     fleet.orchestrator.replica_lost(member, "hung", ReplicaStatus.ERROR)
     assert member.status is ReplicaStatus.ERROR
@@ -280,7 +280,7 @@ async def test_a_session_stays_on_its_replica_under_one_id_until_its_last_turn(f
     assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
 
 
-async def test_a_session_closed_after_its_last_turn_ends_and_the_engine_is_told(fleet: FakeFleet) -> None:
+async def test_a_session_closed_after_its_last_turn_ends_in_the_engine_too(fleet: FakeFleet) -> None:
     await fleet.submit("s", resumable=True)
     link, attempt = fleet.attempt("s")
     link.output(attempt, finish_reason="stop")
@@ -345,7 +345,7 @@ async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_i
     assert await fleet.read() == [("a", "stop")]
 
 
-async def test_a_loss_is_told_to_a_client_that_does_not_read(fleet: FakeFleet) -> None:
+async def test_a_client_that_does_not_read_gets_the_loss_later(fleet: FakeFleet) -> None:
     link, _ = await filled(fleet, move="never")
     fleet.orchestrator.distrust(fleet.pool.members[[*fleet.links.values()].index(link)], "failed a call")
     events = await fleet.read()

@@ -15,7 +15,7 @@ def queue() -> Iterator[OutputQueue]:
     queue.stop_waiting()
 
 
-async def test_what_nobody_waits_for_goes_before_the_next_item(queue: OutputQueue) -> None:
+async def test_a_postponed_item_goes_before_the_next_item(queue: OutputQueue) -> None:
     queue.give_later("first")
     queue.give_later("second")
     assert len(queue) == 0
@@ -25,14 +25,14 @@ async def test_what_nobody_waits_for_goes_before_the_next_item(queue: OutputQueu
     assert await queue.get_batch() == ["fourth"]
 
 
-async def test_what_nobody_waits_for_goes_alone_in_the_end(queue: OutputQueue) -> None:
+async def test_a_postponed_item_goes_alone_after_a_while(queue: OutputQueue) -> None:
     for number in ("one", "two"):
         queue.give_later(number)
         async with asyncio.timeout(10):
             assert await queue.get_batch() == [number]
 
 
-async def test_what_waits_is_lost_with_a_closed_queue_and_harms_nobody(queue: OutputQueue) -> None:
+async def test_a_postponed_item_is_dropped_with_a_closed_queue(queue: OutputQueue) -> None:
     queue.give_later("first")
     queue.close()
     queue.give("second")

@@ -53,7 +53,7 @@ async def until_told(fleet: FakePipelineFleet, *stage_ids: int) -> None:
 
 
 @pytest.mark.parametrize("rest", WAITS)
-async def test_a_stage_rests_when_it_has_ended_what_those_in_front_have_let_go(rest: tuple[Any, ...]) -> None:
+async def test_a_stage_is_paused_when_it_has_ended_the_work_from_its_paused_inputs(rest: tuple[Any, ...]) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r")
         resting = asyncio.wrap_future(fleet.ask(*rest))
@@ -72,7 +72,7 @@ async def test_a_stage_rests_when_it_has_ended_what_those_in_front_have_let_go(r
 
 
 @pytest.mark.parametrize("rest", ABORTS)
-async def test_what_is_on_its_way_is_given_to_a_stage_before_that_aborts_it(rest: tuple[Any, ...]) -> None:
+async def test_work_between_two_stages_reaches_the_next_stage_before_its_abort(rest: tuple[Any, ...]) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         fleet.links[1, 0].on_call = answer_calls
         await fleet.submit("r")
@@ -85,7 +85,7 @@ async def test_what_is_on_its_way_is_given_to_a_stage_before_that_aborts_it(rest
         assert fleet.links[1, 0].added == [fleet.attempt("r", 1)[1]]
 
 
-async def test_a_stage_is_told_to_abort_when_what_is_still_prepared_for_it_has_arrived_and_not_ended() -> None:
+async def test_a_stage_is_aborted_when_its_inputs_have_been_built_and_sent() -> None:
     gate = threading.Event()
     try:
         async with FakePipelineFleet(CHAIN) as fleet:
@@ -104,7 +104,7 @@ async def test_a_stage_is_told_to_abort_when_what_is_still_prepared_for_it_has_a
 
 
 @pytest.mark.parametrize("rest", [("pause_scheduler", "keep", True), ("sleep", 1, "keep"), ("resume_scheduler",)])
-async def test_what_freezes_or_wakes_the_stages_reaches_them_at_once(rest: tuple[Any, ...]) -> None:
+async def test_keep_and_wake_up_reach_all_stages_at_once(rest: tuple[Any, ...]) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r")
         resting = asyncio.wrap_future(fleet.ask(*rest))
@@ -130,7 +130,7 @@ async def test_chunks_that_are_on_their_way_reach_the_end() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "lost"])
-async def test_a_request_that_ends_early_is_waited_for_no_longer(end: str) -> None:
+async def test_a_pause_does_not_wait_for_a_request_that_ends_early(end: str) -> None:
     async with FakePipelineFleet(CHAIN, replicas=[1, 2], migration_limit=0) as fleet:
         fleet.answer_with(answer_calls)
         await fleet.submit("r")
@@ -145,7 +145,7 @@ async def test_a_request_that_ends_early_is_waited_for_no_longer(end: str) -> No
 
 
 @pytest.mark.parametrize("later", REPLACES)
-async def test_a_pipeline_that_is_told_otherwise_while_it_comes_to_rest_rests_no_further(
+async def test_a_later_call_ends_a_pause_in_progress(
     later: tuple[Any, ...],
 ) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
@@ -173,7 +173,7 @@ async def test_a_prompt_that_skips_its_prefill_is_ended_by_the_stage_behind() ->
         assert fleet.states.keys() == {"new"}
 
 
-async def test_a_stage_without_replicas_is_told_with_the_one_in_front_and_holds_nothing_up() -> None:
+async def test_a_stage_without_replicas_is_called_with_its_upstream_stage() -> None:
     async with FakePipelineFleet(SPEECH, replicas=[1, 0, 1], replica_wait=600.0) as fleet:
         fleet.answer_with(answer_calls)
         await fleet.submit("r", "text", "audio")
@@ -182,7 +182,7 @@ async def test_a_stage_without_replicas_is_told_with_the_one_in_front_and_holds_
         assert [method for method, _ in await fleet.told(1)] == ["pause_scheduler"]
 
 
-async def test_a_stage_rests_when_it_has_ended_the_last_of_what_was_on_its_way() -> None:
+async def test_a_stage_is_paused_after_its_last_work_in_flight() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         fleet.answer_with(answer_calls)
         for name in "ab":
@@ -198,7 +198,7 @@ async def test_a_stage_rests_when_it_has_ended_the_last_of_what_was_on_its_way()
         assert fleet.ends == [("a", "stop"), ("b", "stop")]
 
 
-async def test_a_stage_waits_neither_for_those_behind_it_nor_for_what_a_request_does_not_need() -> None:
+async def test_a_pause_waits_neither_for_downstream_stages_nor_for_unneeded_stages() -> None:
     critic = stage(4, "critic", "scores", "thinker", final=True)
     async with FakePipelineFleet((*DIAMOND, critic)) as fleet:
         fleet.answer_with(answer_calls)
@@ -218,7 +218,7 @@ async def test_a_stage_waits_neither_for_those_behind_it_nor_for_what_a_request_
         assert await results(resting) == ["pause_scheduler"] * 5
 
 
-async def test_a_request_that_a_paused_stage_holds_holds_up_none_of_the_stages_behind() -> None:
+async def test_a_request_held_by_a_paused_stage_delays_no_later_stage() -> None:
     async with FakePipelineFleet(JOIN) as fleet:
         fleet.answer_with(answer_calls)
         fleet.links[0, 0].on_call = None
@@ -232,7 +232,7 @@ async def test_a_request_that_a_paused_stage_holds_holds_up_none_of_the_stages_b
         assert fleet.states.keys() == {"r"}
 
 
-async def test_stages_rest_one_after_the_other_also_where_some_have_no_replicas() -> None:
+async def test_stages_are_paused_in_sequence_even_if_some_have_no_replicas() -> None:
     async with FakePipelineFleet(DIAMOND, replicas=[1, 0, 1, 1]) as fleet:
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
         for stage_id, behind in ((0, (2, 3)), (2, (3,)), (3, ())):

@@ -31,7 +31,7 @@ async def test_the_output_of_a_stage_becomes_the_input_of_the_next() -> None:
         assert fleet.call_ends("r") == [None]
 
 
-async def test_a_plain_request_is_complete_when_its_front_stage_has_answered() -> None:
+async def test_a_plain_request_is_complete_when_its_answering_stage_has_ended() -> None:
     async with FakePipelineFleet(FAN_OUT) as fleet:
         await fleet.submit("r")
         await fleet.finish()
@@ -39,7 +39,7 @@ async def test_a_plain_request_is_complete_when_its_front_stage_has_answered() -
         assert all(not link.requests for (stage_id, _), link in fleet.links.items() if stage_id != 0)
 
 
-async def test_what_a_plain_request_does_not_wait_for_ends_with_its_answer() -> None:
+async def test_other_stages_of_a_plain_request_end_with_its_answer() -> None:
     twins = (stage(0, "first", "text", final=True), stage(1, "second", "text", final=True))
     async with FakePipelineFleet(twins) as fleet:
         await fleet.submit("r")
@@ -102,7 +102,7 @@ async def test_speech_alone_ends_the_servers_request_after_the_last_event() -> N
         assert last.output.finish_reason == "stop"
 
 
-async def test_a_front_stage_in_the_middle_answers_before_the_rest_has_ended() -> None:
+async def test_an_answering_stage_in_the_middle_answers_before_the_rest_has_ended() -> None:
     async with FakePipelineFleet(FAN_OUT) as fleet:
         await fleet.submit("r", "text", "scores")
         await fleet.step("r", 0, count=9)
@@ -113,7 +113,7 @@ async def test_a_front_stage_in_the_middle_answers_before_the_rest_has_ended() -
         assert fleet.call_ends("r") == [None]
 
 
-async def test_the_clients_own_sampling_is_for_the_front_stage_and_the_rest_by_name() -> None:
+async def test_the_clients_sampling_is_for_the_answering_stage_and_others_are_named() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r", "text", sampling={"thinker": {"top_k": 7}})
         await fleet.finish()
@@ -122,7 +122,7 @@ async def test_the_clients_own_sampling_is_for_the_front_stage_and_the_rest_by_n
         assert refiner == {"stage": "refiner", "for_client": True}
 
 
-async def test_events_come_as_the_stage_puts_out_and_the_last_says_so() -> None:
+async def test_events_come_with_each_output_and_the_last_has_a_finish_reason() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r", "text", prompt=[3])
         for _ in range(4):
@@ -167,7 +167,7 @@ async def test_streaming_input_is_refused_with_an_error_and_an_end() -> None:
         assert fleet.states == {}
 
 
-async def test_modalities_that_nobody_puts_out_are_refused_and_stop_nobody_else() -> None:
+async def test_unknown_modalities_are_refused_and_do_not_affect_other_requests() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("bad", "image")
         await fleet.submit("good", "text")
@@ -184,7 +184,7 @@ async def test_a_request_that_only_cleans_up_runs_nowhere() -> None:
         assert all(not link.requests for link in fleet.links.values())
 
 
-async def test_calls_are_told_when_the_orchestrator_ends() -> None:
+async def test_calls_end_with_the_orchestrator() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r", "text")
         await fleet.submit("plain")
@@ -210,7 +210,7 @@ async def test_each_stage_is_timed_and_its_dispatch_noted() -> None:
 
 
 @pytest.mark.parametrize("end", ["completed", "aborted", "failed"])
-async def test_a_traced_request_tells_once_when_its_stages_worked(end: str) -> None:
+async def test_a_traced_request_reports_the_times_of_its_stages_once(end: str) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         fleet.now = 1.0
         await fleet.submit("r", "text", traced=True)
@@ -233,7 +233,7 @@ async def test_a_traced_request_tells_once_when_its_stages_worked(end: str) -> N
         assert ("run" in refiner.parts) == (end == "completed")
 
 
-async def test_a_request_that_is_not_traced_tells_nothing() -> None:
+async def test_an_untraced_request_reports_no_times() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r")
         await fleet.finish()

@@ -32,7 +32,7 @@ def has_ended(fleet: FakePipelineFleet, stage_id: int) -> bool:
     return fleet.states["r"].runs[stage_id].finished
 
 
-async def test_a_stage_begins_while_the_one_in_front_of_it_runs() -> None:
+async def test_a_stage_begins_before_its_upstream_stage_has_ended() -> None:
     async with FakePipelineFleet(SPEECH) as fleet:
         await fleet.submit("r", "text", "audio", prompt=[3])
         await fleet.step("r", 0, count=1)
@@ -125,7 +125,7 @@ async def test_a_last_chunk_that_gives_nothing_still_closes_the_input() -> None:
         assert fleet.call_ends("r") == [None]
 
 
-async def test_a_python_stage_hears_of_the_end_even_if_the_last_chunk_gives_nothing() -> None:
+async def test_a_python_stage_gets_the_end_even_if_the_last_chunk_gives_nothing() -> None:
     async with FakePipelineFleet(LISTENING) as fleet:
         wish = {"speaker": lambda transfer: "nothing" if transfer.last else None}
         await fleet.submit("r", "audio", prompt=[3], params=wish)
@@ -148,7 +148,7 @@ async def test_the_memory_of_a_transform_is_one_requests_own() -> None:
         assert counts["a"] == counts["b"] == list(range(1, len(counts["a"]) + 1))
 
 
-async def test_each_chunk_is_built_knowing_what_its_session_may_hold_by_then() -> None:
+async def test_each_chunk_is_built_with_the_size_of_its_session() -> None:
     async with FakePipelineFleet(SPEECH) as fleet:
         await fleet.submit("r", "audio", prompt=[3])
         await fleet.finish()
@@ -156,7 +156,7 @@ async def test_each_chunk_is_built_knowing_what_its_session_may_hold_by_then() -
         assert fleet.apis[1].held == [sum(sizes[:number]) for number in range(len(sizes))] != []
 
 
-async def test_vllms_server_sees_one_answer_of_a_front_stage_that_works_on_chunks() -> None:
+async def test_vllms_server_gets_one_answer_of_an_answering_stage_with_chunks() -> None:
     async with FakePipelineFleet(CHUNKED_FRONT) as fleet:
         await fleet.submit("r", "text", outputs=["refiner"], prompt=[3])
         for _ in range(3):
@@ -170,7 +170,7 @@ async def test_vllms_server_sees_one_answer_of_a_front_stage_that_works_on_chunk
         assert fleet.tokens["r"] == fleet.shown("r", "refiner")
 
 
-async def test_a_front_stage_whose_input_closes_after_its_last_turn_ends_the_answer_too() -> None:
+async def test_an_answering_stage_whose_input_closes_after_its_last_turn_ends_the_answer() -> None:
     wish = {"refiner": lambda transfer: "nothing" if transfer.last else None}
     async with FakePipelineFleet(CHUNKED_FRONT) as fleet:
         await fleet.submit("r", "text", prompt=[3], params=wish)

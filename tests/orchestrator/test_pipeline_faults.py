@@ -83,7 +83,7 @@ async def test_a_transform_that_fails_is_one_error_that_names_the_stage(
         assert fleet.in_flight == 0
 
 
-async def test_a_transform_that_blocks_holds_up_nobody_but_its_own_request() -> None:
+async def test_a_transform_that_blocks_delays_only_its_own_request() -> None:
     gate = threading.Event()
     try:
         async with FakePipelineFleet(FAN_OUT) as fleet:
@@ -111,7 +111,7 @@ async def test_a_transform_that_blocks_holds_up_nobody_but_its_own_request() -> 
         gate.set()
 
 
-async def test_what_waits_for_a_thread_is_not_done_for_a_request_that_was_aborted() -> None:
+async def test_queued_work_of_an_aborted_request_is_skipped() -> None:
     gate, done = threading.Event(), list[str]()
 
     def wish(transfer: Any) -> None:
@@ -137,7 +137,7 @@ async def test_what_waits_for_a_thread_is_not_done_for_a_request_that_was_aborte
         gate.set()
 
 
-async def test_the_end_of_a_preparation_is_of_no_interest_to_an_id_that_was_given_away_meanwhile() -> None:
+async def test_a_built_input_is_dropped_if_its_id_belongs_to_a_new_request() -> None:
     gate = threading.Event()
     try:
         async with FakePipelineFleet(CHAIN) as fleet:
@@ -154,7 +154,7 @@ async def test_the_end_of_a_preparation_is_of_no_interest_to_an_id_that_was_give
         gate.set()
 
 
-async def test_what_the_front_stage_cannot_answer_is_refused_before_any_stage_begins() -> None:
+async def test_a_request_that_the_answering_stage_cannot_answer_is_refused_before_any_stage_begins() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         refusal = fleet.apis[-1].faults["check_answerable"] = StageInputError("Stage 'last': no logprobs")
         await fleet.submit("r", "text")
@@ -221,7 +221,7 @@ async def test_the_servers_abort_of_an_answer_that_it_cut_at_a_stop_string_leave
         assert fleet.call_ends("r") == [None]
 
 
-async def test_the_servers_abort_of_a_front_stage_that_nobody_reads_ends_that_stage_alone() -> None:
+async def test_the_servers_abort_of_an_unread_answering_stage_ends_only_that_stage() -> None:
     async with FakePipelineFleet(JUDGED) as fleet:
         await fleet.submit("r", "text", "scores")
         link, attempt = fleet.attempt("r", 0)
@@ -280,7 +280,7 @@ async def test_a_plain_request_that_an_engine_aborts_ends_as_with_one_engine(
         assert fleet.in_flight == 0
 
 
-async def test_an_engine_that_cuts_the_front_stage_short_says_so_itself() -> None:
+async def test_the_finish_reason_of_an_answering_stage_that_is_cut_short_is_delivered() -> None:
     async with FakePipelineFleet(FAN_OUT) as fleet:
         await fleet.submit("r", "text", "scores")
         fleet.tell("r", 0, finish_reason="abort")
@@ -292,7 +292,7 @@ async def test_an_engine_that_cuts_the_front_stage_short_says_so_itself() -> Non
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, StageInputError), (500, StageError)])
-async def test_a_python_stage_says_what_is_wrong_and_whose_fault_it_is(status: int, kind: type[Exception]) -> None:
+async def test_the_error_of_a_python_stage_has_its_status(status: int, kind: type[Exception]) -> None:
     async with FakePipelineFleet(FAN_OUT) as fleet:
         await fleet.submit("r", "image")
         await fleet.step("r", 0, count=9)
@@ -325,7 +325,7 @@ async def test_a_stage_without_replicas_fails_its_requests_and_no_others(held: b
             assert str(error).startswith("Stage 'judge': No replica of stage 1 can serve")
 
 
-async def test_what_is_held_in_one_stage_may_be_aborted() -> None:
+async def test_a_request_held_in_one_stage_may_be_aborted() -> None:
     async with FakePipelineFleet(CHAIN, replicas=[1, 0], replica_wait=600.0) as fleet:
         await fleet.submit("r", "text")
         await fleet.step("r", 0, count=9)
@@ -375,7 +375,7 @@ async def test_a_request_fails_once(requests: tuple[PipelineRequests, list[Any]]
     assert [type(event) for event in events] == [PipelineCallEnded]
 
 
-async def test_what_is_said_of_a_run_of_an_earlier_request_with_the_same_id_is_ignored(
+async def test_outputs_of_an_earlier_request_with_the_same_id_are_ignored(
     requests: tuple[PipelineRequests, list[Any]],
 ) -> None:
     earlier = (await started(requests[0], [])).runs[0]

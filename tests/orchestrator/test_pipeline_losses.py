@@ -93,7 +93,7 @@ async def test_an_answer_goes_on_where_it_was_with_what_was_delivered_in_its_pro
         assert moved_link.prompts[moved_attempt] == [*link.prompts[attempt], *fleet.states["r"].runs[0].produced]
 
 
-async def test_a_session_takes_all_its_chunks_along_with_those_that_came_while_nobody_served() -> None:
+async def test_a_moved_session_keeps_all_chunks_including_those_that_came_without_a_replica() -> None:
     async with FakePipelineFleet(SPEECH, replicas=[1, 1, 1], replica_wait=600.0) as fleet:
         await fleet.submit("r", "text", "audio", prompt=[3])
         for _ in range(3):
@@ -193,7 +193,7 @@ async def test_the_moves_of_one_stage_do_not_count_for_another() -> None:
         assert fleet.call_ends("r") == [None]
 
 
-async def test_a_replay_that_says_something_else_fails_the_request() -> None:
+async def test_a_replay_that_diverges_fails_the_request() -> None:
     async with FakePipelineFleet(SPEECH, replicas=2) as fleet:
         await fleet.submit("r", "text", "audio", prompt=[3])
         for _ in range(3):

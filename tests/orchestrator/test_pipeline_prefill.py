@@ -35,7 +35,7 @@ async def prefilled(
     await fleet.settle()
 
 
-async def test_the_decode_stage_is_told_what_the_prefill_said() -> None:
+async def test_the_decode_stage_gets_the_prefills_transfer_parameters() -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
         await prefilled(fleet)
         assert sent(fleet, 0)[0]["length"] == 1
@@ -46,7 +46,7 @@ async def test_the_decode_stage_is_told_what_the_prefill_said() -> None:
         assert 9 not in fleet.tokens["r"]
 
 
-async def test_a_prefill_that_says_nothing_leaves_the_cache_where_the_connector_finds_it() -> None:
+async def test_a_prefill_may_return_no_transfer_parameters() -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
         await prefilled(fleet, params=None)
         assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
@@ -64,7 +64,7 @@ async def test_cached_tokens_are_those_that_the_prefill_found(cached: int | None
         assert fleet.cached["r"] == told
 
 
-async def test_what_skips_the_prefill_and_is_refused_by_paused_engines_is_its_clients_to_send_again() -> None:
+async def test_a_request_that_skips_the_prefill_fails_if_paused_engines_refuse_it() -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
         await fleet.submit("r", prompt=SHORT)
         fleet.tell("r", 1, finish_reason=REFUSED)
@@ -72,7 +72,7 @@ async def test_what_skips_the_prefill_and_is_refused_by_paused_engines_is_its_cl
         assert [name for name, _ in fleet.ends] == ["r"]
 
 
-async def test_what_is_refused_by_paused_engines_after_its_prefill_waits_for_them() -> None:
+async def test_a_prefilled_request_waits_for_paused_engines() -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
         await prefilled(fleet)
         fleet.tell("r", 1, finish_reason=REFUSED)
@@ -80,7 +80,7 @@ async def test_what_is_refused_by_paused_engines_after_its_prefill_waits_for_the
         assert (fleet.ends, fleet.orchestrator.metrics.paused) == ([], 1)
 
 
-async def test_what_paused_engines_refuse_of_another_stages_output_waits_for_them() -> None:
+async def test_work_from_another_stages_output_waits_for_paused_engines() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r", "text")
         await fleet.step("r", 0, count=9)
@@ -89,7 +89,7 @@ async def test_what_paused_engines_refuse_of_another_stages_output_waits_for_the
         assert (fleet.call_ends("r"), fleet.orchestrator.metrics.paused) == ([], 1)
 
 
-async def test_short_prompts_skip_the_prefill_and_the_engines_own_word_on_cached_tokens_stands() -> None:
+async def test_short_prompts_skip_the_prefill_and_keep_the_engines_cached_tokens() -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
         await fleet.submit("r", prompt=SHORT)
         assert sent(fleet, 0) == []
@@ -224,7 +224,7 @@ async def test_every_attempt_has_the_seed_that_makes_its_answer_repeatable() -> 
         assert first["sampling_params"]["seed"] == second["sampling_params"]["seed"] == 0
 
 
-async def test_a_decode_stage_that_is_not_the_front_one_has_the_files_sampling_in_every_attempt() -> None:
+async def test_a_decode_stage_that_does_not_answer_has_the_files_sampling_in_every_attempt() -> None:
     stages = (*DISAGGREGATED[:1], stage(1, "decode", "text", "prefill", model="one", transform="kv_transfer"))
     async with FakePipelineFleet((*stages, stage(2, "refiner", "text", "decode", final=True)), [1, 2, 1]) as fleet:
         await prefilled(fleet, modalities=("text",), sampling={"decode": {"top_k": 3}})

@@ -44,7 +44,7 @@ async def test_a_listed_replica_serves_and_its_answers_come_back(fleet: Fleet) -
     assert fleet.changes == [ReplicaJoined(0, 0, b"ready")]
 
 
-async def test_replicas_have_the_numbers_of_the_list_so_that_all_heads_name_them_alike(fleet: Fleet) -> None:
+async def test_replicas_have_the_ids_of_the_list_so_that_all_heads_use_the_same_names(fleet: Fleet) -> None:
     fleet.register(row(1, replica_id=4))
     fleet.register(row(2, replica_id=0))
     # Of a coordinator that was started again and gave a number that one of before it still has here.
@@ -63,7 +63,7 @@ async def test_a_request_that_waits_is_sent_as_soon_as_a_replica_serves(fleet: F
     assert len(replica.link.added) == 1
 
 
-async def test_a_replica_that_joins_is_told_what_the_others_were_told_first(fleet: Fleet) -> None:
+async def test_a_replica_replays_earlier_calls_before_it_serves(fleet: Fleet) -> None:
     await fleet.joined(row(1))
     await fleet.call("set_weight_version", "v2")
     fleet.register(row(2))
@@ -71,7 +71,7 @@ async def test_a_replica_that_joins_is_told_what_the_others_were_told_first(flee
     assert [call[1:] for call in fleet.attachments[1].link.calls] == [("set_weight_version", ["v2"])]
 
 
-async def test_a_replica_that_serves_is_marked_as_told_and_one_that_was_told_is_not_told_again(
+async def test_a_serving_replica_is_marked_as_synced_and_a_synced_replica_gets_no_replay(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.joined(row(1))
@@ -83,7 +83,7 @@ async def test_a_replica_that_serves_is_marked_as_told_and_one_that_was_told_is_
     assert fleet.attachments[1].link.calls == []
 
 
-async def test_outputs_before_a_replica_serves_are_of_nobody_here(fleet: Fleet) -> None:
+async def test_outputs_before_a_replica_serves_are_ignored(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     replica.link.say_dead()
     replica.on_outputs(None)
@@ -115,7 +115,7 @@ async def test_an_unlisted_replica_is_gone_and_its_requests_move(fleet: Fleet) -
     assert len(fleet.attachments) == 2
 
 
-async def test_an_unlisted_replica_that_nobody_knows_is_no_error(fleet: Fleet) -> None:
+async def test_an_unknown_unlisted_replica_is_no_error(fleet: Fleet) -> None:
     fleet.unregister(row(1))
     await fleet.joined(row(2))
 
@@ -135,7 +135,7 @@ async def test_a_suspect_gets_no_new_requests_and_keeps_those_it_has(fleet: Flee
 
 
 @pytest.mark.parametrize("by_list", [True, False], ids=["said by the list", "said by its server"])
-async def test_a_draining_replica_finishes_what_it_has_and_is_let_go(fleet: Fleet, by_list: bool) -> None:
+async def test_a_draining_replica_finishes_its_requests_and_is_detached(fleet: Fleet, by_list: bool) -> None:
     (replica,) = await fleet.joined(row(1))
     await fleet.submit("a")
     if by_list:
@@ -153,7 +153,7 @@ async def test_a_draining_replica_finishes_what_it_has_and_is_let_go(fleet: Flee
     assert len(fleet.attachments) == 1
 
 
-async def test_a_list_that_lags_behind_does_not_undo_what_the_server_said(fleet: Fleet) -> None:
+async def test_an_old_list_does_not_undo_the_status_from_the_node(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     await fleet.submit("a")
     replica.on_status(ReplicaStatus.DRAINING)
@@ -205,7 +205,7 @@ async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_cha
     assert fleet.attachments[0].info.incarnation == 2
 
 
-async def test_a_replica_whose_ready_response_cannot_be_used_is_refused_and_told_to_nobody(
+async def test_a_replica_with_an_invalid_ready_response_is_refused_and_not_reported(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await fleet.joined(row(1))
@@ -234,7 +234,7 @@ async def test_a_restarted_replica_is_attached_to_anew(fleet: Fleet) -> None:
     assert fleet.attachments[1].info.incarnation == 2
 
 
-async def test_a_replica_that_fails_what_others_took_is_attached_to_anew(fleet: Fleet) -> None:
+async def test_a_replica_that_fails_a_call_that_others_accepted_is_attached_to_anew(fleet: Fleet) -> None:
     first, _ = await fleet.joined(row(1), row(2))
     first.link.on_call = lambda link, call_id, method, args: link.refuse(call_id)
     await fleet.call("set_weight_version", "v2")
@@ -260,7 +260,7 @@ async def test_a_replica_that_is_taken_out_is_left_alone_until_all_heads_have_le
     await fleet.serving(1)
 
 
-async def test_a_replica_that_is_told_to_leave_does_not_come_back_in_that_incarnation(fleet: Fleet) -> None:
+async def test_a_removed_replica_does_not_come_back_in_that_incarnation(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     await fleet.submit("a")
     fleet.remote.leave(fleet.pool.members[0])
@@ -288,7 +288,7 @@ async def test_a_replica_that_an_operator_drained_is_held_back_when_it_is_listed
     await fleet.joined(row(1, incarnation=4))
 
 
-async def test_a_replica_that_is_not_attached_cannot_be_told_to_leave(fleet: Fleet) -> None:
+async def test_a_replica_that_is_not_attached_cannot_be_removed(fleet: Fleet) -> None:
     fleet.pause_over.clear()
     fleet.failures.append(ReplicaError("nobody there"))
     fleet.register(row(1))
@@ -322,7 +322,7 @@ async def test_a_replica_of_another_stage_that_could_not_be_reached_is_asked_aga
     assert fleet.attachments == []
 
 
-async def test_of_a_storm_of_registrations_only_so_many_are_attached_to_at_once(fleet: Fleet) -> None:
+async def test_many_registrations_are_attached_to_in_bounded_parallel(fleet: Fleet) -> None:
     fleet.may_attach.clear()
     for number in range(MAX_ATTACHING + 20):
         fleet.register(row(number))
@@ -364,7 +364,7 @@ async def test_two_hundred_joins_and_leaves_leave_nothing_behind(fleet: Fleet) -
     assert fleet.changes[1:] == [ReplicaJoined(0, 1, b"ready"), ReplicaLeft(0, 1)] * 200
 
 
-async def test_a_replica_that_cannot_do_what_its_stage_is_for_is_not_taken(
+async def test_a_replica_whose_model_lacks_the_stages_task_is_refused(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(FakeEngineApi, "pooling_task", "classify")

@@ -56,7 +56,7 @@ async def queued(*events: SessionEvent | ReplicaList) -> list[RpcMessage]:
     return await queue.get_batch()
 
 
-async def test_everything_is_queued_as_it_came_and_of_a_list_what_it_names() -> None:
+async def test_events_are_queued_unchanged_and_lists_as_their_changes() -> None:
     welcome, work = Welcome(["other"], False), PeerWork("other", True, [ReplicaWork(7, 3, 100)])
     assert await queued(
         welcome,
@@ -77,7 +77,7 @@ async def test_a_replica_that_a_whole_list_lacks_is_unregistered_before_others_a
         ]
 
 
-async def test_of_a_delta_only_what_it_says_has_left_is_unregistered() -> None:
+async def test_a_delta_unregisters_only_the_replicas_that_it_names() -> None:
     gone = [ReplicaKey.of(row(1)), ReplicaKey.of(row(9))]
     assert await queued(
         FullList([row(1), row(2)], 1.0), ListDelta([row(3)], 2.0, removed=gone), ListDelta([], 3.0, removed=gone)
@@ -96,7 +96,7 @@ async def test_a_replica_that_needs_no_attaching_is_left_alone() -> None:
     assert await queued(FullList([row(1, control_addr=""), row(2)], 1.0)) == [registered(2)]
 
 
-def test_a_head_that_has_closed_hears_nothing_more() -> None:
+def test_a_closed_head_gets_no_more_messages() -> None:
     queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
     listener = SessionListener(queue)
     queue.close()

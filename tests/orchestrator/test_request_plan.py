@@ -46,7 +46,7 @@ def plan_of(stages: Sequence[Stage], modalities: Sequence[str] = (), outputs: Se
         pytest.param(DISAGGREGATED_GUARDED, [], 2, {2}, 1, id="a Python stage answers, the decode samples"),
     ],
 )
-def test_who_answers_what_is_waited_for_and_whose_sampling_the_clients_own_is(
+def test_plans_have_the_answering_stage_the_finals_and_the_client_sampled_stage(
     stages: Sequence[Stage], modalities: list[str], front: int | None, finals: set[int], sampled: int | None
 ) -> None:
     plan = plan_of(stages, modalities)
@@ -65,7 +65,7 @@ def test_who_answers_what_is_waited_for_and_whose_sampling_the_clients_own_is(
     ],
     ids=["chain", "text alone", "speech", "one branch", "join", "diamond"],
 )
-def test_outputs_go_to_the_stages_that_are_needed(
+def test_outputs_go_only_to_needed_stages(
     stages: Sequence[Stage], modalities: list[str], roots: list[int], edges: dict[int, list[int]]
 ) -> None:
     plan = plan_of(stages, modalities)
@@ -85,7 +85,7 @@ def test_outputs_go_to_the_stages_that_are_needed(
         pytest.param(GUARDED, [], [], set(), {0, 1}, id="a Python stage in front is read to answer"),
     ],
 )
-def test_what_is_read_here_and_what_the_call_is_told(
+def test_plans_have_the_readable_and_the_shown_stages(
     stages: Sequence[Stage], modalities: list[str], outputs: list[str], shown: set[int], read: set[int]
 ) -> None:
     plan = plan_of(stages, modalities, outputs)
@@ -93,6 +93,6 @@ def test_what_is_read_here_and_what_the_call_is_told(
     assert plan.readable == read
 
 
-def test_what_the_pipeline_does_not_put_out_is_refused() -> None:
+def test_unknown_modalities_are_refused() -> None:
     with pytest.raises(ValueError, match="'image' asked for"):
         plan_of(SPEECH, ["text", "image"])

@@ -105,9 +105,7 @@ def waiting(head: Head, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
         yield begin
 
 
-def test_who_waits_for_requests_goes_on_when_the_last_has_finished(
-    head: Head, waiting: Callable[[], Future[float]]
-) -> None:
+def test_wait_for_requests_returns_when_the_last_has_finished(head: Head, waiting: Callable[[], Future[float]]) -> None:
     head.thread.start()
     engine, request_id = submit(head)
     left = waiting()
@@ -116,13 +114,13 @@ def test_who_waits_for_requests_goes_on_when_the_last_has_finished(
     assert head.orchestrator.can_serve
 
 
-def test_who_waits_for_requests_that_do_not_finish_is_told_so_when_time_is_over(head: Head) -> None:
+def test_wait_for_requests_returns_zero_at_its_timeout(head: Head) -> None:
     head.thread.start()
     submit(head)
     assert head.thread.wait_for_requests(0.05) == 0
 
 
-def test_who_waits_for_requests_can_be_hurried(head: Head, waiting: Callable[[], Future[float]]) -> None:
+def test_wait_for_requests_can_be_cancelled(head: Head, waiting: Callable[[], Future[float]]) -> None:
     head.thread.start()
     submit(head)
     left = waiting()
@@ -131,7 +129,7 @@ def test_who_waits_for_requests_can_be_hurried(head: Head, waiting: Callable[[],
     assert head.thread.wait_for_requests(60.0) == 0, "nor does who asks later wait"
 
 
-def test_a_fleet_that_was_never_started_has_nothing_to_wait_for(head: Head) -> None:
+def test_wait_for_requests_returns_at_once_before_the_start(head: Head) -> None:
     assert head.thread.wait_for_requests(60.0) == 0
 
 
@@ -142,7 +140,7 @@ def test_a_fleet_that_was_never_started_has_nothing_to_wait_for(head: Head) -> N
         pytest.param(lambda head: head.orchestrator.request_async_queue.force_put(UNKNOWN_TO_ENGINES), id="failed"),
     ],
 )
-def test_who_waits_for_requests_of_a_fleet_that_ends_does_not_wait(
+def test_wait_for_requests_returns_at_once_after_the_end(
     head: Head, waiting: Callable[[], Future[float]], end: Callable[[Head], None]
 ) -> None:
     head.thread.start()

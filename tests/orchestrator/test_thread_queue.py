@@ -74,7 +74,7 @@ async def test_a_cancelled_consumer_loses_nothing() -> None:
     assert await queue.get_batch() == [1]
 
 
-async def test_a_cancelled_producer_adds_nothing_and_holds_up_nobody() -> None:
+async def test_a_cancelled_producer_adds_nothing_and_blocks_no_other() -> None:
     queue: ThreadQueue[int] = ThreadQueue(1)
     await queue.put(1)
     given_up = await blocked(queue.put(2))
@@ -85,7 +85,7 @@ async def test_a_cancelled_producer_adds_nothing_and_holds_up_nobody() -> None:
     assert await queue.get_batch() == [3]
 
 
-async def test_close_releases_everybody_on_both_sides() -> None:
+async def test_close_wakes_consumers_and_producers() -> None:
     empty: ThreadQueue[int] = ThreadQueue(1)
     full: ThreadQueue[int] = ThreadQueue(1)
     await full.put(1)
@@ -131,7 +131,7 @@ async def test_another_threads_loop_may_produce() -> None:
     assert taken == list(range(100))
 
 
-def test_a_consumer_whose_loop_has_ended_stops_nobody() -> None:
+def test_a_consumer_whose_loop_has_ended_blocks_no_producer() -> None:
     queue: ThreadQueue[int] = ThreadQueue(1)
 
     async def leave_while_waiting() -> None:
@@ -142,7 +142,7 @@ def test_a_consumer_whose_loop_has_ended_stops_nobody() -> None:
     assert len(queue) == 1
 
 
-def test_a_consumer_whose_loop_ends_at_that_moment_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_consumer_whose_loop_ends_during_the_wake_up_blocks_no_producer(monkeypatch: pytest.MonkeyPatch) -> None:
     queue: ThreadQueue[int] = ThreadQueue(1)
 
     async def leave_while_waiting() -> None:

@@ -61,13 +61,13 @@ from .files import DIAMOND, SINGLE, SPEECH, complaint, tail
     ],
     ids=tail,
 )
-def test_what_is_no_usable_yaml_is_refused(file: Path, text: str, message: str) -> None:
+def test_invalid_yaml_is_refused(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     assert complaint(file) == message
 
 
 @given(st.data())
-def test_whatever_a_file_holds_it_loads_or_one_line_says_why_not(
+def test_any_file_loads_or_gives_a_one_line_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     content = data.draw(st.sampled_from([SPEECH, DIAMOND])).read_bytes()

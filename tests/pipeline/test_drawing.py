@@ -52,14 +52,14 @@ def test_the_order_in_the_file_does_not_change_the_drawing() -> None:
     assert mermaid(Pipeline(pipeline.stages[::-1])) == mermaid(pipeline)
 
 
-def test_a_prefill_says_which_prompts_it_gets_and_how_the_cache_goes_on(file: Path) -> None:
+def test_a_prefill_is_drawn_with_its_threshold_and_its_transfer(file: Path) -> None:
     file.write_text(PREFILL)
     _, prefill, decode = summary(load_pipeline(file))
     assert (prefill[3], prefill[-1]) == ("request (from 64 tokens)", "kv_cache")
     assert (decode[3], decode[4]) == ("prefill", "kv_transfer")
 
 
-def test_what_means_something_to_mermaid_is_escaped() -> None:
+def test_special_characters_of_mermaid_are_escaped() -> None:
     stage = Stage(
         id=0, name="end", engine="vllm", model='a"]; <b>`é`#1\n', output=Modality.TEXT, transform='a:"b', final=True
     )
@@ -80,7 +80,7 @@ def test_the_command_shows_a_good_file(
 
 
 @pytest.mark.parametrize("arguments", [(), ("--mermaid",)])
-def test_the_command_says_in_one_line_what_is_wrong_with_a_bad_file(
+def test_the_command_reports_a_bad_file_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     file = tmp_path / "bad.yaml"

@@ -32,7 +32,7 @@ def vocoder() -> ModuleType:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_file_is_right_and_names_the_models_that_are_made_for_it(file: Path) -> None:
+def test_every_file_is_valid_and_names_the_models_made_for_it(file: Path) -> None:
     pipeline = load_pipeline(file)
     made = import_module("tiny_models").KINDS[file.stem]
     assert {stage.model for stage in pipeline.stages if stage.is_vllm} == {f"./{name}" for name in made}

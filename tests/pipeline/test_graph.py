@@ -64,7 +64,7 @@ def test_upstream_and_downstream_are_each_others_opposite(inputs: list[set[int]]
 
 
 @given(edges(), st.data())
-def test_one_edge_back_makes_a_cycle_whose_way_is_named(inputs: list[set[int]], data: st.DataObject) -> None:
+def test_a_cycle_is_refused_and_named(inputs: list[set[int]], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(inputs) - 1))
     # Go downstream at random; the edge from wherever that ends back to the start closes a cycle.
     end = start
@@ -82,7 +82,7 @@ def test_one_edge_back_makes_a_cycle_whose_way_is_named(inputs: list[set[int]], 
 
 
 @given(edges(), st.data())
-def test_a_request_needs_exactly_what_leads_to_its_modalities(inputs: list[set[int]], data: st.DataObject) -> None:
+def test_a_request_needs_exactly_the_inputs_of_its_modalities(inputs: list[set[int]], data: st.DataObject) -> None:
     sinks = set(range(len(inputs))) - set().union(*inputs)
     finals = sinks | data.draw(st.sets(st.sampled_from(range(len(inputs)))))
     audio = data.draw(st.sets(st.sampled_from(sorted(finals))))
@@ -123,7 +123,7 @@ def test_asking_for_what_no_final_stage_puts_out_is_an_error(modalities: list[st
     assert str(raised.value) == message
 
 
-def test_a_longer_way_puts_a_stage_further_down() -> None:
+def test_a_longer_path_puts_a_stage_on_a_later_level() -> None:
     assert ids(Pipeline((stage(0, 3), stage(1), stage(2, 0), stage(3), stage(4, 1))).order) == [1, 3, 0, 4, 2]
 
 
@@ -137,7 +137,7 @@ def test_a_stage_without_a_transform_gets_the_one_that_fits(output: str, expecte
 
 
 @pytest.mark.parametrize("output", ["audio", "image", "scores"])
-def test_no_built_in_transform_takes_sound_pictures_or_scores(output: str) -> None:
+def test_no_built_in_transform_takes_audio_images_or_scores(output: str) -> None:
     with pytest.raises(PipelineError, match=rf"^stages\[1\]: no built-in transform takes {output} of the stage 's0'"):
         Pipeline((stage(0, output=Modality(output)), stage(1, 0, transform=None)))
 

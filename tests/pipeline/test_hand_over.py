@@ -114,7 +114,7 @@ def test_a_kv_cache_goes_from_engine_to_engine_of_one_model(file: Path, change: 
     ],
     ids=tail,
 )
-def test_what_cannot_be_handed_over_is_refused(
+def test_invalid_kv_transfers_are_refused(
     stages: tuple[Stage, ...], place: tuple[str | int, ...], message: str
 ) -> None:
     with pytest.raises(PipelineError) as raised:
@@ -141,7 +141,7 @@ def test_the_first_of_vllms_stages_without_inputs_reads_the_prompt() -> None:
         pytest.param(["audio"], None, id="speech answers another way"),
     ],
 )
-def test_the_front_stage_is_the_last_that_answers_in_words(modalities: list[str], front: str | None) -> None:
+def test_the_answering_stage_is_the_last_final_stage_with_text(modalities: list[str], front: str | None) -> None:
     pipeline = Pipeline(
         (
             vllm(0),

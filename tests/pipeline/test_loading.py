@@ -178,7 +178,7 @@ def test_a_whole_number_may_be_written_as_a_decimal(file: Path) -> None:
     ],
     ids=tail,
 )
-def test_what_is_not_of_the_shape_is_refused(file: Path, text: str, message: str) -> None:
+def test_invalid_files_are_refused(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     assert complaint(file) == f"pipeline.yaml:{message}"
 

@@ -36,7 +36,7 @@ def run(name: str, output: StageOutput) -> Any:
     return transform({"thinker": output}, TRANSFER)
 
 
-def test_the_built_in_ones_hand_over_what_they_are_named_after() -> None:
+def test_built_in_transforms_return_the_content_that_they_are_named_after() -> None:
     rows = Tensor(3, 8)
     output = StageOutput(token_ids=[4, 5], text="four five", tensor=rows)
     assert run("tokens", output) == [4, 5]
@@ -46,11 +46,11 @@ def test_the_built_in_ones_hand_over_what_they_are_named_after() -> None:
 
 
 @pytest.mark.parametrize("name", ["tokens", "text", "prompt_embeds"])
-def test_the_built_in_ones_give_nothing_of_an_output_that_has_nothing_yet(name: str) -> None:
+def test_built_in_transforms_return_none_for_an_empty_output(name: str) -> None:
     assert run(name, StageOutput()) is None
 
 
-def test_no_function_hands_over_a_kv_cache() -> None:
+def test_kv_transfer_has_no_function() -> None:
     assert resolve_transform("kv_transfer") is None
 
 
@@ -97,13 +97,13 @@ TWO_ARGUMENTS = "must take two arguments, the outputs and a Transfer: "
     ],
 )
 @pytest.mark.usefixtures("module")
-def test_what_cannot_be_a_transform_is_refused_with_the_reason(name: str, message: str) -> None:
+def test_an_invalid_transform_is_refused_with_the_reason(name: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve_transform(name)
     assert str(raised.value) == f"the transform {name!r} {message}"
 
 
-def test_shorthands_are_spelt_out() -> None:
+def test_shorthands_become_stage_inputs() -> None:
     rows = Tensor(2, 4)
     assert check_input("a b", "talker") == StageInput(text="a b")
     assert check_input([1, 2], "talker") == StageInput(token_ids=[1, 2])
@@ -112,7 +112,7 @@ def test_shorthands_are_spelt_out() -> None:
     assert check_input(None, "talker") is None
 
 
-def test_an_input_is_left_as_it_is() -> None:
+def test_a_stage_input_is_returned_unchanged() -> None:
     given = StageInput(text="a", metadata={"voice": "b"}, sampling={"max_tokens": 3})
     assert check_input(given, "talker") is given
     # A Python stage may need no more.
@@ -146,7 +146,7 @@ NO_TOKENS = "returned token ids that are no sequence of whole numbers from 0 on"
         (StageInput(sampling={"max_tokens": 1}), "returned nothing to compute on"),
     ],
 )
-def test_what_is_no_input_is_an_error_that_names_the_stage(returned: Any, fault: str) -> None:
+def test_an_invalid_input_is_an_error_that_names_the_stage(returned: Any, fault: str) -> None:
     with pytest.raises(StageError) as raised:
         check_input(returned, "talker")
     assert str(raised.value) == f"Stage 'talker': its transform {fault}."
