@@ -85,7 +85,7 @@ class PlayedFleet:
         for link in self.links.values():
             link.on_call = on_call
 
-    async def told(self, stage_id: int = 0, link: FakeLink | None = None) -> list[tuple[str, list[Any]]]:
+    async def replayed(self, stage_id: int = 0, link: FakeLink | None = None) -> list[tuple[str, list[Any]]]:
         """What a replica that attaches to a stage is told, over this link or one of an engine that takes every call."""
         if link is None:
             link = FakeLink("joiner")

@@ -1,6 +1,7 @@
 """Fleets that several modules share."""
 
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -14,6 +15,14 @@ from .head_bus import FakeHead, HeadBus, joined
 async def fleet() -> AsyncIterator[FakeFleet]:
     async with FakeFleet() as fleet:
         yield fleet
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Work on threads waits for it; it is open when the test ends."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
 
 
 @pytest.fixture

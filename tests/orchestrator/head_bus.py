@@ -30,12 +30,12 @@ class HeadBus:
 
     Attributes:
         calls: what heads asked the coordinator to number.
-        deaf: heads whose frames wait until they are no longer in here.
+        delayed: heads whose frames wait until they are no longer in here.
     """
 
     def __init__(self) -> None:
         self.calls: list[OperatorCall] = []
-        self.deaf: set[str] = set()
+        self.delayed: set[str] = set()
         self._heads: dict[bytes, FakeHead] = {}
         self._now = 0.0
         self._connections = 0
@@ -74,6 +74,10 @@ class HeadBus:
         if noticed:
             self._deliver(self._sessions.connection_lost(head.peer))
 
+    def deliver_delayed(self) -> None:
+        self.delayed.clear()
+        self.wake()
+
     def wake(self) -> None:
         """Let frames arrive in the loop's next turn."""
         asyncio.get_running_loop().call_soon(self._pump)
@@ -86,7 +90,7 @@ class HeadBus:
         self._now += 1.0
         self._deliver(self._sessions.tick(self._now))
         for head in list(self._heads.values()):
-            while head.inbox and head.head_id not in self.deaf:
+            while head.inbox and head.head_id not in self.delayed:
                 head.hear(head.session.receive(head.inbox.popleft(), self._now))
 
     def _deliver(self, letters: list[OutgoingFrame]) -> None:
@@ -126,7 +130,7 @@ class FakeHead(FakeFleet):
 
     async def __aenter__(self) -> "FakeHead":
         await super().__aenter__()
-        self._reader = asyncio.create_task(self._read_front())
+        self._reader = asyncio.create_task(self._read_updates())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -164,7 +168,7 @@ class FakeHead(FakeFleet):
         self.pool.member(replica_id).remote = not private
         return link
 
-    async def bring_up(self, replica_id: int, told: bool = False, link: FakeLink | None = None) -> list[Any]:
+    async def bring_up(self, replica_id: int, synced: bool = False, link: FakeLink | None = None) -> list[Any]:
         """A replica of another process attaches; returns what this head tells it before it serves."""
         if link is None:
             link = FakeLink(f"replica-{replica_id}")
@@ -175,18 +179,18 @@ class FakeHead(FakeFleet):
         client.start()
         async with asyncio.timeout(10):
             await self.fleet_calls.wait_synced()
-            await self.orchestrator.prepare_replica(member, client, b"", told)
+            await self.orchestrator.prepare_replica(member, client, b"", synced)
         self.pool.serve(member, client, link.input_addr, link.output_addr)
         return [(method, args) for _, method, args in link.calls]
 
     def calls(self, replica_id: int) -> list[tuple[str, list[Any]]]:
         return [(method, args) for _, method, args in self.links[replica_id].calls]
 
-    def stand_still(self) -> None:
+    def stop_answering(self) -> None:
         """Its replicas do not answer any more."""
         self.answer_with(None)
 
-    def let_answer(self) -> None:
+    def answer_last(self) -> None:
         """They answer what they were asked last."""
         for link in self.links.values():
             link.answer(link.calls[-1][0])
@@ -207,7 +211,7 @@ class FakeHead(FakeFleet):
         link.on_call = answer_calls
         self.pool.member(replica_id).remote = True
 
-    async def _read_front(self) -> None:
+    async def _read_updates(self) -> None:
         while True:
             for item in await self.orchestrator.output_async_queue.get_batch():
                 if not isinstance(item, EngineStateUpdate):

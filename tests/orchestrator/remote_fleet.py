@@ -32,7 +32,7 @@ class Attachment:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end)
         self.client.start()
-        self.told_to_leave = self.closed = False
+        self.drain_requested = self.closed = False
 
     def report_synced(self) -> None:
         self.synced = True
@@ -42,7 +42,7 @@ class Attachment:
         self.on_lost(reason)
 
     def request_drain(self) -> None:
-        self.told_to_leave = True
+        self.drain_requested = True
 
     def close(self) -> None:
         self.closed = True

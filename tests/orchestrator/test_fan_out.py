@@ -53,10 +53,13 @@ async def test_a_slow_call_holds_up_no_other(fleet: FakeFleet) -> None:
     slow.cancel()
 
 
-async def test_a_replica_that_fails_a_call_is_taken_out_and_the_others_results_returned(fleet: FakeFleet) -> None:
-    fleet.links[1].on_call = refuse_calls
+@pytest.mark.parametrize(("on_call", "status"), [(refuse_calls, "error"), (lambda link, *_: link.say_dead(), "down")])
+async def test_a_replica_that_fails_or_dies_during_a_call_is_taken_out_and_the_other_answers_returned(
+    fleet: FakeFleet, on_call: Any, status: str
+) -> None:
+    fleet.links[1].on_call = on_call
     assert await fleet.call("add") == ["add", "add"]
-    assert statuses(fleet) == [ReplicaStatus.UP, ReplicaStatus.ERROR, ReplicaStatus.UP]
+    assert statuses(fleet) == ["up", status, "up"]
 
 
 async def test_a_call_that_one_node_does_not_allow_is_an_error_and_takes_no_replica_out(
@@ -66,11 +69,6 @@ async def test_a_call_that_one_node_does_not_allow_is_an_error_and_takes_no_repl
     with pytest.raises(NotAllowedError, match="not allowed: sleep"):
         await fleet.call("sleep", 1, "abort")
     assert statuses(fleet) == [ReplicaStatus.UP] * 3
-
-
-async def test_a_replica_that_dies_during_a_call_is_left_out_of_its_result(fleet: FakeFleet) -> None:
-    fleet.links[2].on_call = lambda link, *_: link.say_dead()
-    assert await fleet.call("add") == ["add", "add"]
 
 
 async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_out_of_its_result(
@@ -83,19 +81,19 @@ async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_ou
     assert fleet.orchestrator.stage_calls[0].shared.sleep_level == 1
 
 
-async def test_a_call_that_all_replicas_fail_is_an_error_and_takes_no_replica_out(fleet: FakeFleet) -> None:
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [(("sleep", 1, "abort"), (ReplicaError, "refuses sleep")), (("set_weight_version", object()), (TypeError, ""))],
+    ids=["refused by all replicas", "cannot be encoded"],
+)
+async def test_a_call_that_fails_everywhere_is_an_error_takes_no_replica_out_and_is_not_recorded(
+    fleet: FakeFleet, call: tuple[Any, ...], error: tuple[type[Exception], str]
+) -> None:
     fleet.answer_with(refuse_calls)
-    with pytest.raises(ReplicaError, match="replica-0/in refuses sleep"):
-        await fleet.call("sleep", 1, "abort")
+    with pytest.raises(error[0], match=error[1]):
+        await fleet.call(*call)
     assert statuses(fleet) == [ReplicaStatus.UP] * 3
-    assert await fleet.told() == []
-
-
-async def test_a_call_that_cannot_be_encoded_is_the_callers_error_and_leaves_no_trace(fleet: FakeFleet) -> None:
-    with pytest.raises(TypeError):
-        await fleet.call("set_weight_version", object())
-    assert statuses(fleet) == [ReplicaStatus.UP] * 3
-    assert await fleet.told() == []
+    assert await fleet.replayed() == []
 
 
 async def test_a_call_without_replicas_is_an_error_and_is_not_recorded(fleet: FakeFleet) -> None:
@@ -103,14 +101,14 @@ async def test_a_call_without_replicas_is_an_error_and_is_not_recorded(fleet: Fa
         fleet.lose(replica_id)
     with pytest.raises(NoReplicaError, match="No replica can take the call sleep right now"):
         await fleet.call("sleep", 1, "abort")
-    assert await fleet.told() == []
+    assert await fleet.replayed() == []
 
 
 async def test_a_joiner_replays_earlier_calls(fleet: FakeFleet) -> None:
     await fleet.call("set_weight_version", "v2")
     await fleet.call("is_sleeping")
     await fleet.call("pause_scheduler", "keep")
-    assert await fleet.told() == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", False])]
+    assert await fleet.replayed() == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", False])]
 
 
 async def test_a_forgotten_adapter_stays_in_engines_and_is_not_replayed(fleet: FakeFleet) -> None:
@@ -118,7 +116,7 @@ async def test_a_forgotten_adapter_stays_in_engines_and_is_not_replayed(fleet: F
     await fleet.call("pin_lora", 7)
     assert await fleet.call(FORGET_LORA, 7) == []
     assert [method for _, method, _ in fleet.links[0].calls] == ["add_lora", "pin_lora"]
-    assert await fleet.told() == []
+    assert await fleet.replayed() == []
 
 
 @pytest.fixture
@@ -141,64 +139,62 @@ async def test_a_local_replica_cannot_join_after_the_files_of_an_adapter_changed
     fleet: FakeFleet, story: Adapter
 ) -> None:
     await fleet.call("add_lora", story)
-    assert [method for method, _ in await fleet.told()] == ["add_lora"]
+    assert [method for method, _ in await fleet.replayed()] == ["add_lora"]
     write_adapter(Path(story.lora_path), weights=b"other")
     with pytest.raises(ReplicaError, match=f"'story': the files at {story.lora_path} have the digest .*{story.digest}"):
-        await fleet.told()
+        await fleet.replayed()
     await fleet.call(FORGET_LORA, 7)
-    assert await fleet.told() == []
+    assert await fleet.replayed() == []
 
 
 async def test_a_joiner_replays_a_call_in_progress(fleet: FakeFleet) -> None:
     fleet.answer_with(None)
     reply = fleet.ask("set_weight_version", "v2")
     await until_called(*fleet.links.values())
-    assert await fleet.told() == [("set_weight_version", ["v2"])]
+    assert await fleet.replayed() == [("set_weight_version", ["v2"])]
     reply.cancel()
 
 
+async def join(fleet: FakeFleet) -> tuple[FakeLink, asyncio.Task[list[Any]]]:
+    """A replica joins, and does not answer the first call of its replay."""
+    link = FakeLink("joiner")
+    joining = asyncio.create_task(fleet.replayed(link=link))
+    await until_called(link)
+    return link, joining
+
+
+def answer_all(link: FakeLink) -> None:
+    link.on_call = answer_calls
+    link.answer(link.calls[0][0])
+
+
 @pytest.mark.parametrize(
-    ("before", "during"),
+    ("before", "during", "after_replay"),
     [
-        (("sleep", 1, "abort"), ("wake_up", None)),
-        (("pause_scheduler", "keep"), ("resume_scheduler",)),
-        (("set_weight_version", "v1"), ("set_weight_version", "v2")),
+        (("sleep", 1, "abort"), ("wake_up", None), [("wake_up", [None])]),
+        (("pause_scheduler", "keep"), ("resume_scheduler",), [("resume_scheduler", [])]),
+        (("set_weight_version", "v1"), ("set_weight_version", "v2"), [("set_weight_version", ["v2"])]),
+        (("add_lora", Adapter("story", 7, "/loras/story")), (FORGET_LORA, 7), []),
     ],
+    ids=lambda case: str(case[0]) if case else "no call",
 )
 async def test_a_call_during_a_replay_reaches_the_joiner_after_it(
-    fleet: FakeFleet, before: tuple[Any, ...], during: tuple[Any, ...]
+    fleet: FakeFleet, before: tuple[Any, ...], during: tuple[Any, ...], after_replay: list[Any]
 ) -> None:
     await fleet.call(*before)
-    link = FakeLink("joiner")
-    joining = asyncio.create_task(fleet.told(link=link))
-    await until_called(link)
+    link, joining = await join(fleet)
     await fleet.call(*during)
-    link.on_call = answer_calls
-    link.answer(link.calls[0][0])
-    assert (await joining)[1:] == [(during[0], list(during[1:]))]
-
-
-async def test_an_adapter_forgotten_during_a_replay_is_no_call_to_the_joiner(fleet: FakeFleet) -> None:
-    await fleet.call("add_lora", Adapter("story", 7, "/loras/story"))
-    link = FakeLink("joiner")
-    joining = asyncio.create_task(fleet.told(link=link))
-    await until_called(link)
-    await fleet.call(FORGET_LORA, 7)
-    link.on_call = answer_calls
-    link.answer(link.calls[0][0])
-    assert [method for method, _ in await joining] == ["add_lora"]
+    answer_all(link)
+    assert (await joining)[1:] == after_replay
 
 
 async def test_a_joiner_does_not_serve_if_a_call_was_refused_during_its_replay(fleet: FakeFleet) -> None:
     await fleet.call("pause_scheduler", "keep")
-    link = FakeLink("joiner")
-    joining = asyncio.create_task(fleet.told(link=link))
-    await until_called(link)
+    link, joining = await join(fleet)
     fleet.answer_with(refuse_calls)
     with pytest.raises(ReplicaError, match="refuses sleep"):
         await fleet.call("sleep", 1, "abort")
-    link.on_call = answer_calls
-    link.answer(link.calls[0][0])
+    answer_all(link)
     with pytest.raises(ReplicaError, match="cannot be brought up to date"):
         await joining
 
@@ -208,7 +204,7 @@ async def test_a_joiner_that_refuses_its_replay_is_an_error(fleet: FakeFleet) ->
     link = FakeLink("joiner")
     link.on_call = refuse_calls
     with pytest.raises(ReplicaError, match="refuses set_weight_version"):
-        await fleet.told(link=link)
+        await fleet.replayed(link=link)
 
 
 async def test_no_replica_joins_after_the_weights_were_changed(
@@ -216,15 +212,13 @@ async def test_no_replica_joins_after_the_weights_were_changed(
 ) -> None:
     await fleet.call("collective_rpc", "update_weights", None, [], {})
     with pytest.raises(ReplicaError, match="cannot be brought up to date: weights were updated at run time"):
-        await fleet.told()
+        await fleet.replayed()
     assert caplog.records == [], "there are no other heads that would have to be told"
 
 
 async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFleet) -> None:
     await fleet.call("set_weight_version", "v1")
-    link = FakeLink("joiner")
-    joining = asyncio.create_task(fleet.told(link=link))
-    await until_called(link)
+    link, joining = await join(fleet)
     await fleet.call("collective_rpc", "reload_weights", None, [], {})
     link.answer(link.calls[0][0])
     with pytest.raises(ReplicaError, match="weights were updated at run time"):

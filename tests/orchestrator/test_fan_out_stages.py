@@ -26,7 +26,7 @@ from vllm_omni_plugin.errors import CoordinatorUnavailableError, NoReplicaError,
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 
 SLEEP = ("sleep", 1, "abort")
-TOLD_TO_SLEEP = [("sleep", [1, "wait"])]
+ASLEEP = [("sleep", [1, "wait"])]
 
 
 @pytest.fixture
@@ -47,36 +47,32 @@ async def test_a_call_reaches_all_stages_and_its_results_are_in_their_order(flee
 async def test_a_call_to_some_stages_does_not_reach_others_now_or_in_a_replay(fleet: FakePipelineFleet) -> None:
     assert await fleet.call("set_weight_version", "v2", stages=(0,)) == ["set_weight_version"] * 2
     assert fleet.links[1, 0].calls == []
-    assert await fleet.told(0) == [("set_weight_version", ["v2"])]
-    assert await fleet.told(1) == []
+    assert await fleet.replayed(0) == [("set_weight_version", ["v2"])]
+    assert await fleet.replayed(1) == []
 
 
-async def test_a_stage_without_replicas_replays_later_what_other_stages_accepted(fleet: FakePipelineFleet) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_stage_without_replicas_replays_later_what_other_stages_accepted(
+    fleet: FakePipelineFleet, refused: bool
+) -> None:
     fleet.lose(1, 0)
-    assert await fleet.call(*SLEEP) == ["sleep"] * 2
-    assert await fleet.told(1) == TOLD_TO_SLEEP
-
-
-async def test_a_stage_without_replicas_does_not_replay_what_other_stages_refused(fleet: FakePipelineFleet) -> None:
-    fleet.lose(1, 0)
-    for replica_id in range(2):
-        fleet.links[0, replica_id].on_call = refuse_calls
-    with pytest.raises(ReplicaError, match="refuses sleep"):
-        await fleet.call(*SLEEP)
-    assert await fleet.told(1) == []
+    if refused:
+        fleet.answer_with(refuse_calls)
+    await asyncio.gather(fleet.call(*SLEEP), return_exceptions=True)
+    assert await fleet.replayed(1) == ([] if refused else ASLEEP)
 
 
 async def test_a_call_to_stages_without_replicas_is_refused_and_not_recorded(fleet: FakePipelineFleet) -> None:
     fleet.lose(1, 0)
     with pytest.raises(NoReplicaError):
         await fleet.call(*SLEEP, stages=(1,))
-    assert await fleet.told(0) == await fleet.told(1) == []
+    assert await fleet.replayed(0) == await fleet.replayed(1) == []
     assert await fleet.call("reset_prefix_cache", stages=(1,)) == []
 
 
 @pytest.mark.parametrize(
     ("call", "told"),
-    [(SLEEP, TOLD_TO_SLEEP), (("set_weight_version", "v2"), [("set_weight_version", ["v2"])])],
+    [(SLEEP, ASLEEP), (("set_weight_version", "v2"), [("set_weight_version", ["v2"])])],
     ids=["stage by stage", "at once"],
 )
 async def test_a_call_that_one_stage_refuses_is_an_error_and_holds_in_the_other_stages(
@@ -85,8 +81,8 @@ async def test_a_call_that_one_stage_refuses_is_an_error_and_holds_in_the_other_
     fleet.links[1, 0].on_call = refuse_calls
     with pytest.raises(ReplicaError, match=rf"replica-1\.0/in refuses {call[0]}"):
         await fleet.call(*call)
-    assert await fleet.told(0) == told
-    assert await fleet.told(1) == []
+    assert await fleet.replayed(0) == told
+    assert await fleet.replayed(1) == []
     assert all(len(pool.serving) == len(pool.members) for pool in fleet.pools)
 
 
@@ -120,7 +116,7 @@ class PlayedHead(FakePipelineFleet):
         """As `OmniCoordClientForHead`."""
         self.resyncs += 1
 
-    async def hears_of_sleep(self) -> int:
+    async def notified_sleep_level(self) -> int:
         """What the server is told of the engines' sleep; returns how deep it is."""
         async with asyncio.timeout(10):
             [update] = await self.orchestrator.output_async_queue.get_batch()
@@ -158,7 +154,7 @@ async def test_the_server_is_notified_of_another_heads_call_that_one_stage_accep
     told = [member.engine_key for pool in head.pools for member in pool.members]
     head.hear(NumberedCall(1, "sleep", [2, "abort"], [0, 1], told, number=1, head_id="b"))
     head.hear(CallOutcome(1, [True, False]))
-    assert await head.hears_of_sleep() == 2
+    assert await head.notified_sleep_level() == 2
     await eventually(lambda: head.said == [CallDone(1)])
 
 
@@ -170,7 +166,7 @@ async def test_a_taken_over_call_notifies_the_server_and_resyncs_if_one_stage_re
     await eventually(lambda: head.said)
     assert head.said[0].taken == [True, False]
     head.hear(CallFinished(1))
-    assert await head.hears_of_sleep() == 2
+    assert await head.notified_sleep_level() == 2
     await eventually(lambda: head.resyncs == 1)
 
 

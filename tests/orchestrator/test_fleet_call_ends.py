@@ -23,12 +23,11 @@ V2 = [("set_weight_version", ("v2",))]
 async def test_a_call_that_another_head_is_slow_to_follow_returns_with_one_warning(
     bus: HeadBus, heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bus.deaf.add("b")
+    bus.delayed.add("b")
     with monkeypatch.context() as patch:
         patch.setattr(fleet_calls, "FOLLOW_TIMEOUT_S", 0.01)
         assert len(await heads[0].call("set_weight_version", "v2")) == 2
-    bus.deaf.clear()
-    bus.wake()
+    bus.deliver_delayed()
     # A head follows in order: when this call returns, all have followed the other one, and its caller has heard so.
     await heads[0].call("resume_scheduler")
     assert heads[1].replay == V2
@@ -66,12 +65,12 @@ async def test_a_taken_over_call_does_not_end_the_heads_own_call(
 ) -> None:
     lost, taker, other = heads
     await lost.call("add_lora", STORY)
-    lost.stand_still()
+    lost.stop_answering()
     lost.ask("add_lora", OTHER_STORY)
     await taker.until([("add_lora", (OTHER_STORY,))])
     if ends != "refused":
         await taker.join_fleet()
-    taker.stand_still()
+    taker.stop_answering()
     own = taker.ask("set_weight_version", "v2")
     await eventually(lambda: taker.links[1].calls)
     bus.cut(lost)
@@ -91,7 +90,7 @@ async def test_a_taken_over_call_does_not_end_the_heads_own_call(
 async def test_a_taken_over_call_notifies_the_server_even_if_one_node_does_not_allow_it(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     heads[0].ask("add_lora", STORY)
     await heads[1].until([("add_lora", (STORY,))])
     heads[1].links[1].on_call = forbid_calls
@@ -103,7 +102,7 @@ async def test_a_taken_over_call_notifies_the_server_even_if_one_node_does_not_a
 async def test_losing_the_coordinator_notifies_the_server_of_an_adapter_being_loaded_by_another_head(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     heads[0].ask("add_lora", STORY)
     await heads[1].until([("add_lora", (STORY,))])
     bus.cut(heads[1])
@@ -116,7 +115,7 @@ async def test_a_call_that_cannot_be_repeated_is_logged(
     def fail(*_: Any) -> Any:
         raise TypeError("no way to encode it")
 
-    heads[0].stand_still()
+    heads[0].stop_answering()
     heads[0].ask("set_weight_version", "v2")
     await heads[1].until(V2)
     monkeypatch.setattr(FakeEngineApi, "encode_utility", fail)
@@ -129,7 +128,7 @@ async def test_a_head_that_closes_during_a_call_logs_no_error(bus: HeadBus, capl
         await other.join_fleet()
         async with FakeHead(bus, "b") as head:
             await head.join_fleet()
-            head.stand_still()
+            head.stop_answering()
             head.ask("set_weight_version", "v2")
             await eventually(lambda: head.links[1].calls)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -24,6 +24,14 @@ STORY = Adapter("story", 7, "/loras/story")
 PAUSED = [("pause_scheduler", ("keep", False))]
 
 
+async def numbered_late(bus: HeadBus, heads: list[FakeHead]) -> "Future[list[Any]]":
+    """The first head makes a call; the other heads have it, but the call's number has not reached the first one."""
+    bus.delayed.add("a")
+    reply = heads[0].ask("set_weight_version", "v2")
+    await heads[1].until([("set_weight_version", ("v2",))])
+    return reply
+
+
 async def test_a_head_without_a_coordinator_continues_without_the_fleets_state(
     bus: HeadBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +104,7 @@ async def test_a_call_without_replicas_is_an_error_and_is_not_sent_to_other_head
 
 
 async def test_a_call_that_the_coordinator_refuses_is_an_error(bus: HeadBus, heads: list[FakeHead]) -> None:
-    bus.deaf.add("a")
+    bus.delayed.add("a")
     reply = heads[0].ask("set_weight_version", "v2")
     await eventually(lambda: bus.calls)
     heads[0].orchestrator.rpc_async_queue.force_put(CallRefused(bus.calls[0].call_id, "there are too many"))
@@ -114,11 +122,11 @@ async def test_a_replica_that_fails_a_call_that_others_accepted_is_taken_out_by_
 
 
 async def test_a_replica_that_attaches_to_another_head_during_a_call_replays_it(heads: list[FakeHead]) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     reply = heads[0].ask("set_weight_version", "v2")
     await heads[1].until([("set_weight_version", ("v2",))])
     assert await heads[1].bring_up(2) == [("set_weight_version", ["v2"])]
-    heads[0].let_answer()
+    heads[0].answer_last()
     await asyncio.wrap_future(reply)
 
 
@@ -126,16 +134,13 @@ async def test_a_replica_that_attaches_while_a_call_waits_for_its_number_is_call
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     await heads[0].call("set_weight_version", "v1")
-    bus.deaf.add("a")
-    reply = heads[0].ask("set_weight_version", "v2")
-    await heads[1].until([("set_weight_version", ("v2",))])
+    reply = await numbered_late(bus, heads)
     link = FakeLink("replica-2")
     link.on_call = answer_calls
     attaching = asyncio.create_task(heads[0].bring_up(2, link=link))
     await asyncio.wait([attaching], timeout=0.02)
     assert not attaching.done()
-    bus.deaf.clear()
-    bus.wake()
+    bus.deliver_delayed()
     assert await attaching == [("set_weight_version", ["v1"]), ("set_weight_version", ["v2"])]
     assert len(await asyncio.wrap_future(reply)) == 2
 
@@ -144,14 +149,11 @@ async def test_a_replica_that_attaches_while_a_call_waits_for_its_number_is_call
 async def test_a_replica_that_the_caller_loses_before_the_call_is_taken_out_by_the_others(
     bus: HeadBus, heads: list[FakeHead], refuses: bool
 ) -> None:
-    bus.deaf.add("a")
-    reply = heads[0].ask("set_weight_version", "v2")
-    await heads[1].until([("set_weight_version", ("v2",))])
+    reply = await numbered_late(bus, heads)
     heads[0].kill(1)
     if refuses:
         heads[0].links[0].on_call = refuse_calls
-    bus.deaf.clear()
-    bus.wake()
+    bus.deliver_delayed()
     await asyncio.gather(asyncio.wrap_future(reply), return_exceptions=True)
     assert (reply.exception() is not None) is refuses
     status = ReplicaStatus.UP if refuses else ReplicaStatus.ERROR
@@ -161,13 +163,10 @@ async def test_a_replica_that_the_caller_loses_before_the_call_is_taken_out_by_t
 async def test_a_replica_that_the_caller_loses_before_the_call_and_attaches_again_during_it_is_taken_out(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    bus.deaf.add("a")
-    reply = heads[0].ask("set_weight_version", "v2")
-    await heads[1].until([("set_weight_version", ("v2",))])
+    reply = await numbered_late(bus, heads)
     heads[0].kill(1)
-    heads[0].stand_still()
-    bus.deaf.clear()
-    bus.wake()
+    heads[0].stop_answering()
+    bus.deliver_delayed()
     await eventually(lambda: heads[0].links[0].calls)
     # To its server it is one that was told everything, since other heads have not left it.
     heads[0].join(heads[0].pool.member(1))
@@ -181,15 +180,14 @@ async def test_a_weight_update_that_waits_for_its_number_is_not_repeated_on_an_a
 ) -> None:
     link = heads[1].attach(2)
     link.on_call = answer_calls
-    bus.deaf.add("a")
+    bus.delayed.add("a")
     reply = heads[0].ask("collective_rpc", "update_weights", None, [], {})
     await eventually(lambda: link.calls)
     again = FakeLink("replica-2")
     again.on_call = answer_calls
-    attaching = asyncio.create_task(heads[0].bring_up(2, told=True, link=again))
+    attaching = asyncio.create_task(heads[0].bring_up(2, synced=True, link=again))
     await asyncio.wait([attaching], timeout=0.02)
-    bus.deaf.clear()
-    bus.wake()
+    bus.deliver_delayed()
     await asyncio.wrap_future(reply)
     with pytest.raises(ReplicaError, match="weights were updated"):
         await attaching
@@ -370,7 +368,7 @@ async def test_closing_answers_an_operator_whose_action_other_heads_have_not_fol
     bus: HeadBus, heads: list[FakeHead], when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING")
-    bus.deaf.add("b")
+    bus.delayed.add("b")
     reply: Future[None] = Future()
     reply.set_running_or_notify_cancel()
     member = heads[0].pool.member(1)
@@ -387,7 +385,7 @@ async def test_closing_leaves_nothing_behind(bus: HeadBus) -> None:
     async with FakeHead(bus, "a") as head, FakeHead(bus, "b") as other:
         await head.join_fleet()
         await other.join_fleet()
-        bus.deaf.add("b")
+        bus.delayed.add("b")
         head.ask("pause_scheduler", "keep", True)
         await head.until(PAUSED)
         head.ask("resume_scheduler")

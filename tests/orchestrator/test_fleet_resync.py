@@ -65,7 +65,7 @@ async def test_a_replica_synced_by_another_head_gets_no_replay_and_may_have_upda
     await heads[0].call("collective_rpc", "update_weights", None, [], {"update_info": {}})
     await heads[0].call("pause_scheduler", "keep", True)
     late = await joined(stack, bus, "late", replicas=0)
-    assert await late.bring_up(0, told=True) == []
+    assert await late.bring_up(0, synced=True) == []
     with pytest.raises(ReplicaError, match="weights were updated at run time"):
         await late.bring_up(7)
 
@@ -114,7 +114,7 @@ async def test_a_call_does_not_overtake_the_missed_calls_to_a_private_replica(
 async def test_a_refused_call_leaves_no_record_in_a_head_that_got_it_by_snapshot(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     reply = heads[0].ask("pause_scheduler", "keep", True)
     await heads[1].until(PAUSED)
     late = await joined(stack, bus, "late", replicas=0)
@@ -208,25 +208,25 @@ async def test_calls_waiting_for_a_new_coordinator_are_not_made_after_their_call
 async def test_a_head_that_resyncs_during_a_call_learns_which_replicas_failed(
     bus: HeadBus, heads: list[FakeHead], outcome: str
 ) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     reply = heads[0].ask("sleep", 1, "abort")
     await eventually(lambda: heads[0].links[1].calls)
     if outcome == "comes before the resync":
         bus.overflow(heads[1])
     else:
-        bus.deaf.add("b")
+        bus.delayed.add("b")
     heads[0].links[0].answer(heads[0].links[0].calls[0][0])
     heads[0].links[1].refuse(heads[0].links[1].calls[0][0])
     if outcome == "is lost with the session":
         await eventually(lambda: heads[2].statuses == [ReplicaStatus.UP, ReplicaStatus.ERROR])
-        bus.deaf.clear()
+        bus.delayed.clear()
         bus.connect(heads[1])
     await asyncio.wrap_future(reply)
     assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
 
 
 async def test_a_call_whose_head_dies_is_repeated_by_one_other_head(bus: HeadBus, heads: list[FakeHead]) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     heads[0].ask("add_lora", STORY)
     await heads[2].until([("add_lora", (STORY,))])
     bus.cut(heads[0])
@@ -239,7 +239,7 @@ async def test_a_call_whose_head_dies_is_repeated_by_one_other_head(bus: HeadBus
 async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     heads[0].ask("add_lora", STORY)
     await heads[2].until([("add_lora", (STORY,))])
     for head in heads[1:]:
@@ -255,7 +255,7 @@ async def test_a_refused_call_whose_head_dies_leaves_no_record_in_a_head_that_go
     stack: AsyncExitStack, bus: HeadBus
 ) -> None:
     caller = await joined(stack, bus, "caller")
-    caller.stand_still()
+    caller.stop_answering()
     caller.ask("add_lora", STORY)
     await caller.until([("add_lora", (STORY,))])
     late = await joined(stack, bus, "late")
@@ -273,7 +273,7 @@ async def test_a_refused_call_whose_head_dies_leaves_no_record_in_a_head_that_go
 async def test_a_call_whose_head_dies_is_not_repeated_after_a_later_call_or_if_it_updates_weights(
     bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...]
 ) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     heads[0].ask(*call)
     stage = heads[1].orchestrator.stage_calls[0]
     await eventually(lambda: heads[1].replay == PAUSED or stage.shared.unreplayable)
@@ -299,11 +299,11 @@ async def test_a_caller_that_cannot_reach_the_coordinator_gets_an_error(
 async def test_a_caller_that_loses_the_coordinator_during_its_call_gets_an_error(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     reply = heads[0].ask("set_weight_version", "v2")
     await eventually(lambda: heads[0].links[1].calls)
     bus.cut(heads[0])
-    heads[0].let_answer()
+    heads[0].answer_last()
     with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await asyncio.wrap_future(reply)
     assert heads[0].replay == [("set_weight_version", ("v2",))], "until it knows better"
@@ -314,17 +314,17 @@ async def test_a_server_whose_call_was_lost_gets_the_state_of_the_fleet(
     bus: HeadBus, heads: list[FakeHead], when: str
 ) -> None:
     if when == "before its outcome":
-        heads[0].stand_still()
-    bus.deaf.add("b")
+        heads[0].stop_answering()
+    bus.delayed.add("b")
     reply = heads[0].ask("add_lora", STORY)
     if when == "before its outcome":
         await eventually(lambda: heads[0].links[1].calls)
     else:
         await eventually(lambda: heads[2].adapters)
     bus.cut(heads[0])
-    bus.deaf.clear()
+    bus.delayed.clear()
     if when == "before its outcome":
-        heads[0].let_answer()
+        heads[0].answer_last()
     with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await asyncio.wrap_future(reply)
     await heads[0].join_fleet()
@@ -335,7 +335,7 @@ async def test_a_server_whose_call_was_lost_gets_the_state_of_the_fleet(
 async def test_a_server_whose_call_was_lost_and_refused_has_no_record_of_it(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stand_still()
+    heads[0].stop_answering()
     reply = heads[0].ask("add_lora", STORY)
     await eventually(lambda: heads[0].links[1].calls)
     for head in heads[1:]:
@@ -344,7 +344,7 @@ async def test_a_server_whose_call_was_lost_and_refused_has_no_record_of_it(
     await heads[1].until([])
     await heads[0].join_fleet()
     await heads[0].until([])
-    heads[0].let_answer()
+    heads[0].answer_last()
     with pytest.raises(CoordinatorUnavailableError):
         await asyncio.wrap_future(reply)
     # What AsyncLLM's side is told comes in order.
@@ -361,7 +361,7 @@ async def test_a_call_that_one_head_takes_over_twice_comes_to_its_end(
     caller, again, between = heads
     other = await joined(stack, bus, "other")
     for head in heads:
-        head.stand_still()
+        head.stop_answering()
     caller.ask("add_lora", STORY)
     await eventually(lambda: caller.links[1].calls)
     bus.cut(caller)
@@ -378,7 +378,7 @@ async def test_a_call_that_one_head_takes_over_twice_comes_to_its_end(
 
 
 async def test_a_head_that_does_not_answer_delays_a_call_until_it_has_left(bus: HeadBus, heads: list[FakeHead]) -> None:
-    bus.deaf.add("b")
+    bus.delayed.add("b")
     reply = heads[0].ask("pause_scheduler", "keep", True)
     await heads[2].until(PAUSED)
     await eventually(lambda: heads[0].links[0].calls)

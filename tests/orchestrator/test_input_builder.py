@@ -1,19 +1,22 @@
 """Inputs of stages, made on threads."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
+from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.pipeline_fleet import stage
 from tests.fakes.pipelines import CHAIN, FAN_OUT, SPEECH
 from tests.fakes.stage_api import FakeStageApi
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput, OutputChunk
-from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
+from vllm_omni_plugin.orchestrator.pipeline.input_builder import DaemonThreads, StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, plan_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
 from vllm_omni_plugin.pipeline import Pipeline, Stage
@@ -123,7 +126,42 @@ def test_work_that_ends_after_the_loop_is_ignored() -> None:
     asyncio.run(begin())
     input_builder.close()
     gate.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("omni-refiner"):
-            thread.join(10)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("omni-refiner")]
+    for thread in named("omni-refiner"):
+        thread.join(10)
+    assert named("omni-refiner") == []
+
+
+def named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+async def test_closing_drops_queued_calls_and_lets_running_calls_end() -> None:
+    threads, begun, gate, done = DaemonThreads(1, "omni-test"), threading.Event(), threading.Event(), list[str]()
+
+    def first() -> None:
+        begun.set()
+        gate.wait(30)
+        done.append("first")
+
+    threads.submit(first)
+    threads.submit(lambda: done.append("second"))
+    assert begun.wait(30)
+    threads.close()
+    threads.close()
+    threads.submit(lambda: done.append("third"))
+    gate.set()
+    await eventually(lambda: named("omni-test") == [])
+    assert done == ["first"]
+
+
+def test_a_call_that_never_returns_does_not_keep_the_process_from_ending() -> None:
+    script = (
+        "import threading\n"
+        "from vllm_omni_plugin.orchestrator.pipeline.input_builder import DaemonThreads\n"
+        "threads = DaemonThreads(1, 'omni-test')\n"
+        "begun = threading.Event()\n"
+        "threads.submit(lambda: (begun.set(), threading.Event().wait()))\n"
+        "begun.wait(30)\n"
+        "threads.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

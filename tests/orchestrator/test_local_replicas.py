@@ -33,11 +33,14 @@ def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("omni-engine")}
 
 
-async def test_all_replicas_start_at_once_and_serve(node: Node) -> None:
+async def test_all_replicas_start_at_once_serve_and_end_with_the_given_timeout(node: Node) -> None:
     assert node.statuses == [DOWN, DOWN]
     assert await node.replicas.start() == [[READY, READY]]
     assert node.statuses == [UP, UP]
     assert sorted(node.launcher.starts) == [0, 1]
+    for _ in range(2):
+        await node.replicas.close(7.0)
+        assert [engine.process.shutdowns for engine in node.launcher.engines] == [[7.0], [7.0]]
 
 
 @pytest.mark.parametrize(
@@ -192,14 +195,6 @@ async def test_a_distrusted_replica_is_ended_and_started_afresh(node: Node) -> N
     await eventually(lambda: distrusted.process.ended)
     node.go_on.release()
     await node.until_statuses(UP, UP)
-
-
-async def test_closing_passes_its_timeout_to_every_engine(node: Node) -> None:
-    await node.replicas.start()
-    await node.replicas.close(7.0)
-    assert [engine.process.shutdowns for engine in node.launcher.engines] == [[7.0], [7.0]]
-    await node.replicas.close(7.0)
-    assert [len(engine.process.shutdowns) for engine in node.launcher.engines] == [1, 1]
 
 
 async def test_engines_are_not_restarted_after_disable_restarts(node: Node) -> None:

@@ -114,12 +114,12 @@ async def test_a_message_of_other_heads_that_cannot_be_handled_stops_nothing(fle
 
 
 async def test_an_action_that_fails_halfway_is_answered() -> None:
-    def deaf(*_: object) -> None:
+    def delayed(*_: object) -> None:
         raise KeyError("gone")
 
     async with FakeFleet() as fleet:
         fleet.pool.member(0).remote = True
-        fleet.fleet_calls.share_replica_action = deaf  # type: ignore[method-assign]
+        fleet.fleet_calls.share_replica_action = delayed  # type: ignore[method-assign]
         with pytest.raises(KeyError, match="gone"):
             await fleet.manage("drain", 0)
 

@@ -34,7 +34,7 @@ async def results(resting: "asyncio.Future[list[Any]]") -> list[Any]:
         return await resting
 
 
-def told(fleet: FakePipelineFleet, stage_id: int, replica_id: int = 0) -> list[str]:
+def calls_of(fleet: FakePipelineFleet, stage_id: int, replica_id: int = 0) -> list[str]:
     return [method for _, method, _ in fleet.links[stage_id, replica_id].calls]
 
 
@@ -48,8 +48,8 @@ async def begun(fleet: FakePipelineFleet) -> None:
     await fleet.call("is_sleeping")
 
 
-async def until_told(fleet: FakePipelineFleet, *stage_ids: int) -> None:
-    await eventually(lambda: all(told(fleet, stage_id) for stage_id in stage_ids), "the call")
+async def until_called(fleet: FakePipelineFleet, *stage_ids: int) -> None:
+    await eventually(lambda: all(calls_of(fleet, stage_id) for stage_id in stage_ids), "the call")
 
 
 @pytest.mark.parametrize("rest", WAITS)
@@ -57,13 +57,13 @@ async def test_a_stage_is_paused_when_it_has_ended_the_work_from_its_paused_inpu
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r")
         resting = asyncio.wrap_future(fleet.ask(*rest))
-        await until_told(fleet, 0)
+        await until_called(fleet, 0)
         # The first stage drains, and what it has made is on its way.
         await fleet.step("r", 0, count=9)
         await fleet.submit("new")
         answer(fleet.links[0, 0])
         await fleet.settle()
-        assert told(fleet, 1) == []
+        assert calls_of(fleet, 1) == []
         fleet.links[1, 0].on_call = answer_calls
         await fleet.step("r", 1, count=9)
         assert await results(resting) == [rest[0]] * 2
@@ -77,8 +77,8 @@ async def test_work_between_two_stages_reaches_the_next_stage_before_its_abort(r
         fleet.links[1, 0].on_call = answer_calls
         await fleet.submit("r")
         resting = asyncio.wrap_future(fleet.ask(*rest))
-        await until_told(fleet, 0)
-        assert told(fleet, 1) == []
+        await until_called(fleet, 0)
+        assert calls_of(fleet, 1) == []
         fleet.links[0, 0].step(fleet.attempt("r", 0)[1], 9)
         answer(fleet.links[0, 0])
         assert await results(resting) == [rest[0]] * 2
@@ -95,7 +95,7 @@ async def test_a_stage_is_aborted_when_its_inputs_have_been_built_and_sent() -> 
             first.step(attempt, 9)
             resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "abort", True))
             await begun(fleet)
-            assert (told(fleet, 0), told(fleet, 1)) == (["pause_scheduler", "is_sleeping"], ["is_sleeping"])
+            assert (calls_of(fleet, 0), calls_of(fleet, 1)) == (["pause_scheduler", "is_sleeping"], ["is_sleeping"])
             gate.set()
             assert await results(resting) == ["pause_scheduler"] * 2
             assert fleet.links[1, 0].added == [fleet.attempt("r", 1)[1]]
@@ -108,7 +108,7 @@ async def test_keep_and_wake_up_reach_all_stages_at_once(rest: tuple[Any, ...]) 
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r")
         resting = asyncio.wrap_future(fleet.ask(*rest))
-        await until_told(fleet, 0, 1)
+        await until_called(fleet, 0, 1)
         resting.cancel()
 
 
@@ -118,14 +118,14 @@ async def test_chunks_that_are_on_their_way_reach_the_end() -> None:
         await fleet.submit("r", "text", "audio")
         fleet.links[0, 0].on_call = None
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
-        await until_told(fleet, 0)
+        await until_called(fleet, 0)
         await fleet.step("r", 0, count=9)
         answer(fleet.links[0, 0])
         await fleet.settle()
-        assert (told(fleet, 1), told(fleet, 2)) == ([], [])
+        assert (calls_of(fleet, 1), calls_of(fleet, 2)) == ([], [])
         await fleet.finish()
         await results(resting)
-        assert (told(fleet, 1), told(fleet, 2)) == (["pause_scheduler"], ["pause_scheduler"])
+        assert (calls_of(fleet, 1), calls_of(fleet, 2)) == (["pause_scheduler"], ["pause_scheduler"])
         assert fleet.call_ends("r") == [None]
 
 
@@ -153,11 +153,11 @@ async def test_a_later_call_ends_a_pause_in_progress(
         await fleet.submit("r")
         await fleet.step("r", 0, count=9)
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
-        await until_told(fleet, 0)
+        await until_called(fleet, 0)
         assert await fleet.call(*later) == [later[0]] * 2
         await fleet.finish()
         assert await results(resting) == ["pause_scheduler"]
-        assert told(fleet, 1) == [later[0]]
+        assert calls_of(fleet, 1) == [later[0]]
 
 
 async def test_a_prompt_that_skips_its_prefill_is_ended_by_the_stage_behind() -> None:
@@ -167,7 +167,7 @@ async def test_a_prompt_that_skips_its_prefill_is_ended_by_the_stage_behind() ->
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
         await begun(fleet)
         await fleet.submit("new", prompt=[1, 2])
-        assert told(fleet, 1) == ["is_sleeping"]
+        assert calls_of(fleet, 1) == ["is_sleeping"]
         await fleet.finish("r")
         assert await results(resting) == ["pause_scheduler"] * 2
         assert fleet.states.keys() == {"new"}
@@ -179,7 +179,7 @@ async def test_a_stage_without_replicas_is_called_with_its_upstream_stage() -> N
         await fleet.submit("r", "text", "audio")
         await fleet.step("r", 0, count=9)
         assert await fleet.call("pause_scheduler", "wait", True) == ["pause_scheduler"] * 2
-        assert [method for method, _ in await fleet.told(1)] == ["pause_scheduler"]
+        assert [method for method, _ in await fleet.replayed(1)] == ["pause_scheduler"]
 
 
 async def test_a_stage_is_paused_after_its_last_work_in_flight() -> None:
@@ -192,7 +192,7 @@ async def test_a_stage_is_paused_after_its_last_work_in_flight() -> None:
         await begun(fleet)
         await fleet.step("a", 1, count=9)
         await begun(fleet)
-        assert told(fleet, 1) == ["is_sleeping"] * 2
+        assert calls_of(fleet, 1) == ["is_sleeping"] * 2
         await fleet.step("b", 1, count=9)
         assert await results(resting) == ["pause_scheduler"] * 2
         assert fleet.ends == [("a", "stop"), ("b", "stop")]
@@ -208,12 +208,12 @@ async def test_a_pause_waits_neither_for_downstream_stages_nor_for_unneeded_stag
         await begun(fleet)
         await fleet.step("r", 1, count=9)
         await begun(fleet)
-        assert [told(fleet, stage_id) for stage_id in (1, 2, 4)] == [["is_sleeping"] * 2] * 3
+        assert [calls_of(fleet, stage_id) for stage_id in (1, 2, 4)] == [["is_sleeping"] * 2] * 3
         await fleet.step("r", 2, count=9)
         await begun(fleet)
         rested = ["is_sleeping", "is_sleeping", "pause_scheduler", "is_sleeping"]
-        assert [told(fleet, stage_id) for stage_id in (1, 2, 4)] == [rested] * 3
-        assert told(fleet, 3) == ["is_sleeping"] * 3
+        assert [calls_of(fleet, stage_id) for stage_id in (1, 2, 4)] == [rested] * 3
+        assert calls_of(fleet, 3) == ["is_sleeping"] * 3
         await fleet.finish()
         assert await results(resting) == ["pause_scheduler"] * 5
 
@@ -223,7 +223,7 @@ async def test_a_request_held_by_a_paused_stage_delays_no_later_stage() -> None:
         fleet.answer_with(answer_calls)
         fleet.links[0, 0].on_call = None
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
-        await until_told(fleet, 0, 1)
+        await until_called(fleet, 0, 1)
         # The second stage is at rest by now, the first one works on.
         await fleet.submit("r")
         await fleet.step("r", 0, count=9)
@@ -236,7 +236,7 @@ async def test_stages_are_paused_in_sequence_even_if_some_have_no_replicas() -> 
     async with FakePipelineFleet(DIAMOND, replicas=[1, 0, 1, 1]) as fleet:
         resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "wait", True))
         for stage_id, behind in ((0, (2, 3)), (2, (3,)), (3, ())):
-            await until_told(fleet, stage_id)
-            assert [told(fleet, later) for later in behind] == [[]] * len(behind)
+            await until_called(fleet, stage_id)
+            assert [calls_of(fleet, later) for later in behind] == [[]] * len(behind)
             answer(fleet.links[stage_id, 0])
         assert await results(resting) == ["pause_scheduler"] * 3

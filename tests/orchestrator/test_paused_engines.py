@@ -287,7 +287,7 @@ async def test_a_stream_whose_replica_is_lost_before_it_is_paused_goes_on_at_the
     link, attempt = fleet.attempt("a")
     assert link is fleet.links.pop(0)
     assert link.prompts[attempt] == [9, 1]
-    assert await fleet.told() == [("pause_scheduler", ["keep", False])]
+    assert await fleet.replayed() == [("pause_scheduler", ["keep", False])]
     resuming = asyncio.wrap_future(fleet.ask("resume_scheduler"))
     await eventually(lambda: link.calls[-1][1] == "resume_scheduler", "the call")
     link.answer(link.calls[-1][0], None)
@@ -295,4 +295,4 @@ async def test_a_stream_whose_replica_is_lost_before_it_is_paused_goes_on_at_the
     link.output(attempt, 2, finish_reason="stop")
     await fleet.read()
     assert fleet.tokens["a"] == [1, 2]
-    assert await fleet.told() == []
+    assert await fleet.replayed() == []

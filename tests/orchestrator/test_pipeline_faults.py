@@ -83,75 +83,64 @@ async def test_a_transform_that_fails_is_one_error_that_names_the_stage(
         assert fleet.in_flight == 0
 
 
-async def test_a_transform_that_blocks_delays_only_its_own_request() -> None:
-    gate = threading.Event()
-    try:
-        async with FakePipelineFleet(FAN_OUT) as fleet:
-            for number in range(4):
-                wish = {"judge": lambda transfer: gate.wait(30) and None}
-                await fleet.submit(f"slow{number}", "text", "scores", params=wish, settle=False)
-            await fleet.submit("quick", "text", "image", settle=False)
-            await eventually(lambda: len(list(fleet.at_work(list(fleet.states)))) == 5)
-            for name, stage_id in list(fleet.at_work(list(fleet.states))):
-                link, attempt = fleet.attempt(name, stage_id)
-                link.step(attempt, 9)
-            await eventually(lambda: 2 in fleet.states["quick"].runs)
-            link, attempt = fleet.attempt("quick", 2)
-            link.step(attempt)
-            await fleet.read()
-            assert fleet.call_ends("quick") == [None]
-            assert ("slow0", "stop") in fleet.ends
-            await fleet.abort("slow0", whole=True)
-            assert [str(error) for error in fleet.call_ends("slow0")] == ["The request was aborted."]
-            gate.set()
-            await fleet.finish()
-            assert [fleet.call_ends(f"slow{number}") for number in range(1, 4)] == [[None]] * 3
-            assert len(fleet.links[1, 0].requests) == 3
-    finally:
+async def test_a_transform_that_blocks_delays_only_its_own_request(gate: threading.Event) -> None:
+    async with FakePipelineFleet(FAN_OUT) as fleet:
+        for number in range(4):
+            wish = {"judge": lambda transfer: gate.wait(30) and None}
+            await fleet.submit(f"slow{number}", "text", "scores", params=wish, settle=False)
+        await fleet.submit("quick", "text", "image", settle=False)
+        await eventually(lambda: len(list(fleet.at_work(list(fleet.states)))) == 5)
+        for name, stage_id in list(fleet.at_work(list(fleet.states))):
+            link, attempt = fleet.attempt(name, stage_id)
+            link.step(attempt, 9)
+        await eventually(lambda: 2 in fleet.states["quick"].runs)
+        link, attempt = fleet.attempt("quick", 2)
+        link.step(attempt)
+        await fleet.read()
+        assert fleet.call_ends("quick") == [None]
+        assert ("slow0", "stop") in fleet.ends
+        await fleet.abort("slow0", whole=True)
+        assert [str(error) for error in fleet.call_ends("slow0")] == ["The request was aborted."]
         gate.set()
+        await fleet.finish()
+        assert [fleet.call_ends(f"slow{number}") for number in range(1, 4)] == [[None]] * 3
+        assert len(fleet.links[1, 0].requests) == 3
 
 
-async def test_queued_work_of_an_aborted_request_is_skipped() -> None:
-    gate, done = threading.Event(), list[str]()
+async def test_queued_work_of_an_aborted_request_is_skipped(gate: threading.Event) -> None:
+    done: list[str] = []
 
     def wish(transfer: Any) -> None:
         done.append(transfer.request_id)
         gate.wait(30)
 
     names = [f"r{number}" for number in range(4)]
-    try:
-        async with FakePipelineFleet(CHAIN) as fleet:
-            for name in names:
-                await fleet.submit(name, "text", params={"refiner": wish}, settle=False)
-            await eventually(lambda: len(list(fleet.at_work(list(fleet.states)))) == 4)
-            for name in names:
-                link, attempt = fleet.attempt(name, 0)
-                link.step(attempt, 9)
-            await eventually(lambda: len(done) == 2, "both threads at work")
-            await fleet.abort(*names[:3], whole=True)
-            gate.set()
-            await fleet.finish()
-            assert set(done) == {"r0", "r1", "r3"}
-            assert fleet.call_ends("r3") == [None]
-    finally:
-        gate.set()
-
-
-async def test_a_built_input_is_dropped_if_its_id_belongs_to_a_new_request() -> None:
-    gate = threading.Event()
-    try:
-        async with FakePipelineFleet(CHAIN) as fleet:
-            await fleet.submit("r", "text", params={"refiner": lambda transfer: gate.wait(30) and [7, 7]})
-            link, attempt = fleet.attempt("r", 0)
+    async with FakePipelineFleet(CHAIN) as fleet:
+        for name in names:
+            await fleet.submit(name, "text", params={"refiner": wish}, settle=False)
+        await eventually(lambda: len(list(fleet.at_work(list(fleet.states)))) == 4)
+        for name in names:
+            link, attempt = fleet.attempt(name, 0)
             link.step(attempt, 9)
-            await fleet.submit("r", "text")
-            gate.set()
-            await fleet.finish()
-            assert [body["prompt"] for body in fleet.links[1, 0].requests] != [[7, 7]]
-            assert len(fleet.links[1, 0].requests) == 1
-            assert fleet.call_ends("r") == [None]
-    finally:
+        await eventually(lambda: len(done) == 2, "both threads at work")
+        await fleet.abort(*names[:3], whole=True)
         gate.set()
+        await fleet.finish()
+        assert set(done) == {"r0", "r1", "r3"}
+        assert fleet.call_ends("r3") == [None]
+
+
+async def test_a_built_input_is_dropped_if_its_id_belongs_to_a_new_request(gate: threading.Event) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", params={"refiner": lambda transfer: gate.wait(30) and [7, 7]})
+        link, attempt = fleet.attempt("r", 0)
+        link.step(attempt, 9)
+        await fleet.submit("r", "text")
+        gate.set()
+        await fleet.finish()
+        assert [body["prompt"] for body in fleet.links[1, 0].requests] != [[7, 7]]
+        assert len(fleet.links[1, 0].requests) == 1
+        assert fleet.call_ends("r") == [None]
 
 
 async def test_a_request_that_the_answering_stage_cannot_answer_is_refused_before_any_stage_begins() -> None:

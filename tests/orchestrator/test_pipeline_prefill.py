@@ -107,15 +107,18 @@ async def test_without_a_prefill_replica_the_decode_stage_computes() -> None:
         assert fleet.orchestrator.can_serve
 
 
-@pytest.mark.parametrize("how", ["lost", "abort", "error"])
-async def test_a_prefill_that_fails_is_made_up_for(how: str) -> None:
+@pytest.mark.parametrize("fault", ["lost", "abort", "error", StageInputError("too long"), KeyError("gone")], ids=str)
+async def test_the_decode_stage_computes_the_prompt_if_the_prefill_fails_or_cannot_be_built(
+    fault: str | Exception,
+) -> None:
     async with FakePipelineFleet(DISAGGREGATED, replicas=[2, 1]) as fleet:
+        if isinstance(fault, Exception):
+            fleet.apis[0].faults["build_root"] = fault
         await fleet.submit("r", "text", prompt=LONG)
-        link, attempt = fleet.attempt("r", 0)
-        if how == "lost":
-            link.say_dead()
-        else:
-            link.tell(attempt, finish_reason=how)
+        if fault == "lost":
+            fleet.attempt("r", 0)[0].say_dead()
+        elif isinstance(fault, str):
+            fleet.tell("r", 0, finish_reason=fault)
         await fleet.settle()
         assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
         await fleet.finish()
@@ -124,22 +127,18 @@ async def test_a_prefill_that_fails_is_made_up_for(how: str) -> None:
         assert fleet.in_flight == 0
 
 
-async def test_a_prefill_whose_last_replica_is_lost_before_its_dispatch_took_no_time() -> None:
-    gate = threading.Event()
-    try:
-        async with FakePipelineFleet(DISAGGREGATED) as fleet:
-            build = fleet.apis[0].build_root
-            fleet.apis[0].build_root = lambda *a, **k: (gate.wait(30), build(*a, **k))[1]  # type: ignore[method-assign]
-            await fleet.submit("r", "text", prompt=LONG, settle=False)
-            fleet.now = 7.0
-            fleet.lose(0, 0)
-            gate.set()
-            await fleet.finish()
-            ended = fleet.events["r"][-1]
-            assert isinstance(ended, PipelineCallEnded)
-            assert ended.timings["prefill"] == {"transfer": 7.0}
-    finally:
+async def test_a_prefill_whose_last_replica_is_lost_before_its_dispatch_took_no_time(gate: threading.Event) -> None:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        build = fleet.apis[0].build_root
+        fleet.apis[0].build_root = lambda *a, **k: (gate.wait(30), build(*a, **k))[1]  # type: ignore[method-assign]
+        await fleet.submit("r", "text", prompt=LONG, settle=False)
+        fleet.now = 7.0
+        fleet.lose(0, 0)
         gate.set()
+        await fleet.finish()
+        ended = fleet.events["r"][-1]
+        assert isinstance(ended, PipelineCallEnded)
+        assert ended.timings["prefill"] == {"transfer": 7.0}
 
 
 async def test_the_prefills_last_output_is_the_one_that_counts() -> None:
@@ -154,36 +153,22 @@ async def test_the_prefills_last_output_is_the_one_that_counts() -> None:
         assert [request["sampling_params"]["kv"] for request in sent(fleet, 1)] == [PARAMS]
 
 
-@pytest.mark.parametrize("error", [StageInputError("too long"), KeyError("gone")])
-async def test_a_prefill_that_cannot_be_built_is_skipped(error: Exception) -> None:
-    async with FakePipelineFleet(DISAGGREGATED) as fleet:
-        fleet.apis[0].faults["build_root"] = error
-        await fleet.submit("r", "text", prompt=LONG)
-        assert sent(fleet, 0) == []
-        assert "kv" not in sent(fleet, 1)[0]["sampling_params"]
-        await fleet.finish()
-        assert fleet.ends == [("r", "stop")]
-        assert fleet.call_ends("r") == [None]
-
-
-async def test_a_request_that_has_ended_begins_no_decode_when_its_prefill_cannot_be_built() -> None:
-    gate = threading.Event()
+async def test_a_request_that_has_ended_begins_no_decode_when_its_prefill_cannot_be_built(
+    gate: threading.Event,
+) -> None:
 
     def build(*_: Any, **__: Any) -> Any:
         gate.wait(30)
         raise StageInputError("too long")
 
-    try:
-        async with FakePipelineFleet(DISAGGREGATED) as fleet:
-            fleet.apis[0].build_root = build  # type: ignore[method-assign]
-            await fleet.submit("r", prompt=LONG, settle=False)
-            await eventually(lambda: fleet.states)
-            await fleet.abort("r")
-            gate.set()
-            await fleet.settle()
-            assert sent(fleet, 1) == []
-    finally:
+    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+        fleet.apis[0].build_root = build  # type: ignore[method-assign]
+        await fleet.submit("r", prompt=LONG, settle=False)
+        await eventually(lambda: fleet.states)
+        await fleet.abort("r")
         gate.set()
+        await fleet.settle()
+        assert sent(fleet, 1) == []
 
 
 @pytest.mark.parametrize("delivered", [False, True])

@@ -62,14 +62,8 @@ def test_start_returns_when_all_serve_and_close_ends_everything(head: Head) -> N
     assert head.thread.start() == [[READY, READY]]
     assert head.orchestrator.can_serve
     head.thread.close(3.0)
+    head.thread.close(0.0)
     assert [engine.process.shutdowns for engine in head.launcher.engines] == [[3.0], [3.0]]
-    assert head.is_closed()
-
-
-def test_close_is_idempotent(head: Head) -> None:
-    head.thread.start()
-    head.thread.close(0.0)
-    head.thread.close(0.0)
     assert head.is_closed()
 
 
@@ -114,23 +108,22 @@ def test_wait_for_requests_returns_when_the_last_has_finished(head: Head, waitin
     assert head.orchestrator.can_serve
 
 
-def test_wait_for_requests_returns_zero_at_its_timeout(head: Head) -> None:
+def test_wait_for_requests_returns_zero_at_its_timeout_or_if_cancelled(
+    head: Head, waiting: Callable[[], Future[float]]
+) -> None:
     head.thread.start()
     submit(head)
     assert head.thread.wait_for_requests(0.05) == 0
-
-
-def test_wait_for_requests_can_be_cancelled(head: Head, waiting: Callable[[], Future[float]]) -> None:
-    head.thread.start()
-    submit(head)
     left = waiting()
     head.thread.cancel_wait()
     assert left.result(10) == 0
-    assert head.thread.wait_for_requests(60.0) == 0, "nor does who asks later wait"
+    assert head.thread.wait_for_requests(60.0) == 0, "a later wait is cancelled, too"
 
 
-def test_wait_for_requests_returns_at_once_before_the_start(head: Head) -> None:
+def test_a_thread_that_was_never_started_has_nothing_to_wait_for_or_to_close(head: Head) -> None:
     assert head.thread.wait_for_requests(60.0) == 0
+    head.thread.close(0.0)
+    assert head.launcher.starts == []
 
 
 @pytest.mark.parametrize(
@@ -148,11 +141,6 @@ def test_wait_for_requests_returns_at_once_after_the_end(
     left = waiting()
     end(head)
     assert left.result(10) == 0
-
-
-def test_closing_what_was_never_started_is_nothing(head: Head) -> None:
-    head.thread.close(0.0)
-    assert head.launcher.starts == []
 
 
 @pytest.mark.parametrize(

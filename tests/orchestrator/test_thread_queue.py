@@ -131,18 +131,10 @@ async def test_another_threads_loop_may_produce() -> None:
     assert taken == list(range(100))
 
 
-def test_a_consumer_whose_loop_has_ended_blocks_no_producer() -> None:
-    queue: ThreadQueue[int] = ThreadQueue(1)
-
-    async def leave_while_waiting() -> None:
-        await blocked(queue.get_batch())
-
-    asyncio.run(leave_while_waiting())
-    queue.force_put(1)
-    assert len(queue) == 1
-
-
-def test_a_consumer_whose_loop_ends_during_the_wake_up_blocks_no_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("during_the_wake_up", [False, True])
+def test_a_consumer_whose_loop_has_ended_blocks_no_producer(
+    during_the_wake_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue: ThreadQueue[int] = ThreadQueue(1)
 
     async def leave_while_waiting() -> None:
@@ -151,7 +143,7 @@ def test_a_consumer_whose_loop_ends_during_the_wake_up_blocks_no_producer(monkey
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         runner.run(leave_while_waiting())
-    # Whoever looked before this moment has seen a loop that runs.
-    monkeypatch.setattr(loop, "is_closed", lambda: False)
+    if during_the_wake_up:
+        monkeypatch.setattr(loop, "is_closed", lambda: False)
     queue.force_put(1)
     assert len(queue) == 1

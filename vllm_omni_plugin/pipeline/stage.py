@@ -70,7 +70,6 @@ class Stage:
 
     @property
     def is_vllm(self) -> bool:
-        """Whether the stage runs in vLLM's engine."""
         return self.engine == VLLM_ENGINE
 
 

@@ -158,7 +158,6 @@ def _from_shorthand(returned: Any) -> StageInput | None:
 
 
 def _fault(given: Any) -> str:
-    """What is wrong with an input, or ""."""
     if given.text is not None and not isinstance(given.text, str):
         return f"returned {_type_of(given.text)} as text"
     if given.token_ids is not None and not _are_tokens(given.token_ids):

@@ -126,7 +126,6 @@ class LocalReplicas:
         return keeper.ready.result()
 
     async def _serve(self, member: PoolMember, engine: Engine) -> None:
-        """Bring a replica up to date, and let it serve."""
         if engine.client.is_interrupted:
             await engine.client.reset()
         await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response)

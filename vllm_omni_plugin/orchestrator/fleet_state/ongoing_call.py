@@ -100,7 +100,6 @@ class OngoingCall:
         return accepted
 
     def settle(self, accepted: bool) -> None:
-        """Settle the record of all stages alike."""
         for call in self.calls:
             call.settle(accepted)
 

@@ -23,7 +23,6 @@ class SessionListener:
         self._listed: set[ReplicaKey] = set()
 
     def __call__(self, event: SessionEvent | ReplicaList) -> None:
-        """Queue the event, or the changes of membership in a list."""
         # A closed queue needs no message: the head detaches from all replicas, and the coordinator sees it leave.
         with suppress(QueueClosedError):
             for message in self._changes(event) if isinstance(event, ReplicaList) else [event]:

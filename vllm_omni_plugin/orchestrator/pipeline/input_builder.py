@@ -213,7 +213,6 @@ class StageInputBuilder:
 
 
 def _sampling(state: PipelineRequestState, stage: Stage) -> tuple[Mapping[str, Any], bool]:
-    """The request's sampling parameters for this stage, and whether the client's own apply to it, too."""
     return state.sampling_params_list[stage.id], stage.id == state.plan.client_sampled
 
 

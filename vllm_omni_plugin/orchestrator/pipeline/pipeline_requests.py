@@ -124,7 +124,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self._input_builder.close()
 
     def _fail(self, state: PipelineRequestState, error: OmniError) -> None:
-        """End a request with an error, unless it has ended."""
         if self._is_unfinished(state):
             self._put(RequestFailed(state.request_id, error))
             self._close_request(state, error)
@@ -147,7 +146,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         return self.states.get(state.request_id) is state
 
     def _state_of(self, stage_id: int, run: StageRun) -> PipelineRequestState | None:
-        """The unfinished request that this run belongs to."""
         state = self.states.get(run.request_id)
         return state if state is not None and state.runs.get(stage_id) is run else None
 
@@ -182,7 +180,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self.pause_sequence.note_progress()
 
     def _add_input(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
-        """Add an upstream output to the input of a stage that works on chunks."""
         chunks = state.chunked_inputs.get(stage.id)
         if chunks is None:
             chunks = state.chunked_inputs[stage.id] = ChunkedInput(stage.chunk_size)
@@ -288,7 +285,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         return read
 
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
-        """The output of the answering stage for AsyncLLM."""
         api, cached_tokens = self._apis[stage.id], state.cached_tokens
         if cached_tokens is not None and run.attempts == 1 and stage.id in self._decodes:
             # Later attempts compute the prompt themselves, and report the right number.
@@ -299,7 +295,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         return api.answer(output, read)
 
     def _pass_on(self, state: PipelineRequestState, stage: Stage, read: StageOutput, ended: bool) -> None:
-        """Send a stage's output to the call and to the stages that work on chunks."""
         plan = state.plan
         if state.call is not None and stage.id in plan.shown:
             state.call.put(StageEvent(stage.name, read))
@@ -363,7 +358,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         return output
 
     def _close_request(self, state: PipelineRequestState, error: Exception | None) -> None:
-        """End a request and abort its stages' runs. Without an error it is complete."""
         self._drop(state.request_id)
         self.pause_sequence.note_progress()
         for stage_id, run in state.runs.items():

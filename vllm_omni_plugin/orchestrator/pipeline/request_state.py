@@ -117,12 +117,10 @@ class OrchestratorRequestState:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of the answer so far."""
         return len(self.runs[0].produced)
 
     @property
     def finished(self) -> bool:
-        """Whether all outputs that the client wants are complete."""
         return self.finished_final_output_stage_ids >= self.final_output_stage_ids
 
 
@@ -174,7 +172,6 @@ class PipelineRequestState(OrchestratorRequestState):
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of the answer so far, of the last stage in `RequestPlan.entries`."""
         run = self.runs.get(self.plan.entries[-1])
         return 0 if run is None else len(run.produced)
 

@@ -112,27 +112,22 @@ class OrchestratorMetrics:
 
     @property
     def held(self) -> int:
-        """Requests of all stages that wait for a replica."""
         return sum(waiting().held for waiting in self.waiting_in.values())
 
     @property
     def paused(self) -> int:
-        """Requests of all stages that wait for paused engines."""
         return sum(waiting().paused for waiting in self.waiting_in.values())
 
     @property
     def queued(self) -> int:
-        """Requests of all stages that wait at this head for the replica they are charged to."""
         return sum(queued() for queued in self.queued_in.values())
 
     @property
     def moves_waiting(self) -> int:
-        """Requests of all stages that wait to be moved."""
         return sum(waiting().moving for waiting in self.waiting_in.values())
 
     @property
     def moves(self) -> int:
-        """Moves of all ways."""
         return sum(self.moves_by_way.values())
 
 

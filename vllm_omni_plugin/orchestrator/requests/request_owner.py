@@ -97,12 +97,10 @@ class RequestOwner(ABC, Generic[S]):
         """Take the runs that the stage's dispatcher has ended."""
 
     def close(self) -> None:
-        """Drop all requests. Idempotent."""
         for request_id in list(self.states):
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> S | None:
-        """Remove a request that has ended, if it is in the table."""
         state = self.states.pop(request_id, None)
         if state is not None:
             self._left(state.ticket, state.answer_tokens)
