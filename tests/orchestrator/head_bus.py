@@ -43,12 +43,12 @@ class HeadBus:
         self._lists.next_delta(self._now, self._now)
 
     def start(self) -> None:
-        """A coordinator that knows nothing, and of which it is not known yet who comes back."""
+        """A coordinator without state, whose old heads may still come back."""
         self._lists = ListDeltas(MembershipTable(30.0), ReplicaIds())
         self._sessions = ConnectedHeads(self._lists)
 
     def settle(self) -> None:
-        """Those of the fleet who come back have done so."""
+        """All old heads have come back."""
         self._lists.next_delta(self._now, self._now)
         self.wake()
 
@@ -70,7 +70,7 @@ class HeadBus:
         """A head has no connection any more, which the coordinator may have noticed."""
         self._heads.pop(head.peer, None)
         head.session.disconnected()
-        head.hear([SessionLost()])
+        head.receive([SessionLost()])
         if noticed:
             self._deliver(self._sessions.connection_lost(head.peer))
 
@@ -91,7 +91,7 @@ class HeadBus:
         self._deliver(self._sessions.tick(self._now))
         for head in list(self._heads.values()):
             while head.inbox and head.head_id not in self.delayed:
-                head.hear(head.session.receive(head.inbox.popleft(), self._now))
+                head.receive(head.session.receive(head.inbox.popleft(), self._now))
 
     def _deliver(self, letters: list[OutgoingFrame]) -> None:
         for peer, frame in letters:
@@ -104,8 +104,8 @@ class FakeHead(FakeFleet):
     """A head at the bus. Its replicas have the same addresses as those of the other heads.
 
     Attributes:
-        adapters: what requests may ask for, by name, as AsyncLLM's side was told.
-        sleep_level: how deep the engines sleep, as it was told.
+        adapters: adapters that requests may name, as AsyncLLM was notified.
+        sleep_level: as AsyncLLM was notified.
     """
 
     def __init__(self, bus: HeadBus, head_id: str, replicas: int = 2) -> None:
@@ -140,13 +140,13 @@ class FakeHead(FakeFleet):
         await asyncio.gather(self._reader, return_exceptions=True)
 
     async def join_fleet(self) -> None:
-        """Connect; returns when this head knows what the fleet was told."""
+        """Connect; returns when this head has the fleet's state."""
         self.bus.connect(self)
         await eventually(lambda: self.fleet_calls.refusal is None)
         await self.fleet_calls.wait_synced()
 
-    def hear(self, news: list[SessionOutput]) -> None:
-        for one in news:
+    def receive(self, outputs: list[SessionOutput]) -> None:
+        for one in outputs:
             assert not isinstance(one, Exception), one
             self._listener(one)  # type: ignore[arg-type]
 
@@ -226,7 +226,7 @@ class FakeHead(FakeFleet):
 
 
 async def joined(stack: AsyncExitStack, bus: HeadBus, head_id: str, replicas: int = 2) -> FakeHead:
-    """Start a head that knows what the fleet was told; the stack ends it."""
+    """Start a head that has the fleet's state; the stack ends it."""
     head = await stack.enter_async_context(FakeHead(bus, head_id, replicas))
     await head.join_fleet()
     return head

@@ -1,4 +1,4 @@
-"""A head with local replicas whose engines, clock and pauses a test controls, and what their engines say."""
+"""A head with local replicas whose engines, clock and pauses a test controls."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -97,7 +97,7 @@ async def running_node(*args: Any) -> AsyncIterator[Node]:
     await running
 
 
-async def hear(engine: FakeEngine) -> tuple[str, Any]:
+async def received(engine: FakeEngine) -> tuple[str, Any]:
     """What kind of message the engine is sent next, and its content."""
     await eventually(lambda: engine.connected)
     kind, body = await asyncio.to_thread(engine.receive)
@@ -106,7 +106,7 @@ async def hear(engine: FakeEngine) -> tuple[str, Any]:
 
 async def answer(engine: FakeEngine, method: str, result: object = None) -> list[Any]:
     """The engine answers the next call, which must be this one; returns its arguments."""
-    _, (call_id, called, args) = await hear(engine)
+    _, (call_id, called, args) = await received(engine)
     assert called == method
     engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(result)))))
     return list(args)

@@ -116,7 +116,7 @@ class Fleet(FakeFleet):
     async def serving(self, count: int) -> None:
         await eventually(lambda: len(self.pool.serving) == count, f"{count} replicas that serve")
 
-    async def all_heard(self) -> None:
+    async def all_handled(self) -> None:
         """Return when every message so far has been dealt with."""
         await eventually(lambda: len(self.orchestrator.rpc_async_queue) == 0)
         await asyncio.sleep(0)

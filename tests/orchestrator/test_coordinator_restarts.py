@@ -1,4 +1,4 @@
-"""Heads that connect to a coordinator, at last or again, and agree on what they were told."""
+"""Heads that connect to a coordinator late or again agree on the fleet's state."""
 
 import asyncio
 from collections.abc import Sequence

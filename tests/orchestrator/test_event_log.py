@@ -1,4 +1,4 @@
-"""What happens to replicas is logged once, and kept for who asks."""
+"""Events of replicas are logged once, and kept."""
 
 import logging
 import threading

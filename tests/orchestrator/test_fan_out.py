@@ -1,4 +1,4 @@
-"""Calls to every replica, and what those that attach later are told."""
+"""Operator calls to every replica, and their replay to replicas that attach later."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -213,7 +213,7 @@ async def test_no_replica_joins_after_the_weights_were_changed(
     await fleet.call("collective_rpc", "update_weights", None, [], {})
     with pytest.raises(ReplicaError, match="cannot be brought up to date: weights were updated at run time"):
         await fleet.replayed()
-    assert caplog.records == [], "there are no other heads that would have to be told"
+    assert caplog.records == [], "there are no other heads to notify"
 
 
 async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFleet) -> None:

@@ -1,4 +1,4 @@
-"""Calls to the replicas of several stages, and what those that attach later are told of them."""
+"""Operator calls to the replicas of several stages, and their replay to replicas that attach later."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -71,17 +71,17 @@ async def test_a_call_to_stages_without_replicas_is_refused_and_not_recorded(fle
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "replayed"),
     [(SLEEP, ASLEEP), (("set_weight_version", "v2"), [("set_weight_version", ["v2"])])],
     ids=["stage by stage", "at once"],
 )
 async def test_a_call_that_one_stage_refuses_is_an_error_and_holds_in_the_other_stages(
-    fleet: FakePipelineFleet, call: tuple[Any, ...], told: list[Any]
+    fleet: FakePipelineFleet, call: tuple[Any, ...], replayed: list[Any]
 ) -> None:
     fleet.links[1, 0].on_call = refuse_calls
     with pytest.raises(ReplicaError, match=rf"replica-1\.0/in refuses {call[0]}"):
         await fleet.call(*call)
-    assert await fleet.replayed(0) == told
+    assert await fleet.replayed(0) == replayed
     assert await fleet.replayed(1) == []
     assert all(len(pool.serving) == len(pool.members) for pool in fleet.pools)
 
@@ -90,17 +90,17 @@ class PlayedHead(FakePipelineFleet):
     """A head of two stages beside another one, "b"; the test plays the coordinator.
 
     Attributes:
-        said: what this head has told it.
+        sent: messages of this head to the coordinator.
         is_open: whether there is a way to it.
         resyncs: how often it has asked for everything anew.
     """
 
     def __init__(self) -> None:
         super().__init__(CHAIN, replicas=[2, 1])
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
         self.is_open = True
         self.resyncs = 0
-        self.hear = self.fleet_calls.handle
+        self.receive = self.fleet_calls.handle
         self.answer_with(answer_calls)
 
     @cached_property
@@ -109,7 +109,7 @@ class PlayedHead(FakePipelineFleet):
 
     def send(self, message: CallMessageFromHead) -> bool:
         """As `OmniCoordClientForHead`."""
-        self.said.append(message)
+        self.sent.append(message)
         return True
 
     def resync(self) -> None:
@@ -117,7 +117,7 @@ class PlayedHead(FakePipelineFleet):
         self.resyncs += 1
 
     async def notified_sleep_level(self) -> int:
-        """What the server is told of the engines' sleep; returns how deep it is."""
+        """Wait for an update to AsyncLLM; returns its sleep level."""
         async with asyncio.timeout(10):
             [update] = await self.orchestrator.output_async_queue.get_batch()
         update.applied.set_result(None)
@@ -128,8 +128,8 @@ class PlayedHead(FakePipelineFleet):
 @pytest.fixture
 async def head() -> AsyncIterator[PlayedHead]:
     async with PlayedHead() as head:
-        head.hear(Welcome(["b"], starting=False))
-        head.hear(FleetState(0, [], []))
+        head.receive(Welcome(["b"], starting=False))
+        head.receive(FleetState(0, [], []))
         yield head
 
 
@@ -138,34 +138,34 @@ async def test_a_replica_lost_before_its_call_has_failed_it_even_if_another_stag
 ) -> None:
     head.links[1, 0].on_call = refuse_calls
     reply = head.ask("set_weight_version", "v2")
-    await eventually(lambda: head.said)
+    await eventually(lambda: head.sent)
     lost = head.pools[0].member(1).engine_key
     head.lose(0, 1)
-    call = head.said[0]
-    head.hear(NumberedCall(**asdict(call), number=1, head_id="a"))
-    await eventually(lambda: len(head.said) == 2)
-    assert head.said[1] == CallOutcome(1, [True, False], failed=[lost])
-    head.hear(CallFinished(1))
+    call = head.sent[0]
+    head.receive(NumberedCall(**asdict(call), number=1, head_id="a"))
+    await eventually(lambda: len(head.sent) == 2)
+    assert head.sent[1] == CallOutcome(1, [True, False], failed=[lost])
+    head.receive(CallFinished(1))
     with pytest.raises(ReplicaError, match=r"replica-1\.0/in refuses"):
         await asyncio.wrap_future(reply)
 
 
 async def test_the_server_is_notified_of_another_heads_call_that_one_stage_accepted(head: PlayedHead) -> None:
-    told = [member.engine_key for pool in head.pools for member in pool.members]
-    head.hear(NumberedCall(1, "sleep", [2, "abort"], [0, 1], told, number=1, head_id="b"))
-    head.hear(CallOutcome(1, [True, False]))
+    replayed = [member.engine_key for pool in head.pools for member in pool.members]
+    head.receive(NumberedCall(1, "sleep", [2, "abort"], [0, 1], replayed, number=1, head_id="b"))
+    head.receive(CallOutcome(1, [True, False]))
     assert await head.notified_sleep_level() == 2
-    await eventually(lambda: head.said == [CallDone(1)])
+    await eventually(lambda: head.sent == [CallDone(1)])
 
 
 async def test_a_taken_over_call_notifies_the_server_and_resyncs_if_one_stage_refused_it(
     head: PlayedHead,
 ) -> None:
     head.links[1, 0].on_call = refuse_calls
-    head.hear(TakeOverCall(NumberedCall(1, "sleep", [2, "abort"], [0, 1], [], number=1, head_id="b")))
-    await eventually(lambda: head.said)
-    assert head.said[0].taken == [True, False]
-    head.hear(CallFinished(1))
+    head.receive(TakeOverCall(NumberedCall(1, "sleep", [2, "abort"], [0, 1], [], number=1, head_id="b")))
+    await eventually(lambda: head.sent)
+    assert head.sent[0].taken == [True, False]
+    head.receive(CallFinished(1))
     assert await head.notified_sleep_level() == 2
     await eventually(lambda: head.resyncs == 1)
 
@@ -174,5 +174,5 @@ async def test_a_head_without_a_coordinator_client_sends_nothing(head: PlayedHea
     head.is_open = False
     with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await head.call("set_weight_version", "v2")
-    head.hear(CallOutcome(1, [False, False]))
-    assert head.said == []
+    head.receive(CallOutcome(1, [False, False]))
+    assert head.sent == []

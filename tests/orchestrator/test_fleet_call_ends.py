@@ -1,4 +1,4 @@
-"""How operators' calls end: what is left of them, what servers hear of them, and what is logged."""
+"""How operator calls end: what is left of them, the updates to servers, and the log."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ async def test_a_call_that_another_head_is_slow_to_follow_returns_with_one_warni
         patch.setattr(fleet_calls, "FOLLOW_TIMEOUT_S", 0.01)
         assert len(await heads[0].call("set_weight_version", "v2")) == 2
     bus.deliver_delayed()
-    # A head follows in order: when this call returns, all have followed the other one, and its caller has heard so.
+    # Heads follow in order: when this call returns, all have followed the other one, and its caller knows.
     await heads[0].call("resume_scheduler")
     assert heads[1].replay == V2
     assert [record.getMessage() for record in caplog.records] == [

@@ -1,4 +1,4 @@
-"""What an operator tells one head holds for all heads, and for those that come later."""
+"""Operator calls through one head hold for all heads."""
 
 import asyncio
 from concurrent.futures import Future
@@ -42,7 +42,7 @@ async def test_a_head_without_a_coordinator_continues_without_the_fleets_state(
             await head.call("pause_scheduler", "keep", True)
         await head.join_fleet()
         assert await head.fleet_calls.wait_synced()
-        assert await fleet_calls.FleetCalls(head.orchestrator).wait_synced(), "nobody can join it"
+        assert await fleet_calls.FleetCalls(head.orchestrator).wait_synced(), "a fleet that nothing can join"
 
 
 async def test_a_call_reaches_every_engine_once_and_every_head_records_it(heads: list[FakeHead]) -> None:
@@ -168,7 +168,7 @@ async def test_a_replica_that_the_caller_loses_before_the_call_and_attaches_agai
     heads[0].stop_answering()
     bus.deliver_delayed()
     await eventually(lambda: heads[0].links[0].calls)
-    # To its server it is one that was told everything, since other heads have not left it.
+    # Its node takes it for synced, since other heads are still attached.
     heads[0].join(heads[0].pool.member(1))
     heads[0].links[0].answer(heads[0].links[0].calls[0][0])
     assert len(await asyncio.wrap_future(reply)) == 1
@@ -213,7 +213,7 @@ async def test_another_head_calls_its_private_replica_before_the_call_returns(
     private = heads[1].attach(5, private=True)
     private.on_call = None
     reply = heads[0].ask("sleep", 1, "wait")
-    # The others have heard that the engines of the caller took it.
+    # The other heads know that the engines of the caller accepted the call.
     await eventually(lambda: heads[2].sleep_level == 1)
     assert not reply.done()
     assert heads[1].calls(0) == []
@@ -326,7 +326,7 @@ async def test_a_private_replica_is_drained_by_its_own_head_only(bus: HeadBus, h
 
 
 class Keeper:
-    """Notes whom it lets go."""
+    """Records the replicas that it removes."""
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.left: set[int] = set()

@@ -26,7 +26,7 @@ async def test_a_late_head_gets_the_whole_state(stack: AsyncExitStack, bus: Head
     await eventually(lambda: (late.adapters, late.sleep_level) == ({"story": STORY}, 1))
     assert late.pool.member(1).held_back == {ADMIN_HOLD}
     assert late.orchestrator.drained == heads[0].orchestrator.drained != set()
-    assert late.calls(0) == [], "it was told by the others"
+    assert late.calls(0) == [], "the other heads have called it"
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ async def test_private_replicas_of_a_late_head_get_the_missed_calls_or_are_taken
     assert [method for _, method, _ in private.calls] == ["pause_scheduler"]
     await eventually(lambda: late.statuses == [ReplicaStatus.ERROR if refuses else ReplicaStatus.UP])
     late.resync()
-    # A head follows in order: when it knows of this call, it has dealt with what the resync told it.
+    # A head follows in order: when it has this call, it has handled the resync.
     await heads[0].call("add_lora", STORY)
     await eventually(lambda: late.adapters == {"story": STORY})
-    told_again = [method for _, method, _ in private.calls].count("pause_scheduler") - 1
-    assert told_again == 0, "nothing that it knows is told again"
+    repeated = [method for _, method, _ in private.calls].count("pause_scheduler") - 1
+    assert repeated == 0
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -107,8 +107,8 @@ async def test_a_call_does_not_overtake_the_missed_calls_to_a_private_replica(
     private.on_call = answer_calls
     (private.refuse if refuses else private.answer)(private.calls[0][0])
     assert len(await asyncio.wrap_future(reply)) == 2
-    told = ["add_lora"] if refuses else ["add_lora", "pause_scheduler", "resume_scheduler"]
-    assert [method for _, method, _ in private.calls] == told
+    expected = ["add_lora"] if refuses else ["add_lora", "pause_scheduler", "resume_scheduler"]
+    assert [method for _, method, _ in private.calls] == expected
 
 
 async def test_a_refused_call_leaves_no_record_in_a_head_that_got_it_by_snapshot(
@@ -347,7 +347,7 @@ async def test_a_server_whose_call_was_lost_and_refused_has_no_record_of_it(
     heads[0].answer_last()
     with pytest.raises(CoordinatorUnavailableError):
         await asyncio.wrap_future(reply)
-    # What AsyncLLM's side is told comes in order.
+    # Updates to AsyncLLM come in order.
     other = Adapter("other", 8, "/loras/other")
     heads[1].answer_with(answer_calls)
     await heads[1].call("add_lora", other)

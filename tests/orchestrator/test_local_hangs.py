@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest, FakeUtilityOutput
 from tests.fakes.engines import FakeEngine, FakeLauncher
-from tests.orchestrator.local_node import Node, answer, hear, running_node
+from tests.orchestrator.local_node import Node, answer, received, running_node
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
@@ -24,7 +24,7 @@ UP, DOWN, ERROR = ReplicaStatus.UP, ReplicaStatus.DOWN, ReplicaStatus.ERROR
 
 
 class ToldProbe:
-    """In place of `Probe`: the test says when an engine hangs and when it answers.
+    """In place of `Probe`: the test decides when an engine hangs and when it answers.
 
     Attributes:
         made: all, by replica once these have started.
@@ -74,7 +74,7 @@ async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
 
 
 async def take_back(engine: FakeEngine) -> None:
-    """The engine answers what it is told before it may serve again."""
+    """The engine answers the calls that bring it up to date."""
     assert await answer(engine, "abort_requests") == [None]
     await answer(engine, "is_sleeping", False)
 
@@ -106,7 +106,7 @@ async def test_an_engine_that_answers_again_is_reset_brought_up_to_date_and_serv
     assert len(node.launcher.engines) == 2
     node.submit(FakeRequest("a"))
     node.submit(FakeRequest("b"))
-    assert {(await hear(each))[0] for each in node.launcher.engines} == {"add"}
+    assert {(await received(each))[0] for each in node.launcher.engines} == {"add"}
 
 
 async def test_a_call_fails_on_an_engine_that_hangs_and_returns_the_other_answers(
@@ -114,7 +114,7 @@ async def test_a_call_fails_on_an_engine_that_hangs_and_returns_the_other_answer
 ) -> None:
     reply: Future[list[object]] = Future()
     node.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
-    await hear(node.engine_of(0))
+    await received(node.engine_of(0))
     await answer(node.engine_of(1), "set_weight_version", "taken")
     ToldProbe.made[0].hangs()
     assert await asyncio.wrap_future(reply) == ["taken"]
@@ -126,7 +126,7 @@ async def test_late_outputs_of_moved_requests_are_dropped(node: Node) -> None:
     node.pool.hold_back(second, "admin")
     node.submit(FakeRequest("a"))
     engine = node.engine_of(0)
-    _, body = await hear(engine)
+    _, body = await received(engine)
     node.orchestrator.release_hold(second, "admin")
     ToldProbe.made[0].hangs()
     late = FakeOutputs(outputs=[FakeOutput(body["request_id"], [1])], scheduler_stats=7)
@@ -142,7 +142,7 @@ async def test_an_engine_that_cannot_be_reset_is_started_afresh(node: Node) -> N
     engine, probe = node.engine_of(0), ToldProbe.made[0]
     probe.hangs()
     probe.answers()
-    _, (call_id, _, _) = await hear(engine)
+    _, (call_id, _, _) = await received(engine)
     engine.say(msgspec.json.encode(FakeOutputs(utility_output=FakeUtilityOutput(call_id, "out of order"))))
     await eventually(lambda: engine.process.ended)
     node.go_on.release()

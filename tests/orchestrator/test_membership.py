@@ -1,4 +1,4 @@
-"""Replicas of other processes that come and go, and the administrator's wishes."""
+"""Replicas of other processes that join and leave, and operators' actions on replicas."""
 
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -23,14 +23,14 @@ UNREGISTER = UnregisterRemoteReplica(0, INFO.input_addr, INFO.output_addr, "gone
 
 
 class Keeper:
-    """Stands for `RemoteReplicas`, and notes what it was told."""
+    """Stands for `RemoteReplicas`, and records its calls."""
 
     def __init__(self, fault: Exception | None = None) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
         self._fault = fault
 
     def _note(self, what: Any) -> None:
-        self.told.append(what)
+        self.calls.append(what)
         if self._fault is not None:
             raise self._fault
 
@@ -50,7 +50,7 @@ async def test_changes_of_remote_replicas_are_handled_in_order() -> None:
     async with fleet:
         for message in (REGISTER, UNREGISTER):
             fleet.orchestrator.rpc_async_queue.force_put(message)
-        await eventually(lambda: keeper.told == [REGISTER, UNREGISTER], "both messages")
+        await eventually(lambda: keeper.calls == [REGISTER, UNREGISTER], "both messages")
 
 
 @pytest.mark.parametrize("keeper", [None, Keeper(RuntimeError("bug"))], ids=["nobody", "faulty"])

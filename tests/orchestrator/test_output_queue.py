@@ -1,4 +1,4 @@
-"""The way to AsyncLLM: in order, and without waking it for what nobody waits for."""
+"""The queue to AsyncLLM: in order, and postponed items do not wake it."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Requests through the stages of a pipeline: which run, in which order, and what is told to whom."""
+"""Requests through the stages of a pipeline: the stages that run, their order, and the outputs."""
 
 from collections.abc import Sequence
 

@@ -60,14 +60,14 @@ async def test_every_token_arrives_once_and_in_order_however_it_came(count: int)
 async def test_chunks_keep_their_order_though_the_transform_is_slow() -> None:
     gate, seen = threading.Event(), list[int]()
 
-    def wish(transfer: Any) -> None:
+    def transform(transfer: Any) -> None:
         seen.append(transfer.chunk)
         if transfer.chunk == 0:
             gate.wait(30)
 
     try:
         async with FakePipelineFleet(SPEECH) as fleet:
-            await fleet.submit("r", "text", "audio", prompt=[3], params={"talker": wish})
+            await fleet.submit("r", "text", "audio", prompt=[3], params={"talker": transform})
             link, attempt = fleet.attempt("r", 0)
             for _ in range(4):
                 link.step(attempt)
@@ -109,11 +109,11 @@ async def test_a_session_that_a_paused_replica_refuses_is_sent_to_another_one_wi
 
 
 async def test_a_last_chunk_that_gives_nothing_still_closes_the_input() -> None:
-    def wish(transfer: Any) -> Any:
+    def transform(transfer: Any) -> Any:
         return "nothing" if transfer.last else None
 
     async with FakePipelineFleet(SPEECH) as fleet:
-        await fleet.submit("r", "text", "audio", prompt=[3], params={"talker": wish})
+        await fleet.submit("r", "text", "audio", prompt=[3], params={"talker": transform})
         for _ in range(3):
             await fleet.step("r", 0)
         await fleet.step("r", 1, count=9)
@@ -127,8 +127,8 @@ async def test_a_last_chunk_that_gives_nothing_still_closes_the_input() -> None:
 
 async def test_a_python_stage_gets_the_end_even_if_the_last_chunk_gives_nothing() -> None:
     async with FakePipelineFleet(LISTENING) as fleet:
-        wish = {"speaker": lambda transfer: "nothing" if transfer.last else None}
-        await fleet.submit("r", "audio", prompt=[3], params=wish)
+        transform = {"speaker": lambda transfer: "nothing" if transfer.last else None}
+        await fleet.submit("r", "audio", prompt=[3], params=transform)
         await fleet.finish()
         assert chunks(fleet, 1)[-1] == []
         assert fleet.call_ends("r") == [None]
@@ -137,13 +137,13 @@ async def test_a_python_stage_gets_the_end_even_if_the_last_chunk_gives_nothing(
 async def test_the_memory_of_a_transform_is_one_requests_own() -> None:
     counts: dict[str, list[int]] = {"a": [], "b": []}
 
-    def wish(transfer: Any) -> None:
+    def transform(transfer: Any) -> None:
         transfer.memory["seen"] = transfer.memory.get("seen", 0) + 1
         counts[transfer.request_id].append(transfer.memory["seen"])
 
     async with FakePipelineFleet(SPEECH) as fleet:
         for name in counts:
-            await fleet.submit(name, "audio", prompt=[3], params={"talker": wish})
+            await fleet.submit(name, "audio", prompt=[3], params={"talker": transform})
         await fleet.finish()
         assert counts["a"] == counts["b"] == list(range(1, len(counts["a"]) + 1))
 
@@ -171,9 +171,9 @@ async def test_vllms_server_gets_one_answer_of_an_answering_stage_with_chunks() 
 
 
 async def test_an_answering_stage_whose_input_closes_after_its_last_turn_ends_the_answer() -> None:
-    wish = {"refiner": lambda transfer: "nothing" if transfer.last else None}
+    transform = {"refiner": lambda transfer: "nothing" if transfer.last else None}
     async with FakePipelineFleet(CHUNKED_FRONT) as fleet:
-        await fleet.submit("r", "text", prompt=[3], params=wish)
+        await fleet.submit("r", "text", prompt=[3], params=transform)
         for _ in range(3):
             await fleet.step("r", 0)
         await fleet.step("r", 1, count=9)

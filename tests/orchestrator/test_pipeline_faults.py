@@ -38,7 +38,7 @@ GATED = (
     stage(2, "speaker", "audio", "writer", engine=PYTHON, final=True),
 )
 
-WISHES = [
+RETURNS = [
     pytest.param(raising, StageError, "its transform failed: RuntimeError: no idea", id="raises"),
     pytest.param(leaving, StageError, "its transform failed: SystemExit", id="ends the process"),
     pytest.param(refusing, StageInputError, "no such voice", id="blames the client"),
@@ -50,7 +50,7 @@ WISHES = [
 
 
 def the_error(fleet: FakePipelineFleet, request_id: str) -> Exception:
-    """What a request has ended with, which its call was told, too, and once."""
+    """The error of a request, which its call also got, once."""
     (error,) = (end for name, end in fleet.ends if name == request_id)
     assert isinstance(error, Exception)
     assert fleet.call_ends(request_id) == [error]
@@ -65,12 +65,12 @@ def the_error(fleet: FakePipelineFleet, request_id: str) -> Exception:
         pytest.param(SPEECH, ["text", "audio"], "talker", id="chunks"),
     ],
 )
-@pytest.mark.parametrize(("wish", "kind", "text"), WISHES)
+@pytest.mark.parametrize(("transform", "kind", "text"), RETURNS)
 async def test_a_transform_that_fails_is_one_error_that_names_the_stage(
-    stages: Sequence[Stage], asked: list[str], name: str, wish: Any, kind: type[Exception], text: str
+    stages: Sequence[Stage], asked: list[str], name: str, transform: Any, kind: type[Exception], text: str
 ) -> None:
     async with FakePipelineFleet(stages) as fleet:
-        await fleet.submit("r", *asked, params={name: wish})
+        await fleet.submit("r", *asked, params={name: transform})
         await fleet.submit("other", "text")
         await fleet.finish()
         (error,) = fleet.call_ends("r")
@@ -86,8 +86,8 @@ async def test_a_transform_that_fails_is_one_error_that_names_the_stage(
 async def test_a_transform_that_blocks_delays_only_its_own_request(gate: threading.Event) -> None:
     async with FakePipelineFleet(FAN_OUT) as fleet:
         for number in range(4):
-            wish = {"judge": lambda transfer: gate.wait(30) and None}
-            await fleet.submit(f"slow{number}", "text", "scores", params=wish, settle=False)
+            transform = {"judge": lambda transfer: gate.wait(30) and None}
+            await fleet.submit(f"slow{number}", "text", "scores", params=transform, settle=False)
         await fleet.submit("quick", "text", "image", settle=False)
         await eventually(lambda: len(list(fleet.at_work(list(fleet.states)))) == 5)
         for name, stage_id in list(fleet.at_work(list(fleet.states))):
@@ -110,14 +110,14 @@ async def test_a_transform_that_blocks_delays_only_its_own_request(gate: threadi
 async def test_queued_work_of_an_aborted_request_is_skipped(gate: threading.Event) -> None:
     done: list[str] = []
 
-    def wish(transfer: Any) -> None:
+    def transform(transfer: Any) -> None:
         done.append(transfer.request_id)
         gate.wait(30)
 
     names = [f"r{number}" for number in range(4)]
     async with FakePipelineFleet(CHAIN) as fleet:
         for name in names:
-            await fleet.submit(name, "text", params={"refiner": wish}, settle=False)
+            await fleet.submit(name, "text", params={"refiner": transform}, settle=False)
         await eventually(lambda: len(list(fleet.at_work(list(fleet.states)))) == 4)
         for name in names:
             link, attempt = fleet.attempt(name, 0)
@@ -338,7 +338,7 @@ async def test_a_request_waits_for_a_stage_no_longer_than_it_may() -> None:
 
 @pytest.fixture
 def requests() -> Iterator[tuple[PipelineRequests, list[Any]]]:
-    """Requests of a pipeline without replicas, and what it says to vLLM's server."""
+    """Requests of a pipeline without replicas, and the messages to AsyncLLM."""
     orchestrator, said = FakePipelineFleet(CHAIN, 0, replica_wait=600.0).orchestrator, list[Any]()
     requests = orchestrator._requests
     assert isinstance(requests, PipelineRequests)

@@ -1,4 +1,4 @@
-"""Random histories of a pipeline: each request ends once, nothing stays charged, and nobody gets a wrong token."""
+"""Random histories of a pipeline: each request ends once, nothing stays charged, and no client gets a wrong token."""
 
 import asyncio
 import random

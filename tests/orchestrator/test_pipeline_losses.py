@@ -30,7 +30,7 @@ def outcome(fleet: FakePipelineFleet, request_id: str) -> Outcome:
 
 
 async def advance(fleet: FakePipelineFleet) -> bool:
-    """One engine with something to say says one token; the last stage first. False if all have ended."""
+    """One engine with work outputs one token; the last stage first. False if all have ended."""
     at_work = sorted(fleet.at_work(list(fleet.states)), key=lambda work: -work[1])
     if at_work:
         await fleet.step(*at_work[0])
@@ -129,9 +129,9 @@ async def test_a_session_keeps_its_chunks_when_the_replica_it_moves_to_is_dead_t
 
 
 async def test_a_session_whose_turns_had_all_been_delivered_ends_when_its_replay_has_been_swallowed() -> None:
-    wish = {"talker": lambda transfer: "nothing" if transfer.last else None}
+    transform = {"talker": lambda transfer: "nothing" if transfer.last else None}
     async with FakePipelineFleet(SPEECH, replicas=2) as fleet:
-        await fleet.submit("r", "text", "audio", outputs=["talker"], prompt=[3], params=wish)
+        await fleet.submit("r", "text", "audio", outputs=["talker"], prompt=[3], params=transform)
         for _ in range(3):
             await fleet.step("r", 0)
         await fleet.step("r", 1, count=9)

@@ -55,13 +55,13 @@ async def test_a_prefill_may_return_no_transfer_parameters() -> None:
         assert fleet.cached["r"] == [2]
 
 
-@pytest.mark.parametrize(("cached", "told"), [(2, [2]), (0, [0]), (None, [0])])
-async def test_cached_tokens_are_those_that_the_prefill_found(cached: int | None, told: list[int]) -> None:
+@pytest.mark.parametrize(("cached", "reported"), [(2, [2]), (0, [0]), (None, [0])])
+async def test_cached_tokens_are_those_that_the_prefill_found(cached: int | None, reported: list[int]) -> None:
     async with FakePipelineFleet(DISAGGREGATED) as fleet:
         await prefilled(fleet, cached)
         fleet.tell("r", 1, 5, cached=3)
         await fleet.read()
-        assert fleet.cached["r"] == told
+        assert fleet.cached["r"] == reported
 
 
 async def test_a_request_that_skips_the_prefill_fails_if_paused_engines_refuse_it() -> None:

@@ -1,4 +1,4 @@
-"""Replicas of other processes: attached to while listed, held back, moved away from, let go. Links in memory."""
+"""Replicas of other processes: attached while listed, held back, lost, detached. Links in memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -129,7 +129,7 @@ async def test_a_suspect_gets_no_new_requests_and_keeps_those_it_has(fleet: Flee
     assert not replica.closed
 
 
-@pytest.mark.parametrize("by_list", [True, False], ids=["said by the list", "said by its server"])
+@pytest.mark.parametrize("by_list", [True, False], ids=["from the list", "from its node"])
 async def test_a_draining_replica_finishes_its_requests_and_is_detached(fleet: Fleet, by_list: bool) -> None:
     (replica,) = await fleet.joined(row(1))
     await fleet.submit("a")
@@ -138,13 +138,13 @@ async def test_a_draining_replica_finishes_its_requests_and_is_detached(fleet: F
     else:
         replica.on_status(ReplicaStatus.DRAINING)
     await fleet.serving(0)
-    await fleet.all_heard()
+    await fleet.all_handled()
     assert not replica.closed
     fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
     replica.link.output(replica.link.added[0], 5, finish_reason="stop")
     await eventually(lambda: replica.closed)
     assert ("a", "stop") in await fleet.read()
-    await fleet.all_heard()
+    await fleet.all_handled()
     assert len(fleet.attachments) == 1
 
 
@@ -153,7 +153,7 @@ async def test_an_old_list_does_not_undo_the_status_from_the_node(fleet: Fleet) 
     await fleet.submit("a")
     replica.on_status(ReplicaStatus.DRAINING)
     fleet.register(row(1, control_addr="tcp://n:7"))
-    await fleet.all_heard()
+    await fleet.all_handled()
     assert fleet.pool.serving == ()
     replica.on_status(ReplicaStatus.UP)
     assert len(fleet.pool.serving) == 1
@@ -162,7 +162,7 @@ async def test_an_old_list_does_not_undo_the_status_from_the_node(fleet: Fleet) 
 
 async def test_a_replica_that_is_draining_when_it_is_first_listed_is_not_attached_to(fleet: Fleet) -> None:
     fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
-    await fleet.all_heard()
+    await fleet.all_handled()
     assert fleet.attachments == []
     fleet.register(row(1, incarnation=2))
     await fleet.serving(1)
@@ -193,7 +193,7 @@ async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_cha
     await eventually(lambda: fleet.pauses)
     assert fleet.pauses == [LASTING_REFUSAL_PAUSE_S]
     fleet.register(row(1, last_heartbeat=9.0, queue_length=5))
-    await fleet.all_heard()
+    await fleet.all_handled()
     assert fleet.attachments == []
     fleet.register(row(1, incarnation=2))
     await fleet.serving(1)
@@ -246,9 +246,9 @@ async def test_a_replica_that_is_taken_out_is_left_alone_until_all_heads_have_le
     fleet.pause_over.clear()
     fleet.orchestrator.distrust(fleet.pool.member(0), "it failed a call that others took")
     await eventually(lambda: fleet.pauses)
-    # Its server puts the engine in order, and may say something new, only after that.
+    # Its node resets the engine, and may send a new status, only after that.
     fleet.register(row(1, incarnation=2))
-    await fleet.all_heard()
+    await fleet.all_handled()
     assert replica.closed
     assert (fleet.pauses, fleet.attachments) == ([ALL_HEADS_LEAVE_S], [replica])
     fleet.pause_over.set()
@@ -264,7 +264,7 @@ async def test_a_removed_replica_does_not_come_back_in_that_incarnation(fleet: F
     await eventually(lambda: replica.closed)
     fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
     fleet.register(row(1))
-    await fleet.all_heard()
+    await fleet.all_handled()
     assert fleet.pool.members == ()
     await fleet.joined(row(1, incarnation=2))
     assert len(fleet.attachments[1].link.added) == 1
@@ -302,7 +302,7 @@ async def test_a_replica_of_an_unknown_stage_is_tried_when_listed_until_it_refus
     fleet.register(row(1, stage_id=4))
     await eventually(lambda: "A replica of stage 4 cannot be attached to: stage: head has 0, replica 4" in caplog.text)
     fleet.register(row(1, stage_id=4))
-    await fleet.all_heard()
+    await fleet.all_handled()
     assert (fleet.pool.members, fleet.attachments) == ((), [])
 
 
@@ -310,7 +310,7 @@ async def test_many_registrations_are_attached_to_in_bounded_parallel(fleet: Fle
     fleet.may_attach.clear()
     for number in range(MAX_ATTACHING + 20):
         fleet.register(row(number))
-    await fleet.all_heard()
+    await fleet.all_handled()
     await eventually(lambda: fleet.attaching == MAX_ATTACHING)
     fleet.may_attach.set()
     await fleet.serving(MAX_ATTACHING + 20)
@@ -325,7 +325,7 @@ async def test_closing_detaches_from_all_moves_nothing_and_attaches_to_nothing_m
     assert all(replica.closed for replica in replicas)
     assert await fleet.read() == []
     fleet.register(row(3))
-    await fleet.all_heard()
+    await fleet.all_handled()
     assert fleet.attachments == replicas
 
 

@@ -1,4 +1,4 @@
-"""What one list after another means for a head, and that all it hears of the coordinator is queued in order."""
+"""Lists become changes of membership, and all messages of the coordinator are queued in order."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The pages on pipelines against the code: the example loads, the table has every key, transforms do what is said."""
+"""The pages on pipelines match the code: the example loads, the table has every key, the transforms work."""
 
 import doctest
 import re

@@ -1,4 +1,4 @@
-"""What files hold: the one line said of whatever cannot be read or is no YAML that can be used."""
+"""Files that cannot be read or are not usable YAML give an error of one line."""
 
 from pathlib import Path
 

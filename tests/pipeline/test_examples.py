@@ -1,4 +1,4 @@
-"""The example pipelines without any engine: files that are right, and transforms and stages that do what they say."""
+"""The example pipelines without any engine: valid files, and correct transforms and stages."""
 
 import sys
 from collections.abc import Iterator

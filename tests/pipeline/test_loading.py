@@ -1,4 +1,4 @@
-"""Files of pipelines: what is read from good ones, and the one line said of each bad one."""
+"""Files of pipelines: the contents of valid ones, and the error line of each invalid one."""
 
 from pathlib import Path
 
