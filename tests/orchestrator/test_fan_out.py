@@ -83,7 +83,10 @@ async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_ou
 
 @pytest.mark.parametrize(
     ("call", "error"),
-    [(("sleep", 1, "abort"), (ReplicaError, "refuses sleep")), (("set_weight_version", object()), (TypeError, "object"))],
+    [
+        (("sleep", 1, "abort"), (ReplicaError, "refuses sleep")),
+        (("set_weight_version", object()), (TypeError, "object")),
+    ],
     ids=["refused by all replicas", "cannot be encoded"],
 )
 async def test_a_call_that_fails_everywhere_is_an_error_takes_no_replica_out_and_is_not_recorded(
