@@ -1,10 +1,10 @@
-"""Serves a tiny model with two replicas on the CPU, one in the head and one in a headless node that joins it.
+"""Serves a tiny model with two replicas on the CPU: one in the head, and one in a headless node.
 
     python examples/demo.py          leaves the fleet running until Ctrl-C
     python examples/demo.py --once   exits after the requests
 
-Talks to it, shows which replica did how much, and kills the node in the middle of a stream, which goes on as if nothing
-had happened. The model and the logs are kept in build/demo, which git ignores.
+Sends requests, shows how many each replica served, and kills the node in the middle of a stream, which goes on without
+an error. The model and the logs are kept in build/demo, which git ignores.
 """
 
 import argparse
@@ -43,24 +43,24 @@ STREAM_TOKENS = 600
 CONCURRENT_REQUESTS = 32
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
-# The server is on this machine: a proxy that the environment names must not come between.
+# Without the proxies of the environment, since the server is on this machine.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class DemoError(Exception):
-    """What went wrong, in words for the person at the terminal."""
+    """An error with a message for the user."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A `vllm serve` process, alone in its process group; without a URL if it is a headless node."""
+    """A `vllm serve` process in its own process group; `url` is empty for a headless node."""
 
     process: subprocess.Popen[bytes]
     log: Path
     url: str = ""
 
     def last_line(self) -> str:
-        """The last thing it logged, without vLLM's process name, time and place."""
+        """The last log line, without vLLM's prefix."""
         lines = self.log.read_text(errors="replace").splitlines()
         return re.sub(r"^.*?\] ", "", lines[-1])[:80] if lines else "starting"
 
@@ -68,7 +68,7 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def answers(self) -> bool:
-        """Whether /health says that it can serve."""
+        """Whether /health returns 200."""
         try:
             with DIRECT.open(f"{self.url}/health", timeout=5) as response:
                 return bool(response.status == 200)
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def run_demo(*, once: bool) -> None:
-    print("making a tiny model with random weights: expect word salad")
+    print("making a tiny model with random weights: its answers are random words")
     model = make_tiny_model(WORK_FOLDER / "model")
     master_port = free_port()
     with head(model, master_port) as server, node(model, master_port) as joining:
@@ -112,14 +112,14 @@ def run_demo(*, once: bool) -> None:
 
 
 def head(model: Path, master_port: int) -> contextlib.AbstractContextManager[Server]:
-    """The head: the API server with one replica of its own, open to others."""
+    """Start the head: an API server with one replica, which nodes can join."""
     port = free_port()
     where = ("--host", "127.0.0.1", "--port", str(port))
     return running(model, HEAD_LOG, master_port, "0", where, url=f"http://127.0.0.1:{port}")
 
 
 def node(model: Path, master_port: int) -> contextlib.AbstractContextManager[Server]:
-    """A headless node; on a machine of its own it would name the head's address instead of loopback."""
+    """Start a headless node. On another machine it would need the head's address instead of loopback."""
     return running(model, NODE_LOG, master_port, "1", ("--headless",))
 
 
@@ -127,7 +127,7 @@ def node(model: Path, master_port: int) -> contextlib.AbstractContextManager[Ser
 def running(
     model: Path, log: Path, master_port: int, core: str, args: tuple[str, ...], url: str = ""
 ) -> Iterator[Server]:
-    """Start a server, and stop it with all its processes however the block ends."""
+    """Start a server, and stop all its processes at the end of the block."""
     command = [
         str(Path(sys.executable).with_name("vllm")),
         *("serve", str(model), "--served-model-name", MODEL_NAME, "--enforce-eager", "--max-model-len", "1024"),
@@ -145,7 +145,7 @@ def running(
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C must reach the server once, from us, and not its workers
+            start_new_session=True,  # so that Ctrl-C reaches only this script, which stops the server
         )
     try:
         yield Server(process, log, url)
@@ -161,14 +161,14 @@ def free_port() -> int:
 
 
 def stop(process: subprocess.Popen[bytes], name: str) -> None:
-    """Ask the server to leave, wait a little, then kill what is left of its process group. Ctrl-C skips the wait."""
+    """Stop the server, wait a little, then kill the rest of its process group. Ctrl-C skips the wait."""
     try:
         if process.poll() is None:
             print(f"stopping the {name}")
             process.send_signal(signal.SIGINT)
             process.wait(STOP_TIMEOUT_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        print("it did not stop in time: killing it")
+        print("it did not stop in time and is killed")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -179,7 +179,7 @@ def wait_until_healthy(server: Server) -> None:
     """Show progress until the server can serve.
 
     Raises:
-        DemoError: it died, or needs longer than START_TIMEOUT_S.
+        DemoError: the server died, or took longer than START_TIMEOUT_S.
     """
     started = time.monotonic()
     shown = -1
@@ -197,23 +197,23 @@ def wait_until_healthy(server: Server) -> None:
 
 
 def wait_until_joined(server: Server, joining: Server) -> None:
-    """Return when the node's replica serves too.
+    """Wait until the node's replica serves.
 
     Raises:
-        DemoError: the node died, or needs longer than START_TIMEOUT_S.
+        DemoError: the node died, or took longer than START_TIMEOUT_S.
     """
     started = time.monotonic()
     while replicas_up(server) < REPLICAS:
         if joining.process.poll() is not None:
             raise DemoError(f"the node died with status {joining.process.returncode}:\n{joining.tail()}")
         if time.monotonic() - started > START_TIMEOUT_S:
-            raise DemoError(f"the node does not join:\n{joining.tail()}")
+            raise DemoError(f"the node did not join:\n{joining.tail()}")
         time.sleep(0.1)
     print(f"the node joined {time.monotonic() - started:.0f} s after the head was ready")
 
 
 def replicas_up(server: Server) -> int:
-    """How many replicas take requests, as `vllm-omni-plugin replicas ls` shows them."""
+    """Number of replicas that take requests, as in `vllm-omni-plugin replicas ls`."""
     with DIRECT.open(f"{server.url}/omni/replicas", timeout=10) as response:
         return sum(replica["status"] == "up" for replica in json.load(response)["replicas"])
 
@@ -254,10 +254,10 @@ async def send_concurrently(server: Server) -> None:
 
 
 async def kill_mid_stream(server: Server, victim: Server) -> None:
-    """Start a stream on each replica, kill the node under one of them, and compare both with undisturbed answers.
+    """Start a stream on each replica, kill the node, and compare both streams with undisturbed answers.
 
     Raises:
-        DemoError: a stream ended early, or its text is not that of the undisturbed run.
+        DemoError: a stream ended early, or its text differs from the undisturbed run.
     """
     direct = DefaultAsyncHttpxClient(trust_env=False)
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", http_client=direct) as client:
@@ -270,7 +270,7 @@ async def kill_mid_stream(server: Server, victim: Server) -> None:
         ]
         for begun in under_way:
             await begun.wait()
-        print("two streams are under way, one on each replica: killing the node's processes")
+        print("two streams are running, one on each replica: killing the node's processes")
         os.killpg(victim.process.pid, signal.SIGKILL)
         texts = [await stream for stream in streams]
     if texts != undisturbed:
@@ -279,7 +279,7 @@ async def kill_mid_stream(server: Server, victim: Server) -> None:
 
 
 async def stream_to_end(client: AsyncOpenAI, prompt: str, begun: asyncio.Event) -> str:
-    """The whole text of one stream; `begun` is set at its first piece."""
+    """The text of one stream; `begun` is set at its first chunk."""
     stream = await client.completions.create(
         model=MODEL_NAME, prompt=prompt, max_tokens=STREAM_TOKENS, temperature=0, stream=True
     )
@@ -291,7 +291,7 @@ async def stream_to_end(client: AsyncOpenAI, prompt: str, begun: asyncio.Event) 
 
 
 def dispatches_by_replica(server: Server) -> Counter[int]:
-    """How many requests each replica was given, from the server's /metrics."""
+    """Number of requests of each replica, from the server's /metrics."""
     with DIRECT.open(f"{server.url}/metrics", timeout=10) as response:
         text = response.read().decode()
     counts: Counter[int] = Counter()
@@ -303,10 +303,10 @@ def dispatches_by_replica(server: Server) -> Counter[int]:
 
 
 def print_counts(counts: Counter[int]) -> None:
-    """Show who served how many.
+    """Show how many requests each replica served.
 
     Raises:
-        DemoError: a replica served nothing.
+        DemoError: a replica served no request.
     """
     print("requests served:")
     for replica in range(REPLICAS):

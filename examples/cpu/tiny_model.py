@@ -1,7 +1,7 @@
-"""Makes a tiny Llama with random weights: no download, 2 MB, the same files for the same seed.
+"""Makes a tiny Llama with random weights: no download, 2 MB, equal files for equal seeds.
 
-Its answers are word salad, yet they follow from the whole prompt, so that a wrong token anywhere shows. Greedy answers
-are printable text and never end before `max_tokens`.
+Its answers are random words that depend on the whole prompt, so that any wrong token is visible. Greedy answers are
+printable text and never end before `max_tokens`.
 
     python examples/cpu/tiny_model.py DIRECTORY
 """
@@ -38,10 +38,10 @@ CORPUS = (
 
 
 def make_tiny_model(directory: Path, *, seed: int = 0) -> Path:
-    """Make the model in `directory`, or leave the one there alone if the same recipe and seed made it.
+    """Make the model in `directory`, unless it exists with the same recipe and seed.
 
-    Safe to call from several processes at once, and after an interrupted call: the directory appears complete or not
-    at all. Needs torch, transformers and tokenizers.
+    Safe to call from several processes at once, and after an interrupted call: the directory is renamed when complete.
+    Needs torch, transformers and tokenizers.
 
     Returns:
         `directory`.
@@ -82,14 +82,14 @@ def _put_in_place(made: Path, directory: Path, recipe: str) -> None:
 
 
 def _save_tokenizer_and_weights(directory: Path, seed: int) -> None:
-    # Imported here because they take seconds, which a caller whose model exists already need not wait.
+    # Imported here because that takes seconds, and is not needed if the model exists.
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     tokenizer = _train_tokenizer()
     logging.disable_progress_bar()
-    # The default spread of 0.02 makes attention so weak that answers depend on little but the last token.
+    # With the default standard deviation of 0.02 answers would depend almost only on the last token.
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -106,7 +106,7 @@ def _save_tokenizer_and_weights(directory: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-        # A logit of 0 never wins against the best of hundreds of random ones.
+        # A logit of 0 is never the highest of hundreds of random ones.
         model.lm_head.weight[_unprintable_tokens(tokenizer)] = 0.0
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -1,9 +1,9 @@
-"""Makes the models of the example pipelines: tiny, each with a tokenizer of its own, no download, the same every time.
+"""Makes the tiny models of the example pipelines, each with its own tokenizer; without downloads, and reproducible.
 
     python examples/pipelines/tiny_models.py KIND FOLDER
 
-The language models have random weights, so they answer in word salad, which yet follows from the whole prompt. Greedy
-answers are printable and end at `max_tokens` alone.
+The language models have random weights. Their answers are random words that depend on the whole prompt. Greedy answers
+are printable and end only at `max_tokens`.
 """
 # transformers is only partly annotated.
 # mypy: disallow-untyped-calls=False
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 CODES = 128
-"""Codec tokens of the talker; they follow on the tokens of its text."""
+"""Codec tokens of the talker; their ids follow those of its text tokens."""
 FIRST_CODE = 257
 UNSAFE = "0123456789"
-"""What the guard finds unsafe in a text, so that everybody can see whether it is right."""
+"""Letters that the guard rates as unsafe, so that its result is easy to check."""
 _END = "<|end|>"
 _BYTES_ONLY = 257
-"""Size of a vocabulary of the bytes and the end; any token beyond is learnt from a corpus, or added."""
+"""Size of a vocabulary of all bytes and the end token; further tokens are learnt from a corpus, or added."""
 _CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -43,17 +43,12 @@ _DRAFTS = (
 
 
 def make_models(kind: str, folder: Path) -> None:
-    """Make the models of one example in a folder, those already there excepted.
-
-    Args:
-        kind: one of `KINDS`.
-        folder: gets one folder for each, by the names that the example's file has for them.
-    """
+    """Make the missing models of an example of `KINDS`, each in a folder with the name from the example's file."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, save in KINDS[kind].items():
         if not (folder / name).exists():
             with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as scratch:
-                # Put in place whole, so that an interrupted run leaves none that looks complete.
+                # Renamed when complete, so that an interrupted run leaves no partial model.
                 made = Path(scratch, "made")
                 save(made)
                 made.rename(folder / name)
@@ -73,11 +68,10 @@ def _save_talker(folder: Path) -> None:
 
 
 def _save_guard(folder: Path) -> None:
-    """Save a classifier with weights made by hand: is any of `UNSAFE` in the text?
+    """Save a classifier with hand-made weights: is any of `UNSAFE` in the text?
 
-    Every token is marked as one in the first number of its embedding, and an unsafe one in the second. Attention, even
-    over all tokens, writes the mean of the second into the third, which the head then weighs against a small part of
-    the first.
+    The first number of each embedding is 1, and the second is 1 for unsafe tokens. Attention, uniform over all tokens,
+    writes the mean of the second into the third, which the head compares with a small part of the first.
     """
     import torch
     from transformers import LlamaForSequenceClassification
@@ -106,7 +100,7 @@ def _save_random_llama(folder: Path, tokenizer: "PreTrainedTokenizerFast", seed:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(_config(tokenizer, hidden_size=128, layers=2))
-        # A logit of 0 never wins against the best of hundreds of random ones.
+        # A logit of 0 is never the highest of hundreds of random ones.
         model.lm_head.weight[silent] = 0.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -123,7 +117,7 @@ def _config(tokenizer: "PreTrainedTokenizerFast", *, hidden_size: int, layers: i
         num_attention_heads=hidden_size // 32,
         num_key_value_heads=hidden_size // 32,
         max_position_embeddings=8192,
-        # With the default spread of 0.02 answers depend on little but the last token.
+        # With the default standard deviation of 0.02 answers would depend almost only on the last token.
         initializer_range=0.2,
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -133,7 +127,6 @@ def _config(tokenizer: "PreTrainedTokenizerFast", *, hidden_size: int, layers: i
 
 
 def _tokenizer(corpus: tuple[str, ...], vocabulary: int) -> "PreTrainedTokenizerFast":
-    """Return a byte-level BPE."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
@@ -164,7 +157,7 @@ KINDS: Mapping[str, Mapping[str, Callable[[Path], None]]] = {
     "guarded": {"generator": _save_thinker, "guard": _save_guard},
     "speech": {"thinker": _save_thinker, "talker": _save_talker},
 }
-"""What makes each model of an example, by the example's and the model's name."""
+"""Functions that make the models, by names of example and model."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lets an answer through, or refuses it, by a classifier's verdict."""
+"""Returns an answer, or a refusal if a classifier rates it as unsafe."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,7 @@ from vllm_omni_plugin.stages import PythonStage, StageJob
 
 
 class Gate(PythonStage):
-    """Puts out the text it is given unless its `metadata["unsafe"]` reaches the threshold.
-
-    Args:
-        threshold: probability from which on an answer is refused.
-        refusal: what is said in its place.
-        device: not used.
-    """
+    """Returns its input text, or `refusal` if the input's `metadata["unsafe"]` is at least `threshold`."""
 
     def __init__(self, *, threshold: float, refusal: str, device: str) -> None:
         super().__init__(device=device)
@@ -21,7 +15,6 @@ class Gate(PythonStage):
         self._refusal = refusal
 
     def compute(self, jobs: Sequence[StageJob]) -> list[StageOutput]:
-        """One text for each job."""
         return [StageOutput(text=self._passed(job)) for job in jobs]
 
     def _passed(self, job: StageJob) -> str:

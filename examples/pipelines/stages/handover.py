@@ -1,16 +1,16 @@
-"""Transforms: what the outputs of stages are to the next one."""
+"""Transforms: turn the outputs of stages into the input of the next one."""
 
 from collections.abc import Mapping
 
 from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer
 
 CODES_PER_TOKEN = 4
-"""Codec tokens that speak one token of text: 80 ms."""
+"""Codec tokens for one token of text: 80 ms."""
 STYLES = {"plain": "in plain words", "formal": "in formal words"}
 
 
 def ask_to_refine(outputs: Mapping[str, StageOutput], transfer: Transfer) -> str | None:
-    """The prompt of the refiner: the question, the draft, and what to do with it; nothing without a draft.
+    """The prompt of the refiner: question, draft and instruction; None without a draft.
 
     The client chooses one of `STYLES` with `omni.params.style`.
     """
@@ -22,13 +22,13 @@ def ask_to_refine(outputs: Mapping[str, StageOutput], transfer: Transfer) -> str
 
 
 def answer_and_verdict(outputs: Mapping[str, StageOutput], transfer: Transfer) -> StageInput:
-    """The generator's answer, and how likely the guard thinks it unsafe."""
+    """The generator's answer, and the guard's probability that it is unsafe."""
     _, unsafe = outputs["guard"].tensor.tolist()
     return StageInput(text=outputs["generator"].text, metadata={"unsafe": unsafe})
 
 
 def speak(outputs: Mapping[str, StageOutput], transfer: Transfer) -> StageInput | None:
-    """The chunk's text, tokenised anew by the talker, with room for as much speech as it takes."""
+    """The chunk's text, which the talker tokenizes itself, with a limit for the length of its speech."""
     thought = outputs["thinker"]
     if not thought.text:
         return None

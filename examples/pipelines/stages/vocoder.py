@@ -1,4 +1,4 @@
-"""Codec tokens become sound."""
+"""Turns codec tokens into audio."""
 # torch is not annotated for strict checks.
 # mypy: disallow-subclassing-any=False
 
@@ -11,20 +11,20 @@ from vllm_omni_plugin.pipeline.transfer import StageOutput
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
 _HARMONICS = (0.5, 0.25, 0.125)
-"""Amplitudes of a code's tone and of the multiples of its frequency; together below 1, so that nothing clips."""
+"""Amplitudes of a code's tone and of its harmonics; their sum is below 1, so that no sample clips."""
 _LOWEST_HZ = 100
 
 
 class CodecDecoder(torch.nn.Module):
-    """Speaks each code as a tone of its own, faded over into the next.
+    """Plays a tone for each code, cross-faded into the next one.
 
     Weighted overlap-add: a code is two hops of sound under a Hann window, whose halves add up to 1 where two codes
     overlap. A tone has a whole number of periods in a hop, so that a repeated code sounds without a break.
 
     Args:
         codes: size of the codec's vocabulary.
-        sample_rate: samples in a second.
-        hop: samples between the beginnings of two codes.
+        sample_rate: in hertz.
+        hop: samples between the starts of two codes.
     """
 
     def __init__(self, codes: int, sample_rate: int, hop: int) -> None:
@@ -41,14 +41,11 @@ class CodecDecoder(torch.nn.Module):
         self.frames = torch.nn.Embedding.from_pretrained(sum(tones, torch.zeros(())) * window)
 
     def forward(self, codes: torch.Tensor, tail: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sound of some codes.
+        """Return samples in -1..1, `[codes * hop]`, and the tail of the last code, `[hop]`.
 
         Args:
             codes: `[codes]`.
-            tail: what the codes before them still sound, `[hop]`.
-
-        Returns:
-            Samples in -1..1, `[codes * hop]`; and the tail of the last code, `[hop]`.
+            tail: tail of the previous code, `[hop]`.
         """
         rises, falls = self.frames(codes).split(self.hop, dim=1)
         tails = torch.cat([tail[None], falls])
@@ -56,13 +53,13 @@ class CodecDecoder(torch.nn.Module):
 
 
 class Vocoder(PythonStage):
-    """Puts out the sound of codec tokens as they come: chunks sound as the whole would.
+    """Returns the audio of codec tokens, chunk by chunk; the chunks together equal the audio of the whole.
 
     Args:
-        first_code: the token of the model in front that stands for code 0.
+        first_code: the upstream model's token for code 0.
         codes: size of the codec's vocabulary.
-        sample_rate: samples in a second.
-        device: where it computes.
+        sample_rate: in hertz.
+        device: for computing.
     """
 
     def __init__(self, *, first_code: int, codes: int, sample_rate: int = 24_000, device: str) -> None:
@@ -72,11 +69,9 @@ class Vocoder(PythonStage):
         self._sample_rate = sample_rate
 
     def start(self) -> None:
-        """Compute the tones."""
         self._decoder = CodecDecoder(self._codes, self._sample_rate, hop=self._sample_rate // 50).to(self.device)
 
     def compute(self, jobs: Sequence[StageJob]) -> list[StageOutput | Exception]:
-        """The next samples of each job; the last of a session fade out."""
         with torch.inference_mode():
             return [self._sound(job) for job in jobs]
 
