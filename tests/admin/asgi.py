@@ -2,10 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.types import Message, Receive, Scope, Send
@@ -50,6 +53,20 @@ def broadcast_of(fleet: FakeFleet, drain: HeadDrain, tick: float = 0.01) -> Flee
     names = {"name": "here", "vllm": "0", "plugin": "0"}
     view = FleetView(fleet.orchestrator, drain, lambda: False, rates, names, None, lambda: fleet.now, lambda: 1000.0)
     return FleetBroadcast(view, fleet.orchestrator.events, lambda: False, tick)
+
+
+@asynccontextmanager
+async def served(app: FastAPI, listener: socket.socket, **settings: Any) -> AsyncIterator[uvicorn.Server]:
+    """The application behind uvicorn, as vLLM starts it. The server must end with the block."""
+    with listener:
+        app.state.server = server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            yield server
+        finally:
+            server.should_exit = True
+            async with asyncio.timeout(10):
+                await serving
 
 
 def client_of(app: FastAPI, address: str | None = "127.0.0.1", **headers: str) -> httpx.AsyncClient:

@@ -1,19 +1,14 @@
 """Access to the operator's routes, by keys, by the peer's address, and by headers of a proxy or a browser."""
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import uvicorn
-from fastapi import FastAPI
 
-from tests.admin.asgi import CHANGES, app_of, client_of
+from tests.admin.asgi import CHANGES, app_of, client_of, served
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.errors import ConfigError
@@ -46,18 +41,10 @@ async def test_other_and_unknown_peers_may_not_change_the_fleet(fleet: FakeFleet
         assert (await client.get("/omni/replicas")).json()["replicas"][0]["status"] == "up"
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        "Forwarded",
-        "Via",
-        "X-Forwarded-For",
-        "X-Forwarded-Port",
-        "X-Envoy-External-Address",
-        "CF-Connecting-IP",
-        "Origin",
-    ],
-)
+FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Port", "X-Envoy-External-Address", "CF-Connecting-IP")
+
+
+@pytest.mark.parametrize("header", [*FORWARDED, "Origin"])
 async def test_requests_of_a_proxy_or_a_web_page_do_not_count_as_local(fleet: FakeFleet, header: str) -> None:
     async with client_of(keyless(fleet), "127.0.0.1") as client:
         answer = await client.post(DRAIN, headers={header: "127.0.0.1"})
@@ -72,19 +59,6 @@ async def test_the_body_is_not_read_before_the_access_check(fleet: FakeFleet) ->
 
     async with client_of(keyless(fleet), "10.0.0.9") as client:
         assert (await client.post("/omni/explain", content=endless())).status_code == 403
-
-
-@asynccontextmanager
-async def served(app: FastAPI, listener: socket.socket, **settings: Any) -> AsyncIterator[None]:
-    """The application behind uvicorn, as vLLM starts it."""
-    with listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", **settings))
-        serving = asyncio.create_task(server.serve([listener]))
-        try:
-            yield
-        finally:
-            server.should_exit = True
-            await serving
 
 
 def tcp() -> tuple[socket.socket, str]:

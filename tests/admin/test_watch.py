@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import HTTPException
-from prometheus_client import CollectorRegistry
 from starlette.types import Message
 
-from tests.admin.asgi import app_of, broadcast_of, client_of
+from tests.admin.asgi import app_of, broadcast_of, client_of, served
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.head_drain import HeadDrain
@@ -25,7 +24,6 @@ from vllm_omni_plugin.admin.watch.event_stream import EventStreamResponse
 from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.server_sent import COMMENT
-from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 
 MARKUP = "<img src=x onerror=alert(1)>"
@@ -180,22 +178,6 @@ async def test_a_failed_state_is_skipped_and_logged_once(
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-async def test_streams_end_with_the_server_also_without_a_producer(
-    fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def nothing(_: FleetBroadcast) -> None:
-        await asyncio.Event().wait()
-
-    over: list[int] = []
-    monkeypatch.setattr(FleetBroadcast, "_produce", nothing)
-    monkeypatch.setattr(broadcast, "_is_over", lambda: bool(over))
-    reading = asyncio.create_task(_read_all(broadcast.stream(with_state=True)))
-    await eventually(lambda: broadcast.is_producing, "the viewer")
-    over.append(1)
-    async with asyncio.timeout(10):
-        await reading
-
-
 async def test_an_event_after_the_end_of_the_loop_is_ignored(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
     loop = asyncio.new_event_loop()
     loop.close()
@@ -210,18 +192,24 @@ async def test_the_history_is_kept_between_viewers(fleet: FakeFleet, broadcast: 
         await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_streams_end_with_the_server(fleet: FakeFleet) -> None:
+@pytest.mark.parametrize("has_producer", [True, False])
+async def test_streams_end_with_the_server(
+    broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch, has_producer: bool
+) -> None:
+    async def nothing(_: FleetBroadcast) -> None:
+        await asyncio.Event().wait()
+
     over: list[int] = []
-    drain = HeadDrain(fleet.orchestrator.events)
-    view = FleetView(fleet.orchestrator, drain, lambda: False, TokenRates(CollectorRegistry(), lambda: 0), {}, None)
-    broadcast = FleetBroadcast(view, fleet.orchestrator.events, lambda: bool(over), 0.01)
+    monkeypatch.setattr(broadcast, "_is_over", lambda: bool(over))
+    if not has_producer:
+        monkeypatch.setattr(FleetBroadcast, "_produce", nothing)
     streams = [broadcast.stream(), broadcast.stream(with_state=True)]
     reading = [asyncio.create_task(_read_all(stream)) for stream in streams]
     await eventually(lambda: broadcast.is_producing, "the viewers")
     over.append(1)
     async with asyncio.timeout(10):
         await asyncio.gather(*reading)
-    assert not broadcast.is_producing
+    assert broadcast.is_producing is not has_producer
 
 
 async def _read_all(stream: AsyncIterator[bytes]) -> None:
@@ -281,20 +269,15 @@ async def test_a_vanished_viewer_is_disconnected(fleet: FakeFleet, monkeypatch: 
 async def one_viewer(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, path: str = "/omni/fleet"
 ) -> AsyncIterator[tuple[FleetBroadcast, uvicorn.Server, socket.socket]]:
-    """A server whose only viewer does not read. It must end with the block."""
+    """A server whose only viewer does not read."""
     monkeypatch.setattr(fleet_broadcast, "MAX_VIEWERS", 1)
     app = app_of(fleet)
-    listening = socket.create_server(("127.0.0.1", 0))
-    app.state.server = server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    await eventually(lambda: server.started, "the server")
-    with socket.create_connection(listening.getsockname()) as viewer:
-        viewer.sendall(f"GET {path} HTTP/1.1\r\nHost: head\r\nAccept: text/event-stream\r\n\r\n".encode())
-        await eventually(lambda: app.state.omni_broadcast.is_full, "the viewer")
-        yield app.state.omni_broadcast, server, viewer
-        server.should_exit = True
-        async with asyncio.timeout(10):
-            await serving
+    listener = socket.create_server(("127.0.0.1", 0))
+    with socket.create_connection(listener.getsockname()) as viewer:
+        async with served(app, listener) as server:
+            viewer.sendall(f"GET {path} HTTP/1.1\r\nHost: head\r\nAccept: text/event-stream\r\n\r\n".encode())
+            await eventually(lambda: app.state.omni_broadcast.is_full, "the viewer")
+            yield app.state.omni_broadcast, server, viewer
 
 
 def vanish(peer: socket.socket) -> None:
