@@ -1,4 +1,4 @@
-"""What a replica says that nobody can use: the replica is taken out, its requests go on elsewhere, nothing is lost."""
+"""Messages of a replica that cannot be decoded: the replica is taken out, and its requests go on elsewhere."""
 
 import pytest
 

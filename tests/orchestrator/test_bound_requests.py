@@ -1,4 +1,4 @@
-"""Requests that need what an earlier one of their key left at its replica: an engine without it dies of them."""
+"""Requests that need state that an earlier request of their key has left at its replica."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""Outputs that AsyncLLM's side cannot process: the replica that sends them is taken out if no other one does, too."""
+"""Outputs that AsyncLLM cannot process: their replica is taken out, unless another replica sends such outputs, too."""
 
 from collections.abc import AsyncIterator
 
@@ -81,7 +81,7 @@ async def test_a_replica_that_goes_on_alone_is_taken_out_each_time_it_comes_back
         fleet.join(fleet.pool.member(2))
 
 
-async def test_after_a_quiet_time_the_first_one_is_taken_for_broken_again(fleet: FakeFleet) -> None:
+async def test_after_a_quiet_time_the_first_sender_is_taken_for_broken_again(fleet: FakeFleet) -> None:
     await poison(fleet, 0)
     fleet.join(fleet.pool.member(0))
     fleet.now += REMEMBERED_S
@@ -102,7 +102,7 @@ async def test_a_rank_of_a_lockstep_group_is_kept(fleet: FakeFleet) -> None:
     assert status(fleet) == ["up", "up", "up"]
 
 
-async def test_what_was_still_on_its_way_of_a_lost_replica_blames_nobody(fleet: FakeFleet) -> None:
+async def test_a_late_output_of_a_lost_replica_takes_out_no_replica(fleet: FakeFleet) -> None:
     fleet.kill(0)
     await complain(fleet, 0)
     fleet.kill(1)

@@ -1,4 +1,4 @@
-"""How an engine ended says whether it can have died of a request."""
+"""The exit of an engine tells whether it can have crashed of a request."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests of tenants over their share, and of lower classes, leave room at engines for those who come after them."""
+"""Over-share requests leave headroom at engines for requests within their share."""
 
 import pytest
 
@@ -38,12 +38,12 @@ async def flooded(fleet: FakeFleet, requests: int, priority: int = 0) -> str:
     return "".join(name for name in got(link) if name in names)
 
 
-async def test_a_tenant_that_nobody_else_was_beside_gets_every_slot_of_the_engine() -> None:
+async def test_a_tenant_alone_gets_all_slots() -> None:
     async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         assert len(await flooded(fleet, 20)) >= SLOTS
 
 
-async def test_a_tenant_over_its_share_leaves_slots_and_another_one_is_sent_past_all_that_waits() -> None:
+async def test_a_tenant_over_its_share_leaves_slots_for_other_tenants() -> None:
     async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         assert len(await flooded(fleet, 20)) == SLOTS - SPARE
@@ -53,14 +53,14 @@ async def test_a_tenant_over_its_share_leaves_slots_and_another_one_is_sent_past
         assert fleet.orchestrator.metrics.bubbles == 0
 
 
-async def test_a_minute_after_the_others_last_request_the_slots_are_nobodys() -> None:
+async def test_a_minute_after_the_last_request_of_others_no_slots_are_left_free() -> None:
     async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         fleet.now = 61.0
         assert len(await flooded(fleet, 20)) >= SLOTS
 
 
-async def test_requests_that_others_leave_room_for_go_first_and_to_a_full_engine_two_ahead() -> None:
+async def test_requests_within_their_share_go_first_and_two_are_sent_ahead_to_a_full_engine() -> None:
     async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await flooded(fleet, 20)
@@ -73,7 +73,7 @@ async def test_requests_that_others_leave_room_for_go_first_and_to_a_full_engine
         assert got(link)[-1] == "3"
 
 
-async def test_who_leaves_room_is_not_sent_behind_a_prompt_of_one_that_need_not() -> None:
+async def test_an_over_share_request_is_not_sent_behind_a_prompt_within_its_share() -> None:
     async with late(
         send_window=SendWindow(BatchLimits(tokens=1000, sequences=100), limited=True), plan=EQUALS
     ) as fleet:
@@ -95,7 +95,7 @@ async def test_shares_are_by_weight() -> None:
         assert len(await flooded(fleet, 20)) >= SLOTS - 1
 
 
-async def test_a_lower_class_leaves_room_for_a_higher_one_that_was_there_in_the_last_minute() -> None:
+async def test_a_lower_class_leaves_headroom_for_a_higher_one_of_the_last_minute() -> None:
     plan = AdmissionConfig(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
     for later, expected in ((1.0, SLOTS - SPARE), (61.0, SLOTS)):
         async with late(send_window=ROOMY, plan=plan) as fleet:
@@ -105,7 +105,7 @@ async def test_a_lower_class_leaves_room_for_a_higher_one_that_was_there_in_the_
 
 
 @pytest.mark.parametrize(("prompt_tokens", "expected"), [(47, "0abc"), (48, "0ab")])
-async def test_kv_memory_is_left_in_the_same_share(prompt_tokens: int, expected: str) -> None:
+async def test_kv_memory_is_left_free_in_the_same_share(prompt_tokens: int, expected: str) -> None:
     # 5 of 100 slots and 5 of 100 blocks of one token are to stay free; a running request holds one block.
     send_window = SendWindow(BatchLimits(tokens=1000, sequences=100), limited=True)
     async with late(replicas=0, send_window=send_window, plan=EQUALS) as fleet:
@@ -128,7 +128,7 @@ async def test_small_prompts_are_packed_into_a_quarter_of_a_step_and_no_more() -
 
 
 @pytest.mark.parametrize("sequences", [0, 1, 2])
-async def test_an_engine_with_few_slots_or_an_unknown_number_never_idles_for_it(sequences: int) -> None:
+async def test_an_engine_with_few_or_unknown_slots_never_idles_for_headroom(sequences: int) -> None:
     async with late(
         send_window=SendWindow(BatchLimits(tokens=8, sequences=sequences), limited=True), plan=EQUALS
     ) as fleet:
@@ -142,7 +142,7 @@ async def test_an_engine_with_few_slots_or_an_unknown_number_never_idles_for_it(
 SMALL_STEPS = SendWindow(BatchLimits(tokens=16, sequences=100), limited=True, recalls=True)
 
 
-async def test_a_request_goes_where_room_was_left_although_more_work_waits_there_than_at_its_own_replica() -> None:
+async def test_a_request_within_its_share_overtakes_over_share_work() -> None:
     async with late(replicas=2, send_window=SMALL_STEPS, plan=EQUALS) as fleet:
         fleet.pool.hold_back(fleet.pool.member(0), ADMIN_HOLD)
         await answer_first(fleet, "0", CALM)
@@ -170,7 +170,7 @@ async def beside_a_flood(fleet: FakeFleet, balancer: Preferring, first: int) -> 
 
 
 @pytest.mark.parametrize("first", [0, 1])
-async def test_a_request_that_others_leave_room_for_goes_where_the_fewest_tokens_are_before_it(first: int) -> None:
+async def test_a_request_within_its_share_goes_where_the_fewest_prompt_tokens_are_ahead(first: int) -> None:
     balancer = Preferring()
     async with FakeFleet(2, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, first)
@@ -182,7 +182,7 @@ async def test_a_request_that_others_leave_room_for_goes_where_the_fewest_tokens
         assert fleet.attempt("2")[0] is fleet.links[first]
 
 
-async def test_it_stays_where_more_is_cached_than_is_soon_computed() -> None:
+async def test_it_stays_where_more_is_cached_than_a_short_prefill() -> None:
     balancer = Preferring()
     async with FakeFleet(2, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, 0)
@@ -201,7 +201,7 @@ async def test_it_does_not_go_to_a_replica_without_a_free_slot_whoever_has_taken
         assert fleet.attempt("1")[0] is fleet.links[0]
 
 
-async def test_it_does_not_go_where_a_suspect_is_tried() -> None:
+async def test_it_does_not_go_where_a_suspect_is_isolated() -> None:
     balancer = Preferring()
     async with FakeFleet(3, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, 0)
@@ -215,7 +215,7 @@ async def test_it_does_not_go_where_a_suspect_is_tried() -> None:
         assert fleet.attempt("1")[0] is fleet.links[0]
 
 
-async def test_where_nobody_leaves_room_a_request_waits_for_the_replica_that_the_policy_prefers() -> None:
+async def test_without_over_share_requests_a_request_waits_for_the_replica_of_the_policy() -> None:
     async with FakeFleet(2, Preferring(), send_window=SMALL_STEPS, plan=EQUALS) as fleet:
         for name in "abc":
             await fleet.submit(name, prompt=[1] * 100, terms=CALM)
@@ -223,7 +223,7 @@ async def test_where_nobody_leaves_room_a_request_waits_for_the_replica_that_the
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("ab", "")
 
 
-async def test_a_replica_that_gets_what_waited_for_it_does_not_take_what_waits_for_others_as_well() -> None:
+async def test_a_replica_with_waiting_requests_of_its_own_recalls_none() -> None:
     balancer = Preferring()
     async with FakeFleet(2, balancer, send_window=SMALL_STEPS, plan=EQUALS) as fleet:
         for balancer.position, names in ((0, "abc"), (1, "def")):
@@ -234,7 +234,7 @@ async def test_a_replica_that_gets_what_waited_for_it_does_not_take_what_waits_f
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("ab", "def")
 
 
-async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> None:
+async def test_a_request_is_not_recalled_from_a_large_cached_prefix() -> None:
     cached = list(range(2000))
     async with FakeFleet(2, PrefixBalancer(), send_window=SMALL_STEPS, plan=EQUALS) as fleet:
         fleet.pool.hold_back(fleet.pool.member(1), ADMIN_HOLD)
@@ -249,7 +249,7 @@ async def test_a_request_stays_for_more_of_a_cache_than_is_soon_computed() -> No
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("012", "")
 
 
-async def test_a_head_that_has_nothing_left_at_a_busy_engine_sends_one_since_it_would_hear_nothing_else() -> None:
+async def test_a_head_without_requests_at_a_busy_engine_sends_one_since_it_gets_no_reports() -> None:
     async with late(send_window=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await fleet.submit("a", prompt=list(range(10)), terms=FLOOD)
@@ -260,7 +260,7 @@ async def test_a_head_that_has_nothing_left_at_a_busy_engine_sends_one_since_it_
         assert got(fleet.links[0]) == "0ab"
 
 
-def test_what_waits_of_one_tenant_stays_in_order_when_it_had_to_leave_room_for_a_moment() -> None:
+def test_a_tenants_requests_stay_in_order_when_it_was_over_its_share_for_a_moment() -> None:
     rules, member, yielding = admission(), PoolMember(0, 0), {"a", "b"}
     tickets = {f"{tenant}{number}": come(rules, tenant) for number in range(2) for tenant in "ab"}
     runs = {name: StageRun(name, None, 0.0) for name in tickets}
@@ -278,7 +278,7 @@ def test_what_waits_of_one_tenant_stays_in_order_when_it_had_to_leave_room_for_a
     assert [run.request_id for run, _ in line.take_sendable(member, lambda run: True)] == ["a0", "a1"]
 
 
-def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_from_then_on() -> None:
+def test_a_request_that_is_within_its_share_again_is_recalled_before_others() -> None:
     rules, member, yielding = admission(), PoolMember(0, 0), {"a", "b"}
     runs = {name: StageRun(name, None, 0.0) for name in "ab"}
     line = UnsentQueue(lambda run: run.request_id in yielding)
@@ -291,7 +291,7 @@ def test_who_need_not_leave_room_any_more_is_asked_where_to_go_before_others_fro
     assert [*line.next_recalls(3.0, 2, over_share=False)] == []
 
 
-def test_what_a_later_stage_does_leaves_the_place_of_what_waits_alone() -> None:
+def test_a_later_stage_does_not_change_the_place_of_a_waiting_request() -> None:
     classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
     plan = AdmissionConfig(classes=classes, max_waiting_requests=1)
     metrics = OrchestratorMetrics()

@@ -1,4 +1,4 @@
-"""Of each eight replicas one is left without prompts of requests that leave room for others."""
+"""One replica of each group of eight or more is kept free of prefills of over-share requests."""
 
 import pytest
 
@@ -20,20 +20,20 @@ async def prompts_everywhere(fleet: FakeFleet, balancer: Preferring, begun: int)
     return [got(link).removeprefix("0") for link in fleet.links.values()]
 
 
-async def test_of_eight_replicas_one_is_left_without_prompts_for_those_that_others_leave_room_for() -> None:
+async def test_one_of_eight_replicas_is_kept_free_of_over_share_prefills() -> None:
     balancer = Preferring()
     async with FakeFleet(8, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         sent = await prompts_everywhere(fleet, balancer, begun=8)
         assert sent == [*["ab"] * 7, "a"]
 
 
-async def test_in_a_smaller_fleet_no_replica_is_left_without_prompts_as_more_of_it_would_idle() -> None:
+async def test_a_smaller_fleet_keeps_no_replica_free() -> None:
     balancer = Preferring()
     async with FakeFleet(7, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         assert await prompts_everywhere(fleet, balancer, begun=7) == ["ab"] * 7
 
 
-async def test_the_last_replica_without_prompts_gets_its_own_once_another_one_has_none() -> None:
+async def test_a_free_replica_gets_its_prefill_once_another_one_is_free() -> None:
     balancer = Preferring()
     async with FakeFleet(8, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await prompts_everywhere(fleet, balancer, begun=8)
@@ -44,7 +44,7 @@ async def test_the_last_replica_without_prompts_gets_its_own_once_another_one_ha
         assert got(fleet.links[7]) == "ab"
 
 
-async def test_a_replica_whose_slots_are_taken_is_no_other_one_without_prompts() -> None:
+async def test_a_replica_without_a_free_slot_does_not_count_as_free() -> None:
     balancer = Preferring()
     async with FakeFleet(8, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await prompts_everywhere(fleet, balancer, begun=8)
@@ -53,7 +53,7 @@ async def test_a_replica_whose_slots_are_taken_is_no_other_one_without_prompts()
         assert got(fleet.links[7]) == "a"
 
 
-async def test_after_a_second_the_last_replica_without_prompts_gets_its_own_although_no_other_is_without_one() -> None:
+async def test_a_replica_is_kept_free_for_a_second_at_most() -> None:
     balancer = Preferring()
     async with FakeFleet(8, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await prompts_everywhere(fleet, balancer, begun=8)
@@ -65,7 +65,7 @@ async def test_after_a_second_the_last_replica_without_prompts_gets_its_own_alth
         assert got(fleet.links[7]) == "ab"
 
 
-async def test_a_replica_with_sessions_alone_gets_prompts_since_nothing_may_be_heard_of_it() -> None:
+async def test_a_replica_with_sessions_only_gets_prefills_since_it_may_send_no_output() -> None:
     balancer = Preferring()
     async with FakeFleet(8, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         balancer.position = 7
@@ -75,7 +75,7 @@ async def test_a_replica_with_sessions_alone_gets_prompts_since_nothing_may_be_h
 
 
 @pytest.mark.parametrize("replicas", [16, 23])
-async def test_in_a_larger_fleet_one_replica_of_each_eight_or_more_is_left_without_prompts(replicas: int) -> None:
+async def test_a_larger_fleet_keeps_one_replica_of_each_group_free(replicas: int) -> None:
     balancer = Preferring()
     async with FakeFleet(replicas, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         sent = await prompts_everywhere(fleet, balancer, begun=replicas)
@@ -83,13 +83,13 @@ async def test_in_a_larger_fleet_one_replica_of_each_eight_or_more_is_left_witho
         assert sent == [*["ab"] * (half - 1), "a", *["ab"] * (replicas - half - 1), "a"]
 
 
-async def test_an_engine_that_idles_gets_a_prompt_although_no_other_replica_is_without_one() -> None:
+async def test_an_idle_engine_gets_a_prefill_although_no_other_replica_is_free() -> None:
     balancer = Preferring()
     async with FakeFleet(8, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         assert (await prompts_everywhere(fleet, balancer, begun=7))[7] == "b"
 
 
-async def test_who_need_not_leave_room_gets_the_replica_that_was_left_without_prompts() -> None:
+async def test_a_request_within_its_share_gets_the_free_replica() -> None:
     balancer = Preferring()
     async with FakeFleet(8, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
         await prompts_everywhere(fleet, balancer, begun=8)

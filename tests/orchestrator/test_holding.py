@@ -89,7 +89,7 @@ async def test_an_aborted_request_is_held_no_longer() -> None:
         assert fleet.in_flight == [1]
 
 
-async def test_the_line_is_bounded() -> None:
+async def test_the_queue_is_bounded() -> None:
     async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
         fleet.lose(0)
         for index in range(MAX_HELD_REQUESTS):
@@ -146,7 +146,7 @@ async def test_a_replica_that_is_held_back_gets_what_is_held_only_after_its_rele
         assert len(link.added) == 1
 
 
-async def test_who_waits_for_service_is_told() -> None:
+async def test_waiters_for_a_replica_are_notified() -> None:
     async with FakeFleet(replicas=1) as fleet:
         told: list[bool] = []
         tell = lambda: told.append(fleet.orchestrator.can_serve)  # noqa: E731

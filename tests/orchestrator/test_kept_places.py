@@ -1,4 +1,4 @@
-"""What waits at the head, and cannot go where it was to go, keeps its place and loses nothing by it."""
+"""A request that waits at the head keeps its place when it cannot go to its replica."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def break_link(fleet: FakeFleet) -> None:
 
 
 @pytest.mark.parametrize("happens", [drain, lose, break_link])
-async def test_what_was_let_in_is_not_judged_again_where_it_waits_for_another_replica(
+async def test_an_admitted_request_is_not_judged_again_when_it_waits_for_another_replica(
     happens: Callable[[FakeFleet], None],
 ) -> None:
     async with late(replicas=2, plan=AdmissionConfig(max_waiting_requests=4)) as fleet:
@@ -62,7 +62,7 @@ async def test_a_request_that_waits_after_its_replica_was_found_dead_counts_as_w
         assert fleet.orchestrator.admission.backlog.requests == 0
 
 
-async def test_what_is_pushed_out_while_no_replica_serves_is_not_sent_when_one_does(
+async def test_a_request_that_is_evicted_while_no_replica_serves_is_not_sent_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
@@ -78,7 +78,7 @@ async def test_what_is_pushed_out_while_no_replica_serves_is_not_sent_when_one_d
     assert "has failed" not in caplog.text
 
 
-async def test_what_a_lost_replica_had_not_got_goes_on_without_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unsent_request_of_a_lost_replica_goes_on_without_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 0)
     async with late(replica_wait=LONG) as fleet:
         await submit_all(fleet, "ab")
@@ -107,7 +107,7 @@ async def test_a_chain_of_many_dead_replicas_costs_a_session_nothing() -> None:
         assert (run.attempts, run.dispatched_at, got(fleet.links[0])) == (1, 5.0, "s")
 
 
-async def test_what_only_the_first_replica_may_get_is_sent_after_one_that_was_dead() -> None:
+async def test_the_first_request_is_sent_after_a_replica_that_was_dead() -> None:
     async with FakePipelineFleet(DISAGGREGATED, replica_wait=LONG) as fleet:
         fleet.links[1, 0].broken = True
         await fleet.submit("r")
@@ -120,7 +120,7 @@ async def test_what_only_the_first_replica_may_get_is_sent_after_one_that_was_de
         assert fleet.cached["r"] == [2]
 
 
-async def test_what_only_the_first_replica_may_get_goes_to_one_that_has_room_earlier() -> None:
+async def test_the_first_request_is_sent_to_a_replica_that_has_room_earlier() -> None:
     async with FakePipelineFleet(DISAGGREGATED, send_window=TWO_AT_MOST) as fleet:
         for name in "abc":
             await fleet.submit(name)
@@ -131,7 +131,7 @@ async def test_what_only_the_first_replica_may_get_goes_to_one_that_has_room_ear
         assert [request["sampling_params"]["kv"] for request in link.requests] == [{"of": "c"}]
 
 
-async def test_a_recall_after_a_move_takes_nothing_from_the_notes_of_where_an_answer_began() -> None:
+async def test_a_recall_after_a_move_does_not_change_the_recorded_dispatches() -> None:
     async with late() as fleet:
         dispatches: list[Any] = []
         await fleet.submit("a", dispatches, prompt=[1, 2])
@@ -151,14 +151,14 @@ async def test_a_recall_after_a_move_takes_nothing_from_the_notes_of_where_an_an
         assert [name for name, _ in dispatches] == ["0.0"]
 
 
-async def test_a_drain_refuses_and_pushes_out_nobody() -> None:
+async def test_a_drain_refuses_and_evicts_no_request() -> None:
     async with late(replicas=2, plan=AdmissionConfig(max_waiting_tokens=8)) as fleet:
         await submit_all(fleet, "abcdefgh")
         drain(fleet)
         assert (await fleet.read(), fleet.in_flight) == ([], [2, 6])
 
 
-async def test_what_waits_for_a_drained_replica_stays_once_the_others_have_turned_out_to_be_dead() -> None:
+async def test_requests_stay_at_a_drained_replica_if_the_others_turn_out_to_be_dead() -> None:
     async with late(replica_wait=LONG, send_window=SendWindow(limited=True)) as fleet:
         await submit_all(fleet, "abcde")
         fleet.join(fleet.pool.add()).broken = True
@@ -167,7 +167,7 @@ async def test_what_waits_for_a_drained_replica_stays_once_the_others_have_turne
         assert (fleet.orchestrator.metrics.held, fleet.in_flight) == (1, [4, 0])
 
 
-async def test_a_replica_that_turns_out_to_be_dead_gets_no_more_of_what_waits_for_others() -> None:
+async def test_a_replica_that_turns_out_to_be_dead_gets_no_more_recalls() -> None:
     async with late(replica_wait=LONG) as fleet:
         await submit_all(fleet, "abcde")
         drain(fleet)
@@ -191,7 +191,7 @@ async def test_an_output_of_a_replica_that_is_found_dead_when_it_has_room_comes_
         assert isinstance(error, RequestLostError)
 
 
-async def test_of_a_session_whose_first_message_fails_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_of_a_session_is_sent_if_its_first_message_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async with late() as fleet:
         await submit_all(fleet, "ab")
         await fleet.submit("s", prompt=[1], resumable=True)
@@ -209,7 +209,7 @@ async def test_of_a_session_whose_first_message_fails_nothing_is_sent(monkeypatc
         assert [name for name, _ in await fleet.read()] == ["a", "s"]
 
 
-async def test_what_waits_for_a_replica_with_a_isolated_suspect_goes_elsewhere() -> None:
+async def test_requests_that_wait_for_a_replica_with_an_isolated_suspect_go_elsewhere() -> None:
     async with late(replicas=3, send_window=SendWindow(limited=True)) as fleet:
         await fleet.submit("p", affinity=0)
         for replica_id in (0, 2):
@@ -238,7 +238,7 @@ async def isolate(fleet: FakeFleet) -> None:
     assert (got(fleet.links[1]), fleet.orchestrator.metrics.bubbles) == ("abpc", 0)
 
 
-async def test_what_waits_for_a_replica_with_a_isolated_suspect_is_sent_there_after_it() -> None:
+async def test_requests_that_wait_for_a_replica_are_sent_after_the_isolation_there() -> None:
     async with late(replicas=2, send_window=SendWindow(limited=True)) as fleet:
         await isolate(fleet)
         for token in range(CLEARING_OUTPUTS - 1):
@@ -246,14 +246,14 @@ async def test_what_waits_for_a_replica_with_a_isolated_suspect_is_sent_there_af
         assert got(fleet.links[1]) == "abpcde"
 
 
-async def test_what_waits_for_a_replica_is_sent_there_when_its_suspect_is_aborted() -> None:
+async def test_requests_that_wait_for_a_replica_are_sent_when_its_suspect_is_aborted() -> None:
     async with late(replicas=2, send_window=SendWindow(limited=True)) as fleet:
         await isolate(fleet)
         await fleet.abort("p")
         await eventually(lambda: got(fleet.links[1]) == "abpcde", "the sending of what waited")
 
 
-async def test_a_replica_with_a_isolated_suspect_gets_nothing_that_waits_for_others() -> None:
+async def test_a_replica_with_an_isolated_suspect_gets_no_recalls() -> None:
     async with late(replicas=3) as fleet:
         await fleet.submit("p", affinity=5)
         fleet.lose(2)

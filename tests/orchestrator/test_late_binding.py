@@ -22,7 +22,7 @@ from .late_fleet import TWO_AT_MOST, got, late, submit_all
 NAMES = "abcdef"
 
 
-async def test_the_next_one_is_sent_when_one_has_begun_and_not_before() -> None:
+async def test_the_next_request_is_sent_at_the_first_output_of_one_and_not_before() -> None:
     async with late() as fleet:
         await submit_all(fleet, NAMES)
         link = fleet.links[0]
@@ -74,7 +74,7 @@ async def test_an_aborted_request_that_waits_leaves_no_trace_at_an_engine() -> N
         assert got(link) == "abd"
 
 
-async def test_what_waits_is_sent_when_all_that_was_sent_is_aborted() -> None:
+async def test_waiting_requests_are_sent_when_all_sent_ones_are_aborted() -> None:
     async with late() as fleet:
         await submit_all(fleet, "abcd")
         await fleet.abort("a", "b")
@@ -98,7 +98,7 @@ def test_a_request_with_a_deadline_can_follow_an_abort_on_the_loop_that_the_orch
         runner.run(case())
 
 
-async def test_what_waits_for_a_lost_replica_goes_on_without_a_move_that_counts_or_a_suspicion() -> None:
+async def test_requests_that_wait_for_a_lost_replica_neither_move_nor_become_suspects() -> None:
     async with late(replicas=2, migration_limit=0) as fleet:
         fleet.pool.hold_back(fleet.pool.member(1), ADMIN_HOLD)
         await submit_all(fleet, "abcd")
@@ -111,7 +111,7 @@ async def test_what_waits_for_a_lost_replica_goes_on_without_a_move_that_counts_
         assert not any(run.crash_losses for run in fleet.pool.member(1).in_flight.values())
 
 
-async def test_what_waits_for_a_drained_replica_goes_to_another_one() -> None:
+async def test_requests_that_wait_for_a_drained_replica_go_to_another_one() -> None:
     async with late(replicas=2) as fleet:
         await submit_all(fleet, "abcdef")
         drained = fleet.pool.member(0)
@@ -122,7 +122,7 @@ async def test_what_waits_for_a_drained_replica_goes_to_another_one() -> None:
         assert fleet.in_flight == [2, 4]
 
 
-async def test_what_waits_for_the_only_replica_is_finished_there_although_it_is_drained() -> None:
+async def test_requests_that_wait_for_the_only_replica_are_finished_there_although_it_drains() -> None:
     async with late() as fleet:
         await submit_all(fleet, "abc")
         fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
@@ -131,7 +131,7 @@ async def test_what_waits_for_the_only_replica_is_finished_there_although_it_is_
         assert fleet.orchestrator.metrics.held == 0
 
 
-async def test_a_replica_with_room_gets_what_waits_for_another_one() -> None:
+async def test_a_replica_with_room_recalls_requests_of_another_one() -> None:
     async with late(replicas=2) as fleet:
         fleet.pool.hold_back(fleet.pool.member(1), ADMIN_HOLD)
         dispatches: list[Any] = []
@@ -145,7 +145,7 @@ async def test_a_replica_with_room_gets_what_waits_for_another_one() -> None:
         assert [name for name, _ in dispatches] == ["0.1"]
 
 
-async def test_a_request_is_computed_again_elsewhere_only_where_no_prompt_waits_for_that() -> None:
+async def test_a_cached_prompt_is_computed_elsewhere_only_if_no_other_prompt_waits_there() -> None:
     cached = list(range(2000))
     async with FakeFleet(2, PrefixBalancer(), send_window=TWO_AT_MOST) as fleet:
 
@@ -179,7 +179,7 @@ async def test_a_session_whose_first_chunk_waits_gets_its_chunks_in_order() -> N
         assert got(link) == "abss"
 
 
-async def test_a_policy_that_does_not_bind_late_has_everything_sent_at_once() -> None:
+async def test_without_late_binding_each_request_is_sent_at_once() -> None:
     async with FakeFleet(1) as fleet:
         await submit_all(fleet, NAMES)
         assert got(fleet.links[0]) == NAMES
@@ -269,7 +269,7 @@ async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) ->
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "lose"])
-async def test_nothing_of_a_tenant_is_left_when_its_requests_have_ended(end: str) -> None:
+async def test_no_state_of_a_tenant_is_left_when_its_requests_have_ended(end: str) -> None:
     async with late(plan=CLASSES) as fleet:
         await submit_all(fleet, "abcd", terms=RequestTerms("heavy"))
         if end == "finish":

@@ -49,11 +49,9 @@ async def test_counters_that_leak_when_a_replica_is_lost(fleet: FakeFleet) -> No
     await fleet.submit("b", prompt=[1] * 50)
     await fleet.submit("c", prompt=[1] * 50)
     for name in "abc":
-        link, attempt = fleet.attempt(name)
-        link.output(attempt, 1)
+        fleet.say(name, 1)
     fleet.attempt("a")[0].say_dead()
-    link, attempt = fleet.attempt("b")
-    link.say_dead()
+    fleet.attempt("b")[0].say_dead()
     assert sum(load.requests for load in loads(fleet)) == 2
     for name in "bc":
         fleet.say(name, finish_reason="error")

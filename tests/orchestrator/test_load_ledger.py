@@ -1,4 +1,4 @@
-"""What requests weigh on a replica, as plain arithmetic."""
+"""The load that requests put on a replica, as plain arithmetic."""
 
 import pytest
 from hypothesis import given
@@ -110,7 +110,7 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
         assert 0 <= ledger.waiting <= sum(not c.has_output for c in there)
 
 
-def test_what_other_heads_report_takes_the_place_of_the_engines_word() -> None:
+def test_reports_of_other_heads_replace_those_of_the_engine() -> None:
     ledger = LoadLedger()
     charged(ledger, 10)
     ledger.set_peer_work(Work(requests=3, prefill_tokens=200))
@@ -121,7 +121,7 @@ def test_what_other_heads_report_takes_the_place_of_the_engines_word() -> None:
     assert ledger.load == ReplicaLoad(8, 7, 10, 0, 2, 6, 0.5)
 
 
-def test_what_other_heads_report_outlives_our_own_requests() -> None:
+def test_reports_of_other_heads_outlive_our_own_requests() -> None:
     ledger = LoadLedger()
     run = charged(ledger, 10)
     ledger.set_peer_work(Work(requests=3, prefill_tokens=200))
@@ -147,7 +147,7 @@ def test_a_request_waits_until_its_engine_reports_that_it_runs_or_its_first_outp
     assert ledger.waiting == 1
 
 
-def test_only_what_had_no_output_can_be_waiting_whatever_the_engine_reports() -> None:
+def test_only_requests_without_an_output_can_be_waiting_whatever_the_engine_reports() -> None:
     ledger = LoadLedger()
     run = charged(ledger, prompt=10)
     ledger.add_first_output(run, 1.0)
@@ -158,7 +158,7 @@ def test_only_what_had_no_output_can_be_waiting_whatever_the_engine_reports() ->
 
 @pytest.mark.parametrize("heads_report", [True, False], ids=["heads report", "by the engine's word"])
 @pytest.mark.parametrize("running", range(8))
-def test_what_waits_at_an_engine_is_shared_by_the_heads_that_sent_it(heads_report: bool, running: int) -> None:
+def test_requests_that_wait_at_an_engine_are_shared_by_the_heads(heads_report: bool, running: int) -> None:
     counts = (5, 2)
     heads = [LoadLedger() for _ in counts]
     for ledger, count in zip(heads, counts, strict=True):
@@ -171,7 +171,7 @@ def test_what_waits_at_an_engine_is_shared_by_the_heads_that_sent_it(heads_repor
     assert excess <= sum(ledger.waiting for ledger in heads) <= excess + len(heads) - 1
 
 
-def test_a_load_for_another_thread_is_not_kept_since_it_may_be_stale_by_then() -> None:
+def test_a_load_for_another_thread_is_not_cached() -> None:
     ledger = LoadLedger()
     charged(ledger, prompt=10)
     seen = ledger.uncached_load()

@@ -1,4 +1,4 @@
-"""So many moves per second, in order."""
+"""The limit on moves per second."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock()
 
 
-def test_those_beyond_the_budget_have_to_wait(clock: Clock) -> None:
+def test_moves_beyond_the_budget_wait(clock: Clock) -> None:
     budget = MoveBudget(clock)
     assert [budget.take() for _ in range(4)] == [True, True, True, False]
     assert budget.next_at == pytest.approx(0.1)
@@ -31,7 +31,7 @@ def test_those_beyond_the_budget_have_to_wait(clock: Clock) -> None:
     assert budget.next_at == pytest.approx(0.45)
 
 
-def test_a_quiet_time_allows_so_many_at_once_and_no_more(clock: Clock) -> None:
+def test_a_quiet_time_allows_a_burst_of_moves(clock: Clock) -> None:
     budget = MoveBudget(clock)
     clock.now = 3600.0
     assert [budget.take() for _ in range(4)] == [True, True, True, False]
@@ -44,8 +44,7 @@ async def test_requests_of_lost_replicas_wait_for_the_budget_in_order_and_may_be
     async with FakeFleet(replicas=1) as fleet:
         for name in "abcd":
             await fleet.submit(name)
-            link, attempt = fleet.attempt(name)
-            link.output(attempt, 5)
+            fleet.say(name, 5)
         fleet.join(fleet.pool.add())
         fleet.kill(0)
         assert (fleet.in_flight, fleet.orchestrator.metrics.moves_waiting) == ([0, 2], 2)
@@ -56,7 +55,7 @@ async def test_requests_of_lost_replicas_wait_for_the_budget_in_order_and_may_be
         assert fleet.orchestrator.metrics.moves_waiting == 0
 
 
-async def test_a_head_that_has_ended_moves_nobody_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_has_ended_makes_no_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 1)
     async with FakeFleet(replicas=1) as fleet:
         for name in "abc":

@@ -71,7 +71,7 @@ async def test_a_replayed_request_goes_on_where_it_has_repeated_the_tokens_deliv
 
 
 @pytest.mark.parametrize("move", ["resume", "replay"])
-async def test_what_an_engine_tells_once_is_told_once(fleet: FakeFleet, move: str) -> None:
+async def test_facts_that_an_engine_reports_once_are_delivered_once(fleet: FakeFleet, move: str) -> None:
     await begin(fleet, move)
     fleet.attempt("a")[0].say_dead()
     fleet.say("a", *(BEGUN if move == "replay" else []), 14, finish_reason="stop")
@@ -95,8 +95,7 @@ async def test_a_request_that_moves_twice_misses_nothing(fleet: FakeFleet) -> No
 async def test_a_replay_that_loses_its_replica_halfway_replays_again(fleet: FakeFleet) -> None:
     await begin(fleet, "replay")
     fleet.attempt("a")[0].say_dead()
-    link, attempt = fleet.attempt("a")
-    link.output(attempt, *BEGUN[:2])
+    fleet.say("a", *BEGUN[:2])
     kill_under(fleet, "a")
     fleet.say("a", *BEGUN, 14, finish_reason="stop")
     await fleet.read()
@@ -160,7 +159,7 @@ async def test_a_request_that_never_moves_fails_once(fleet: FakeFleet) -> None:
     assert fleet.orchestrator.metrics.lost == 1
 
 
-async def test_a_request_of_which_only_the_end_was_missing_ends_without_another_replica(fleet: FakeFleet) -> None:
+async def test_a_request_without_its_last_output_only_ends_without_another_replica(fleet: FakeFleet) -> None:
     await begin(fleet, "resume", length=3)
     fleet.attempt("a")[0].say_dead()
     assert await fleet.read() == [("a", "length")]
@@ -195,7 +194,7 @@ async def test_a_token_that_the_model_does_not_have_does_not_keep_a_request_from
     assert link.prompts[attempt] == [1, 2]
 
 
-async def test_an_abort_while_a_replay_swallows_reaches_the_new_replica(fleet: FakeFleet) -> None:
+async def test_an_abort_during_a_replay_reaches_the_new_replica(fleet: FakeFleet) -> None:
     await begin(fleet, "replay")
     fleet.attempt("a")[0].say_dead()
     link, attempt = fleet.attempt("a")

@@ -43,7 +43,7 @@ async def test_what_one_replica_refuses_another_one_answers() -> None:
         assert fleet.in_flight == [0, 0, 0]
 
 
-async def test_a_client_is_told_once_all_replicas_have_refused(fleet: FakeFleet) -> None:
+async def test_a_client_gets_the_refusal_once_all_replicas_have_refused(fleet: FakeFleet) -> None:
     await fleet.submit("a")
     refuse(fleet, "a")
     await sent(fleet, "a")
@@ -54,7 +54,7 @@ async def test_a_client_is_told_once_all_replicas_have_refused(fleet: FakeFleet)
     assert fleet.in_flight == [0, 0]
 
 
-async def test_what_the_fleet_took_before_the_pause_goes_on_when_that_is_over(fleet: FakeFleet) -> None:
+async def test_requests_accepted_before_the_pause_go_on_after_it(fleet: FakeFleet) -> None:
     await fleet.submit("a", prompt=[1])
     link, attempt = fleet.attempt("a")
     link.output(attempt, 5)
@@ -87,7 +87,7 @@ async def test_a_replica_that_has_just_refused_one_request_is_not_asked_with_the
         await sent(fleet, "c")
 
 
-async def test_of_those_that_wait_one_is_sent_at_a_time_until_it_is_not_refused() -> None:
+async def test_one_waiting_request_at_a_time_is_sent_as_a_probe() -> None:
     async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
         for name in "abcd":
             await fleet.submit(name)
@@ -139,7 +139,7 @@ async def test_a_request_is_not_sent_back_to_the_replica_that_refused_it_however
     assert await fleet.read() == [("a", REFUSED)]
 
 
-async def test_what_has_waited_for_the_end_of_a_pause_is_offered_to_all_replicas_anew(retry_s: float) -> None:
+async def test_a_request_that_waited_for_the_end_of_a_pause_may_go_to_all_replicas_again(retry_s: float) -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("a")
         link, _ = fleet.attempt("a")
@@ -155,7 +155,7 @@ async def test_what_has_waited_for_the_end_of_a_pause_is_offered_to_all_replicas
         await sent(fleet, "a")
 
 
-async def test_others_that_come_to_wait_do_not_put_off_the_first(retry_s: float) -> None:
+async def test_further_waiting_requests_do_not_delay_the_probe(retry_s: float) -> None:
     async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
         await at_the_only_replica(fleet, "ab")
         for name in "ab":
@@ -177,7 +177,7 @@ async def test_a_request_that_is_aborted_while_it_waits_for_the_end_of_a_pause_i
 
 
 @pytest.mark.parametrize(("aborted", "wait_on"), [("a", 2), ("d", 0)])
-async def test_the_others_go_on_once_the_one_that_was_sent_is_not_refused_unless_it_was_aborted(
+async def test_all_go_on_once_the_probe_is_not_refused_unless_it_was_aborted(
     aborted: str, wait_on: int, retry_s: float
 ) -> None:
     async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
@@ -192,7 +192,7 @@ async def test_the_others_go_on_once_the_one_that_was_sent_is_not_refused_unless
         assert fleet.orchestrator.metrics.paused == wait_on
 
 
-async def test_what_fetches_a_cache_once_is_not_sent_again_after_a_refusal_that_gave_it_up(fleet: FakeFleet) -> None:
+async def test_a_request_that_fetches_a_cache_once_is_not_sent_again_after_a_refusal(fleet: FakeFleet) -> None:
     await fleet.submit("a", kv_transfer_params={"do_remote_prefill": True})
     refuse(fleet, "a")
     assert await fleet.read() == [("a", REFUSED)]
@@ -227,7 +227,7 @@ async def test_a_session_whose_parts_are_on_their_way_is_not_sent_elsewhere_and_
     assert link.aborted == [attempt]
 
 
-async def test_what_is_bound_to_a_replica_is_not_sent_elsewhere(fleet: FakeFleet) -> None:
+async def test_a_bound_request_is_not_sent_elsewhere(fleet: FakeFleet) -> None:
     await fleet.submit("a", affinity=1)
     refuse(fleet, "a")
     assert await fleet.read() == [("a", REFUSED)]

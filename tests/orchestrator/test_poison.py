@@ -1,4 +1,4 @@
-"""Requests that engines die of in the middle of an answer: two engines at most, and their neighbours lose nothing."""
+"""Requests that crash engines in the middle of an answer: two engines at most, and other requests lose nothing."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -128,7 +128,7 @@ async def test_a_request_that_kills_in_the_middle_of_its_answer_gets_no_third_re
 
 @pytest.mark.parametrize(("deadly", "move"), [(at_once, "resume"), (at_once, "replay")])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-async def test_its_neighbours_that_have_begun_lose_nothing_by_it(deadly: Deadly, move: str, replicas: int) -> None:
+async def test_other_requests_on_its_engines_lose_nothing(deadly: Deadly, move: str, replicas: int) -> None:
     async with FakeFleet(replicas=replicas, migration_limit=1, replica_wait=60.0) as fleet:
         engines = Engines(fleet, {"p": deadly}, return_after=RESTART_S)
         for name in "abcpdef":
@@ -179,7 +179,7 @@ async def test_several_such_requests_at_once_kill_two_engines_each(replicas: int
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-async def test_a_replica_that_crashes_again_and_again_by_itself_convicts_nobody(replicas: int) -> None:
+async def test_a_replica_that_crashes_again_and_again_by_itself_gives_no_culprit(replicas: int) -> None:
     async with FakeFleet(replicas=replicas, replica_wait=60.0) as fleet:
         engines = Engines(fleet, {}, return_after=0.1)
         for number in range(12):
@@ -248,7 +248,7 @@ async def crash_twice(fleet: FakeFleet, late: str) -> tuple[int, int]:
     return 3 - third, third
 
 
-async def test_a_request_in_whose_place_another_was_blamed_gets_no_third_replica_either() -> None:
+async def test_a_request_gets_no_third_replica_if_another_was_taken_for_the_culprit() -> None:
     async with FakeFleet(replicas=3, replica_wait=60.0) as fleet:
         for name in "pa":
             await fleet.submit(name, affinity=0)
@@ -260,7 +260,7 @@ async def test_a_request_in_whose_place_another_was_blamed_gets_no_third_replica
         assert fleet.orchestrator.request_states["p"].runs[0].replica_id == second
 
 
-async def test_one_that_waited_in_vain_for_its_two_replicas_is_not_told_to_operators_as_what_engines_died_of() -> None:
+async def test_a_request_that_waited_in_vain_for_its_two_replicas_is_not_reported_as_the_culprit() -> None:
     async with FakeFleet(replicas=3, replica_wait=60.0) as fleet:
         for name in "pa":
             await fleet.submit(name, affinity=0)
@@ -284,7 +284,7 @@ async def test_a_replica_that_gets_the_id_of_one_that_crashed_is_another_one() -
             assert fleet.links[replica_id].added == []
 
 
-async def test_of_two_replicas_that_a_request_may_go_to_it_is_tried_at_the_one_where_nobody_else_is() -> None:
+async def test_a_confined_request_prefers_the_replica_without_another_suspect() -> None:
     async with FakeFleet(replicas=3, replica_wait=60.0, balancer=NotingPolicy(0)) as fleet:
         for name in "ab":
             await fleet.submit(name)
@@ -300,7 +300,7 @@ async def test_of_two_replicas_that_a_request_may_go_to_it_is_tried_at_the_one_w
         assert [fleet.orchestrator.request_states[name].runs[0].replica_id for name in "ab"] == [0, 2]
 
 
-async def test_a_suspect_is_tried_on_another_machine_if_one_is_free() -> None:
+async def test_a_suspect_is_isolated_on_another_machine_if_one_is_free() -> None:
     async with FakeFleet(replicas=3) as fleet:
         for member, host in zip(fleet.pool.members, "xxy", strict=True):
             member.remote, member.input_addr = True, f"tcp://{host}:1"
@@ -310,7 +310,7 @@ async def test_a_suspect_is_tried_on_another_machine_if_one_is_free() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_one_that_had_begun_is_not_to_blame_where_another_head_had_requests(
+async def test_a_request_with_outputs_is_no_culprit_if_another_head_had_requests_there(
     others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StagePool, "others_at", lambda pool, member: others)

@@ -1,4 +1,4 @@
-"""Sessions whose chunks are kept: wherever the replica is lost, the next one is told all, and nobody hears it twice."""
+"""Replayable sessions: wherever the replica is lost, the next one gets all chunks, and each token is delivered once."""
 
 from collections.abc import Sequence
 
@@ -57,7 +57,7 @@ def hear(run: StageRun, tokens: Sequence[int], finished: bool) -> list[int]:
 
 
 @given(data=st.data(), turns=st.lists(st.integers(1, 4), min_size=1, max_size=5))
-def test_wherever_replicas_are_lost_each_token_is_heard_once(data: st.DataObject, turns: list[int]) -> None:
+def test_each_token_is_delivered_once_wherever_replicas_are_lost(data: st.DataObject, turns: list[int]) -> None:
     numbers = iter(range(100))
     answers = [[next(numbers) for _ in range(length)] for length in turns]
     run, heard, replica_id = session(), list[int](), 1

@@ -1,4 +1,4 @@
-"""How fast requests leave a stage's queue, how long engines take to begin them, and what of prompts was cached."""
+"""Measured flow of a stage: the rate of first outputs, the time in engines, the hit ratio."""
 
 import random
 
@@ -151,7 +151,7 @@ def test_a_slow_minute_long_ago_is_forgotten_at_the_next_request(played: Played)
     assert played.flow.first_output_s == pytest.approx(0.1, abs=0.2)
 
 
-def test_who_gives_up_after_longer_than_all_others_took_counts_and_who_does_earlier_does_not(played: Played) -> None:
+def test_an_aborted_request_counts_only_if_it_took_longer_than_the_estimate(played: Played) -> None:
     played.take(*[0.1] * 20)
     played.send(2)
     played.drop(after=0.0, in_engine_s=0.05)

@@ -1,4 +1,4 @@
-"""The replicas of one stage and who gets the next request."""
+"""The replicas of one stage, and the choice among them."""
 
 import itertools
 import logging
@@ -134,12 +134,12 @@ def test_a_faulty_policy_costs_no_request(answer: object, caplog: pytest.LogCapt
     assert "FixedBalancer" in caplog.text
 
 
-def test_no_replica_at_all_is_said() -> None:
+def test_an_error_names_a_stage_without_replicas() -> None:
     with pytest.raises(NoReplicaError, match=r"No replica of stage 2 can serve right now \(it has none\)"):
         pick(make_pool(0)[0], {})
 
 
-def test_the_states_of_replicas_that_cannot_serve_are_said() -> None:
+def test_an_error_names_the_states_of_replicas_that_cannot_serve() -> None:
     pool, (first, second) = make_pool(2)
     pool.lose(first, ReplicaStatus.DOWN)
     pool.lose(second, ReplicaStatus.ERROR)
@@ -218,7 +218,7 @@ def test_a_hold_outlives_the_loss_of_its_replica() -> None:
     assert (member.status, pool.serving) == (ReplicaStatus.DRAINING, ())
 
 
-async def test_idle_is_told_once_nothing_is_in_flight() -> None:
+async def test_waiters_for_idleness_are_notified_once_nothing_is_in_flight() -> None:
     pool, (member, other) = make_pool(2)
     assert pool.when_idle(other).done()
     states = [charge(pool, member, name) for name in "ab"]
@@ -259,7 +259,7 @@ async def test_a_cancelled_wait_for_idleness_harms_nobody() -> None:
     assert not second.cancelled()
 
 
-def test_the_first_of_a_hundred_decisions_is_logged_for_who_looks(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_of_a_hundred_decisions_is_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     pool, _ = make_pool(2)
     caplog.set_level(logging.INFO, stage_pool.logger.name)
     pool.decide({"request_id": "a"})

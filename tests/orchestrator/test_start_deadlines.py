@@ -1,4 +1,4 @@
-"""A request that no engine has at its deadline is refused, wherever it waits; one that an engine has never is."""
+"""A request that no engine has got at its deadline is refused, wherever it waits."""
 
 import asyncio
 
@@ -84,7 +84,7 @@ async def test_while_the_moves_of_others_go_first(monkeypatch: pytest.MonkeyPatc
         await goes_on(fleet, "a")
 
 
-async def test_while_other_suspects_are_tried() -> None:
+async def test_while_other_suspects_are_isolated() -> None:
     async with FakeFleet(replicas=1) as fleet:
         await submit(fleet, "a", "b")
         fleet.join(fleet.pool.add())
@@ -112,7 +112,7 @@ async def test_not_once_an_engine_has_it() -> None:
         await goes_on(fleet, "a")
 
 
-async def test_not_once_an_engine_has_begun_to_answer() -> None:
+async def test_not_after_the_first_output() -> None:
     async with late(replica_wait=LONG) as fleet:
         await submit(fleet, "a")
         fleet.say("a", 1)
@@ -121,7 +121,7 @@ async def test_not_once_an_engine_has_begun_to_answer() -> None:
         await goes_on(fleet, "a")
 
 
-async def test_nobody_is_refused_for_the_time_that_engines_take_while_nothing_waits() -> None:
+async def test_no_request_is_refused_for_the_time_in_engines_while_nothing_waits() -> None:
     async with late() as fleet:
         terms = RequestTerms("tenant", timeout_s=1.0)
         # Engines take ten seconds for each, and are never behind.
@@ -145,7 +145,7 @@ async def test_nobody_is_refused_for_the_time_that_engines_take_while_nothing_wa
         assert list(fleet.orchestrator.request_states) == ["d", "e", "f", "g"]
 
 
-async def test_in_time_for_its_first_token_by_what_engines_take() -> None:
+async def test_the_time_in_engines_is_taken_off_the_deadline() -> None:
     async with late(replica_wait=LONG) as fleet:
         for name in "ab":
             await fleet.submit(name, prompt=[1])
@@ -159,7 +159,7 @@ async def test_in_time_for_its_first_token_by_what_engines_take() -> None:
         admission.ended(ticket, 0, fleet.now)
 
 
-async def test_one_that_an_engine_had_in_time_has_until_its_deadline_when_that_engine_is_lost() -> None:
+async def test_a_request_whose_engine_was_lost_has_until_its_full_deadline() -> None:
     async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
         await fleet.submit("slow", prompt=[1])
         fleet.now += 1.0
@@ -174,7 +174,7 @@ async def test_one_that_an_engine_had_in_time_has_until_its_deadline_when_that_e
         await eventually(lambda: "a" not in fleet.orchestrator.request_states, "the refusal")
 
 
-async def test_clients_that_hang_up_before_the_first_token_show_what_engines_take() -> None:
+async def test_clients_that_hang_up_before_the_first_token_count_for_the_time_in_engines() -> None:
     async with late(replica_wait=LONG) as fleet:
         await fleet.submit("a", prompt=[1])
         fleet.now += 5.0
@@ -182,7 +182,7 @@ async def test_clients_that_hang_up_before_the_first_token_show_what_engines_tak
         assert fleet.pool.flow.first_output_s == 5.0
 
 
-async def test_what_waited_or_was_moved_says_nothing_of_what_engines_take() -> None:
+async def test_requests_that_waited_or_moved_do_not_count_for_the_time_in_engines() -> None:
     async with late(replica_wait=LONG) as fleet:
         for name in "abc":
             await fleet.submit(name, prompt=[1])

@@ -1,4 +1,4 @@
-"""Requests that engines may have died of: the guilty one gets no third replica, and the others lose nothing by it."""
+"""Requests that engines may have crashed of: the culprit gets no third replica, and the others lose nothing."""
 
 from collections.abc import AsyncIterator
 
@@ -43,7 +43,7 @@ def end_isolation(fleet: FakeFleet, request_id: str) -> None:
         fleet.say(request_id, token)
 
 
-async def test_a_request_whose_engines_die_before_its_first_output_twice_gets_no_third() -> None:
+async def test_a_request_with_two_crashes_before_its_first_output_gets_no_third_replica() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("p")
         first = home(fleet, "p")
@@ -63,7 +63,7 @@ async def test_a_request_whose_engines_die_before_its_first_output_twice_gets_no
         assert fleet.orchestrator.request_states == {}
 
 
-async def test_suspects_are_tried_apart_in_order(fleet: FakeFleet) -> None:
+async def test_suspects_are_isolated_in_order(fleet: FakeFleet) -> None:
     for name in "abc":
         await fleet.submit(name, affinity=0)
     die(fleet, 0)
@@ -76,7 +76,7 @@ async def test_suspects_are_tried_apart_in_order(fleet: FakeFleet) -> None:
     assert fleet.orchestrator.metrics.moves_waiting == 0
 
 
-async def test_the_moves_of_one_beside_a_guilty_request_do_not_count(fleet: FakeFleet) -> None:
+async def test_the_moves_of_a_request_beside_the_culprit_do_not_count(fleet: FakeFleet) -> None:
     await begin(fleet, "begun", 0)
     await fleet.submit("p", affinity=0)
     for replica_id in (0, 1):
@@ -94,7 +94,7 @@ async def test_the_moves_of_one_beside_a_guilty_request_do_not_count(fleet: Fake
     assert "moved 1 times, the limit" in str(dict(await fleet.read())["begun"])
 
 
-async def test_a_replica_that_is_lost_otherwise_does_not_convict_a_suspect(fleet: FakeFleet) -> None:
+async def test_a_loss_without_a_crash_gives_no_culprit(fleet: FakeFleet) -> None:
     fleet.join(fleet.pool.add())
     await fleet.submit("a", affinity=0)
     die(fleet, 0)
@@ -116,7 +116,7 @@ async def test_a_crash_counts_against_a_request_to_its_end() -> None:
         assert "it gets no third replica" in str(dict(await fleet.read())["a"])
 
 
-async def test_a_refused_request_goes_to_a_replica_where_a_suspect_is_tried_before_it_goes_back() -> None:
+async def test_a_refused_request_goes_to_a_replica_with_an_isolated_suspect_before_it_goes_back() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("p", affinity=0)
         die(fleet, 0)
@@ -137,7 +137,7 @@ async def test_where_a_suspect_was_refused_others_may_go_again() -> None:
         assert home(fleet, "a") == first
 
 
-async def test_others_avoid_a_replica_where_a_suspect_is_tried() -> None:
+async def test_others_avoid_a_replica_with_an_isolated_suspect() -> None:
     async with FakeFleet(replicas=4) as fleet:
         await fleet.submit("begun")
         fleet.say("begun", 5)
@@ -153,14 +153,14 @@ async def test_others_avoid_a_replica_where_a_suspect_is_tried() -> None:
         assert isinstance(dict(await fleet.read())["p"], RequestLostError)
 
 
-async def test_new_requests_go_to_a_replica_where_a_suspect_is_tried_if_no_other_one_serves(fleet: FakeFleet) -> None:
+async def test_new_requests_go_to_a_replica_with_an_isolated_suspect_if_no_other_one_serves(fleet: FakeFleet) -> None:
     await fleet.submit("p", affinity=0)
     die(fleet, 0)
     await fleet.submit("a")
     assert home(fleet, "a") == home(fleet, "p") == 1
 
 
-async def test_what_is_bound_to_a_replica_goes_there_although_a_suspect_is_tried_there() -> None:
+async def test_a_bound_request_goes_to_its_replica_although_a_suspect_is_isolated_there() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("p", affinity=0)
         die(fleet, 0)
@@ -168,7 +168,7 @@ async def test_what_is_bound_to_a_replica_goes_there_although_a_suspect_is_tried
         assert home(fleet, "a") == home(fleet, "p")
 
 
-async def test_what_came_to_a_replica_after_the_first_crash_is_not_to_blame_for_two() -> None:
+async def test_a_request_that_came_after_the_first_crash_is_no_culprit() -> None:
     async with FakeFleet(replicas=3, replica_wait=LONG) as fleet:
         await fleet.submit("p", affinity=0)
         die(fleet, 0)
@@ -180,7 +180,7 @@ async def test_what_came_to_a_replica_after_the_first_crash_is_not_to_blame_for_
         assert fleet.orchestrator.request_states["later"].runs[0].unexplained_crashes == []
 
 
-async def test_a_request_that_kills_at_once_is_convicted_too() -> None:
+async def test_a_request_that_kills_at_once_is_found_too() -> None:
     async with FakeFleet(replicas=4) as fleet:
         await fleet.submit("p")
         for _ in range(2):
@@ -189,7 +189,7 @@ async def test_a_request_that_kills_at_once_is_convicted_too() -> None:
         assert len(fleet.pool.serving) == 2
 
 
-async def test_a_replica_that_crashes_twice_convicts_nobody_while_another_serves() -> None:
+async def test_a_replica_that_crashes_twice_gives_no_culprit_while_another_serves() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name in "ab":
             await fleet.submit(name, affinity=0)
@@ -215,7 +215,7 @@ async def test_a_suspect_avoids_the_replica_that_it_may_have_crashed() -> None:
         assert home(fleet, "b") == 1, "although replica 0 serves, and its key means that"
 
 
-async def test_with_one_replica_suspects_are_tried_apart_only_after_the_second_crash() -> None:
+async def test_with_one_replica_suspects_are_isolated_only_after_the_second_crash() -> None:
     async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
         for name in "abc":
             await fleet.submit(name)
@@ -246,7 +246,7 @@ async def test_a_request_that_could_not_be_sent_is_not_suspected(
 
 
 @pytest.mark.parametrize("how", ["cut off", "it was removed", "a rank of a lockstep group"])
-async def test_a_loss_that_no_request_can_have_caused_makes_nobody_suspect(fleet: FakeFleet, how: str) -> None:
+async def test_a_loss_that_no_request_can_have_caused_makes_no_suspects(fleet: FakeFleet, how: str) -> None:
     fleet.pool.lockstep = "lockstep" in how
     for name in "abc":
         await fleet.submit(name, affinity=0)
@@ -257,7 +257,7 @@ async def test_a_loss_that_no_request_can_have_caused_makes_nobody_suspect(fleet
     assert [home(fleet, name) for name in "abc"] == [1, 1, 1]
 
 
-async def test_a_request_that_makes_engines_say_what_cannot_be_used_gets_no_third_either() -> None:
+async def test_a_request_that_makes_engines_send_unusable_messages_gets_no_third_replica() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("p")
         for _ in range(2):
@@ -269,7 +269,9 @@ async def test_a_request_that_makes_engines_say_what_cannot_be_used_gets_no_thir
         assert len(fleet.pool.serving) == 1
 
 
-async def test_suspects_wait_for_a_while_only_and_of_several_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_suspects_wait_for_a_while_only_and_several_candidates_give_no_culprit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(suspects, "MAX_ISOLATION_WAIT_S", 0.02)
     async with FakeFleet(replicas=3, replica_wait=LONG) as fleet:
         fleet.orchestrator.replica_lost(fleet.pool.member(2), "cut off")
@@ -326,7 +328,7 @@ async def test_a_replica_that_is_found_dead_when_a_suspect_answers_there_does_no
         assert fleet.tokens["a"] == [*tokens, 7]
 
 
-async def test_suspects_that_lose_the_last_replica_wait_as_all_do_and_are_refused_in_the_end() -> None:
+async def test_suspects_without_any_replica_are_held_and_refused_like_others() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name in "abc":
             await fleet.submit(name, affinity=0)
@@ -339,7 +341,7 @@ async def test_suspects_that_lose_the_last_replica_wait_as_all_do_and_are_refuse
         assert (fleet.orchestrator.request_states, fleet.orchestrator.metrics.moves_waiting) == ({}, 0)
 
 
-async def test_suspects_that_were_held_are_tried_apart_too(fleet: FakeFleet) -> None:
+async def test_suspects_that_were_held_are_isolated_too(fleet: FakeFleet) -> None:
     for name in "abc":
         await fleet.submit(name, affinity=0)
     fleet.orchestrator.replica_lost(fleet.pool.member(1), "cut off")
@@ -350,7 +352,7 @@ async def test_suspects_that_were_held_are_tried_apart_too(fleet: FakeFleet) -> 
     assert (fleet.orchestrator.metrics.held, fleet.orchestrator.metrics.moves_waiting) == (0, 2)
 
 
-async def test_a_crowd_of_suspects_in_a_large_fleet_is_tried_at_once_each_at_a_replica_of_its_own() -> None:
+async def test_many_suspects_in_a_large_fleet_are_isolated_at_once() -> None:
     async with FakeFleet(replicas=300, replica_wait=LONG) as fleet:
         for number in range(400):
             await fleet.submit(f"r{number}", affinity=0)

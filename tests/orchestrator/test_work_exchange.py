@@ -1,4 +1,4 @@
-"""What heads tell each other of their work, and what becomes of it."""
+"""Reports of work between heads."""
 
 import asyncio
 
@@ -89,7 +89,7 @@ def test_a_report_does_not_touch_the_replicas_of_this_head_alone() -> None:
     assert b.attach(0, remote=False).load.others == 0
 
 
-def test_while_heads_report_the_engines_word_is_not_heeded() -> None:
+def test_while_heads_report_the_engines_reports_do_not_count() -> None:
     bus, _, b = two_heads()
     mine = b.attach(0)
     b.charge(mine)
@@ -101,7 +101,7 @@ def test_while_heads_report_the_engines_word_is_not_heeded() -> None:
     assert not mine.load.heads_report
 
 
-def test_a_lost_session_makes_the_engines_word_count_until_others_are_heard_again() -> None:
+def test_after_a_lost_session_the_engines_reports_count_until_others_report_again() -> None:
     bus, a, b = two_heads()
     mine = b.attach(0)
     a.charge(a.attach(0))
@@ -125,7 +125,7 @@ def test_the_policy_finds_the_index_of_queues_as_others_have_made_them() -> None
     assert b.pool.decide({})[0].replica_id == 11
 
 
-def test_a_closed_exchange_says_nothing_more() -> None:
+def test_a_closed_exchange_reports_no_more() -> None:
     bus, _, b = two_heads()
     mine = b.attach(0)
     b.hear(PeerWork("a", False, [work(3)]))
@@ -137,7 +137,7 @@ def test_a_closed_exchange_says_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("lost", [HeadLeft("b"), SessionLost()])
-def test_the_loss_of_the_last_other_head_makes_this_one_alone_again(lost: HeadLeft | SessionLost) -> None:
+def test_without_the_last_other_head_this_one_is_alone_again(lost: HeadLeft | SessionLost) -> None:
     bus, a, _ = two_heads()
     a.attach(0)
     a.attach(1)
@@ -157,7 +157,7 @@ async def test_it_reports_by_the_running_loop_s_timers() -> None:
     exchange.close()
 
 
-def test_what_waits_of_a_class_at_other_heads_is_known_and_forgotten_with_them() -> None:
+def test_waiting_work_of_other_heads_is_known_by_class_until_they_leave() -> None:
     bus, a, b = two_heads()
     waiting = [Work(2, 50)]
     a.exchange.set_waiting("batch", lambda: waiting[-1])

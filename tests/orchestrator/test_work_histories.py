@@ -1,4 +1,4 @@
-"""Whatever happens to heads and replicas, in the end every head knows what the others have charged."""
+"""Random histories of heads and replicas: in the end each head knows what the others have charged."""
 
 from itertools import pairwise
 
@@ -68,7 +68,7 @@ def own(head: WorkingHead, like: PoolMember) -> Work:
 
 
 @given(STEPS)
-def test_when_all_is_said_each_head_s_view_is_the_truth(steps: list[tuple[str, str, int]]) -> None:
+def test_in_the_end_each_head_knows_the_whole_load(steps: list[tuple[str, str, int]]) -> None:
     bus, incarnations = WorkBus(), [0] * REPLICAS
     for action, head_id, number in steps:
         step(bus, incarnations, action, head_id, number)

@@ -43,27 +43,22 @@ class AdmissionGate:
 
     @property
     def dispatch_rate(self) -> float:
-        """See `StageView`."""
         return self._flow.leaving_rate or 0.0
 
     @property
     def unstarted(self) -> int:
-        """See `StageView`."""
         return max(0, self._pool.flow.queued - self._metrics.queued_in[self._pool.stage_id]())
 
     @property
     def first_output_s(self) -> float:
-        """See `StageView`."""
         return self._pool.flow.first_output_s
 
     @property
     def heads(self) -> int:
-        """See `StageView`."""
         return self._pool.heads
 
     @property
     def other_heads_backlog(self) -> Mapping[str, Backlog]:
-        """See `StageView`."""
         exchange = self._pool.exchange
         if exchange is None:
             return {}

@@ -86,11 +86,9 @@ class Dispatcher:
 
     @property
     def can_dispatch(self) -> bool:
-        """Whether a replica serves now."""
         return bool(self._pool.serving)
 
     def submit(self, run: StageRun) -> Sequence[RunEnded]:
-        """Dispatch a new run."""
         self.queue.watch_deadline(run)
         self._dispatch(run)
         return self._outcomes.take_ended()
@@ -261,7 +259,6 @@ class Dispatcher:
             self._outcomes.complete(run)
 
     def _choose(self, run: StageRun, request: Any, chosen: Choice | None) -> PoolMember:
-        """Choose the replica of the next attempt, and charge the attempt to it."""
         if not run.task or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
         if chosen is None:
@@ -370,7 +367,6 @@ class Dispatcher:
         return True
 
     def _remove(self, run: StageRun) -> None:
-        """Remove an ended run from wherever it waits."""
         self._moving.pop(run, None)
         self._unsent.pop(run, None)
         self._held.remove(run)

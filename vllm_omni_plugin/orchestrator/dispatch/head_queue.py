@@ -112,7 +112,6 @@ class HeadQueue:
         self._unsent.remove(run)
 
     def mark_sent(self, run: StageRun) -> None:
-        """An engine has got a run."""
         self._deadlines.discard(run)
         self._gate.started(_ticket(run))
 
@@ -191,7 +190,6 @@ class HeadQueue:
                 yield run, (other, decision)
 
     def waiting_for(self, member: PoolMember) -> list[StageRun]:
-        """All runs that wait for a replica, in order."""
         return self._unsent.runs_of(member)
 
     def _may_start(self, run: StageRun, member: PoolMember, decision: Decision) -> bool:

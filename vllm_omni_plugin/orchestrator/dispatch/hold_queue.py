@@ -42,7 +42,6 @@ class HoldQueue:
         return True
 
     def remove(self, run: StageRun) -> None:
-        """Remove a run, if it is in the queue."""
         self._runs.pop(run, None)
 
     def take_overdue(self, now: float) -> StageRun | None:

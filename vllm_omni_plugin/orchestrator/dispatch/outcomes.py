@@ -121,7 +121,6 @@ class Outcomes:
         self.fail(run, error if isinstance(error, OmniError) else OmniError(f"The request failed: {error!r}"))
 
     def _take(self, member: PoolMember, run: StageRun, output: Any) -> bool:
-        """Take an output of a current attempt. Returns whether it is to be delivered."""
         tokens, finished = output.new_token_ids, output.finish_reason is not None
         cut_short = finished and self._api.cut_short(output)
         if cut_short and self._retries_elsewhere(member, run, output):

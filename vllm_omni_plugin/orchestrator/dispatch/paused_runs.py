@@ -104,7 +104,6 @@ class PausedRuns:
         return self.take_ready()
 
     def remove(self, run: StageRun) -> None:
-        """A run has ended."""
         if self.refused_by.pop(run, None) is None:
             return
         self._ready.pop(run, None)

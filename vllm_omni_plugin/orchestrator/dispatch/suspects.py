@@ -85,7 +85,6 @@ class Suspects:
         return others
 
     def has_replica_for(self, run: StageRun) -> bool:
-        """Whether a replica serves to which a run may go."""
         return bool(self._allowed(run))
 
     def hold(self, run: StageRun) -> bool:

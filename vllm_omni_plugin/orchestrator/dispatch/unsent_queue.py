@@ -129,7 +129,6 @@ class UnsentQueue:
         return unsent
 
     def first_of(self, member: PoolMember) -> StageRun | None:
-        """The run that a replica is to get next."""
         return next((run for _, run in self._firsts(member)), None)
 
     def is_behind(self, run: StageRun, member: PoolMember, key: Any) -> bool:
@@ -165,7 +164,6 @@ class UnsentQueue:
         return iter(()) if queue is None else queue.firsts()
 
     def runs_of(self, member: PoolMember) -> list[StageRun]:
-        """All unsent runs of a replica, in order."""
         queue = self._by_member.get(member)
         return [] if queue is None else sorted(queue, key=lambda run: self._unsent[run].key)
 

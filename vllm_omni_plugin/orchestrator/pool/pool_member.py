@@ -98,7 +98,6 @@ class PoolMember:
         return self.input_addr.rpartition(":")[0] if self.remote else ""
 
     def notify_if_idle(self) -> None:
-        """Complete `idle` if nothing is in flight."""
         if self.idle is not None and not self.in_flight and not self.idle.done():
             self.idle.set_result(None)
 

@@ -85,7 +85,6 @@ class StageCalls:
 
     @property
     def members(self) -> list[PoolMember]:
-        """Replicas that can be called."""
         return [member for member in self._pool.members if member.client is not None]
 
     async def bring_up_to_date(self, client: StageClient, told: bool, remote: bool) -> None:
@@ -167,7 +166,6 @@ class StageCalls:
             await asyncio.gather(*(self._catch_up(member, calls) for member in self.members if not member.remote))
 
     async def send(self, call: StageCall) -> None:
-        """Call all replicas at once; returns when each has answered or failed."""
         call.answers = await asyncio.gather(*(self._call_in_turn(member, call) for member in call.members))
 
     def distrust_the_different(self, call: StageCall, taken: bool) -> None:
@@ -179,7 +177,6 @@ class StageCalls:
                 self.distrust(member, call.method)
 
     def distrust(self, member: PoolMember, method: str) -> None:
-        """Distrust a replica whose state differs from the others'."""
         self._distrust(member, f"it failed the call {method}, which other replicas accepted")
 
     async def _catch_up(self, member: PoolMember, calls: list[Call]) -> None:
@@ -210,7 +207,6 @@ class StageCalls:
         return result
 
     def find(self, engines: Collection[int]) -> list[PoolMember]:
-        """The replicas with these engine keys."""
         return [member for member in self.members if member.engine_key in engines]
 
     def _require_replayable(self) -> None:

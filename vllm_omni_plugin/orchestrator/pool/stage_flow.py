@@ -75,7 +75,6 @@ class StageFlow:
 
     @property
     def queued(self) -> int:
-        """Attempts in the queue."""
         return self._queued
 
     @property

@@ -115,7 +115,6 @@ class StagePool:
             self.members = _in_order(self._by_id.values())
 
     def member(self, replica_id: int) -> PoolMember:
-        """The replica with this id. Raises KeyError if there is none."""
         return self._by_id[replica_id]
 
     def serve(
@@ -243,7 +242,6 @@ class StagePool:
         )
 
     def charge(self, member: PoolMember, run: StageRun) -> None:
-        """Charge an attempt to a replica, before it is sent there."""
         member.in_flight[run.engine_request_id] = run
         member.dispatched += 1
         member.ledger.charge(run, run.charged_at)
@@ -307,11 +305,9 @@ class StagePool:
 
     @property
     def heads(self) -> int:
-        """How many heads use these replicas, this one included."""
         return self._unreported.heads
 
     def set_heads(self, heads: int) -> None:
-        """So many heads use these replicas now, this one included."""
         self._unreported.set_heads(heads)
 
     def set_peer_work(self, member: PoolMember, others: Work | None) -> None:
@@ -325,7 +321,6 @@ class StagePool:
             self._policy.notify("cache_changed", member, change)
 
     def cache_cleared(self, member: PoolMember) -> None:
-        """The replica's engine has cleared its cache for a call."""
         if member.client is not None:
             self._policy.notify("cache_cleared", member)
 
@@ -347,7 +342,6 @@ def _in_order(members: Iterable[PoolMember]) -> tuple[PoolMember, ...]:
 
 
 def _states(members: Collection[PoolMember]) -> str:
-    """The states of replicas, in words for users of the API."""
     if not members:
         return "it has none"
     if len(members) > _MAX_DESCRIBED:

@@ -74,7 +74,6 @@ class WorkExchange:
         return self._others_of(key)
 
     def changed(self, member: PoolMember) -> None:
-        """This head's work at a replica may have changed."""
         self._mark_changed(self._keys.get(member))
 
     def set_waiting(self, class_name: str, waiting: Callable[[], Work]) -> None:
@@ -88,7 +87,6 @@ class WorkExchange:
         return self._others.get(_class_key(class_name), NO_WORK)
 
     def remove_member(self, member: PoolMember) -> None:
-        """A replica is lost, with all work charged to it."""
         key = self._keys.pop(member, None)
         if key is not None:
             self._members.pop(key, None)
@@ -161,7 +159,6 @@ class WorkExchange:
         return NO_WORK if member is None else member.ledger.own
 
     def _count(self, known: dict[int, Work], rows: Mapping[int, Work]) -> None:
-        """Update the rows of one head, and the sums."""
         for key, work in rows.items():
             before, others = known.get(key, NO_WORK), self._others.get(key, NO_WORK)
             requests = others.requests + work.requests - before.requests

@@ -63,17 +63,14 @@ class LoadLedger:
 
     @property
     def own(self) -> Work:
-        """What this head has charged."""
         return Work(self.requests - self.others, self.prefill_tokens - self._peers_prefill_tokens)
 
     @property
     def pending(self) -> int:
-        """Requests of this head that were sent and have no output yet."""
         return len(self._pending)
 
     @property
     def newest_pending(self) -> StageRun | None:
-        """The pending request that was sent last."""
         return next(reversed(self._pending), None)
 
     @property
@@ -89,7 +86,6 @@ class LoadLedger:
 
     @property
     def decoding(self) -> int:
-        """Requests of this head with a first output and without a last one."""
         return self.requests - self.others - self.unsent - len(self._pending)
 
     @property
@@ -165,7 +161,6 @@ class LoadLedger:
         self._count_others()
 
     def charge(self, run: StageRun, now: float) -> None:
-        """Count an attempt, which is unsent."""
         self._load = None
         self.requests += 1
         self.unsent += 1
@@ -176,7 +171,6 @@ class LoadLedger:
             self.prefill_tokens += run.prefill_tokens
 
     def mark_sent(self, run: StageRun) -> None:
-        """The attempt was sent to the engine."""
         run.sent = True
         run.attempts += 1
         self.unsent -= 1
@@ -196,7 +190,6 @@ class LoadLedger:
         self._decode_tokens += run.prompt_tokens + run.output_tokens
 
     def add_tokens(self, run: StageRun, tokens: int) -> None:
-        """The engine has produced so many more tokens of an attempt."""
         run.output_tokens += tokens
         if run.has_output:
             self._decode_tokens += tokens

@@ -83,7 +83,6 @@ class StreamingInputState:
 
     @property
     def over(self) -> bool:
-        """Whether the session has ended: no turn is open, and none can follow."""
         return self.input_closed and self.open_turns == 0
 
     def take_unsent(self) -> list[Any]:
@@ -93,7 +92,6 @@ class StreamingInputState:
         return chunks
 
     def note_sent(self, *chunks: Any) -> None:
-        """These chunks were sent to the replica."""
         if self.replayable:
             self.sent.extend(chunks)
 
@@ -107,39 +105,31 @@ class StreamingInputState:
 class StageRun:
     """The work of one stage on one request, from its input to its end, over all attempts.
 
-    An attempt is one dispatch to one replica. The attributes from `task` on belong to the current attempt.
+    An attempt is one dispatch to one replica. The attributes from `task` on belong to the current attempt. Times are in
+    monotonic seconds.
 
     Attributes:
         request_id: the client's id of the request.
         request: vLLM's `EngineCoreRequest`, or what a stage of another kind takes.
-        submitted_at: monotonic seconds.
         phase: changed by the methods below only.
-        replica_id: the replica of the current attempt.
         engine_request_id: the id of the current attempt on its engine, new for every attempt.
         attempts: attempts that were sent.
-        sent: whether the current attempt was sent.
         streaming: state of a streaming-input session; None for an ordinary request.
         produced: token ids delivered so far, over all attempts.
         move: how the current attempt continues the earlier ones.
         skipping_delivered: whether outputs of the current attempt may still repeat delivered tokens.
-        waiting_since: monotonic seconds at which the request entered a `HoldQueue`.
         dispatches: see `SubmitRequest`.
         first_request: what the first replica gets in place of `request`.
         ticket: the request's place in the order of all; None in simulations without admission.
-        dispatched_at: monotonic seconds at which it was sent for the first time.
+        dispatched_at: when it was sent for the first time.
         losses: the lost replicas that had got the request.
         excused_losses: losses that do not count for the migration limit: crashes that a request of another head has
             more likely caused.
         crash_losses: losses by crashes of engines that had got the request, see `Suspects`.
         outputs_since_crash: new outputs since the last crash, counted while the request is isolated.
-        closed: whether the run has left its dispatcher.
-        affinity_key: see `EngineApi.describe`.
-        task: what the policy was asked.
-        decision: what the policy answered.
-        charged_at: monotonic seconds at which the attempt was charged to its replica.
+        charged_at: when the attempt was charged to its replica.
         resumed_tokens: how many tokens of `produced` are part of the attempt's prompt.
         prefill_tokens: tokens of the attempt's prompt that count as still to be computed until the first output.
-        has_output: whether the attempt's first output has come.
         output_tokens: tokens that the engine has produced in the attempt.
     """
 
@@ -196,7 +186,6 @@ class StageRun:
         return [loss for loss in self.crash_losses if loss.culprit is None] if self.crash_losses else []
 
     def dispatch(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
-        """Begin the next attempt, before it is charged to its replica and sent."""
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.DISPATCHED
         self.replica_id = replica_id
@@ -212,15 +201,11 @@ class StageRun:
     def skip_delivered(self, tokens: Sequence[int], finished: bool) -> int:
         """Compare an output of a moved request with what was delivered before.
 
-        Args:
-            tokens: the output's token ids.
-            finished: whether it is the attempt's last output.
-
         Returns:
             How many of its tokens the client has already.
 
         Raises:
-            RequestLostError: the replay differs from what was delivered. The request has ended with this error.
+            RequestLostError: the replay differs. The request has ended with this error.
         """
         assert self.phase is RequestPhase.DISPATCHED, self
         skip = min(self._to_skip, len(tokens))
@@ -252,7 +237,6 @@ class StageRun:
         """Deliver an output of the current attempt to the client.
 
         Args:
-            tokens: the output's token ids.
             finished: it is the last output, or the last of a session's turn.
             cut_short: with `finished`, no turn of the session will follow.
         """

@@ -1,4 +1,4 @@
-"""What policies are told, what is counted of their decisions, and what a faulty one costs: nothing."""
+"""Hooks of policies, counts of their decisions, and faulty policies, which cost no request."""
 
 import asyncio
 import logging
@@ -40,7 +40,7 @@ async def explain(fleet: FakeFleet, task: Task, stage_id: int = 0) -> Explanatio
         return await asyncio.wrap_future(reply)
 
 
-async def test_a_policy_is_told_the_life_of_an_attempt() -> None:
+async def test_hooks_follow_an_attempt() -> None:
     policy = NotingPolicy(position=1)
     async with FakeFleet(balancer=policy) as fleet:
         await fleet.submit("a", prompt=[1, 2, 3])
@@ -60,8 +60,7 @@ async def test_a_policy_knows_the_prompt_that_is_sent_and_its_session() -> None:
     async with FakeFleet(replicas=3, balancer=policy) as fleet:
         await fleet.submit("a", prompt=[1, 2], session="s", length=9)
         fleet.attempt("a")[0].say_dead()
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, 7, 8)
+        fleet.say("a", 7, 8)
         fleet.kill(1)
     first, again, resumed = policy.tasks
     assert (first["request_id"], first["session"], first["max_tokens"]) == ("a", "s", 9)
@@ -86,7 +85,7 @@ async def test_an_attempt_that_is_aborted_before_its_first_output_ends_without_b
     ]
 
 
-async def test_an_attempt_that_ends_before_its_engine_got_it_is_withdrawn_and_a_recalled_one_is_not() -> None:
+async def test_an_unsent_attempt_that_ends_is_cancelled_and_a_recalled_one_is_not() -> None:
     policy = NotingPolicy()
     async with FakeFleet(balancer=policy, send_window=SendWindow(limited=True)) as fleet:
         for name in "abcd":
@@ -101,7 +100,7 @@ async def test_an_attempt_that_ends_before_its_engine_got_it_is_withdrawn_and_a_
     ]
 
 
-async def test_a_policy_takes_nothing_back_of_what_it_did_not_decide() -> None:
+async def test_only_decisions_of_the_policy_are_cancelled() -> None:
     policy = NotingPolicy()
     async with FakeFleet(balancer=policy, send_window=SendWindow(limited=True)) as fleet:
         for name in "abc":
@@ -142,7 +141,7 @@ async def test_cache_changes_reach_the_policy_while_the_replica_serves() -> None
     assert not PolicyGuard(SelectOnly()).wants_cache_events
 
 
-async def test_a_policy_that_fails_whenever_it_is_told_something_costs_no_request(
+async def test_a_policy_whose_hooks_fail_costs_no_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policy = NotingPolicy()
@@ -189,7 +188,7 @@ class Nonsense(NotingPolicy):
         pytest.param(Decision(0, "x", matched_tokens=0.5), id="half a token matched"),  # type: ignore[arg-type]
     ],
 )
-async def test_a_nonsensical_decision_costs_no_request(answer: object, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_decision_costs_no_request(answer: object, caplog: pytest.LogCaptureFixture) -> None:
     async with FakeFleet(balancer=Nonsense(answer)) as fleet:
         with caplog.at_level(logging.ERROR):
             for name in "abcd":
@@ -240,19 +239,18 @@ def test_a_policy_that_invents_reasons_does_not_fill_the_memory() -> None:
     assert counts[0, "p", "other"] > 900
 
 
-async def test_dispatches_are_noted_until_an_answer_begins() -> None:
+async def test_dispatches_are_recorded_until_the_first_output() -> None:
     dispatches: Dispatches = []
     async with FakeFleet(replicas=3, balancer=NotingPolicy()) as fleet:
         await fleet.submit("a", dispatches=dispatches)
         fleet.attempt("a")[0].say_dead()
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, 7)
+        fleet.say("a", 7)
         fleet.kill(1)
         assert fleet.orchestrator.request_states["a"].runs[0].attempts == 3
     assert [(replica, decision.reason) for replica, decision in dispatches] == [("0.0", "noted"), ("0.1", "noted")]
 
 
-async def test_an_explanation_says_what_would_be_decided_and_changes_nothing() -> None:
+async def test_an_explanation_changes_nothing() -> None:
     policy = NotingPolicy(position=1, matched_tokens=2)
     async with FakeFleet(balancer=policy) as fleet:
         await fleet.submit("a", prompt=[1, 2, 3])
@@ -272,7 +270,7 @@ async def test_an_explanation_says_what_would_be_decided_and_changes_nothing() -
         pytest.param(LeastQueueLengthBalancer(), 1, 3, LookupError, id="no stage"),
     ],
 )
-async def test_what_cannot_be_explained_is_said(
+async def test_an_impossible_explanation_is_an_error(
     balancer: LoadBalancer, replicas: int, stage_id: int, error: type[OmniError]
 ) -> None:
     async with FakeFleet(replicas=replicas, balancer=balancer) as fleet:
@@ -289,7 +287,7 @@ async def test_a_question_that_is_open_when_the_queues_close_is_cancelled() -> N
         reply.result(timeout=5)
 
 
-async def test_the_policy_goes_by_the_name_it_was_configured_under() -> None:
+async def test_a_policy_has_its_configured_name() -> None:
     assert PolicyGuard(RandomBalancer(), "random").name == "random"
     assert PolicyGuard(RandomBalancer()).name == "RandomBalancer"
 
@@ -306,7 +304,7 @@ async def test_the_policy_goes_by_the_name_it_was_configured_under() -> None:
         ("reset_mm_cache", (), None, False),
     ],
 )
-async def test_a_policy_is_told_of_a_cache_that_a_call_clears(
+async def test_a_policy_is_notified_of_caches_that_calls_clear(
     method: str, args: tuple[object, ...], result: object, clears: bool
 ) -> None:
     policy = NotingPolicy()
