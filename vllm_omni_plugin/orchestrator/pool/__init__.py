@@ -1,4 +1,4 @@
-"""The replicas of one stage: who serves, what each has to do, and who gets the next request.
+"""The replicas of one stage: which of them serve, their load, and the choice among them.
 
 Imports `orchestrator.requests`. Start with `stage_pool`.
 """

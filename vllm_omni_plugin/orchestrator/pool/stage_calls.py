@@ -87,20 +87,20 @@ class StageCalls:
     def members(self) -> list[PoolMember]:
         return [member for member in self._pool.members if member.client is not None]
 
-    async def bring_up_to_date(self, client: StageClient, told: bool, remote: bool) -> None:
+    async def bring_up_to_date(self, client: StageClient, synced: bool, remote: bool) -> None:
         """Make the calls that an attaching replica has missed: adapters, pause, sleep; see `SharedState.replay`.
 
         Args:
-            told: another head has made all calls so far.
+            synced: another head has made all calls so far.
             remote: see `PoolMember`.
 
         Raises:
             ReplicaError: a call failed, or other replicas refused one meanwhile; the replica must not serve.
         """
         rollbacks = self.shared.rollbacks
-        backlog = self._joiners[client] = deque([] if told else self.shared.replay())
+        backlog = self._joiners[client] = deque([] if synced else self.shared.replay())
         try:
-            if not told:
+            if not synced:
                 self._require_replayable()
             while backlog or self._unnumbered:
                 if backlog:

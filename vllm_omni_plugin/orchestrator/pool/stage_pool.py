@@ -206,8 +206,14 @@ class StagePool:
                 decision = Decision(shortest, APART, by_policy=False)
         member = serving[decision.position]
         if logger.isEnabledFor(logging.DEBUG) and next(self._decisions) % _DECISIONS_PER_LINE == 0:
-            told = (task.get("request_id", ""), member.name, self.policy, decision.reason, decision.fallback or "none")
-            logger.debug("Request %s goes to replica %s: policy %s, reason %s, fallback %s", *told)
+            values = (
+                task.get("request_id", ""),
+                member.name,
+                self.policy,
+                decision.reason,
+                decision.fallback or "none",
+            )
+            logger.debug("Request %s goes to replica %s: policy %s, reason %s, fallback %s", *values)
         if affinity_key is not None and not pinned:
             self._bindings.bind(affinity_key, member)
         return member, decision
