@@ -69,11 +69,11 @@ class Dispatcher:
         # Runs of lost replicas, in the order of the losses.
         self._moving: dict[StageRun, None] = {}
         # Runs that their lost replica had not got; filled only while `_dispatch_moving` runs.
-        self._unsent: dict[StageRun, None] = {}
+        self._to_redispatch: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock)
-        self.queue = HeadQueue(pool, gate, metrics, clock, wake_at)
-        metrics.queued_in[pool.stage_id] = lambda: len(self.queue)
+        self._queue = HeadQueue(pool, gate, metrics, clock, wake_at)
+        metrics.queued_in[pool.stage_id] = lambda: len(self._queue.unsent)
         # Replicas that may have room, since a run has left them otherwise than by an output.
         self._freed: dict[PoolMember, None] = {}
         self._paused = PausedRuns(pool, self._suspects, wake_at, clock, has_upstream)
@@ -81,7 +81,7 @@ class Dispatcher:
         self._head_tag = secrets.token_hex(4)
         self._attempts = itertools.count(1)
         self._outcomes = Outcomes(
-            pool, api, metrics, self.queue, self._paused, self._head_tag, self._remove, self._send_waiting_later
+            pool, api, metrics, self._queue, self._paused, self._head_tag, self._remove, self._send_waiting_later
         )
 
     @property
@@ -89,7 +89,7 @@ class Dispatcher:
         return bool(self._pool.serving)
 
     def submit(self, run: StageRun) -> Sequence[RunEnded]:
-        self.queue.watch_deadline(run)
+        self._queue.watch_deadline(run)
         self._dispatch(run)
         return self._outcomes.take_ended()
 
@@ -99,7 +99,7 @@ class Dispatcher:
         assert session is not None
         member = None if run.replica_id is None else self._pool.member(run.replica_id)
         run.add_chunk(chunk)
-        waits = run in self.queue
+        waits = run in self._queue.unsent
         if run.finished:
             self._outcomes.complete(run)
         if member is not None and not waits:
@@ -111,13 +111,13 @@ class Dispatcher:
 
     def send_waiting(self, member: PoolMember) -> Sequence[RunEnded]:
         """Send what waits to a replica that may have room, after an output or a report of it."""
-        if len(self.queue):
+        if len(self._queue.unsent):
             self._send_waiting(member)
         return self._outcomes.take_ended()
 
     def recall_waiting(self, member: PoolMember) -> Sequence[RunEnded]:
         """A replica is held back: the runs that wait for it go to other replicas, if any serve."""
-        for run in self.queue.waiting_for(member):
+        for run in self._queue.unsent.runs_of(member):
             # Sending the previous run may have shown that the other replicas are dead.
             if self._pool.serving:
                 self._recall(run)
@@ -146,7 +146,7 @@ class Dispatcher:
             self._suspects.engine_crashed(runs, loss)
         self._suspects.replica_lost(lost)
         for run in runs:
-            self.queue.dequeue(run)
+            self._queue.unsent.remove(run)
         self._dispatch_suspects()
         # Suspects first, so that the others can avoid the replicas where they are isolated; runs without outputs
         # before others, since most engines that crash of a request do so at once.
@@ -156,7 +156,7 @@ class Dispatcher:
                     self._move(run, lost, loss)
                 else:
                     run.undo_dispatch()
-                    self._unsent[run] = None
+                    self._to_redispatch[run] = None
             except Exception as error:
                 self._outcomes.fail_unexpectedly(run, error)
         self._dispatch_moving()
@@ -171,7 +171,7 @@ class Dispatcher:
                 self._metrics.hold_time.observe(self._clock() - run.waiting_since)
                 self._dispatch(run)
         self._dispatch_suspects()
-        for member in self._pool.serving if len(self.queue) else ():
+        for member in self._pool.serving if len(self._queue.unsent) else ():
             self._send_waiting(member)
         return self._outcomes.take_ended()
 
@@ -180,7 +180,7 @@ class Dispatcher:
         while (run := self._held.take_overdue(self._clock())) is not None:
             self._metrics.hold_time.observe(self._held.wait)
             self._refuse(run, waited=self._held.wait)
-        for run, error in self.queue.take_expired():
+        for run, error in self._queue.take_expired():
             self._outcomes.fail(run, error)
         self._dispatch_moving()
         self._dispatch_suspects()
@@ -192,24 +192,24 @@ class Dispatcher:
 
     def _send_waiting(self, member: PoolMember) -> None:
         """Send a replica the runs that wait for it, as far as it has room; then recall runs that wait for others."""
-        next_is_in_share = self.queue.next_is_in_share(member)
-        for run, request in self.queue.take_sendable(member, self._avoids):
+        next_is_in_share = self._queue.next_is_in_share(member)
+        for run, request in self._queue.take_sendable(member, self._avoids):
             self._start(member, run, request)
         if next_is_in_share:
             # The replica has enough work. Runs that wait for others have more of their prompts cached there.
             return
-        for run, chosen in self.queue.find_recalls(member, self._avoided):
+        for run, chosen in self._queue.find_recalls(member, self._avoided):
             self._recall(run, chosen)
 
     def _send_waiting_later(self, member: PoolMember) -> None:
         """As `_send_waiting`, for callers that may be in the middle of sending other runs."""
-        if len(self.queue):
+        if len(self._queue.unsent):
             self._freed[member] = None
             self._wake_at(self._clock())
 
     def _recall(self, run: StageRun, chosen: Choice | None = None) -> None:
         """Dispatch a waiting run again, to the chosen replica or to the one that the pool chooses now."""
-        self.queue.dequeue(run)
+        self._queue.unsent.remove(run)
         self._pool.release(run)
         run.undo_dispatch()
         self._dispatch(run, chosen=chosen)
@@ -223,12 +223,12 @@ class Dispatcher:
             if run.move is not Move.RESTART:
                 request = self._api.continuation(request, run.move, run.produced)
             member = self._choose(run, request, chosen)
-            if request.abort_immediately or not self.queue.must_wait(member, run):
+            if request.abort_immediately or not self._queue.must_wait(member, run):
                 self._start(member, run, request)
             else:
-                self.queue.enqueue(run, member, request, self._evict)
+                self._queue.enqueue(run, member, request, self._evict)
             if run.crash_losses:
-                for waiting in self.queue.waiting_for(member):
+                for waiting in self._queue.unsent.runs_of(member):
                     # They must not be there while the suspect is isolated.
                     if self._avoids(waiting, member):
                         self._recall(waiting)
@@ -265,7 +265,7 @@ class Dispatcher:
             is_pinned = run.affinity_key is not None and self._api.how_to_move(request) is Move.PINNED
             avoided = self._avoided(run)
             chosen = self._pool.decide(run.task, run.affinity_key, avoided, is_pinned)
-            chosen = self.queue.prefer_headroom(run, chosen, avoided)
+            chosen = self._queue.prefer_headroom(run, chosen, avoided)
         member, decision = chosen
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())
@@ -312,7 +312,7 @@ class Dispatcher:
 
     def _note_sent(self, member: PoolMember, run: StageRun) -> None:
         member.ledger.mark_sent(run)
-        self.queue.mark_sent(run)
+        self._queue.mark_sent(run)
         if run.dispatched_at is None:
             run.dispatched_at = self._clock()
             self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
@@ -334,7 +334,7 @@ class Dispatcher:
             self._outcomes.fail(run, error)
         elif not self._end_if_complete(run, lost):
             self._metrics.moves_by_way[run.move] += 1
-            self.queue.watch_deadline(run)
+            self._queue.watch_deadline(run)
             self._moving[run] = None
 
     def _dispatch_moving(self) -> None:
@@ -344,7 +344,7 @@ class Dispatcher:
         self._is_moving = True
         try:
             # Runs that were sent first, since suspects are among them.
-            while runs := self._moving if self._moving and self._moves.take() else self._unsent:
+            while runs := self._moving if self._moving and self._moves.take() else self._to_redispatch:
                 run = next(iter(runs))
                 del runs[run]
                 self._dispatch(run)
@@ -368,9 +368,9 @@ class Dispatcher:
 
     def _remove(self, run: StageRun) -> None:
         self._moving.pop(run, None)
-        self._unsent.pop(run, None)
+        self._to_redispatch.pop(run, None)
         self._held.remove(run)
-        self.queue.run_ended(run)
+        self._queue.run_ended(run)
         if run.crash_losses:
             self._suspects.remove(run)
         self._paused.remove(run)

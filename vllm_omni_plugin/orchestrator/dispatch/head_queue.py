@@ -30,6 +30,9 @@ class HeadQueue:
 
     Args:
         wake_at: asks for a call of `take_expired` at this time, in monotonic seconds.
+
+    Attributes:
+        unsent: the waiting runs.
     """
 
     def __init__(
@@ -45,16 +48,10 @@ class HeadQueue:
         self._metrics = metrics
         self._clock = clock
         self._wake_at = wake_at
-        self._unsent = UnsentQueue(self._leaves_headroom)
+        self.unsent = UnsentQueue(self._leaves_headroom)
         self._headroom = Headroom(pool, pool.send_window, self._leaves_headroom, clock)
         # Runs that no engine has, wherever they wait, by their deadlines.
         self._deadlines: IndexedHeap[StageRun] = IndexedHeap()
-
-    def __len__(self) -> int:
-        return len(self._unsent)
-
-    def __contains__(self, run: StageRun) -> bool:
-        return run in self._unsent
 
     def watch_deadline(self, run: StageRun) -> None:
         """No engine has this run, or not any more: it expires at its deadline, unless it has delivered something.
@@ -78,7 +75,7 @@ class HeadQueue:
         """
         window = self._pool.send_window
         is_bound = run.crash_losses or run.affinity_key is not None
-        if not window.recalls or is_bound or not self._unsent.has_over_share:
+        if not window.recalls or is_bound or not self.unsent.has_over_share:
             return choice
         if choice[1].matched_tokens > window.short_prefill_tokens or self._leaves_headroom(run):
             return choice
@@ -94,7 +91,7 @@ class HeadQueue:
         # A suspect has its replica for itself.
         if not self._pool.send_window.limited or run.crash_losses:
             return False
-        is_behind = self._unsent.is_behind(run, member, _ticket(run))
+        is_behind = self.unsent.is_behind(run, member, _ticket(run))
         return is_behind or not self._headroom.has_room(run, member, run.prefill_tokens)
 
     def enqueue(self, run: StageRun, member: PoolMember, request: Any, evict: EvictRun) -> None:
@@ -105,11 +102,7 @@ class HeadQueue:
         """
         ticket = _ticket(run)
         self._gate.enqueue(run, ticket, evict)
-        self._unsent.add(run, UnsentRun(member, request, ticket), recallable=run.affinity_key is None)
-
-    def dequeue(self, run: StageRun) -> None:
-        """A run is no longer charged to the replica it waits for, if it waits. It keeps its place in the order."""
-        self._unsent.remove(run)
+        self.unsent.add(run, UnsentRun(member, request, ticket), recallable=run.affinity_key is None)
 
     def mark_sent(self, run: StageRun) -> None:
         self._deadlines.discard(run)
@@ -117,7 +110,7 @@ class HeadQueue:
 
     def run_ended(self, run: StageRun) -> None:
         """A run has ended, in whatever way. Idempotent."""
-        self._unsent.remove(run)
+        self.unsent.remove(run)
         self._deadlines.discard(run)
         self._gate.dequeue(_ticket(run))
 
@@ -144,7 +137,7 @@ class HeadQueue:
             return self._headroom.has_room(run, member, run.prefill_tokens) and not avoids(run, member)
 
         idle = not member.ledger.pending
-        for run, unsent in self._unsent.take_sendable(member, may_send):
+        for run, unsent in self.unsent.take_sendable(member, may_send):
             # Over-share runs are sent to idle replicas on purpose.
             self._metrics.bubbles += idle and not self._leaves_headroom(run)
             idle = False
@@ -152,7 +145,7 @@ class HeadQueue:
 
     def next_is_in_share(self, member: PoolMember) -> bool:
         """Whether the first run that waits for a replica is within its share."""
-        first = self._unsent.first_of(member)
+        first = self.unsent.first_of(member)
         return first is not None and not self._leaves_headroom(first)
 
     def find_recalls(
@@ -166,8 +159,8 @@ class HeadQueue:
         if not self._pool.send_window.recalls:
             return
         # The replica's own over-share runs go before those of other replicas.
-        nothing_waits = self._unsent.first_of(member) is None
-        for run in self._unsent.next_recalls(self._clock(), RECALLS, over_share=nothing_waits):
+        nothing_waits = self.unsent.first_of(member) is None
+        for run in self.unsent.next_recalls(self._clock(), RECALLS, over_share=nothing_waits):
             # Sending the previous run may have shown that the replica is dead.
             if member.status is not ReplicaStatus.UP or not self._headroom.has_room(run, member, run.prefill_tokens):
                 return
@@ -175,7 +168,7 @@ class HeadQueue:
             charged_to = self._pool.member(run.replica_id)
             avoided_ids = avoided(run)
             other, decision = self._pool.decide_again(charged_to, run, avoided_ids)
-            overtakes = self._unsent.has_over_share and not self._leaves_headroom(run)
+            overtakes = self.unsent.has_over_share and not self._leaves_headroom(run)
             computes_more = run.prompt_tokens - decision.matched_tokens > run.prefill_tokens
             if computes_more and other.ledger.prefill_tokens and not overtakes:
                 # This run would start earlier, but all other prompts there later.
@@ -189,12 +182,9 @@ class HeadQueue:
                 self._metrics.recalls += 1
                 yield run, (other, decision)
 
-    def waiting_for(self, member: PoolMember) -> list[StageRun]:
-        return self._unsent.runs_of(member)
-
     def _may_start(self, run: StageRun, member: PoolMember, decision: Decision) -> bool:
         tokens = run.prompt_tokens - decision.matched_tokens
-        return self._headroom.has_room(run, member, tokens) and not self._unsent.is_behind(run, member, _ticket(run))
+        return self._headroom.has_room(run, member, tokens) and not self.unsent.is_behind(run, member, _ticket(run))
 
     def _leaves_headroom(self, run: StageRun) -> bool:
         return self._gate.admission.leaves_headroom(_ticket(run), self._clock())
