@@ -1,4 +1,4 @@
-"""The secret that fleets on loopback make for themselves: found by all processes of a user, and by nobody else."""
+"""The secret that fleets on loopback create: all processes of a user find it, and no other user."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ FOLDER = f"vllm-omni-plugin-{os.geteuid()}"
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory for temporary files of a user who has no run-time directory."""
+    """The temporary directory of a user without a run-time directory."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     monkeypatch.setattr(os, "stat", lambda path, **other: _stat(path, **other))
@@ -141,23 +141,23 @@ def test_links_on_loopback_use_the_user_secret(temporary: Path, address: str) ->
     assert with_secret(LOOPBACK, address).secret_file == user_secret()
 
 
-@pytest.mark.parametrize("said", [{"insecure": True}, {"secret_file": "given"}])
-def test_links_with_other_flags_do_not_use_the_user_secret(temporary: Path, said: dict[str, object]) -> None:
-    options = OmniConfig(master_address="127.0.0.1", master_port=1, **said)  # type: ignore[arg-type]
+@pytest.mark.parametrize("flags", [{"insecure": True}, {"secret_file": "given"}])
+def test_links_with_other_flags_do_not_use_the_user_secret(temporary: Path, flags: dict[str, object]) -> None:
+    options = OmniConfig(master_address="127.0.0.1", master_port=1, **flags)  # type: ignore[arg-type]
     assert with_secret(options, "127.0.0.1") is options
     assert not os.listdir(temporary)
 
 
-@pytest.mark.parametrize("said", [{"insecure": True}, {"max_message_size": 64}])
-def test_flags_of_links_go_with_several_api_servers_of_a_fleet_that_nobody_joins(said: dict[str, object]) -> None:
-    options = OmniConfig(**said)  # type: ignore[arg-type]
-    check(options, said, headless=False, api_servers=2)
+@pytest.mark.parametrize("flags", [{"insecure": True}, {"max_message_size": 64}])
+def test_flags_of_links_go_with_several_api_servers_of_a_fleet_that_nobody_joins(flags: dict[str, object]) -> None:
+    options = OmniConfig(**flags)  # type: ignore[arg-type]
+    check(options, flags, headless=False, api_servers=2)
     with pytest.raises(ConfigError, match="several API servers"):
-        check(options, said, headless=False, api_servers=1)
+        check(options, flags, headless=False, api_servers=1)
 
 
 def test_links_beyond_loopback_do_not_use_the_user_secret(temporary: Path) -> None:
     with pytest.raises(ConfigError, match="can be reached from other machines"):
         with_secret(LOOPBACK, "10.0.0.1")
-    # Whether it demands one is for the head to say that is joined.
+    # The head that is joined decides whether a secret is required.
     assert with_secret(NETWORK, "10.0.0.1") is NETWORK

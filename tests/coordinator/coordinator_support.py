@@ -65,7 +65,7 @@ def read_if_there(path: Path) -> str:
 
 
 def process_status(pid: int) -> dict[str, str]:
-    """Return the fields that Linux tells of a process, none if there is no such process."""
+    """Return the fields of a process in /proc, none if there is no such process."""
     lines = read_if_there(Path(f"/proc/{pid}/status")).splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
@@ -87,7 +87,7 @@ class SharedClock:
 
 
 class ManualClock(SharedClock):
-    """Seconds that pass only when told to; they may pass while another thread reads the clock."""
+    """A clock that the test sets, also while another thread reads it."""
 
     def __init__(self, now: float = 1000.0) -> None:
         super().__init__(lambda: self.now)

@@ -33,9 +33,9 @@ Row = tuple[str, int, bool, str, int]
 
 
 def rows(replicas: ReplicaList) -> frozenset[Row]:
-    told = [(info, True) for info in replicas.replicas] + [(info, False) for info in replicas.no_new_work]
+    listed = [(info, True) for info in replicas.replicas] + [(info, False) for info in replicas.no_new_work]
     return frozenset(
-        (info.input_addr, info.stage_id, accepts, info.status.value, info.incarnation) for info, accepts in told
+        (info.input_addr, info.stage_id, accepts, info.status.value, info.incarnation) for info, accepts in listed
     )
 
 
@@ -59,9 +59,9 @@ class ReceivedState:
                 self.others = {name: work for name, work in self.others.items() if name in event.heads}
             case FullList() | ListDelta():
                 gone = self._rows.keys() if isinstance(event, FullList) else event.removed
-                told = [(info, True) for info in event.replicas] + [(info, False) for info in event.no_new_work]
+                listed = [(info, True) for info in event.replicas] + [(info, False) for info in event.no_new_work]
                 self._rows = {key: row for key, row in self._rows.items() if key not in gone}
-                self._rows |= {ReplicaKey.of(info): (info, accepts) for info, accepts in told}
+                self._rows |= {ReplicaKey.of(info): (info, accepts) for info, accepts in listed}
                 accepting = [info for info, accepts in self._rows.values() if accepts]
                 others = [info for info, accepts in self._rows.values() if not accepts]
                 self.lists.append(ReplicaList(accepting, event.timestamp, others))

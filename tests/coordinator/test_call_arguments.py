@@ -1,4 +1,4 @@
-"""Calls of the engine core as heads tell each other of them."""
+"""Arguments of operator calls on the wire."""
 
 from typing import Any
 
@@ -36,25 +36,25 @@ CALLS: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[:2])))
 def test_encoded_arguments_decode_to_the_same_arguments(call: tuple[Any, ...]) -> None:
     method, *args = call
-    told = encode(method, args)
-    assert decode(method, msgspec.json.decode(msgspec.json.encode(told))) == tuple(args)
+    encoded = encode(method, args)
+    assert decode(method, msgspec.json.decode(msgspec.json.encode(encoded))) == tuple(args)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[:2])))
 @pytest.mark.parametrize("spoiled", ["one too many", "none", "no list"])
 def test_a_call_with_other_arguments_is_refused(call: tuple[Any, ...], spoiled: str) -> None:
-    told = encode(call[0], call[1:])
-    assert told is not None
-    wrong = {"one too many": [*told, 1], "none": [] if told else [None], "no list": {"args": told}}[spoiled]
+    encoded = encode(call[0], call[1:])
+    assert encoded is not None
+    wrong = {"one too many": [*encoded, 1], "none": [] if encoded else [None], "no list": {"args": encoded}}[spoiled]
     with pytest.raises(WireError, match=f"not arguments of {call[0]}"):
         decode(call[0], wrong)
 
 
 def test_calls_that_leave_state_can_be_encoded() -> None:
     state = SharedState()
-    told = {call[0] for call in CALLS}
+    encoded = {call[0] for call in CALLS}
     leaving = {call[0] for call in CALLS if state.leaves_state(call[0], call[1:])}
-    assert leaving == told - {
+    assert leaving == encoded - {
         "reset_prefix_cache",
         "reset_mm_cache",
         "reset_encoder_cache",

@@ -209,7 +209,7 @@ steps = st.lists(st.tuples(table_events | stale_events | st.none(), st.floats(0,
 
 @given(steps)
 def test_no_sequence_of_events_touches_the_row_of_a_neighbour(history: list[tuple[ReplicaEvent | None, float]]) -> None:
-    # The neighbour "a" is at incarnation 4, sequence 5 or more, so whatever the history says of it is a replay.
+    # The neighbour "a" has incarnation 4 and sequence 5 or more, so all its events in the history are replays.
     table = table_of(make_event("a", incarnation=4, sequence=5, queue_length=42), max_replicas=5)
     now, sequence = 0.0, 5
     for event, pause in history:

@@ -98,12 +98,12 @@ def test_restarted_process_publishes_no_list_before_replicas_registered(keep: Ke
     replica.send(encode_event(make_event("slow", sequence=1)))
     eventually(lambda: names(hub.get_replica_list()) == ["slow"])
     kill_and_wait_for_the_next(runtime)
-    heard = threading.Event()
-    newcomer = keep(OmniCoordClientForHub(runtime.pub_address, lambda replicas: heard.set()))
-    assert not heard.wait(0.5)
+    received = threading.Event()
+    late_hub = keep(OmniCoordClientForHub(runtime.pub_address, lambda replicas: received.set()))
+    assert not received.wait(0.5)
     replica.send(encode_event(make_event("slow", sequence=2)))
-    assert heard.wait(20)
-    assert names(newcomer.get_replica_list()) == names(hub.get_replica_list()) == ["slow"]
+    assert received.wait(20)
+    assert names(late_hub.get_replica_list()) == names(hub.get_replica_list()) == ["slow"]
 
 
 def test_restart_fails_until_the_port_is_free_again(

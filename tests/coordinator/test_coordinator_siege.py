@@ -97,7 +97,7 @@ def test_hostile_bytes_of_a_peer_without_the_secret(fleet: Fleet, port: str) -> 
             try:
                 connection.sendall(hostile_stream(rng, FRAMES_PER_STREAM))
             except OSError:
-                continue  # Cut off before it had said it all.
+                continue  # Disconnected before all was sent.
     fleet.check()
     assert set(fleet.coordinator.invalid_frames.values()) == {0}
     assert [info.input_addr for info in fleet.coordinator.get_active_replicas().replicas] == ["tcp://neighbour:1"]

@@ -201,9 +201,9 @@ def query_played_head(router: zmq.Socket[bytes], *frames: bytes, hangs_up: bool 
     address = router.get_string(zmq.LAST_ENDPOINT)
     with ThreadPoolExecutor(1) as executor, ports("127.0.0.1") as listening:
         answering = executor.submit(answer)
-        answered = query_head(address, 0, None, listening)
+        result = query_head(address, 0, None, listening)
         answering.result()
-    return answered
+    return result
 
 
 def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, router: zmq.Socket[bytes]) -> None:
@@ -214,11 +214,11 @@ def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, route
     assert json.loads(question) == {"type": "question", "stage_id": 0}
 
 
-@pytest.mark.parametrize("said", [b"", b"[]", b"\xff\x00", b'[{"type":"facts"}]', b"[" * 100_000])
-def test_an_invalid_answer_is_reported_as_a_problem(router: zmq.Socket[bytes], said: bytes) -> None:
-    answered = query_played_head(router, said)
-    assert "cannot be read" in answered.problem
-    assert (answered.info, answered.refused) == (None, False)
+@pytest.mark.parametrize("answer_frame", [b"", b"[]", b"\xff\x00", b'[{"type":"facts"}]', b"[" * 100_000])
+def test_an_invalid_answer_is_reported_as_a_problem(router: zmq.Socket[bytes], answer_frame: bytes) -> None:
+    result = query_played_head(router, answer_frame)
+    assert "cannot be read" in result.problem
+    assert (result.info, result.refused) == (None, False)
 
 
 @contextmanager
@@ -275,9 +275,9 @@ def test_a_head_without_a_secret_connects_nowhere(serve: Serve) -> None:
 
 def test_an_older_head_without_reachability_checks_causes_no_wait(router: zmq.Socket[bytes]) -> None:
     began = time.monotonic()
-    answered = query_played_head(router, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]')
-    assert answered.info is not None
-    assert answered.unreached is None
+    result = query_played_head(router, b'[{"type":"facts","timestamp":1.0,"stages":[0],"fingerprint":{}}]')
+    assert result.info is not None
+    assert result.unreached is None
     assert time.monotonic() - began < head_query.TIMEOUT_S
 
 
@@ -289,17 +289,17 @@ def test_an_older_node_gets_the_answer_without_a_check(serve: Serve, dealer: Ope
     ]
 
 
-@pytest.mark.parametrize("said", [b"[]", b"\xff", b'[{"type":"reached","unreached":3}]'])
+@pytest.mark.parametrize("answer_frame", [b"[]", b"\xff", b'[{"type":"reached","unreached":3}]'])
 def test_an_invalid_report_does_not_change_the_answer(
-    monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes], said: bytes
+    monkeypatch: pytest.MonkeyPatch, router: zmq.Socket[bytes], answer_frame: bytes
 ) -> None:
     monkeypatch.setattr(head_query, "REACHABILITY_TIMEOUT_S", 0.1)
     # On a busy machine the thread may begin late.
     monkeypatch.setattr(head_query, "TIMEOUT_S", 30.0)
 
-    answered = query_played_head(router, TRYING, said)
-    assert answered.info is not None
-    assert (answered.unreached, answered.problem) == (None, "")
+    result = query_played_head(router, TRYING, answer_frame)
+    assert result.info is not None
+    assert (result.unreached, result.problem) == (None, "")
 
 
 def test_a_head_that_ends_before_its_report_causes_no_wait(
@@ -308,9 +308,9 @@ def test_a_head_that_ends_before_its_report_causes_no_wait(
     monkeypatch.setattr(head_query, "REACHABILITY_TIMEOUT_S", 10.0)
 
     began = time.monotonic()
-    answered = query_played_head(router, TRYING, hangs_up=True)
-    assert answered.info is not None
-    assert answered.unreached is None
+    result = query_played_head(router, TRYING, hangs_up=True)
+    assert result.info is not None
+    assert result.unreached is None
     assert time.monotonic() - began < 10.0
 
 

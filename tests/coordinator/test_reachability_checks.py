@@ -1,4 +1,4 @@
-"""What the coordinator does for a node that asks whether it is reached: real sockets, and nothing that blocks."""
+"""The coordinator checks with real, non-blocking sockets whether it reaches the ports of a node."""
 
 import errno
 import os
@@ -30,14 +30,14 @@ def checks(keep: Keep) -> ReachabilityChecks:
 
 @pytest.fixture
 def listen() -> Iterator[Listen]:
-    """Opens ports that say something to who connects, or nothing; returns their addresses."""
+    """Opens ports that send some bytes to each connection, or nothing; returns their addresses."""
     with ExitStack() as stack:
 
-        def listen(said: bytes | None = None, host: str = "127.0.0.1") -> str:
+        def listen(sent: bytes | None = None, host: str = "127.0.0.1") -> str:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             server = stack.enter_context(socket.create_server((host, 0), family=family))
-            if said is not None:
-                stack.enter_context(answer_with_nonce([server], said))
+            if sent is not None:
+                stack.enter_context(answer_with_nonce([server], sent))
             return f"tcp://[{host}]:{server.getsockname()[1]}" if ":" in host else address(server)
 
         yield listen
@@ -48,11 +48,11 @@ def address(server: socket.socket) -> str:
 
 
 def result(checks: ReachabilityChecks, now: float = 0.0) -> dict[bytes, dict[str, str]]:
-    """What peers are told next, once something comes."""
+    """The next reports."""
     while True:
-        told = {peer: dict(reached.unreached) for peer, reached in checks.take_reports(now)}
-        if told:
-            return told
+        reports = {peer: dict(report.unreached) for peer, report in checks.take_reports(now)}
+        if reports:
+            return reports
         assert select.select([checks], [], [], 10)[0], "nothing came"
 
 
@@ -75,10 +75,10 @@ def test_a_nonce_may_come_in_parts(checks: ReachabilityChecks) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"fedcba9876543210", b"", b"0123456789abcdeX", b"\xff\x00"], ids=["another", "nothing", "nearly", "binary"]
+    "sent", [b"fedcba9876543210", b"", b"0123456789abcdeX", b"\xff\x00"], ids=["another", "nothing", "nearly", "binary"]
 )
-def test_another_server_at_the_address_does_not_count(checks: ReachabilityChecks, listen: Listen, said: bytes) -> None:
-    node, other = listen(NONCE.encode()), listen(said)
+def test_another_server_at_the_address_does_not_count(checks: ReachabilityChecks, listen: Listen, sent: bytes) -> None:
+    node, other = listen(NONCE.encode()), listen(sent)
     assert checks.begin(NODE, [node, other], NONCE, 0.0)
     assert result(checks) == {NODE: {other: "something else answers"}}
 
@@ -92,9 +92,9 @@ def test_a_closed_port_is_reported_with_the_reason(checks: ReachabilityChecks, l
 def test_an_immediate_connection_error_is_reported_at_once(checks: ReachabilityChecks) -> None:
     # The kernel refuses this at once.
     assert checks.begin(NODE, ["tcp://255.255.255.255:1"], NONCE, 0.0)
-    ((_, reached),) = checks.take_reports(0.0)
+    ((_, report),) = checks.take_reports(0.0)
     # The first with no way to other machines, the second with one.
-    assert reached.unreached["tcp://255.255.255.255:1"] in map(os.strerror, (errno.ENETUNREACH, errno.EACCES))
+    assert report.unreached["tcp://255.255.255.255:1"] in map(os.strerror, (errno.ENETUNREACH, errno.EACCES))
 
 
 def test_a_lack_of_descriptors_is_reported(checks: ReachabilityChecks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +112,8 @@ def test_a_silent_port_is_reported_at_its_deadline(checks: ReachabilityChecks, l
     assert checks.next_deadline() == 100.0 + REACHABILITY_TIMEOUT_S
     assert select.select([checks], [], [], 10)[0]
     assert checks.take_reports(99.9 + REACHABILITY_TIMEOUT_S) == []
-    ((peer, reached),) = checks.take_reports(100.0 + REACHABILITY_TIMEOUT_S)
-    assert (peer, reached.unreached) == (NODE, {silent: "no answer within 2 s"})
+    ((peer, report),) = checks.take_reports(100.0 + REACHABILITY_TIMEOUT_S)
+    assert (peer, report.unreached) == (NODE, {silent: "no answer within 2 s"})
     assert checks.next_deadline() is None
 
 

@@ -160,7 +160,7 @@ def test_a_full_list_is_followed_by_deltas(fleet: MemoryFleet) -> None:
 
 def test_a_full_list_is_not_older_than_the_previous_delta(fleet: MemoryFleet) -> None:
     fleet.announce(make_event("a"))
-    # This head is told of the change by a whole list, and the others by what changed.
+    # This head gets the change in a full list, the others in a delta.
     fleet.connect("h1")
     fleet.settle()
     fleet.connect("h1")

@@ -131,12 +131,7 @@ _list_decoder = msgspec.json.Decoder(ReplicaList)
 
 def encode_event(event: ReplicaEvent) -> bytes:
     """Return the frame of ``event``. Raises `WireError` if the coordinator would refuse it."""
-    try:
-        frame = _encoder.encode(event)
-    except (TypeError, OverflowError, UnicodeError) as error:
-        raise WireError(f"replica event: {error}") from error
-    decode_event(frame)
-    return frame
+    return encode_strictly(event, _event_decoder, "replica event", MAX_EVENT_BYTES)
 
 
 def decode_event(frame: bytes) -> ReplicaEvent:
@@ -152,6 +147,16 @@ def encode_replica_list(replicas: ReplicaList) -> bytes:
 def decode_replica_list(frame: bytes) -> ReplicaList:
     """Return the list in ``frame``. Raises `WireError` with the field and its fault."""
     return decode_strictly(_list_decoder, frame, "replica list", MAX_REPLICA_LIST_BYTES)
+
+
+def encode_strictly(message: Struct, decoder: msgspec.json.Decoder[_T], what: str, max_bytes: int) -> bytes:
+    """Encode a frame, and check that ``decoder`` accepts it. Raises `WireError` as `decode_strictly` does."""
+    try:
+        frame = _encoder.encode(message)
+    except (TypeError, OverflowError, UnicodeError, RecursionError) as error:
+        raise WireError(f"{what}: {error}") from error
+    decode_strictly(decoder, frame, what, max_bytes)
+    return frame
 
 
 def decode_strictly(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str, max_bytes: int) -> _T:

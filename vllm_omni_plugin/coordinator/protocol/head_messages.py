@@ -22,6 +22,7 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     StageId,
     WallSeconds,
     decode_strictly,
+    encode_strictly,
 )
 from vllm_omni_plugin.errors import WireError
 
@@ -261,12 +262,7 @@ def is_of_head(frame: bytes) -> bool:
 
 def encode_from_head(message: FromHead | HeadQuery) -> bytes:
     """Return the frame of ``message``. Raises `WireError` if the coordinator would refuse it."""
-    try:
-        frame = _encoder.encode(message)
-    except (TypeError, OverflowError, UnicodeError, RecursionError) as error:
-        raise WireError(f"message of a head: {error}") from error
-    decode_from_head(frame)
-    return frame
+    return encode_strictly(message, _from_head, "message of a head", MAX_HEAD_FRAME_BYTES)
 
 
 def decode_from_head(frame: bytes) -> FromHead | HeadQuery:

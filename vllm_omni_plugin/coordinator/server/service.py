@@ -114,11 +114,6 @@ class OmniCoordinator:
         self._thread = threading.Thread(target=self._serve, name="omni-coordinator", daemon=True)
         self._thread.start()
 
-    def __repr__(self) -> str:
-        with self._lock:
-            state = "closed" if self._closing else "serving"
-            return f"<OmniCoordinator [{self.router_zmq_addr}, {self.pub_zmq_addr}: {len(self._table)} rows, {state}]>"
-
     @property
     def invalid_frames(self) -> dict[str, int]:
         """Dropped frames by `DropReason`. A frame over 256 KiB ends its connection and is not counted."""
