@@ -8,7 +8,7 @@ from pathlib import Path
 import zmq
 
 from tests.fakes.free_ports import free_port
-from vllm_omni_plugin.coordinator import ReplicaEvent, ReplicaList, ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaEvent, ReplicaList, ReplicaStatus, encode_event
 
 ANY = "tcp://127.0.0.1:*"
 
@@ -36,6 +36,28 @@ def make_event(
         incarnation=incarnation,
         sequence=sequence,
     )
+
+
+_VALID = encode_event(make_event())
+BAD_FRAMES = [
+    b"",
+    b"5",
+    b"null",
+    b"[]",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf" + _VALID,
+    _VALID[:-1],
+    _VALID + b"{}",
+    _VALID.replace(b"tcp://a:1", b"\xff"),
+    _VALID.replace(b"tcp://a:1", b"\\ud800"),
+    _VALID.replace(b'"up"', b'"sleepy"'),
+    _VALID.replace(b'"queue_length":0', b'"queue_length":' + b"9" * 5000),
+    b"[" * 60_000,
+    b'{"x":' * 10_000,
+    _VALID[:-1] + b',"deep":' + b"[" * 60_000 + b"]" * 1000,
+    _VALID[:-1] + b',"padding":"' + b"x" * 65_536 + b'"}',
+]
+"""Frames that are no valid event of a replica."""
 
 
 def free_address() -> str:

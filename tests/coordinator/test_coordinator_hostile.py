@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from coordinator_support import OpenDealer, eventually, make_event, names
+from coordinator_support import BAD_FRAMES, OpenDealer, eventually, make_event, names
 
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
@@ -14,24 +14,6 @@ from vllm_omni_plugin.coordinator import (
     encode_event,
 )
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason
-
-VALID = encode_event(make_event("stranger"))
-
-BAD_FRAMES = {
-    "empty": b"",
-    "no-utf8": b"\xff\xfe\x00",
-    "truncated": VALID[:-5],
-    "number": b"5",
-    "array": b"[1,2,3]",
-    "deep": b"[" * 60_000,
-    "deep-in-unknown-key": VALID[:-1] + b',"x":' + b"[" * 60_000,
-    "wrong-type": VALID.replace(b'"queue_length":0', b'"queue_length":"0"'),
-    "negative-queue": VALID.replace(b'"queue_length":0', b'"queue_length":-1'),
-    "huge-queue": VALID.replace(b'"queue_length":0', b'"queue_length":' + b"9" * 5000),
-    "unknown-stage": VALID.replace(b'"stage_id":0', b'"stage_id":70000'),
-    "unknown-status": VALID.replace(b'"up"', b'"sleepy"'),
-    "surrogate": VALID.replace(b"stranger", b"\\ud800"),
-}
 
 
 def test_oversized_frame_ends_only_its_own_connection(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
@@ -71,7 +53,7 @@ def random_message(rng: random.Random) -> tuple[list[bytes], str]:
     if choice == 6:
         replay = make_event("neighbour", status=ReplicaStatus.DOWN, incarnation=rng.randrange(9), sequence=9**9)
         return [encode_event(replay)], "stale"
-    return [rng.choice(list(BAD_FRAMES.values()))], "malformed"
+    return [rng.choice(BAD_FRAMES)], "malformed"
 
 
 @pytest.mark.parametrize("frames", [5_000, pytest.param(100_000, marks=pytest.mark.long)])

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from coordinator_support import make_event
+from coordinator_support import BAD_FRAMES, make_event
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -96,11 +96,8 @@ def test_replica_list_is_one_json_map_with_replicas_and_timestamp() -> None:
     ]
 
 
-def test_list_of_a_coordinator_without_our_fields_is_understood() -> None:
+def test_missing_optional_keys_and_unknown_keys_are_accepted() -> None:
     assert decode_replica_list(b'{"replicas":[],"timestamp":1.5}') == ReplicaList([], 1.5)
-
-
-def test_unknown_keys_of_a_newer_replica_are_ignored() -> None:
     assert decode_event(frame_with(colour="blue")) == make_event()
 
 
@@ -144,25 +141,7 @@ def test_missing_field_is_named(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame",
-    [
-        b"",
-        b"5",
-        b"null",
-        b"[]",
-        b"\xff\xfe",
-        b"\xef\xbb\xbf" + frame_with(),
-        frame_with()[:-1],
-        frame_with() + b"{}",
-        frame_with().replace(b"tcp://a:1", b"\xff"),
-        frame_with().replace(b"tcp://a:1", b"\\ud800"),
-        b"[" * 60_000,
-        b'{"x":' * 10_000,
-        frame_with()[:-1] + b',"deep":' + b"[" * 60_000 + b"]" * 1000,
-        frame_with(padding="x" * 65_536),
-        b"\x00" * 10_000_000,
-    ],
-    ids=lambda frame: f"{frame[:12]!r}({len(frame)})",
+    "frame", [*BAD_FRAMES, b"\x00" * 10_000_000], ids=lambda frame: f"{frame[:12]!r}({len(frame)})"
 )
 def test_frame_that_is_no_event_is_a_wire_error(frame: bytes) -> None:
     with pytest.raises(WireError, match="replica event"):

@@ -137,22 +137,19 @@ def test_busy_port_is_a_config_error_naming_it() -> None:
             OmniCoordinatorRuntime(port=port)
 
 
-def test_close_ends_the_process_and_is_idempotent() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_close_ends_the_process_even_if_it_hangs_and_is_idempotent(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
     runtime = OmniCoordinatorRuntime()
     pid = process_of(runtime)
+    if hangs:
+        monkeypatch.setattr(runtime_module, "STOP_TIMEOUT", 0.1)
+        os.kill(pid, signal.SIGSTOP)
     runtime.close()
     assert not runs(pid)
     assert runtime.process_id is None
     runtime.close()
-
-
-def test_process_that_does_not_answer_is_killed_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_module, "STOP_TIMEOUT", 0.1)
-    runtime = OmniCoordinatorRuntime()
-    pid = process_of(runtime)
-    os.kill(pid, signal.SIGSTOP)
-    runtime.close()
-    assert not runs(pid)
 
 
 def test_process_dies_with_its_parent_although_a_fork_holds_its_pipe() -> None:

@@ -77,16 +77,12 @@ def test_a_nonce_may_come_in_parts(checks: ReachabilityChecks) -> None:
 @pytest.mark.parametrize(
     "sent", [b"fedcba9876543210", b"", b"0123456789abcdeX", b"\xff\x00"], ids=["another", "nothing", "nearly", "binary"]
 )
-def test_another_server_at_the_address_does_not_count(checks: ReachabilityChecks, listen: Listen, sent: bytes) -> None:
-    node, other = listen(NONCE.encode()), listen(sent)
-    assert checks.begin(NODE, [node, other], NONCE, 0.0)
-    assert result(checks) == {NODE: {other: "something else answers"}}
-
-
-def test_a_closed_port_is_reported_with_the_reason(checks: ReachabilityChecks, listen: Listen) -> None:
-    closed = f"tcp://127.0.0.1:{free_port()}"
-    assert checks.begin(NODE, [listen(NONCE.encode()), closed], NONCE, 0.0)
-    assert result(checks) == {NODE: {closed: "Connection refused"}}
+def test_a_closed_port_and_another_server_at_the_address_are_reported(
+    checks: ReachabilityChecks, listen: Listen, sent: bytes
+) -> None:
+    node, other, closed = listen(NONCE.encode()), listen(sent), f"tcp://127.0.0.1:{free_port()}"
+    assert checks.begin(NODE, [node, other, closed], NONCE, 0.0)
+    assert result(checks) == {NODE: {other: "something else answers", closed: "Connection refused"}}
 
 
 def test_an_immediate_connection_error_is_reported_at_once(checks: ReachabilityChecks) -> None:

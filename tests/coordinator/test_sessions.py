@@ -261,12 +261,9 @@ def test_an_older_connection_of_a_head_is_ignored(fleet: MemoryFleet) -> None:
     assert sessions.handle(b"old", hello("h1", 10**9 - 1), fleet.now) is None
     assert sessions.handle(b"other", hello("h1"), fleet.now) is None
     assert sessions.handle(b"old", WorkReport(True, [work()]), fleet.now) is None
-
-
-def test_a_connection_belongs_to_one_head(fleet: MemoryFleet) -> None:
-    peer = fleet.heads["h1"].peer
-    assert fleet.sessions.handle(peer, hello("h2"), fleet.now) is None
-    assert fleet.sessions.handle(peer, hello("h9"), fleet.now) is None
+    # A connection belongs to one head.
+    for other in ("h2", "h9"):
+        assert sessions.handle(b"new", hello(other), fleet.now) is None
 
 
 def test_a_refused_head_gets_the_reason_until_there_is_a_session(fleet: MemoryFleet) -> None:
