@@ -15,7 +15,7 @@ import zmq.utils.monitor
 
 from tests.coordinator.coordinator_support import eventually
 from tests.fakes.keeping import keeping
-from tests.fakes.strangers import stranger
+from tests.fakes.raw_peers import raw_peer
 from vllm_omni_plugin.curve import (
     HANDSHAKE_FRAME_BYTES,
     PLAIN_USERNAME,
@@ -146,9 +146,9 @@ UNAUTHENTICATED = {
 }
 
 
-@pytest.mark.parametrize("stranger", UNAUTHENTICATED.values(), ids=UNAUTHENTICATED.keys())
+@pytest.mark.parametrize("client", UNAUTHENTICATED.values(), ids=UNAUTHENTICATED.keys())
 def test_unauthenticated_peer_is_refused_counted_and_logged_with_its_address(
-    site: Site, stranger: Callable[[Socket], None], caplog: pytest.LogCaptureFixture
+    site: Site, client: Callable[[Socket], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = site.serve()
     refusals = 0
@@ -157,7 +157,7 @@ def test_unauthenticated_peer_is_refused_counted_and_logged_with_its_address(
         refusals += 1
         assert refusals < 100
         site.now += 2 * LOG_INTERVAL
-        assert not site.admits(server, stranger)
+        assert not site.admits(server, client)
         eventually(lambda: site.zap_handler.refused == refusals)  # noqa: B023
     assert "at the test socket" in caplog.text
     assert site.admits(server, holder(made(OLD)))
@@ -239,10 +239,10 @@ def test_unauthenticated_peer_that_sends_too_much_is_disconnected(
 ) -> None:
     site = sites(made(OLD))
     demand = None if mechanism == b"CURVE" else lambda socket: require_password(socket, "test")
-    with stranger(port_of(site.serve(demand)), mechanism) as peer:
-        peer.announce(2**30)
+    with raw_peer(port_of(site.serve(demand)), mechanism) as peer:
+        peer.send_frame_header(2**30)
         peer.send(bytes(MAX_HANDSHAKE_BYTES))
-        assert peer.is_cut()
+        assert peer.is_disconnected()
         eventually(lambda: site.zap_handler.refused == 1)
     assert TOO_MUCH in caplog.text
 
@@ -257,9 +257,9 @@ def test_unauthenticated_peer_with_an_oversized_frame_is_disconnected_and_logged
 
     server = site.serve(secure)
     assert site.admits(server, holder(made(OLD)))
-    with stranger(port_of(server)) as peer:
-        peer.announce(HANDSHAKE_FRAME_BYTES + 1)
-        assert peer.is_cut()
+    with raw_peer(port_of(server)) as peer:
+        peer.send_frame_header(HANDSHAKE_FRAME_BYTES + 1)
+        assert peer.is_disconnected()
         eventually(lambda: site.zap_handler.refused == 1)
     assert TOO_MUCH in caplog.text
 

@@ -206,12 +206,12 @@ def test_process_out_of_descriptors_cuts_new_connections_and_goes_on(
     held = len(os.listdir(f"/proc/{pid}/fd"))
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (held + RESERVED_DESCRIPTORS, most))
     host, _, port = runtime.router_address.removeprefix("tcp://").rpartition(":")
-    strangers = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3 * RESERVED_DESCRIPTORS)]
-    for stranger in strangers:
+    peers = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3 * RESERVED_DESCRIPTORS)]
+    for peer in peers:
         with contextlib.suppress(ConnectionResetError):
-            while stranger.recv(4096):
+            while peer.recv(4096):
                 pass
-        stranger.close()
+        peer.close()
     client.update_info(queue_length=9)
     eventually(lambda: [info.queue_length for info in hub.get_replica_list().replicas] == [9])
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))

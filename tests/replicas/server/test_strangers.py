@@ -14,7 +14,7 @@ import zmq
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest, FakeUtilityOutput
 from tests.fakes.hostile_frames import hostile_message, hostile_stream
-from tests.fakes.strangers import stranger
+from tests.fakes.raw_peers import raw_peer
 from tests.replicas.remote_server import TimedOutputs
 from tests.replicas.server.conftest import MakeHead, Node, StartNode
 from tests.replicas.server.engines import SlotCodec
@@ -112,8 +112,8 @@ async def test_what_is_too_large_before_the_handshake_is_cut_off_on_every_port(s
         assert len(ports) == 5
         for port in ports:
             for announced, sent in ((2**62, 0), (2**20, MAX_HANDSHAKE_BYTES)):
-                with stranger(port) as peer:
-                    peer.announce(announced)
+                with raw_peer(port) as peer:
+                    peer.send_frame_header(announced)
                     with contextlib.suppress(ConnectionError):
                         peer.send(bytes(sent))
                     assert await asyncio.to_thread(peer.is_cut), port

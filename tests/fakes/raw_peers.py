@@ -1,4 +1,4 @@
-"""A peer that has not authenticated, on a plain tcp connection to a port that speaks ZMTP."""
+"""An unauthenticated peer: a plain tcp connection to a ZMTP port."""
 
 import socket
 import struct
@@ -11,22 +11,22 @@ _LONG_COMMAND = b"\x06"
 _PATIENCE_S = 20.0
 
 
-class Stranger:
-    """It has sent its greeting."""
+class RawPeer:
+    """Has sent its greeting."""
 
     def __init__(self, connection: socket.socket, mechanism: bytes) -> None:
         self._connection = connection
         connection.sendall(_GREETING % mechanism.ljust(20, b"\0"))
 
-    def announce(self, size: int) -> None:
-        """Begin a frame of so many bytes."""
+    def send_frame_header(self, size: int) -> None:
+        """Send the header of a frame of this size."""
         self.send(_LONG_COMMAND + struct.pack(">Q", size))
 
     def send(self, data: bytes) -> None:
         self._connection.sendall(data)
 
-    def is_cut(self) -> bool:
-        """Whether the other end ends the connection, which this waits for."""
+    def is_disconnected(self) -> bool:
+        """Wait until the other end closes the connection; return False after a timeout."""
         try:
             while self._connection.recv(65536):
                 pass
@@ -38,6 +38,6 @@ class Stranger:
 
 
 @contextmanager
-def stranger(port: int, mechanism: bytes = b"CURVE") -> Iterator[Stranger]:
+def raw_peer(port: int, mechanism: bytes = b"CURVE") -> Iterator[RawPeer]:
     with socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) as connection:
-        yield Stranger(connection, mechanism)
+        yield RawPeer(connection, mechanism)
