@@ -116,7 +116,7 @@ async def test_what_is_too_large_before_the_handshake_is_cut_off_on_every_port(s
                     peer.send_frame_header(announced)
                     with contextlib.suppress(ConnectionError):
                         peer.send(bytes(sent))
-                    assert await asyncio.to_thread(peer.is_cut), port
+                    assert await asyncio.to_thread(peer.is_disconnected), port
         await works(node, head)
 
 
