@@ -38,7 +38,7 @@ def group(
     return incarnation, one, other, helper
 
 
-def test_ranks_that_all_leave_end_in_order_and_the_helper_after_them(threads: ThreadPoolExecutor) -> None:
+def test_ranks_that_all_leave_shut_down_and_then_the_helper(threads: ThreadPoolExecutor) -> None:
     told = threading.Event()
     incarnation, one, other, helper = group(told.set)
     leaving = threads.submit(incarnation.leave, 0, None)
@@ -55,7 +55,7 @@ def test_ranks_that_all_leave_end_in_order_and_the_helper_after_them(threads: Th
     assert told.wait(SOON_S)
 
 
-def test_leaving_alone_takes_no_longer_than_it_may() -> None:
+def test_a_rank_that_leaves_alone_waits_until_its_timeout() -> None:
     incarnation, one, other, helper = group()
     incarnation.leave(0, 0.01)
     assert not one.ended
@@ -64,7 +64,7 @@ def test_leaving_alone_takes_no_longer_than_it_may() -> None:
     assert helper.ended
 
 
-def test_who_comes_to_an_ended_incarnation_is_killed() -> None:
+def test_a_process_added_to_an_ended_incarnation_is_killed() -> None:
     incarnation = GroupIncarnation(2)
     incarnation.end()
     late = FakeProcess(0)
@@ -73,7 +73,7 @@ def test_who_comes_to_an_ended_incarnation_is_killed() -> None:
     assert late.killed
 
 
-def test_what_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._EXIT_TIMEOUT_S", 0.0)
     incarnation, undying = GroupIncarnation(1), Undying(0)
     incarnation.add(undying)

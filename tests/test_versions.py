@@ -1,4 +1,4 @@
-"""Which versions of vLLM are supported, and what of the code serves only some of them."""
+"""The supported versions of vLLM, and the differences between them."""
 
 import re
 
@@ -22,14 +22,14 @@ def test_builds_of_the_supported_releases_are_taken(version: str) -> None:
 @pytest.mark.parametrize(
     "version", ["0.31.0", "0.31.1.dev3+g1a2b3c4", "0.34.0", "0.34.0rc0", "1.32.0", "0.3.3", "dev", ""]
 )
-def test_others_are_refused_with_what_is_needed_and_what_is_there(version: str) -> None:
+def test_other_versions_are_refused_with_the_needed_and_the_installed_version(version: str) -> None:
     reason = why_unsupported(version)
     assert reason is not None
     assert RANGE in reason
     assert reason.endswith(version or "one without a version")
 
 
-def test_the_range_is_worded_as_it_is() -> None:
+def test_the_text_of_the_range_has_its_versions() -> None:
     assert [tuple(map(int, found)) for found in re.findall(r"(\d+)\.(\d+)", RANGE)] == [OLDEST, NEWEST]
 
 

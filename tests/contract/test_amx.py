@@ -1,4 +1,4 @@
-"""The tile registers of processors that have some are asked for in the engines of a fleet, and nowhere else."""
+"""AMX is requested in the engines of a fleet, if the processor has it, and nowhere else."""
 
 import logging
 import multiprocessing
@@ -46,7 +46,7 @@ def test_amx_is_requested_where_the_processor_has_it(tmp_path: Path) -> None:
         pytest.param(WITH_TILES, "aarch64", id="another family, where the call has another number"),
     ],
 )
-def test_nothing_is_asked_elsewhere(text: str | None, machine: str, tmp_path: Path) -> None:
+def test_amx_is_not_requested_on_other_processors(text: str | None, machine: str, tmp_path: Path) -> None:
     assert asked(text, tmp_path, machine) == []
 
 
@@ -56,7 +56,7 @@ def test_a_refusal_is_logged_with_what_to_do(tmp_path: Path, caplog: pytest.LogC
     assert "--dtype float32" in caplog.text
 
 
-def test_the_real_call_is_made_or_left_out_without_an_error() -> None:
+def test_the_real_system_call_raises_no_error() -> None:
     # In a process of its own: the permission stays for the life of a process.
     context = multiprocessing.get_context("spawn")
     child = context.Process(target=request_amx)
@@ -65,7 +65,7 @@ def test_the_real_call_is_made_or_left_out_without_an_error() -> None:
     assert child.exitcode == 0
 
 
-def test_registration_asks_in_an_engine_of_a_fleet_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registration_requests_amx_only_in_an_engine_of_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(amx, "request_amx", lambda: calls.append("asked"))
     monkeypatch.delenv(FLEET_ENGINE, raising=False)

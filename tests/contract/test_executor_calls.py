@@ -1,4 +1,4 @@
-"""What vLLM's executors call by name of their workers, beside the workers of our executor without a model."""
+"""The methods that vLLM's executors call on workers exist in our executor without a model."""
 
 import inspect
 import re

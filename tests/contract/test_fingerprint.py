@@ -1,4 +1,4 @@
-"""What makes two configurations the same to a fleet, with vLLM's real ones."""
+"""Which differences between two of vLLM's configurations change the fingerprint."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def between(head: Any, replica: Any) -> list[str]:
         pytest.param("training_args.bin", "state", [], id="what no loader reads beside the weights"),
     ],
 )
-def test_what_of_a_models_files_makes_it_another(
+def test_which_files_of_a_model_change_its_fingerprint(
     model: Path, tmp_path: Path, file: str, content: str, fields: list[str]
 ) -> None:
     other = shutil.copytree(model, tmp_path / "other")
@@ -87,7 +87,7 @@ def test_another_stage_differs(model: Path) -> None:
     assert differences(fingerprint(config, 0), fingerprint(config, 1)) == ["stage: head has 0, replica 1"]
 
 
-def test_a_download_of_a_model_is_that_model_whatever_its_cache(tmp_path: Path) -> None:
+def test_a_cached_model_is_identified_by_its_name_and_commit(tmp_path: Path) -> None:
     cache = write_model(tmp_path / "models--org--name" / "snapshots" / "0a1b")
     found = fingerprint(vllm_config(cache), 0)
     assert (found["model"], found["revision"]) == ("org/name", "0a1b")
@@ -120,7 +120,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 @pytest.mark.parametrize("revision", [None, "main", COMMIT])
-def test_a_model_on_the_hub_is_told_by_the_commit_that_was_resolved(hub: Hub, revision: str | None) -> None:
+def test_a_model_on_the_hub_is_identified_by_the_resolved_commit(hub: Hub, revision: str | None) -> None:
     online = hub.online(COMMIT, revision)
     found = fingerprint(online, 0)
     assert (online.model_config.model, found["model"], found["revision"]) == ("org/name", "org/name", COMMIT)
@@ -134,14 +134,14 @@ def test_other_ways_to_read_the_same_files_are_the_same(model: Path) -> None:
     assert between(vllm_config(model), vllm_config(model, load_format="safetensors")) == []
 
 
-def test_a_model_whose_weights_are_elsewhere_is_told_by_where(model: Path) -> None:
+def test_a_model_with_weights_elsewhere_is_identified_by_their_address(model: Path) -> None:
     head, replica = vllm_config(model), vllm_config(model)
     replica.model_config.model_weights = "s3://bucket/weights"
     (line,) = differences(fingerprint(head, 0), fingerprint(replica, 0))
     assert line.endswith("with s3://bucket/weights")
 
 
-def test_adapters_that_are_always_used_are_told_by_their_content(model: Path, tmp_path: Path) -> None:
+def test_default_adapters_are_identified_by_their_content(model: Path, tmp_path: Path) -> None:
     configs = []
     for name, weights in (("a", b"1"), ("b", b"1"), ("c", b"2")):
         adapter = tmp_path / name
@@ -153,6 +153,6 @@ def test_adapters_that_are_always_used_are_told_by_their_content(model: Path, tm
     assert between(configs[0], configs[2]) == ["LoRA"]
 
 
-def test_no_field_is_longer_than_heads_and_replicas_may_say(model: Path) -> None:
+def test_no_field_is_longer_than_a_message_allows(model: Path) -> None:
     long = {"hf_overrides": {"x" * 500: "y" * 2000}, "logits_processors": [f"package.module_{i}:P" for i in range(200)]}
     assert max(map(len, fingerprint(vllm_config(model, **long), 0).values())) <= MAX_TEXT_CHARS

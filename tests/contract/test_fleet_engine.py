@@ -1,4 +1,4 @@
-"""An engine of a fleet tells how its workers ended; whoever started it can name each end."""
+"""An engine of a fleet reports how its workers exited."""
 
 import multiprocessing
 import os
@@ -56,9 +56,7 @@ def exit_note() -> Iterator[ExitNote]:
         yield words
 
 
-def test_the_workers_that_ended_are_named_with_their_signals(
-    exit_note: ExitNote, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_exited_workers_are_named_with_their_signals(exit_note: ExitNote, caplog: pytest.LogCaptureFixture) -> None:
     ill = spawned("VllmWorker-0", end_by, signal.SIGILL)
     alive = spawned("VllmWorker-1", time.sleep, ENOUGH_S)
     ill.join(ENOUGH_S)
@@ -68,7 +66,7 @@ def test_the_workers_that_ended_are_named_with_their_signals(
     assert not alive.is_alive(), "vLLM's own shutdown has ended it"
 
 
-def test_an_end_in_order_leaves_no_words(exit_note: ExitNote) -> None:
+def test_a_normal_shutdown_writes_no_exit_note(exit_note: ExitNote) -> None:
     worker = spawned("VllmWorker-0", end_by, signal.SIGTERM)
     worker.join(ENOUGH_S)
     executor = executor_of(worker)
@@ -80,7 +78,7 @@ def test_an_end_in_order_leaves_no_words(exit_note: ExitNote) -> None:
 
 
 @pytest.mark.parametrize("path", [pytest.param("/proc/0/fd/0", id="its owner is gone"), None])
-def test_an_engine_that_cannot_tell_how_it_ended_ends_all_the_same(
+def test_an_engine_that_cannot_write_its_exit_note_still_exits(
     monkeypatch: pytest.MonkeyPatch, path: str | None
 ) -> None:
     if path is None:
@@ -109,11 +107,11 @@ def test_only_vllms_own_executor_is_replaced() -> None:
         (-40, "was ended by signal 40"),
     ],
 )
-def test_an_exit_has_a_name(code: int | None, text: str) -> None:
+def test_descriptions_of_exit_codes(code: int | None, text: str) -> None:
     assert describe_exit(code) == text
 
 
-def test_an_engine_core_that_ends_without_a_word_is_named_by_its_own_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_exit_note_the_exit_of_the_engine_core_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     core = spawned("EngineCore", end_by, signal.SIGSEGV)
     given: dict[str, Any] = {}
 
@@ -133,9 +131,7 @@ def test_an_engine_core_that_ends_without_a_word_is_named_by_its_own_exit(monkey
 
 
 @pytest.mark.parametrize(("given", "told"), [(0, 1), (30, 30)])
-def test_no_engine_aborts_its_requests_when_it_is_told_to_end(
-    monkeypatch: pytest.MonkeyPatch, given: int, told: int
-) -> None:
+def test_no_engine_aborts_its_requests_on_sigterm(monkeypatch: pytest.MonkeyPatch, given: int, told: int) -> None:
     configs: list[Any] = []
 
     def manager(*, vllm_config: Any, **_: Any) -> Any:

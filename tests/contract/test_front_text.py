@@ -1,4 +1,4 @@
-"""An answer in the tokens of another model than the prompt's is read with that model's tokenizer and no prompt."""
+"""An answer in the tokens of another model is detokenized with that model's tokenizer."""
 
 import time
 from collections.abc import Sequence
@@ -53,19 +53,19 @@ def processor(tokenizer: PreTrainedTokenizerFast) -> OutputProcessor:
     return processor
 
 
-def test_the_prompts_tokens_of_another_model_leave_no_trace_in_the_answer(
+def test_prompt_tokens_of_another_model_do_not_change_the_answer(
     processor: OutputProcessor, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     add(processor, request([tokenizer.convert_tokens_to_ids(HALF_A_CHARACTER)]))
     assert answer(processor, tokenizer.encode(" good")) == " good"
 
 
-def test_an_answer_that_nobody_reads_as_text_is_left_alone(processor: OutputProcessor) -> None:
+def test_an_answer_without_text_is_not_changed(processor: OutputProcessor) -> None:
     add(processor, request([1], detokenize=False))
     assert answer(processor, [2]) == ""
 
 
-def test_a_further_chunk_of_a_session_does_not_begin_the_answer_anew(processor: OutputProcessor) -> None:
+def test_a_further_chunk_of_a_session_does_not_restart_the_answer(processor: OutputProcessor) -> None:
     add(processor, request([1], resumable=True))
     before = processor.request_states["a"].detokenizer
     add(processor, request([2], resumable=True))

@@ -1,4 +1,4 @@
-"""What `--data-parallel-size` makes of a configuration, and how the engines of ranks are numbered."""
+"""How `--data-parallel-size` changes a configuration, and how the engines of ranks are numbered."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_ranks_of_a_dense_model_are_engines_of_their_own(dense: Path) -> None:
     assert [launcher.identity(replica) for replica in range(RANKS)] == [b"\x03\x00", b"\x04\x00"]
 
 
-def test_ranks_of_a_mixture_of_experts_know_of_each_other_and_the_front_end_of_one_only(experts: Path) -> None:
+def test_a_mixture_of_experts_has_all_ranks_in_the_engine_config_and_one_in_the_front_end(experts: Path) -> None:
     config = vllm_config(experts, data_parallel_size=RANKS)
     engine_config, ranks = split_ranks(config)
     parallel = engine_config.parallel_config
@@ -69,9 +69,7 @@ def test_the_engines_of_every_group_are_numbered_from_0(experts: Path) -> None:
     assert [list(launcher.group_of(replica)) for replica in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def test_a_replica_of_experts_without_ranks_is_not_taken_for_a_rank(
-    experts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_of_experts_without_ranks_has_engine_index_0(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     indexes: list[tuple[int, str]] = []
 
     def spawn(config: Any, _executor: Any, _stats: bool, engine: int, _rank: int, _on_spawn: Any) -> None:
@@ -86,7 +84,7 @@ def test_a_replica_of_experts_without_ranks_is_not_taken_for_a_rank(
     assert indexes == [(0, "name_replica3"), (0, "name_replica4")]
 
 
-def test_a_later_group_takes_devices_behind_those_before(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_group_uses_the_next_devices(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spawned: dict[int, Any] = {}
 
     def spawn(config: Any, _executor: Any, _stats: bool, engine: int, rank: int, _on_spawn: Any) -> None:
@@ -113,7 +111,7 @@ def test_a_rank_that_is_cancelled_before_its_siblings_start_is_not_spawned(exper
     lonely.shutdown(0.0)
 
 
-def test_every_request_comes_of_a_wave_that_is_over(dense: Path) -> None:
+def test_every_request_has_a_stale_wave(dense: Path) -> None:
     asked = request("a")
     _, *frames = EngineApi().encode_add(asked, "b")
     sent = msgspec.msgpack.decode(frames[0], type=type(asked))

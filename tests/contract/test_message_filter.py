@@ -1,4 +1,4 @@
-"""What may reach an engine of another process, in vLLM's own encoding."""
+"""Which messages may reach an engine of another process, in vLLM's own encoding."""
 
 import random
 import shutil
@@ -52,7 +52,7 @@ def test_calls_that_heads_make_pass_and_are_methods_of_the_engine(method: str) -
     assert hasattr(EngineCoreProc, method) is (method not in NEWER)
 
 
-def test_an_engine_that_was_told_to_end_refuses_calls_in_these_words() -> None:
+def test_an_engine_that_shuts_down_refuses_calls_with_this_text() -> None:
     answers: Queue[Any] = Queue()
     engine: Any = SimpleNamespace(shutdown_state=EngineShutdownState.REQUESTED, output_queue=answers)
     assert EngineCoreProc._reject_utility_in_shutdown(engine, 0, 7, "is_sleeping")
@@ -68,7 +68,7 @@ def test_other_methods_are_refused_with_an_answer(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", sorted(ALLOWED_WORKER_CALLS))
-def test_what_vllms_server_calls_on_workers_passes(method: str) -> None:
+def test_worker_calls_of_vllms_server_pass(method: str) -> None:
     assert refusal_of("collective_rpc", method, None, (), {}) is None
 
 
@@ -91,7 +91,7 @@ def test_functions_are_refused_in_dev_mode_too(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("called", [["update_weights"], {"update_weights": 1}, None, 7, b"update_weights"])
 @pytest.mark.parametrize("dev_mode", ["1", "0", "true", ""])
-def test_what_is_no_name_of_a_method_is_refused_with_an_answer(
+def test_an_invalid_method_name_is_refused_with_an_answer(
     monkeypatch: pytest.MonkeyPatch, called: Any, dev_mode: str
 ) -> None:
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)
@@ -122,7 +122,7 @@ def test_an_adapter_with_the_files_of_the_head_is_loaded(folder: Path, loaded: A
     [{"weights": b"other"}, {"config": {"r": 16}}, {"weights_name": "adapter_model.bin"}],
     ids=["weights", "configuration", "kind of file"],
 )
-def test_an_adapter_with_other_files_is_a_call_that_fails(folder: Path, loaded: Adapter, other: dict[str, Any]) -> None:
+def test_an_adapter_with_other_files_is_a_failed_call(folder: Path, loaded: Adapter, other: dict[str, Any]) -> None:
     shutil.rmtree(folder)
     write_adapter(folder, **other)
     reason = complaint("add_lora", loaded)
@@ -131,12 +131,12 @@ def test_an_adapter_with_other_files_is_a_call_that_fails(folder: Path, loaded: 
     assert all(named in reason for named in ("'story'", str(folder), here, loaded.digest))
 
 
-def test_an_adapter_whose_files_only_the_head_has_is_a_call_that_fails(folder: Path, loaded: Adapter) -> None:
+def test_an_adapter_with_files_only_on_the_head_is_a_failed_call(folder: Path, loaded: Adapter) -> None:
     shutil.rmtree(folder)
     assert "(no files)" in complaint("add_lora", loaded)
 
 
-def test_an_adapter_of_which_the_head_has_no_files_is_loaded(folder: Path) -> None:
+def test_an_adapter_without_files_on_the_head_is_loaded(folder: Path) -> None:
     write_adapter(folder.parent / "elsewhere")
     assert refusal_of("add_lora", Adapter("story", 7, str(folder))) is None
     assert refusal_of("add_lora", adapter_of(LoRARequest("story", 7, "org/story"))) is None
@@ -149,7 +149,7 @@ def test_only_requests_aborts_and_calls_pass(kind: bytes) -> None:
     assert not refusal.answer
 
 
-def test_whatever_comes_nothing_is_raised() -> None:
+def test_no_message_raises_an_exception() -> None:
     rng = random.Random(5)
     calls = (("collective_rpc", ("m", None, (), {})), ("add_lora", (Adapter("a", 1, "/a", digest="d"),)))
     samples = [bytes(frame) for method, args in calls for frame in API.encode_utility(1, method, args)]

@@ -67,7 +67,7 @@ def make(fields: dict[str, Any]) -> EngineCoreRequest:
 
 
 @pytest.mark.parametrize(("fields", "move"), HOW, ids=str)
-def test_a_begun_request_moves_by_what_its_sampling_looks_back_at(fields: dict[str, Any], move: Move) -> None:
+def test_how_a_started_request_moves_depends_on_its_sampling(fields: dict[str, Any], move: Move) -> None:
     assert EngineApi().how_to_move(make(fields)) is move
 
 
@@ -83,7 +83,7 @@ def test_embeddings_replay_and_a_session_never_moves() -> None:
     assert EngineApi().how_to_move(request(resumable=True)) is Move.NEVER
 
 
-def test_a_document_stays_where_its_query_is() -> None:
+def test_a_document_is_pinned_to_the_replica_of_its_query() -> None:
     scoring = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_doc_params("q"))
     caching = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_query_params("q", 1))
     for params, move in ((scoring, Move.PINNED), (caching, Move.NEVER), (PoolingParams(task="embed"), Move.NEVER)):
@@ -105,7 +105,7 @@ def test_a_pooling_request_is_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("fields", "move"), HOW, ids=str)
-def test_only_a_request_that_could_not_be_repeated_gets_a_seed(fields: dict[str, Any], move: Move) -> None:
+def test_only_a_request_that_could_not_replay_gets_a_seed(fields: dict[str, Any], move: Move) -> None:
     sampled = make({name: value for name, value in fields.items() if name not in ("temperature", "seed")})
     movable = EngineApi(random=Random(1)).make_movable(sampled)
     if "seed" in fields or move is Move.RESUME:
@@ -116,7 +116,7 @@ def test_only_a_request_that_could_not_be_repeated_gets_a_seed(fields: dict[str,
     assert EngineApi().make_movable(make(fields | GREEDY)).sampling_params.seed == fields.get("seed")
 
 
-def test_a_resumed_request_produces_what_is_missing_and_leaves_the_original_alone() -> None:
+def test_a_resumed_request_produces_the_rest_and_does_not_change_the_original() -> None:
     original = request(max_tokens=50, min_tokens=10, prompt_logprobs=2, logprobs=1, **GREEDY)
     resumed = EngineApi().continuation(original, Move.RESUME, [4, 5, 6])
     assert resumed.prompt_token_ids == [1, 2, 3, 4, 5, 6]
@@ -130,7 +130,7 @@ def test_a_resumed_request_produces_what_is_missing_and_leaves_the_original_alon
 
 
 @pytest.mark.parametrize("move", [Move.RESUME, Move.REPLAY])
-def test_what_was_told_of_chosen_prompt_tokens_is_not_told_again(move: Move) -> None:
+def test_logprobs_of_chosen_prompt_tokens_are_not_computed_again(move: Move) -> None:
     original = request(**GREEDY)
     original.sampling_params.prompt_logprob_token_ids = [4]
     original.sampling_params.prompt_logprob_start = 1
@@ -141,16 +141,16 @@ def test_what_was_told_of_chosen_prompt_tokens_is_not_told_again(move: Move) -> 
     assert original.sampling_params.prompt_logprob_token_ids == [4]
 
 
-def test_a_request_that_reads_no_caches_for_a_reason_of_its_own_does_not_when_it_has_moved() -> None:
+def test_a_moved_request_that_skips_the_prefix_cache_still_skips_it() -> None:
     original = request(skip_reading_prefix_cache=True, **GREEDY)
     assert EngineApi().continuation(original, Move.RESUME, [4]).sampling_params.skip_reading_prefix_cache
 
 
-def test_the_least_number_of_tokens_is_never_negative() -> None:
+def test_min_tokens_is_never_negative() -> None:
     assert EngineApi().continuation(request(min_tokens=1), Move.RESUME, [4, 5, 6]).sampling_params.min_tokens == 0
 
 
-def test_a_replayed_request_is_the_same_without_what_has_been_delivered() -> None:
+def test_a_replayed_request_is_the_same_without_prompt_logprobs() -> None:
     original = request(max_tokens=50, min_tokens=10, prompt_logprobs=2, presence_penalty=1.0)
     replayed = EngineApi().continuation(original, Move.REPLAY, [4, 5, 6])
     params = replayed.sampling_params
@@ -170,7 +170,7 @@ def test_a_replayed_request_is_the_same_without_what_has_been_delivered() -> Non
         ([], None, None),
     ],
 )
-def test_a_request_of_which_only_the_end_is_missing_is_ended(
+def test_a_request_with_all_its_tokens_is_ended(
     produced: list[int], reason: FinishReason | None, stop: int | None
 ) -> None:
     whole = request(max_tokens=3, stop_token_ids=[9])
@@ -205,7 +205,7 @@ def first_output(tokens: list[int], prompt: int = 2) -> EngineCoreOutput:
 
 
 @pytest.mark.parametrize("repeated", range(4))
-def test_the_first_output_of_a_moved_request_becomes_one_in_the_middle(repeated: int) -> None:
+def test_repeated_tokens_and_prefill_results_are_removed_from_the_first_output(repeated: int) -> None:
     output, rest = first_output([10, 11, 12]), [10, 11, 12][repeated:]
     moving.trim_repeated(output, repeated)
     assert output.new_token_ids == rest
@@ -219,7 +219,7 @@ def test_the_first_output_of_a_moved_request_becomes_one_in_the_middle(repeated:
 
 
 @pytest.mark.parametrize("repeated", range(3))
-def test_a_first_output_without_anything_beside_its_tokens_becomes_one_in_the_middle(repeated: int) -> None:
+def test_repeated_tokens_are_removed_from_an_output_without_other_fields(repeated: int) -> None:
     output = EngineCoreOutput("r", [10, 11])
     moving.trim_repeated(output, repeated)
     assert output == EngineCoreOutput("r", [10, 11][repeated:])

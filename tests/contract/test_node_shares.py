@@ -1,4 +1,4 @@
-"""The share of a node that an engine gets: cores among all engines, devices behind those of the stages before."""
+"""The cores and devices of a node that each engine gets."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_stages_take_devices_one_behind_the_other() -> None:
+def test_stages_get_consecutive_devices() -> None:
     first, second = stage(world_size=2), stage()
     taken = assign_devices(first, 0, 2)
     assert taken == 4
@@ -43,7 +43,7 @@ def test_stages_take_devices_one_behind_the_other() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_devices_are_taken_of_those_that_the_user_chose() -> None:
+def test_devices_are_among_those_that_the_user_chose() -> None:
     second = stage(chosen=[7, 5, 3])
     assert assign_devices(second, 1, 2) == 2
     assert second.parallel_config.assigned_physical_gpu_ids == [5, 3]
@@ -56,7 +56,7 @@ def test_more_devices_than_there_are_is_an_error(chosen: list[int] | None) -> No
         assign_devices(stage(world_size=4, chosen=chosen), 2, 2)
 
 
-def test_a_cpu_has_no_devices_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_devices_are_assigned_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "current_platform", platform("cpu"))
     config = stage()
     assert assign_devices(config, 0, 2) == 0

@@ -1,4 +1,4 @@
-"""Our flags with a vLLM that this package is not made for: refused, unless the user wants it so."""
+"""Our flags with an unsupported vLLM: refused, unless the user allows it."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def test_the_first_of_our_flags_ends_the_command_with_one_line(
     assert capsys.readouterr().err == REFUSAL
 
 
-def test_without_our_flags_nothing_is_said(parse: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_our_flags_nothing_is_logged(parse: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("--port", "1").port == "1"
     assert capsys.readouterr().err == ""
 
@@ -57,7 +57,7 @@ def test_without_our_flags_nothing_is_said(parse: Any, capsys: pytest.CaptureFix
         ((), "omni-join: true\nomni-any-vllm: true\n"),
     ],
 )
-def test_a_user_who_wants_it_so_is_warned_once(
+def test_omni_any_vllm_warns_once(
     parse: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, words: tuple[str, ...], file: str
 ) -> None:
     (config := tmp_path / "config.yaml").write_text(file)

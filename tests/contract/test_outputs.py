@@ -1,4 +1,4 @@
-"""Outputs with what is no token id are refused where they come in; all others are as vLLM decodes them."""
+"""Outputs with invalid token ids are refused; all others are decoded as vLLM decodes them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +63,7 @@ def test_a_message_is_decoded_as_vllm_does(output: Any) -> None:
     ("tokens", "complaint"),
     [([HIGHEST + 1], "<= 2147483647"), ([3, -1], ">= 0"), ([2**63], "Integer|int"), (["a"], "int"), ([1.5], "int")],
 )
-def test_what_is_no_token_id_is_refused(tokens: list[Any], complaint: str) -> None:
+def test_an_invalid_token_id_is_refused(tokens: list[Any], complaint: str) -> None:
     with pytest.raises(WireError, match=complaint):
         EngineApi().decode_outputs(sent(EngineCoreOutput("r", tokens)))
 

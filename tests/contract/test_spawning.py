@@ -1,4 +1,4 @@
-"""Processes are spawned one at a time, whoever starts them: vLLM changes globals of the process meanwhile."""
+"""Processes are spawned one at a time, because vLLM changes global state of the process during a spawn."""
 
 import multiprocessing
 import os

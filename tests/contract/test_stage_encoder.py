@@ -1,4 +1,4 @@
-"""What makes the tokens of texts between stages makes those that vLLM's renderer does, or leaves them to it."""
+"""The plain encoder makes the same tokens as vLLM's renderer, or there is none."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +47,7 @@ def encoder_of(tokenizer: Any, params: TokenizeParams = PARAMS) -> Callable[[str
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("split", [True, False])
-def test_its_tokens_are_those_of_the_tokenizer_as_vllm_calls_it(special: bool, split: bool) -> None:
+def test_the_encoder_makes_the_same_tokens_as_vllms_tokenizer(special: bool, split: bool) -> None:
     tokenizer = as_vllm_has_it(split_special_tokens=split)
     params = replace(PARAMS, add_special_tokens=special)
     encode = encoder_of(tokenizer, params)
@@ -59,7 +59,7 @@ def test_its_tokens_are_those_of_the_tokenizer_as_vllm_calls_it(special: bool, s
     the_same()
 
 
-def test_what_others_set_in_the_tokenizer_does_not_reach_it() -> None:
+def test_changes_of_the_tokenizer_do_not_change_the_encoder() -> None:
     tokenizer = as_vllm_has_it()
     encode = encoder_of(tokenizer)
     whole = encode("aaaaaaaa")
@@ -69,7 +69,7 @@ def test_what_others_set_in_the_tokenizer_does_not_reach_it() -> None:
 
 
 @pytest.mark.parametrize("hook", ["__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding"])
-def test_a_model_with_a_tokenizer_of_its_own_is_left_to_it(hook: str) -> None:
+def test_a_tokenizer_class_with_hooks_has_no_plain_encoder(hook: str) -> None:
     own = type("Own", (PreTrainedTokenizerFast,), {hook: lambda self, *args, **kwargs: None})
     assert plain_encoder(as_vllm_has_it(own), PARAMS) is None
     below = type("Below", (own,), {})
@@ -80,11 +80,11 @@ def test_a_model_with_a_tokenizer_of_its_own_is_left_to_it(hook: str) -> None:
     "asked",
     [{"do_lower_case": True}, {"truncate_prompt_tokens": 4}, {"pad_prompt_tokens": 4}, {"return_token_offsets": True}],
 )
-def test_whatever_else_vllm_would_ask_of_the_tokenizer_is_left_to_it(asked: dict[str, Any]) -> None:
+def test_other_tokenize_params_have_no_plain_encoder(asked: dict[str, Any]) -> None:
     assert plain_encoder(as_vllm_has_it(), replace(PARAMS, **asked)) is None
 
 
-def test_a_tokenizer_of_another_kind_is_left_alone() -> None:
+def test_another_tokenizer_has_no_plain_encoder() -> None:
     assert plain_encoder(None, PARAMS) is None
     assert plain_encoder(object(), PARAMS) is None
 
@@ -93,7 +93,9 @@ def ask_nobody(*_: Any) -> Any:
     raise NotImplementedError
 
 
-def test_a_stage_builds_the_same_requests_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_builds_the_same_requests_with_the_plain_encoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = config(model(tmp_path / "own"))
     texts = ("red", "red blue black", "unheard of")
 

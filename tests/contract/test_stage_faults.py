@@ -1,4 +1,4 @@
-"""Stages whose file asks for what their models cannot do, and what pooling models are asked for."""
+"""Stages whose file does not fit their models, and the tasks of pooling models."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def fault(own: Any, **fields: Any) -> tuple[tuple[str | int, ...], str]:
         ),
     ],
 )
-def test_a_generating_stage_is_told_what_it_cannot_have(
+def test_faults_of_a_generating_stage(
     generating: Any, fields: dict[str, Any], place: tuple[str, ...], message: str
 ) -> None:
     assert fault(generating, **fields) == (place, message)
@@ -96,9 +96,7 @@ def test_parameters_out_of_the_models_range_are_faults_of_the_file(generating: A
         (SCORES | {"sampling": {"dimensions": "big"}}, ("sampling", "dimensions"), "Expected `int | null`, got `str`"),
     ],
 )
-def test_a_pooling_stage_is_told_what_it_cannot_have(
-    scoring: Any, fields: dict[str, Any], place: tuple[str, ...], message: str
-) -> None:
+def test_faults_of_a_pooling_stage(scoring: Any, fields: dict[str, Any], place: tuple[str, ...], message: str) -> None:
     assert fault(scoring, **fields) == (place, message)
 
 
@@ -121,7 +119,7 @@ def test_text_needs_a_tokenizer(folder: Path) -> None:
         ("LlamaForCausalLM", {"convert": "embed", "pooler_config": {"task": "token_embed"}}, "token_embed"),
     ],
 )
-def test_a_pooling_model_is_asked_for_what_fits_it(
+def test_the_task_of_a_pooling_model_follows_from_its_configuration(
     tmp_path: Path, architecture: str, arguments: dict[str, Any], task: str
 ) -> None:
     from vllm.config import PoolerConfig
@@ -134,7 +132,7 @@ def test_a_pooling_model_is_asked_for_what_fits_it(
     assert (stage_api.pooling_task, request.pooling_params.task, request.sampling_params) == (task, task, None)
 
 
-def test_the_file_says_what_a_pooling_model_is_asked_for_and_no_request(scoring: Any) -> None:
+def test_the_file_but_no_request_may_set_the_task_of_a_pooling_model(scoring: Any) -> None:
     stage_api = api(scoring, sampling={"task": "token_classify", "use_activation": False}, **SCORES)
     params = stage_api.build(
         source(), StageInput(text="red"), {"use_activation": True}, for_client=False

@@ -1,4 +1,4 @@
-"""The client's own sampling parameters at a stage whose model did not read the prompt."""
+"""The client's sampling parameters at a stage whose model did not read the prompt."""
 
 import copy
 import json
@@ -75,7 +75,7 @@ def test_the_answer_ends_where_the_answering_model_ends(
     assert (abroad.eos_token_id, abroad.stop_token_ids, abroad.all_stop_token_ids) == (7, [], {7})
 
 
-def test_tokens_at_which_the_client_stops_hold_in_the_same_vocabulary_only(
+def test_stop_token_ids_of_the_client_apply_only_in_the_same_vocabulary(
     asked: Callable[..., Any], entry: Any, cousin: Any, stranger: Any
 ) -> None:
     client = asked(stop_token_ids=[5])
@@ -88,7 +88,7 @@ def test_tokens_at_which_the_client_stops_hold_in_the_same_vocabulary_only(
     assert sorted(client.sampling_params.stop_token_ids) == [5, 7]
 
 
-def test_forbidden_words_are_tokenised_anew(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
+def test_bad_words_are_tokenized_again(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
     client = asked(bad_words=["red"])
     front = api(stranger, entry).build(client, GIVEN, {}, for_client=True).sampling_params
     assert client.sampling_params.bad_words_token_ids == [[WORDS.index("red")]]
@@ -96,7 +96,7 @@ def test_forbidden_words_are_tokenised_anew(asked: Callable[..., Any], entry: An
 
 
 @pytest.mark.usefixtures("stranger")
-def test_forbidden_words_mean_nothing_without_a_tokenizer(asked: Callable[..., Any], entry: Any, folder: Path) -> None:
+def test_bad_words_are_ignored_without_a_tokenizer(asked: Callable[..., Any], entry: Any, folder: Path) -> None:
     mute = api(config(folder / "stranger", skip_tokenizer_init=True), entry, output=Modality.TOKENS)
     front = mute.build(asked(bad_words=["red"]), StageInput(token_ids=[3]), {}, for_client=True).sampling_params
     assert (front.bad_words_token_ids, front.eos_token_id) == (None, None)
@@ -107,7 +107,7 @@ def test_forbidden_words_mean_nothing_without_a_tokenizer(asked: Callable[..., A
     [{"logit_bias": {5: 1.0}}, {"allowed_token_ids": [5]}, {"logprob_token_ids": [5]}, {"prompt_logprobs": 1}],
     ids=lambda params: next(iter(params)),
 )
-def test_what_names_tokens_of_another_model_is_refused(
+def test_parameters_with_token_ids_of_another_model_are_refused(
     asked: Callable[..., Any], entry: Any, stranger: Any, params: dict[str, Any]
 ) -> None:
     with pytest.raises(StageInputError) as raised:
@@ -116,7 +116,9 @@ def test_what_names_tokens_of_another_model_is_refused(
     assert str(raised.value) == f"Stage 'refiner': {name!r} refers to tokens of the model that reads the prompt"
 
 
-def test_what_names_tokens_holds_in_the_same_vocabulary(asked: Callable[..., Any], entry: Any, cousin: Any) -> None:
+def test_parameters_with_token_ids_apply_in_the_same_vocabulary(
+    asked: Callable[..., Any], entry: Any, cousin: Any
+) -> None:
     front = api(cousin, entry).build(asked(logit_bias={5: 1.0}), GIVEN, {}, for_client=True)
     assert front.sampling_params.logit_bias == {5: 1.0}
     with pytest.raises(StageInputError, match="'prompt_logprobs' refers to tokens"):
@@ -134,7 +136,7 @@ def test_a_structured_answer_is_for_the_stages_own_backend(
         assert front.structured_outputs is not client.sampling_params.structured_outputs
 
 
-def test_everything_else_is_as_the_client_has_it(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
+def test_other_parameters_are_those_of_the_client(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
     wish: dict[str, Any] = {"temperature": 0.7, "top_p": 0.5, "seed": 3, "stop": ["green"], "logprobs": 2}
     front = api(stranger, entry, sampling={"temperature": 0.0, "max_tokens": 1}).build(
         asked(**wish), GIVEN, {}, for_client=True
@@ -143,7 +145,7 @@ def test_everything_else_is_as_the_client_has_it(asked: Callable[..., Any], entr
     assert front.sampling_params.max_tokens == 5
 
 
-def test_what_the_client_has_asked_for_is_left_as_it_was(
+def test_the_parameters_of_the_client_are_not_changed(
     asked: Callable[..., Any], entry: Any, cousin: Any, stranger: Any
 ) -> None:
     request = asked(bad_words=["red"], stop_token_ids=[4], structured_outputs=StructuredOutputsParams(json="{}"))
@@ -153,7 +155,9 @@ def test_what_the_client_has_asked_for_is_left_as_it_was(
     assert request.sampling_params == before
 
 
-def test_a_transform_has_a_word_with_the_client(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
+def test_parameters_of_a_transform_override_those_of_the_client(
+    asked: Callable[..., Any], entry: Any, stranger: Any
+) -> None:
     given = StageInput(text="red", sampling={"max_tokens": 2, "temperature": 0.0})
     front = api(stranger, entry).build(asked(top_p=0.5), given, {}, for_client=True).sampling_params
     # Greedy sampling has no top_p.
@@ -170,7 +174,7 @@ def test_a_request_without_a_limit_may_fill_the_context_of_the_answering_model(
     assert limited.sampling_params.max_tokens == 12
 
 
-def test_each_answer_to_a_chunk_keeps_to_the_file(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
+def test_max_tokens_of_the_file_limits_each_chunk(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
     stage_api = api(stranger, entry, sampling={"max_tokens": 4}, inputs=("thinker",), async_chunk=True)
     part = InputPart(resumable=True, last=False)
     turns = [
@@ -180,7 +184,7 @@ def test_each_answer_to_a_chunk_keeps_to_the_file(asked: Callable[..., Any], ent
     assert [params.max_tokens for params in turns] == [3, 4]
 
 
-def test_a_client_that_wants_something_else_is_told(entry: Any, cousin: Any, folder: Path) -> None:
+def test_a_request_for_another_kind_of_answer_is_refused(entry: Any, cousin: Any, folder: Path) -> None:
     scoring = api(config(folder / "cousin", runner="pooling", convert="classify"), entry, output=Modality.SCORES)
     with pytest.raises(StageInputError) as raised:
         scoring.build(source(), GIVEN, {}, for_client=True)

@@ -1,4 +1,4 @@
-"""What a head runs for each stage of a pipeline: configurations, fingerprints, and the share of the node of each."""
+"""The plan for each stage of a pipeline: configuration, fingerprint, cores and devices."""
 
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def test_without_a_pipeline_there_is_one_plan_from_the_flags(tmp_path: Path) -> 
     assert plan.api.vocabulary == plan.vllm_config.model_config.get_vocab_size() > 0
 
 
-def test_a_node_of_each_stage_is_as_the_head_tells_of_it(tmp_path: Path) -> None:
+def test_a_node_of_each_stage_has_the_fingerprint_of_the_head(tmp_path: Path) -> None:
     line = f"--omni-pipeline {write_pipeline(tmp_path, third=VOCODER)} {ENGINE} {JOIN}"
     plans = plans_of(line)
     for plan in plans:
@@ -129,9 +129,7 @@ def test_a_head_shares_memory_with_the_python_stages_that_it_alone_uses(tmp_path
 
 
 @pytest.mark.parametrize(("replicas", "cost"), [(1, 100), (0, 4)])
-def test_a_class_is_asked_for_costs_where_it_is_run_and_else_need_not_be_there(
-    tmp_path: Path, replicas: int, cost: int
-) -> None:
+def test_a_stage_class_is_needed_only_where_its_replicas_run(tmp_path: Path, replicas: int, cost: int) -> None:
     vocoder = VOCODER if replicas else VOCODER.replace(STAGES, "not_installed_here")
     file = write_pipeline(tmp_path, third=f"{vocoder}\nreplicas: {replicas}")
     *_, plan = plans_of(f"--omni-pipeline {file} {ENGINE} {JOIN}")
@@ -148,7 +146,7 @@ def test_engines_of_the_node_are_numbered_through_all_stages(tmp_path: Path) -> 
     assert {plan.vllm_config.parallel_config._api_process_count for plan in (thinker, refiner)} == {4}
 
 
-def test_engines_get_none_of_our_options_and_all_of_the_users(tmp_path: Path) -> None:
+def test_engines_get_the_users_additional_config_without_our_options(tmp_path: Path) -> None:
     line = f"{tmp_path}/thinker {ENGINE} --omni-dp-size-local 1 --additional-config.mine 1"
     options, config = configured(line)
     assert options_of(config) == options
@@ -186,7 +184,7 @@ def test_sampling_of_the_entry_is_the_servers_default_where_a_python_stage_answe
     assert thinker.vllm_config.model_config.get_diff_sampling_param() == {"temperature": 0.1}
 
 
-def test_generation_that_the_user_overrides_stays(tmp_path: Path) -> None:
+def test_an_override_of_the_generation_config_by_the_user_is_kept(tmp_path: Path) -> None:
     file = write_pipeline(tmp_path, second="sampling: {temperature: 0.9}")
     line = f"--omni-pipeline {file} {ENGINE} --override-generation-config.temperature 0.2"
     thinker, _ = plans_of(line)

@@ -1,4 +1,4 @@
-"""What Python stages say in vLLM's protocol is what vLLM reads, although they do not import it."""
+"""vLLM reads the messages of Python stages, which do not import it, and they read those of vLLM."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The requests of stages, as vLLM's own input processing makes them of what other stages put out."""
+"""The requests of stages, made by vLLM's input processing from the outputs of other stages."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_text_is_tokenised_as_the_model_does_it(own: Any, other: Any) -> None:
     assert api(other, own).build(source(), RED_BLUE, {}, for_client=False).prompt_token_ids == [1, 8, 6]
 
 
-def test_what_belongs_to_the_clients_request_carries_over(own: Any, other: Any) -> None:
+def test_priority_salt_session_and_trace_headers_are_copied(own: Any, other: Any) -> None:
     fields: dict[str, Any] = {
         "priority": 3,
         "cache_salt": "salt",
@@ -110,7 +110,7 @@ def test_a_longer_context_found_when_engines_start_is_seen(folder: Path) -> None
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_stage_cannot_take_is_refused_in_its_name(own: Any, given: StageInput, message: str) -> None:
+def test_inputs_that_the_stage_cannot_take_are_refused_with_its_name(own: Any, given: StageInput, message: str) -> None:
     assert refused(api(own), given).startswith(f"Stage 'refiner': {message}")
 
 
@@ -128,7 +128,7 @@ def test_embeddings_of_another_shape_or_kind_are_refused(embedding: Any, rows: t
     assert refused(api(embedding), StageInput(tensor=rows)).startswith(message)
 
 
-def test_the_request_has_the_last_word_on_sampling_and_the_file_the_first(own: Any) -> None:
+def test_sampling_of_the_request_overrides_the_transform_which_overrides_the_file(own: Any) -> None:
     stage_api = api(own, sampling={"temperature": 0.1, "top_k": 1, "max_tokens": 1, "seed": 1})
     given = StageInput(token_ids=[3], sampling={"top_k": 2, "max_tokens": 2})
     params = stage_api.build(source(), given, {"max_tokens": 3}, for_client=False).sampling_params
@@ -242,7 +242,7 @@ def test_a_prefill_computes_one_token_for_another_engine(own: Any) -> None:
     assert (request.prompt_token_ids, request.session_id) == ([1, 3, 4], "s")
 
 
-def test_a_decode_is_the_clients_request_with_what_the_prefill_said(folder: Path, own: Any) -> None:
+def test_a_decode_request_has_the_transfer_params_of_the_prefill(folder: Path, own: Any) -> None:
     decode = api(config(folder / "own"), own, inputs=("prefill",))
     client = source(params=SamplingParams(max_tokens=5, extra_args={"a": 1}))
     built = decode.build_root(client, {}, for_client=True)

@@ -1,4 +1,4 @@
-"""Reading what a stage's engine puts out."""
+"""Reading the outputs of a stage's engine."""
 
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,13 @@ def test_a_stop_string_that_comes_with_the_engines_end_keeps_its_token(text: Vll
     assert (read.text, list(read.token_ids), read.finish_reason) == (" red ", [RED, GREEN], "stop")
 
 
-def test_what_might_begin_a_stop_string_is_given_with_the_end(text: VllmStageApi) -> None:
+def test_a_possible_start_of_a_stop_string_is_held_back_until_the_end(text: VllmStageApi) -> None:
     reader = text.reader(sampled(stop=["green blue"]))
     assert reader.read(out(GREEN), ended=False).text == ""
     assert reader.read(out(RED, reason=FinishReason.LENGTH), ended=True).text == " green red"
 
 
-def test_the_end_of_a_turn_is_none_of_the_session(text: VllmStageApi) -> None:
+def test_the_end_of_a_turn_does_not_end_the_session(text: VllmStageApi) -> None:
     reader = text.reader(sampled())
     turn = reader.read(out(RED, END, reason=FinishReason.STOP), ended=False)
     end = reader.read(out(GREEN, reason=FinishReason.LENGTH), ended=True)
@@ -109,7 +109,7 @@ def test_scores_are_a_tensor(tmp_path: Path) -> None:
     assert (read.finish_reason, reader.whole.tensor is scores) == ("stop", True)
 
 
-def test_what_was_cached_and_where_a_cache_lies_is_told_beside(text: VllmStageApi) -> None:
+def test_cached_tokens_and_transfer_params_are_metadata(text: VllmStageApi) -> None:
     stats = PrefillStats()
     stats.set(num_prompt_tokens=3, num_local_cached_tokens=1, num_external_cached_tokens=1)
     reader = text.reader(sampled())

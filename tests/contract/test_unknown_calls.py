@@ -1,4 +1,4 @@
-"""The fleet's engine client beside the one of the installed vLLM: no method is missing, and a later one is named."""
+"""The fleet's engine client has all methods of the installed vLLM's client, and refuses later ones by name."""
 
 import asyncio
 import inspect
@@ -26,7 +26,7 @@ def test_everything_that_async_llm_takes_of_its_client_is_there(client: FleetCli
 @pytest.mark.parametrize(
     ("name", "arguments"), [("execute_dummy_batch_async", ()), ("save_sharded_state_async", ("/anywhere",))]
 )
-async def test_what_replicas_do_not_let_heads_call_is_sent_to_none(
+async def test_calls_that_replicas_reject_are_not_sent(
     client: FleetClient, orchestrator: Orchestrator, name: str, arguments: tuple[str, ...]
 ) -> None:
     with pytest.raises(UnknownCallError, match=f"asks the fleet for '{name.removesuffix('_async')}', which"):
@@ -36,7 +36,7 @@ async def test_what_replicas_do_not_let_heads_call_is_sent_to_none(
     assert len(orchestrator.rpc_async_queue) == 0
 
 
-def test_a_method_of_a_later_vllm_is_refused_by_name_and_can_be_looked_for(client: FleetClient) -> None:
+def test_a_method_of_a_later_vllm_is_refused_by_name(client: FleetClient) -> None:
     assert not hasattr(client, "of_a_later_version_async")
     asked = f"vLLM {re.escape(version('vllm'))} asks the fleet for 'of_a_later_version_async', which vllm-omni-plugin"
     with pytest.raises(UnknownCallError, match=asked):

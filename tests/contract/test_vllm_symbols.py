@@ -1,4 +1,4 @@
-"""The installed vLLM has everything we use of it, everything we use of it is listed, and our client misses nothing."""
+"""The installed vLLM has every symbol that we use, and each is listed in symbols.txt."""
 
 import inspect
 from collections.abc import Callable
@@ -36,7 +36,7 @@ HERE = [symbol for symbol in SYMBOLS if symbol.is_of(installed_release())]
 
 
 @pytest.mark.parametrize("symbol", HERE, ids=lambda symbol: symbol.path)
-def test_symbol_is_what_we_take_it_for(symbol: Symbol) -> None:
+def test_each_symbol_is_as_listed(symbol: Symbol) -> None:
     check(symbol)
 
 

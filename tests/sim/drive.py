@@ -1,4 +1,4 @@
-"""Driving the model through simulated time."""
+"""Runs the model in simulated time."""
 
 from collections.abc import Iterable
 

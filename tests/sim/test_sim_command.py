@@ -1,4 +1,4 @@
-"""The arguments of the simulation, without vLLM's parser that reads them in service."""
+"""The arguments of the simulation, without vLLM's parser."""
 
 import argparse
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def test_capacities_are_vllms_and_speeds_are_ours() -> None:
     assert (settings.max_model_len, settings.vocabulary_size, settings.seed) == (1000, 512, 3)
 
 
-def test_the_kv_memory_holds_32_long_requests_unless_told_otherwise() -> None:
+def test_the_kv_memory_holds_32_requests_of_maximum_length_by_default() -> None:
     assert settings_of(vllm_config(), flags()).kv_blocks == 32 * 63
     assert settings_of(vllm_config(), flags("--kv-blocks", "100")).kv_blocks == 100
     assert settings_of(vllm_config(block_size=128), flags()).kv_blocks == 32 * 8
@@ -48,7 +48,7 @@ def test_the_kv_memory_holds_32_long_requests_unless_told_otherwise() -> None:
         (("--kv-blocks", "-1"), "argument --kv-blocks: -1 is below 1"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(
+def test_invalid_numbers_are_refused(
     arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:

@@ -1,4 +1,4 @@
-"""KV memory: nothing is lost, nothing is reserved twice, the least recently used goes first."""
+"""KV memory: no block is lost or reserved twice, and the least recently used block is evicted first."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def hold(cache: KVCache, *numbers: int) -> Allocation:
     return allocation
 
 
-def test_the_least_recently_used_goes_first_and_of_one_prompt_its_end() -> None:
+def test_the_least_recently_used_block_is_evicted_first_and_the_end_of_a_prompt_before_its_start() -> None:
     cache = KVCache(BLOCKS)
     cache.release(hold(cache, 1, 2, 3))
     cache.release(hold(cache, 4, 5, 6))

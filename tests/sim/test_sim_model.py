@@ -1,4 +1,4 @@
-"""The model of an engine, in simulated time: how long iterations take, who gets into them, what the cache saves."""
+"""The model of an engine in simulated time: durations, batches, cache hits."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_running_sequences_come_before_the_prompts_of_others() -> None:
     assert [round(now, 6) for now, output in timeline if output.request_id == "b"] == [3.37]
 
 
-def test_an_iteration_that_has_begun_takes_nobody_in() -> None:
+def test_a_running_iteration_admits_no_requests() -> None:
     model = submitted(request("a", 8, 1))
     model.step(0.0)
     model.submit(request("b", 9, 1), 0.1)
@@ -60,7 +60,7 @@ def test_requests_beyond_the_number_of_sequences_wait_in_order() -> None:
     assert {output.request_id for now, output in timeline if now < 2} == {"0", "1", "2", "3"}
 
 
-def test_requests_wait_for_kv_memory_and_none_overtakes() -> None:
+def test_requests_wait_for_kv_memory_in_order() -> None:
     # Of 16 blocks the first takes 12, the second needs 10, the third would fit beside the first.
     model = submitted(
         request("a", 40, 8), request("b", 30, 8), request("c", 4, 1), settings=replace(SETTINGS, kv_blocks=16)
@@ -95,7 +95,7 @@ def test_a_prompt_without_tokens_or_without_room_for_one_is_refused(prompt: int)
         EngineModel(SETTINGS).submit(request("a", [1] * prompt), 0.0)
 
 
-def test_a_token_that_is_none_is_refused() -> None:
+def test_an_invalid_token_id_is_refused() -> None:
     with pytest.raises(OverflowError):
         EngineModel(SETTINGS).submit(request("a", [-1]), 0.0)
 

@@ -1,4 +1,4 @@
-"""What simulated engines answer: the same tokens wherever and however they come to be."""
+"""Simulated engines give the same tokens in any batch and on any engine."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def test_an_answer_is_the_same_among_others_and_on_a_slower_engine() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 7, 19])
-def test_an_answer_resumed_from_what_was_produced_goes_on_as_it_would_have(cut: int) -> None:
+def test_a_resumed_answer_is_the_same(cut: int) -> None:
     first = request("a", max_tokens=20)
     whole = answer(first)
     resumed = request("b", [*first.prompt, *whole[:cut]], max_tokens=20 - cut)
@@ -40,7 +40,7 @@ def outputs(asked: object) -> list[SimOutput]:
     return [output for _, output in run(model)]
 
 
-def test_an_answer_without_a_maximum_ends_at_the_models() -> None:
+def test_an_answer_without_max_tokens_ends_at_the_maximum_length_of_the_model() -> None:
     found = outputs(request("a", 60, max_tokens=None))
     assert (len(found), found[-1].finish) == (4, "length")
 
@@ -67,7 +67,7 @@ def test_the_end_of_sequence_token_never_comes_by_chance() -> None:
     assert [output.finish for output in found] == [None] * 7 + ["length"]
 
 
-def test_the_end_of_sequence_token_comes_when_it_is_asked_for() -> None:
+def test_the_end_of_sequence_token_is_chosen_if_it_is_allowed() -> None:
     found = outputs(request("a", max_tokens=8, eos_token_id=5, allowed=[5]))
     assert [(output.token, output.finish, output.stop_token) for output in found] == [(5, "stop", None)]
 

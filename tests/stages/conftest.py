@@ -1,4 +1,4 @@
-"""What tests of stages share. Imports vLLM before any of them does: importing it warns, and warnings are errors."""
+"""Fixtures. Imports vLLM before any test: its import warns, and warnings are errors."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the orchestrator is told about Python stages."""
+"""The API of Python stages for the orchestrator."""
 
 import random
 from collections import Counter
@@ -33,7 +33,7 @@ def content(**fields: Any) -> dict[str, Any]:
     return {"omni": fields}
 
 
-def test_the_requests_sampling_lies_over_the_transforms_and_that_over_the_stages() -> None:
+def test_sampling_of_the_request_overrides_the_transform_which_overrides_the_stage() -> None:
     request = build(StageInput(text="x", sampling={"speed": 2, "pitch": 2}), {"pitch": 3})
     assert request.sampling == {"voice": "low", "speed": 2, "pitch": 3}
 
@@ -57,7 +57,7 @@ def test_a_chunk_says_whether_more_may_come() -> None:
         StageInput(tensor=torch.ones(3, device="meta")),
     ],
 )
-def test_what_cannot_be_sent_is_the_requests_error(given: StageInput) -> None:
+def test_an_input_that_cannot_be_sent_is_an_error_of_its_request(given: StageInput) -> None:
     with pytest.raises(StageInputError, match="Stage 'vocoder': its input cannot be sent: "):
         build(given)
 
@@ -84,12 +84,12 @@ def test_a_first_stage_gets_the_embeddings_of_a_prompt_without_tokens() -> None:
         (StageInput(metadata={"a": 1}), 1),
     ],
 )
-def test_the_size_of_the_work_is_that_of_the_input(given: StageInput, size: int) -> None:
+def test_the_default_cost_is_the_size_of_the_input(given: StageInput, size: int) -> None:
     task, _ = API.describe(build(given))
     assert (task["prompt"].token_ids, task["prompt"].cacheable, task["max_tokens"]) == (range(size), False, 1)
 
 
-def test_a_stage_says_what_an_input_costs() -> None:
+def test_a_stage_can_define_the_cost_of_an_input() -> None:
     priced = api(stage("classes:Priced"), Priced.cost)
 
     def task_of(cost: int) -> Task:
@@ -103,7 +103,7 @@ def test_a_stage_says_what_an_input_costs() -> None:
 
 
 @pytest.mark.parametrize("cost", [None, -1, float("nan"), float("inf"), "much", 2**70], ids=str)
-def test_a_cost_that_is_none_is_the_size_and_said_once(cost: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_cost_is_replaced_by_the_size_with_one_warning(cost: Any, caplog: pytest.LogCaptureFixture) -> None:
     priced = api(stage("classes:Priced"), Priced.cost)
     request = priced.build(source(), StageInput(text="four"), {}, for_client=False)
     request.metadata = {} if cost is None else {"cost": cost}
@@ -115,7 +115,7 @@ def test_a_cost_that_is_none_is_the_size_and_said_once(cost: Any, caplog: pytest
     assert len(priced.describe(request)[0]["prompt"].token_ids) == 7
 
 
-def test_an_output_that_was_delivered_before_carries_nothing_when_it_comes_again() -> None:
+def test_a_repeated_output_is_empty() -> None:
     again = output(pooling_output=torch.ones(2), kv_transfer_params=content(text="x"), finish_reason=FinishReason.STOP)
     API.trim_repeated(again, 1)
     read = API.reader(None).read(again, ended=True)
@@ -156,7 +156,7 @@ def test_a_stage_that_answers_the_client_does_so_in_tokens(read: StageOutput, to
     assert said.new_token_ids == [0]
 
 
-def test_the_last_token_of_its_text_is_not_taken_for_what_ends_an_answer() -> None:
+def test_an_end_token_is_added_to_the_text_of_a_finished_answer() -> None:
     said = output(finish_reason=FinishReason.STOP)
     answer = API.answer(said, StageOutput(text="hi"))
     assert answer == output(new_token_ids=[104, 105, END_TOKEN], finish_reason=FinishReason.STOP)

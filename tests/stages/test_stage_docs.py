@@ -1,4 +1,4 @@
-"""docs/python_stages.md against the code: its example runs as it stands there."""
+"""The example in docs/python_stages.md runs."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""No frames that a peer may send harm a stage."""
+"""No frames of a peer harm a stage."""
 
 import random
 
@@ -13,7 +13,7 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 MESSAGES = 20_000
 
 
-def test_what_is_no_message_is_a_wire_error_and_nothing_else() -> None:
+def test_an_invalid_message_raises_wire_error_only() -> None:
     rng = random.Random(5)
     side = StageCodec()
     request = StageRequest("a", token_ids=[1, 2], tensor=("float32", (1,), b"1234"), metadata={"a": [1.5, None]})

@@ -1,4 +1,4 @@
-"""What the process of a Python stage imports: seconds and hundreds of megabytes hang on it."""
+"""The process of a Python stage imports neither vLLM nor torch."""
 
 import subprocess
 import sys

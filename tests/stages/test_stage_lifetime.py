@@ -65,7 +65,7 @@ async def test_a_stage_that_cannot_start_says_why(engine: str, options: dict[str
             os.kill(head.spawned[0], 0)
 
 
-async def test_a_start_that_is_given_up_leaves_no_process() -> None:
+async def test_a_cancelled_start_leaves_no_process() -> None:
     async with open_head(stage("classes:CannotStart", options={"how": "wait"})) as head:
         start = asyncio.create_task(head.start())
         await eventually(lambda: head.spawned)
@@ -77,7 +77,7 @@ async def test_a_start_that_is_given_up_leaves_no_process() -> None:
         os.close(fd)
 
 
-async def test_a_refused_watch_leaves_no_process() -> None:
+async def test_a_failed_on_spawn_leaves_no_process() -> None:
     async with open_head(stage()) as head:
 
         def refuse(pid: int) -> None:
@@ -124,7 +124,7 @@ async def test_a_stage_that_cannot_handle_a_message_ends(monkeypatch: pytest.Mon
                 await engine.ended
 
 
-async def test_the_stage_is_stopped_in_order_when_it_is_told_to_end(tmp_path: Path) -> None:
+async def test_stop_is_called_after_sigterm(tmp_path: Path) -> None:
     note = tmp_path / "note"
     async with open_head(stage("classes:Stopping", options={"note": str(note)})) as head:
         replica = await head.start()
@@ -139,7 +139,7 @@ def is_pending(pid: int, signum: int) -> bool:
     return any(int(lines[name], 16) >> (signum - 1) & 1 for name in ("SigPnd", "ShdPnd"))
 
 
-async def test_what_is_computed_when_it_is_told_to_end_is_still_answered(gate: Gate, tmp_path: Path) -> None:
+async def test_the_running_batch_is_answered_after_sigterm(gate: Gate, tmp_path: Path) -> None:
     note = tmp_path / "note"
     os.mkfifo(note)
     async with open_head(stage("classes:Stopping", options={"note": str(note)})) as head:
@@ -169,7 +169,7 @@ async def test_a_computation_that_never_ends_is_killed_when_the_replica_closes(g
         gate.release()
 
 
-async def test_a_class_that_leaves_by_the_back_door_ends_the_process() -> None:
+async def test_a_class_that_calls_os_exit_ends_the_process() -> None:
     async with open_head(stage("classes:Faulty")) as head:
         await head.start()
         head.send("a", "exit")

@@ -1,4 +1,4 @@
-"""Large tensors go through memory that a head shares with its own stages, and with nobody else."""
+"""Large tensors go through memory that a head shares with its own stages only."""
 
 import errno
 import gc
@@ -62,7 +62,7 @@ async def test_small_tensors_go_through_the_socket(head: Head) -> None:
 
 
 @WITH_THE_SHARED_HEAD
-async def test_more_than_there_is_room_for_arrives_all_the_same(head: Head) -> None:
+async def test_tensors_that_find_no_room_go_through_the_socket(head: Head) -> None:
     client = head.replicas[0].client
     await client.call("pause_scheduler", "keep", False)
     tensors = {str(number): torch.full((LARGE,), number, dtype=torch.uint8) for number in range(6)}
@@ -125,7 +125,7 @@ async def test_without_memory_to_share_tensors_go_through_the_socket(
         assert (await head.answer("a")).metadata == {"shared": False}
 
 
-def test_a_loan_from_elsewhere_is_no_message() -> None:
+def test_a_reference_outside_the_shared_memory_is_not_a_valid_message() -> None:
     loans = msgspec.msgpack.encode([(1, 0, LARGE)])
     with pytest.raises(WireError):
         StageCodec().decode([b"", loans, b"\x00", b""])

@@ -1,4 +1,4 @@
-"""A stage's process answers what comes over its sockets, whatever the class in it does."""
+"""A stage's process answers all messages, whatever its class does."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ async def test_a_request_is_answered_with_what_the_class_computes() -> None:
     assert head.replicas[0].lost.result() == "closed: it exited with code 0"
 
 
-async def test_what_waits_is_one_batch_of_at_most_the_size_that_the_class_takes() -> None:
+async def test_waiting_inputs_form_one_batch_of_at_most_max_batch_size() -> None:
     async with open_head(stage()) as head:
         client = (await head.start()).client
         await client.call("pause_scheduler", "keep", False)
@@ -49,7 +49,7 @@ async def test_calls_are_answered_while_the_class_computes(gate: Gate) -> None:
         await head.answer("a")
 
 
-async def test_an_aborted_request_says_nothing_whether_it_waits_or_is_computed(gate: Gate) -> None:
+async def test_an_aborted_request_has_no_output_whether_it_waits_or_is_computed(gate: Gate) -> None:
     async with open_head(stage()) as head:
         client = (await head.start()).client
         head.send("computed", gate.job)
@@ -63,7 +63,7 @@ async def test_an_aborted_request_says_nothing_whether_it_waits_or_is_computed(g
         assert {output.request_id for output in head.outputs} == {"last"}
 
 
-async def test_that_nothing_runs_is_reported_also_when_all_was_aborted(gate: Gate) -> None:
+async def test_an_idle_stage_is_reported_also_if_all_requests_were_aborted(gate: Gate) -> None:
     async with open_head(stage()) as head:
         client = (await head.start()).client
         head.send("aborted", gate.job)
@@ -89,7 +89,7 @@ FAULTS = {
 }
 
 
-async def test_a_fault_is_the_requests_error_and_the_process_goes_on() -> None:
+async def test_an_exception_fails_the_request_and_the_process_continues() -> None:
     async with open_head(stage("classes:Faulty")) as head:
         await head.start()
         for text, error in FAULTS.items():
@@ -103,7 +103,7 @@ async def test_a_fault_is_the_requests_error_and_the_process_goes_on() -> None:
         assert (await head.answer("b")).text == "all right"
 
 
-async def test_a_fault_of_one_job_is_not_that_of_others_in_its_batch() -> None:
+async def test_an_exception_of_one_job_does_not_fail_the_others_of_its_batch() -> None:
     async with open_head(stage("classes:Faulty")) as head:
         client = (await head.start()).client
         await client.call("pause_scheduler", "keep", False)
@@ -137,7 +137,7 @@ async def test_a_pause_holds_requests_and_one_that_waits_awaits_what_runs(gate: 
         assert (await head.answer("after")).text == "all right!"
 
 
-async def test_calls_that_mean_nothing_to_it_are_answered_and_those_it_cannot_do_refused() -> None:
+async def test_calls_without_effect_are_answered_and_unsupported_calls_fail() -> None:
     async with open_head(stage()) as head:
         client = (await head.start()).client
         assert await client.call("get_supported_tasks") == []
@@ -165,7 +165,7 @@ NO_MESSAGES = {
 }
 
 
-async def test_frames_that_are_no_message_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_messages_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_head(stage()) as head:
         client = (await head.start()).client
         for name, frames in NO_MESSAGES.items():

@@ -1,4 +1,4 @@
-"""Behind a replica server a Python stage is an engine like any other."""
+"""A Python stage behind a replica server."""
 
 import os
 import select
@@ -10,7 +10,7 @@ from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS, start_ser
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher
 
 
-async def test_the_server_resets_it_for_the_next_head_and_ends_it() -> None:
+async def test_a_replica_server_resets_a_stage_for_the_next_head_and_shuts_it_down() -> None:
     described = stage()
     codec = api(described)
     with ThreadPoolExecutor(2) as executor:

@@ -1,4 +1,4 @@
-"""Sessions: chunks of one input, answered in order, with a memory of their own."""
+"""Sessions: chunks of one input are answered in order and share a memory."""
 
 from tests.stages.heads import Head, open_head, stage
 from vllm_omni_plugin.pipeline.transfer import StageInput
@@ -52,7 +52,7 @@ async def test_a_session_is_open_until_it_is_closed_or_aborted_and_then_its_id_b
         assert texts(await head.answers("aborted", 2)) == ["1", "7 in all"]
 
 
-async def test_a_failed_chunk_ends_its_session_and_what_follows_is_dropped() -> None:
+async def test_a_failed_chunk_ends_its_session_and_further_chunks_are_dropped() -> None:
     async with open_head(stage("classes:Counting")) as head:
         client = (await head.start()).client
         head.send("a", chunk(1), resumable=True, last=False)

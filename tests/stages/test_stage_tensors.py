@@ -1,4 +1,4 @@
-"""Tensors travel both ways as frames of their own, which no way they take is to be seen in."""
+"""Tensors are frames of their own in both directions, and arrive unchanged on every way."""
 
 import re
 from collections.abc import AsyncIterator
@@ -90,14 +90,14 @@ async def test_tensors_of_all_kinds_arrive_as_they_were(head: Head) -> None:
         (("nothing", (2,), b"12"), "nothing"),
     ],
 )
-def test_bytes_that_are_no_tensor_are_refused(encoded: Any, complaint: str) -> None:
+def test_bytes_that_do_not_fit_the_shape_are_refused(encoded: Any, complaint: str) -> None:
     name, shape, data = encoded
     with pytest.raises((ValueError, AttributeError), match=re.escape(complaint)):
         ReceivedTensor(name, list(shape), data).to_torch()
 
 
 @WITH_THE_SHARED_HEAD
-async def test_a_tensor_that_is_none_is_its_requests_error_alone(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invalid_tensor_fails_its_request_only(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     client = head.replicas[0].client
     await client.call("pause_scheduler", "keep", False)
     head.send("good", StageInput(tensor=torch.ones(1)))
@@ -111,7 +111,7 @@ async def test_a_tensor_that_is_none_is_its_requests_error_alone(head: Head, mon
 
 
 @WITH_THE_SHARED_HEAD
-async def test_a_tensor_that_cannot_be_sent_is_its_requests_error(head: Head) -> None:
+async def test_a_tensor_that_cannot_be_sent_fails_its_request(head: Head) -> None:
     for request_id in ("sparse", "sparse again"):
         head.send(request_id, "sparse")
         assert (await head.answer(request_id)).metadata["error"].startswith("Stage 'vocoder': Doubling: ")

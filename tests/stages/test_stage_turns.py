@@ -1,4 +1,4 @@
-"""What waits for a stage and in which order it is computed."""
+"""The order in which a stage computes its inputs."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_a_session_with_many_chunks_lets_others_in_between() -> None:
     assert [taken(queue, limit=1)[0][1] for _ in range(4)] == ["1", "x", "2", "3"]
 
 
-def test_nothing_is_left_of_what_has_ended() -> None:
+def test_no_state_is_left_of_ended_sessions() -> None:
     queue = ComputeQueue()
     queue.add(request("plain"))
     queue.add(request("session", resumable=True))
@@ -44,7 +44,7 @@ def test_an_id_is_taken_twice_only_once_its_request_has_ended() -> None:
     assert queue.add(request("a"))
 
 
-def test_what_is_computed_of_an_aborted_request_is_not_wanted_even_if_its_id_is_back() -> None:
+def test_the_result_of_an_aborted_request_is_dropped_even_if_its_id_is_used_again() -> None:
     queue = ComputeQueue()
     queue.add(request("a", "old"))
     ((session, _),) = queue.take(1)

@@ -1,1 +1,1 @@
-"""Simulated engines on real sockets. Needs vLLM but no engine of its."""
+"""Simulated engines on real sockets. Needs vLLM but none of its engines."""

@@ -1,4 +1,4 @@
-"""A head for each test. Imports vLLM before any test does: importing it warns, and warnings are errors here."""
+"""A head for each test. Imports vLLM first: its import warns, and warnings are errors here."""
 
 import warnings
 from collections.abc import AsyncIterator

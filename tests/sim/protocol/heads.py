@@ -1,4 +1,4 @@
-"""Simulated engines on real sockets, behind the link and the client that real ones have."""
+"""Simulated engines on real sockets, behind the link and client of real ones."""
 
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor

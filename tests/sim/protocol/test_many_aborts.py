@@ -1,4 +1,4 @@
-"""What thousands of requests that were given up at any moment leave behind, on either side of a replica: nothing."""
+"""Thousands of requests that are aborted at any moment leave no state on either side."""
 
 import asyncio
 import gc
@@ -149,7 +149,7 @@ async def gets_its_own(head: WholeHead) -> None:
 
 
 @pytest.mark.parametrize("requests", [480, pytest.param(10_000, marks=pytest.mark.long)])
-async def test_many_aborts_leave_nothing_behind(requests: int) -> None:
+async def test_many_aborts_leave_no_state(requests: int) -> None:
     # What a process makes once is no leak.
     async with open_site() as site, site.head():
         pass

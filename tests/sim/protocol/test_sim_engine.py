@@ -1,4 +1,4 @@
-"""Simulated engines speak vLLM's protocol over real sockets, through the client that real engines have."""
+"""Simulated engines speak vLLM's protocol over real sockets, through the client of real engines."""
 
 from typing import Any
 
@@ -43,7 +43,9 @@ async def test_requests_are_answered_with_the_models_tokens(replica: Engine, hea
     assert (head.deaths, replica.lost.result()) == ([], "closed")
 
 
-async def test_the_first_output_tells_what_came_before_and_stats_come_with_steps(replica: Engine, head: Head) -> None:
+async def test_the_first_output_has_prefill_stats_and_each_step_has_scheduler_stats(
+    replica: Engine, head: Head
+) -> None:
     for request_id in ("a", "b"):
         replica.client.add_request(request(request_id, 17), request_id)
         await eventually(lambda request_id=request_id: request_id in ended(head))
@@ -62,7 +64,7 @@ async def test_stop_tokens_are_honoured_and_named(replica: Engine, head: Head) -
     assert (head.outputs[-1].finish_reason, head.outputs[-1].stop_reason) == (FinishReason.STOP, stop)
 
 
-async def test_an_aborted_request_says_nothing_more(slow_head: Head) -> None:
+async def test_an_aborted_request_has_no_further_outputs(slow_head: Head) -> None:
     head = slow_head
     replica = await head.start()
     replica.client.add_request(request("a", max_tokens=LONG), "a")
@@ -75,7 +77,7 @@ async def test_an_aborted_request_says_nothing_more(slow_head: Head) -> None:
     assert {output.request_id for output in head.outputs[heard:]} == {"b"}
 
 
-async def test_all_requests_are_aborted_by_one_call_without_a_word(slow_head: Head) -> None:
+async def test_one_call_aborts_all_requests_without_outputs(slow_head: Head) -> None:
     head = slow_head
     replica = await head.start()
     for request_id in ("a", "b"):
@@ -87,7 +89,7 @@ async def test_all_requests_are_aborted_by_one_call_without_a_word(slow_head: He
     assert [output.finish_reason for output in head.outputs[heard:]] == [FinishReason.LENGTH]
 
 
-async def test_what_is_not_simulated_is_refused_request_by_request(replica: Engine, head: Head) -> None:
+async def test_requests_with_unsupported_features_end_with_an_error(replica: Engine, head: Head) -> None:
     embeddings = request("a")
     embeddings.prompt_token_ids = None
     streaming = request("b")
@@ -106,7 +108,7 @@ async def test_a_duplicate_id_kills_the_engine_with_notice_as_in_vllm(replica: E
     await eventually(lambda: head.launcher.processes[0].ended)
 
 
-async def test_a_frame_that_is_no_request_kills_the_engine(head: Head) -> None:
+async def test_an_invalid_request_kills_the_engine(head: Head) -> None:
     class Garbling(EngineApi):
         def encode_add(self, *args: Any, **kwargs: Any) -> Any:
             return (b"\x00", b"garbage")
@@ -182,7 +184,7 @@ async def test_a_pause_aborts_keeps_or_awaits_what_runs(replica: Engine, head: H
 
 
 @pytest.mark.skipif(not PAUSE_REFUSES.applies, reason="requests wait in paused engines of this vLLM")
-async def test_what_comes_while_an_engine_refuses_may_be_sent_again(replica: Engine, head: Head) -> None:
+async def test_a_paused_engine_refuses_requests_as_retryable(replica: Engine, head: Head) -> None:
     for mode in ("abort", "wait"):
         await replica.client.call("pause_generation", mode, True)
         replica.client.add_request(request(mode), mode)
@@ -224,7 +226,7 @@ async def test_calls_are_answered_as_vllms_engine_answers_them(replica: Engine) 
         ("add_lora", ("not an adapter",), "Expected"),
     ],
 )
-async def test_a_call_that_fails_says_why_and_harms_nothing(
+async def test_a_failed_call_has_a_reason_and_changes_nothing(
     replica: Engine, method: str, args: tuple[Any, ...], complaint: str
 ) -> None:
     with pytest.raises(ReplicaError, match=f"Call to {method} method failed: .*{complaint}"):
@@ -240,7 +242,7 @@ async def test_an_adapter_changes_the_answer(replica: Engine, head: Head) -> Non
     assert tokens(head, "a") == answer(sim_request("a", lora_id=7), FAST) != answer(sim_request("a"), FAST)
 
 
-async def test_an_engine_killed_before_it_is_ready_never_is(head: Head) -> None:
+async def test_a_killed_engine_cannot_become_ready(head: Head) -> None:
     starting = head.launcher.start(0)
     starting.abandon()
     with pytest.raises(ReplicaError, match="ended before it was ready"):

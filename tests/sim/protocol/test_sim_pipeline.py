@@ -1,4 +1,4 @@
-"""A head of two stages as AsyncLLM sees it: `Fleet` and `FleetClient` over simulated engines of two vocabularies."""
+"""A head with two stages of simulated engines with different vocabularies, as AsyncLLM uses it."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator

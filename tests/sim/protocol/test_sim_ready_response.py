@@ -1,4 +1,4 @@
-"""What simulated engines say when they are ready is what vLLM's front end understands."""
+"""vLLM's front end understands the ready responses of simulated engines."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
 
 
-def test_a_front_end_applies_it_to_its_configuration() -> None:
+def test_a_front_end_applies_the_ready_response_to_its_configuration() -> None:
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=1000, dtype="torch.bfloat16"),
         parallel_config=SimpleNamespace(

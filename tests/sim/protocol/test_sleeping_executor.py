@@ -1,4 +1,4 @@
-"""vLLM's own engine core over the executor that sleeps instead of running a model."""
+"""vLLM's own engine core with the executor that sleeps instead of running a model."""
 
 import gc
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ def test_a_prompt_that_is_computed_in_chunks_is_answered_once(model: Path) -> No
         assert answers(core, request("a", 300, max_tokens=5)) == {"a": expected(300, 5)}
 
 
-def test_preempted_requests_go_on_as_if_nothing_had_happened(model: Path) -> None:
+def test_preemption_does_not_change_answers(model: Path) -> None:
     with engine(model, max_model_len=128, num_gpu_blocks_override=6, enable_prefix_caching=False) as core:
         assert core.vllm_config.cache_config.num_gpu_blocks == 6
         for request_id in ("a", "b"):
@@ -124,7 +124,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(model: Path) -> Non
     assert tokens == {"a": expected(50, 60), "b": expected(50, 60)}
 
 
-def test_an_id_that_comes_again_is_another_request(model: Path) -> None:
+def test_an_id_can_be_used_again(model: Path) -> None:
     with engine(model) as core:
         assert answers(core, request("a", 10, max_tokens=3)) == {"a": expected(10, 3)}
         assert answers(core, request("a", 20, max_tokens=3)) == {"a": expected(20, 3)}
@@ -172,7 +172,7 @@ def test_an_iteration_takes_what_the_linear_model_says() -> None:
     assert slept == pytest.approx([1.08, 1.22, 1.04, 1.1])
 
 
-def test_a_step_for_the_sake_of_another_rank_takes_what_a_step_takes_at_least() -> None:
+def test_a_step_without_requests_takes_step_s() -> None:
     slept: list[float] = []
     SleepingModel(drive.SETTINGS, slept.append).compute_nothing()
     assert slept == [drive.SETTINGS.step_s]
@@ -190,7 +190,7 @@ def test_a_step_for_the_sake_of_another_rank_takes_what_a_step_takes_at_least() 
         ({"step_s": 61}, r"<= 60.0 - at `\$.step_s`"),
     ],
 )
-def test_service_times_that_make_no_sense_are_refused(model: Path, given: Any, complaint: str) -> None:
+def test_invalid_service_times_are_refused(model: Path, given: Any, complaint: str) -> None:
     config = configure(model, additional_config={"sleeping_executor": given})
     with pytest.raises(ConfigError, match=complaint):
         SleepingExecutor(config)
@@ -208,7 +208,7 @@ def test_service_times_have_defaults(model: Path) -> None:
         ({"tensor_parallel_size": 2}, "tensor or pipeline parallelism"),
     ],
 )
-def test_what_is_not_simulated_is_refused(model: Path, arguments: dict[str, Any], complaint: str) -> None:
+def test_unsupported_features_are_refused(model: Path, arguments: dict[str, Any], complaint: str) -> None:
     config = configure(model, **arguments)
     with pytest.raises(ConfigError, match=complaint):
         SleepingExecutor(config)

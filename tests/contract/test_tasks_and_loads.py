@@ -1,4 +1,4 @@
-"""What policies are told of requests and engines, read from vLLM's own structs."""
+"""The tasks and loads that policies get, read from vLLM's own structs."""
 
 import math
 from typing import Any
@@ -68,7 +68,7 @@ def test_a_plain_request() -> None:
     }
 
 
-def test_what_names_the_cached_blocks_of_a_request() -> None:
+def test_the_prompt_of_a_task_has_what_cached_blocks_depend_on() -> None:
     features = [
         MultiModalFeatureSpec(None, "image", f"hash {offset}", PlaceholderRange(offset=offset, length=1))
         for offset in (0, 2)
@@ -128,7 +128,7 @@ def test_requests_that_cannot_be_scheduled_yet_wait_too() -> None:
 
 
 @pytest.mark.parametrize("usage", [math.nan, math.inf, -math.inf, -0.5, 7.0])
-def test_memory_in_use_that_is_no_share_is_not_known(usage: float) -> None:
+def test_an_invalid_kv_usage_is_zero(usage: float) -> None:
     report = EngineApi().load_report(EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_cache_usage=usage)))
     assert report == LoadReport(0, 0, 0.0)
 

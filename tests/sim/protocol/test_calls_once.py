@@ -1,4 +1,4 @@
-"""Heads with one replica server: an operator's call reaches its engine once, also when heads come and go."""
+"""Several heads with one replica server: an operator call reaches the engine once."""
 
 import asyncio
 from concurrent.futures import Future
@@ -20,7 +20,7 @@ async def call(head: WholeHead, method: str, *args: Any) -> list[Any]:
         return await asyncio.wrap_future(reply)
 
 
-async def test_an_engine_is_told_once_until_its_last_head_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_gets_each_call_once_until_its_last_head_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     own_call = StageClient.call
 
