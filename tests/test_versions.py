@@ -15,7 +15,7 @@ DIFFERENCES = {name: value for name, value in vars(differences).items() if isins
     "version",
     ["0.32.0", "0.32.0+cpu", "0.33.0", "0.33.1", "0.33.0rc1", "0.33.1.dev7+g1a2b3c4.cu129", "0.33.0.post1", "v0.33.0"],
 )
-def test_builds_of_the_supported_releases_are_taken(version: str) -> None:
+def test_builds_of_the_supported_releases_are_accepted(version: str) -> None:
     assert why_unsupported(version) is None
 
 

@@ -34,7 +34,7 @@ def end_by(sign: int) -> None:
 
 
 def executor_of(*workers: Any) -> FleetExecutor:
-    """One whose monitor has seen the end of a worker."""
+    """An executor whose monitor has seen the exit of a worker."""
     executor = FleetExecutor.__new__(FleetExecutor)
     executor.is_failed = True
     executor.workers = [
@@ -51,9 +51,9 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def exit_note() -> Iterator[ExitNote]:
-    words = ExitNote()
-    with mark_as_fleet_engine(words):
-        yield words
+    note = ExitNote()
+    with mark_as_fleet_engine(note):
+        yield note
 
 
 def test_exited_workers_are_named_with_their_signals(exit_note: ExitNote, caplog: pytest.LogCaptureFixture) -> None:

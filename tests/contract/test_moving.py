@@ -83,25 +83,20 @@ def test_embeddings_replay_and_a_session_never_moves() -> None:
     assert EngineApi().how_to_move(request(resumable=True)) is Move.NEVER
 
 
-def test_a_document_is_pinned_to_the_replica_of_its_query() -> None:
+def test_pooling_requests_never_move_and_a_document_is_pinned_to_the_replica_of_its_query() -> None:
     scoring = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_doc_params("q"))
     caching = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_query_params("q", 1))
     for params, move in ((scoring, Move.PINNED), (caching, Move.NEVER), (PoolingParams(task="embed"), Move.NEVER)):
         pooling = build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, params)
         assert EngineApi().how_to_move(pooling) is move
+        assert EngineApi().make_movable(pooling) is pooling
+        assert EngineApi().end_if_complete(pooling, [], 0) is None
 
 
 def test_an_engine_cannot_score_a_document_whose_query_it_has_not_seen() -> None:
     params = PoolingParams(task="token_embed", late_interaction_params=build_late_interaction_doc_params("q"))
     with pytest.raises(ValueError, match="query cache miss"):
         LateInteractionRunner().postprocess_pooler_output([torch.zeros(2, 4)], [params], ["d"], [True])
-
-
-def test_a_pooling_request_is_left_as_it_is() -> None:
-    pooling = build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, PoolingParams(task="embed"))
-    assert EngineApi().make_movable(pooling) is pooling
-    assert EngineApi().how_to_move(pooling) is Move.NEVER
-    assert EngineApi().end_if_complete(pooling, [], 0) is None
 
 
 @pytest.mark.parametrize(("fields", "move"), HOW, ids=str)
@@ -141,13 +136,10 @@ def test_logprobs_of_chosen_prompt_tokens_are_not_computed_again(move: Move) -> 
     assert original.sampling_params.prompt_logprob_token_ids == [4]
 
 
-def test_a_moved_request_that_skips_the_prefix_cache_still_skips_it() -> None:
-    original = request(skip_reading_prefix_cache=True, **GREEDY)
-    assert EngineApi().continuation(original, Move.RESUME, [4]).sampling_params.skip_reading_prefix_cache
-
-
-def test_min_tokens_is_never_negative() -> None:
-    assert EngineApi().continuation(request(min_tokens=1), Move.RESUME, [4, 5, 6]).sampling_params.min_tokens == 0
+def test_a_resumed_request_still_skips_the_prefix_cache_and_min_tokens_is_not_negative() -> None:
+    original = request(skip_reading_prefix_cache=True, min_tokens=1, **GREEDY)
+    params = EngineApi().continuation(original, Move.RESUME, [4, 5, 6]).sampling_params
+    assert (params.skip_reading_prefix_cache, params.min_tokens) == (True, 0)
 
 
 def test_a_replayed_request_is_the_same_without_prompt_logprobs() -> None:
@@ -216,13 +208,9 @@ def test_repeated_tokens_and_prefill_results_are_removed_from_the_first_output(r
     assert masks == ([[token] for token in rest] or None)
     assert (output.events, output.prefill_stats) == (None, None)
     assert (output.new_prompt_logprobs_tensors, output.prompt_token_id_logprobs) == (None, None)
-
-
-@pytest.mark.parametrize("repeated", range(3))
-def test_repeated_tokens_are_removed_from_an_output_without_other_fields(repeated: int) -> None:
-    output = EngineCoreOutput("r", [10, 11])
-    moving.trim_repeated(output, repeated)
-    assert output == EngineCoreOutput("r", [10, 11][repeated:])
+    plain = EngineCoreOutput("r", [10, 11, 12])
+    moving.trim_repeated(plain, repeated)
+    assert plain == EngineCoreOutput("r", rest)
 
 
 class Config:

@@ -79,11 +79,9 @@ def test_stop_token_ids_of_the_client_apply_only_in_the_same_vocabulary(
     asked: Callable[..., Any], entry: Any, cousin: Any, stranger: Any
 ) -> None:
     client = asked(stop_token_ids=[5])
-    assert sorted(api(cousin, entry).build(client, GIVEN, {}, for_client=True).sampling_params.stop_token_ids) == [
-        5,
-        8,
-    ]
-    assert api(stranger, entry).build(client, GIVEN, {}, for_client=True).sampling_params.stop_token_ids == []
+    for own, stops in ((cousin, [5, 8]), (stranger, [])):
+        front = api(own, entry).build(client, GIVEN, {}, for_client=True).sampling_params
+        assert sorted(front.stop_token_ids) == stops
     # The client's own request is as it was.
     assert sorted(client.sampling_params.stop_token_ids) == [5, 7]
 

@@ -74,9 +74,8 @@ def test_a_node_of_each_stage_has_the_fingerprint_of_the_head(tmp_path: Path) ->
     for plan in plans:
         node = plan_node(*read(f"{line} --headless --omni-stage-id {plan.stage_id}"))
         facts = HeadInfo(0.0, [each.stage_id for each in plans], dict(plan.fingerprint))
-        assert {finding.level for finding in check_model(HeadQueryResult(facts), plan.stage_id, node.fingerprint)} == {
-            "ok"
-        }
+        findings = check_model(HeadQueryResult(facts), plan.stage_id, node.fingerprint)
+        assert {finding.level for finding in findings} == {"ok"}
 
 
 def test_every_rank_of_a_replica_is_planned_for(tmp_path: Path) -> None:

@@ -123,9 +123,11 @@ def test_embeddings_take_the_place_of_a_prompt(embedding: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", [torch.zeros(3, 8), torch.zeros(32), torch.zeros(3, 32, dtype=torch.int64)], ids=str)
-def test_embeddings_of_another_shape_or_kind_are_refused(embedding: Any, rows: torch.Tensor) -> None:
+def test_embeddings_of_another_shape_or_kind_or_in_chunks_are_refused(embedding: Any, rows: torch.Tensor) -> None:
     message = "Stage 'refiner': it takes embeddings as floats of the shape [tokens, 32], not torch."
     assert refused(api(embedding), StageInput(tensor=rows)).startswith(message)
+    chunked = refused(api(embedding), StageInput(tensor=torch.zeros(1, 32)), part=CHUNK)
+    assert "does not take embeddings" in chunked
 
 
 def test_sampling_of_the_request_overrides_the_transform_which_overrides_the_file(own: Any) -> None:
@@ -157,16 +159,7 @@ def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
     )
     assert chunk.sampling_params.max_tokens == 2
     message = refused(stage_api, StageInput(token_ids=[5] * 4), part=InputPart(resumable=True, session_tokens=28))
-    assert message == (
-        "Stage 'refiner': the input has 4 tokens, after 28 of its session, and its model takes at most 3"
-    )
-
-
-def test_chunks_are_no_embeddings(embedding: Any) -> None:
-    stage_api = api(embedding, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    assert "does not take embeddings" in refused(
-        stage_api, StageInput(tensor=torch.zeros(1, 32)), part=InputPart(resumable=True)
-    )
+    assert message.endswith("the input has 4 tokens, after 28 of its session, and its model takes at most 3")
 
 
 def test_the_entry_answers_the_clients_request_itself(own: Any) -> None:
@@ -222,13 +215,8 @@ def test_a_prefill_computes_one_token_for_another_engine(own: Any) -> None:
     client = source(params=SamplingParams(max_tokens=5, stop="red", logprobs=2, seed=3), session_id="s")
     request = api(own, output=Modality.KV_CACHE).build_root(client, {}, for_client=False)
     params = request.sampling_params
-    assert (params.max_tokens, params.temperature, params.ignore_eos, params.stop, params.logprobs) == (
-        1,
-        0,
-        True,
-        [],
-        None,
-    )
+    assert (params.max_tokens, params.temperature, params.ignore_eos) == (1, 0, True)
+    assert (params.stop, params.logprobs) == ([], None)
     # A request that ends at such a token would not keep its cache.
     assert (params.eos_token_id, params.stop_token_ids) == (None, [])
     assert params.extra_args["kv_transfer_params"] == {

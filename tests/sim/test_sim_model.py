@@ -6,13 +6,13 @@ import pytest
 
 from tests.sim.drive import SETTINGS, request, run, tokens_of
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.sim import EngineModel, EngineSettings, Prefill
+from vllm_omni_plugin.sim import EngineModel, EngineSettings, Prefill, SimRequest
 
 
-def submitted(*requests: object, settings: EngineSettings = SETTINGS) -> EngineModel:
+def submitted(*requests: SimRequest, settings: EngineSettings = SETTINGS) -> EngineModel:
     model = EngineModel(settings)
-    for asked in requests:
-        model.submit(asked, 0.0)  # type: ignore[arg-type]
+    for each in requests:
+        model.submit(each, 0.0)
     return model
 
 
@@ -20,18 +20,17 @@ def times(model: EngineModel, request_id: str) -> list[float]:
     return [round(now, 6) for now, output in run(model) if output.request_id == request_id]
 
 
-def test_a_prompt_takes_time_by_its_tokens_and_each_further_token_one_iteration() -> None:
-    assert times(submitted(request("a", 8, 3)), "a") == [1.08, 2.18, 3.28]
-
-
-def test_sequences_decode_together_and_each_costs_a_little() -> None:
-    model = submitted(request("a", 8, 3), request("b", 9, 3))
-    assert times(model, "a") == [1.17, 2.37, 3.57]
-
-
-def test_a_long_prompt_is_computed_in_chunks_and_gives_one_token_at_its_end() -> None:
-    model = submitted(request("a", 40, 2), settings=replace(SETTINGS, max_num_batched_tokens=16))
-    assert times(model, "a") == [3.40, 4.50]
+@pytest.mark.parametrize(
+    ("requests", "batched_tokens", "expected"),
+    [
+        pytest.param([request("a", 8, 3)], 32, [1.08, 2.18, 3.28], id="prompt tokens, then one iteration per token"),
+        pytest.param([request("a", 8, 3), request("b", 9, 3)], 32, [1.17, 2.37, 3.57], id="decoded together"),
+        pytest.param([request("a", 40, 2)], 16, [3.40, 4.50], id="a long prompt in chunks"),
+    ],
+)
+def test_times_of_tokens(requests: list[SimRequest], batched_tokens: int, expected: list[float]) -> None:
+    model = submitted(*requests, settings=replace(SETTINGS, max_num_batched_tokens=batched_tokens))
+    assert times(model, "a") == expected
 
 
 def test_running_sequences_come_before_the_prompts_of_others() -> None:
@@ -89,15 +88,17 @@ def test_an_id_may_come_again_once_it_has_ended() -> None:
     assert len(tokens_of(run(model, now=0.5), "a")) == 2
 
 
-@pytest.mark.parametrize("prompt", [0, 64, 100])
-def test_a_prompt_without_tokens_or_without_room_for_one_is_refused(prompt: int) -> None:
-    with pytest.raises(ValueError, match=f"a prompt of {prompt} tokens; it must have 1 to 63"):
-        EngineModel(SETTINGS).submit(request("a", [1] * prompt), 0.0)
-
-
-def test_an_invalid_token_id_is_refused() -> None:
-    with pytest.raises(OverflowError):
-        EngineModel(SETTINGS).submit(request("a", [-1]), 0.0)
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], ValueError, "a prompt of 0 tokens; it must have 1 to 63"),
+        ([1] * 64, ValueError, "a prompt of 64 tokens; it must have 1 to 63"),
+        ([-1], OverflowError, ""),
+    ],
+)
+def test_invalid_prompts_are_refused(prompt: list[int], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        submitted(request("a", prompt))
 
 
 def test_memory_too_small_for_one_request_is_refused() -> None:
@@ -116,22 +117,21 @@ def test_a_paused_engine_finishes_what_runs_and_admits_nothing() -> None:
     assert len(tokens_of(run(model, now=9.0), "b")) == 1
 
 
-def test_a_prompt_seen_before_is_not_computed_again() -> None:
-    model = submitted(request("a", 17, 1))
-    assert run(model)[-1][0] == pytest.approx(1.17)
-    model.submit(request("b", 17, 1), 10.0)
-    now, output = run(model, now=10.0)[-1]
-    assert output.prefill == Prefill(10.0, 10.0, 17, cached_tokens=16)
-    assert now == pytest.approx(11.01)
-
-
-def test_a_prompt_seen_whole_still_computes_its_last_block() -> None:
-    model = submitted(request("a", 16, 1), request("b", 16, 1))
+@pytest.mark.parametrize(
+    ("prompt", "caching", "cached", "end"),
+    [
+        pytest.param(17, True, 16, 11.01, id="complete blocks"),
+        pytest.param(16, True, 12, 11.04, id="at least one token is computed"),
+        pytest.param(17, False, 0, 11.17, id="prefix caching is off"),
+    ],
+)
+def test_a_repeated_prompt_is_taken_from_the_cache(prompt: int, caching: bool, cached: int, end: float) -> None:
+    model = submitted(request("a", prompt, 1), settings=replace(SETTINGS, prefix_caching=caching))
     run(model)
-    model.submit(request("c", 16, 1), 10.0)
-    prefill = run(model, now=10.0)[-1][1].prefill
-    assert prefill is not None
-    assert prefill.cached_tokens == 12
+    model.submit(request("b", prompt, 1), 10.0)
+    ((now, output),) = run(model, now=10.0)
+    assert output.prefill == Prefill(10.0, 10.0, prompt, cached)
+    assert now == pytest.approx(end)
 
 
 def test_answers_are_cached_for_the_next_turn_of_a_conversation() -> None:
@@ -150,13 +150,6 @@ def test_other_salts_and_adapters_share_no_blocks() -> None:
     model.submit(request("salt", 17, 1, cache_salt="x"), 10.0)
     model.submit(request("lora", 17, 1, lora_id=1), 10.0)
     assert [output.prefill.cached_tokens for _, output in run(model, now=10.0) if output.prefill] == [0, 0]
-
-
-def test_without_prefix_caching_everything_is_computed() -> None:
-    model = submitted(request("a", 17, 1), settings=replace(SETTINGS, prefix_caching=False))
-    run(model)
-    model.submit(request("b", 17, 1), 10.0)
-    assert run(model, now=10.0)[-1][0] == pytest.approx(11.17)
 
 
 def test_a_report_comes_with_each_iteration_and_counts_since_the_last() -> None:

@@ -101,24 +101,6 @@ async def test_requests_with_unsupported_features_end_with_an_error(replica: Eng
     assert head.deaths == []
 
 
-async def test_a_duplicate_id_kills_the_engine_with_notice_as_in_vllm(replica: Engine, head: Head) -> None:
-    for _ in range(2):
-        replica.client.add_request(request("a", max_tokens=LONG), "a")
-    await eventually(lambda: head.deaths)
-    await eventually(lambda: head.launcher.processes[0].ended)
-
-
-async def test_an_invalid_request_kills_the_engine(head: Head) -> None:
-    class Garbling(EngineApi):
-        def encode_add(self, *args: Any, **kwargs: Any) -> Any:
-            return (b"\x00", b"garbage")
-
-    replica = await head.start(Garbling())
-    replica.client.add_request(request(), "a")
-    await eventually(lambda: head.deaths)
-    await eventually(lambda: head.launcher.processes[0].ended)
-
-
 async def dies_of(head: Head, replica: Engine, reason: str) -> None:
     """Return once the engine has announced its death and named the reason."""
     await eventually(lambda: head.deaths)
@@ -129,21 +111,33 @@ async def dies_of(head: Head, replica: Engine, reason: str) -> None:
     assert process.exit_reason() in head.deaths[0]
 
 
+async def test_a_duplicate_id_kills_the_engine_with_notice_as_in_vllm(replica: Engine, head: Head) -> None:
+    for _ in range(2):
+        replica.client.add_request(request("a", max_tokens=LONG), "a")
+    await dies_of(head, replica, "duplicate request id a")
+
+
+async def test_an_invalid_request_kills_the_engine(head: Head) -> None:
+    class Garbling(EngineApi):
+        def encode_add(self, *args: Any, **kwargs: Any) -> Any:
+            return (b"\x00", b"garbage")
+
+    replica = await head.start(Garbling())
+    replica.client.add_request(request(), "a")
+    await dies_of(head, replica, "")
+
+
 async def test_a_request_that_breaks_a_step_kills_the_engine_with_notice(replica: Engine, head: Head) -> None:
     replica.client.add_request(request("good", max_tokens=LONG), "good")
     replica.client.add_request(request("bad", allowed_token_ids=[-1]), "bad")
     await dies_of(head, replica, "OverflowError")
 
 
-async def test_an_engine_whose_outputs_cannot_be_sent_dies(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_protocol, "output", broken)
-    replica = await head.start()
-    replica.client.add_request(request(), "a")
-    await dies_of(head, replica, "RuntimeError('broken')")
-
-
-async def test_an_engine_that_cannot_handle_a_message_dies(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_engine, "to_request", broken)
+@pytest.mark.parametrize(("module", "name"), [(sim_protocol, "output"), (sim_engine, "to_request")])
+async def test_an_exception_with_an_output_or_a_message_kills_the_engine(
+    head: Head, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    monkeypatch.setattr(module, name, broken)
     replica = await head.start()
     replica.client.add_request(request(), "a")
     await dies_of(head, replica, "RuntimeError('broken')")
