@@ -14,7 +14,7 @@ SOON_S = 10.0
 
 
 class Undying(FakeProcess):
-    """A process that hangs in the kernel."""
+    """A process that cannot be killed."""
 
     def kill(self) -> None:
         self.killed = True
@@ -29,7 +29,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def group(
     helper_exits: Callable[[], None] = lambda: None,
 ) -> tuple[GroupIncarnation, FakeProcess, FakeProcess, FakeProcess]:
-    """Two ranks and a helper."""
     incarnation = GroupIncarnation(2)
     one, other, helper = map(FakeProcess, range(3))
     incarnation.add(one)
@@ -89,8 +88,6 @@ def wait(threads: ThreadPoolExecutor, barrier: StartBarrier, rank: int) -> "Star
 
 
 class StartingRank:
-    """One rank that is starting."""
-
     def __init__(self, future: "Future[GroupIncarnation]", cancelled: threading.Event) -> None:
         self.future = future
         self.cancelled = cancelled

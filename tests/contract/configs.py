@@ -22,7 +22,7 @@ LLAMA = {
 
 
 def write_model(folder: Path, **other: Any) -> Path:
-    """A model's folder with its configuration, a vocabulary and weights, none of them of any use."""
+    """A model's folder with a configuration, a vocabulary and meaningless weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA | other))
     (folder / "tokenizer.json").write_text("{}")
@@ -31,7 +31,7 @@ def write_model(folder: Path, **other: Any) -> Path:
 
 
 def vllm_config(model: Path | str, **arguments: Any) -> Any:
-    """What vLLM makes of these arguments, without a tokenizer unless they say otherwise."""
+    """vLLM's configuration for these arguments, by default without a tokenizer."""
     with warnings.catch_warnings():
         # Some of vLLM's imports warn.
         warnings.simplefilter("ignore")

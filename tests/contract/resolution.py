@@ -34,12 +34,10 @@ class Symbol(NamedTuple):
     before: Release | None = None
 
     def is_of(self, release: Release) -> bool:
-        """Whether a release of vLLM is to have it."""
         return (self.since is None or release >= self.since) and (self.before is None or release < self.before)
 
 
 def read_symbols(text: str) -> Iterator[Symbol]:
-    """The symbols of a list that is written like `symbols.txt`."""
     for section in re.split(r"^\[", text, flags=re.MULTILINE)[1:]:
         used_for, _, lines = section.partition("]\n")
         for bound, release, owner, names in re.findall(_LINE, lines, re.MULTILINE):

@@ -34,23 +34,22 @@ def model(folder: Path, words: Sequence[str] = WORDS, **config: Any) -> Path:
 
 
 def config(folder: Path, **arguments: Any) -> Any:
-    """What vLLM makes of a model's folder, with a context of `CONTEXT` tokens."""
+    """vLLM's configuration of a model's folder, with a context of `CONTEXT` tokens."""
     return vllm_config(folder, **{"max_model_len": CONTEXT, "skip_tokenizer_init": False, **arguments})
 
 
 def stage(**fields: Any) -> Stage:
-    """A stage of vLLM's named `refiner`."""
     given: dict[str, Any] = {"output": Modality.TEXT, "model": "m"}
     return Stage(id=1, name="refiner", engine="vllm", **given | fields)
 
 
 def api(own: Any, entry: Any = None, **fields: Any) -> VllmStageApi:
-    """The api of a stage; without an entry it is the entry itself."""
+    """The API of a stage; by default it is the entry stage."""
     return VllmStageApi(own, own if entry is None else entry, stage(**fields))
 
 
 def source(prompt: Sequence[int] = (1, 3, 4), params: Any = None, **fields: Any) -> EngineCoreRequest:
-    """A client's request as vLLM's input processing leaves it."""
+    """A client's request as from vLLM's input processing."""
     sampling = params if isinstance(params, SamplingParams) or params is None else None
     given: dict[str, Any] = {
         "request_id": "r-1",

@@ -18,7 +18,7 @@ OF_ARM = "processor\t: 0\nFeatures\t: fp asimd sve amx_tile\n"
 
 
 def asked(text: str | None, tmp_path: Path, machine: str = "x86_64", answer: int = 0) -> list[tuple[int, ...]]:
-    """The system calls made on a machine with this /proc/cpuinfo."""
+    """The system calls that are made on a machine with this /proc/cpuinfo."""
     calls: list[tuple[int, ...]] = []
 
     def system_call(*arguments: int) -> int:

@@ -103,7 +103,7 @@ class Hub:
         return write_model(self._repository / "snapshots" / commit)
 
     def online(self, commit: str, revision: str | None) -> Any:
-        """What vLLM makes of the model's name where the hub says that this is the commit."""
+        """vLLM's configuration of the model by its name, with `main` at this commit."""
         self.snapshot(commit)
         (self._repository / "refs").mkdir(parents=True, exist_ok=True)
         (self._repository / "refs" / "main").write_text(commit)

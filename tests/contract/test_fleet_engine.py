@@ -28,7 +28,6 @@ def spawned(name: str, target: Any, *args: Any) -> Any:
 
 
 def end_by(sign: int) -> None:
-    """What a worker does that the system or the processor ends."""
     signal.signal(sign, signal.SIG_DFL)
     os.kill(os.getpid(), sign)
 
@@ -45,7 +44,7 @@ def executor_of(*workers: Any) -> FleetExecutor:
 
 @pytest.fixture(autouse=True)
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers that are left here never end by themselves."""
+    """The other workers of these tests never exit by themselves."""
     monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "0")
 
 

@@ -132,7 +132,7 @@ def test_ready_responses_of_several_groups_are_applied_although_each_names_a_coo
 
 
 def addresses_of(group: int) -> dict[str, Any]:
-    """A value of its own for every field of a ready response that names a port or an address."""
+    """A distinct value for every port and address in a ready response."""
     found: dict[str, Any] = {}
     for field in fields(EngineCoreReadyResponse):
         if field.name.endswith("_address"):
@@ -143,7 +143,6 @@ def addresses_of(group: int) -> dict[str, Any]:
 
 
 def together(starts: list[Any], error: str) -> None:
-    """Wait for starts in threads of their own, all of which fail."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(len(starts)) as threads:

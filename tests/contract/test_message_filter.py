@@ -25,7 +25,6 @@ API = EngineApi()
 
 
 def refusal_of(method: str, *args: Any) -> str | None:
-    """What the caller is told, decoded as heads decode it."""
     refusal = reject(API.encode_utility(7, method, args))
     if refusal is None:
         return None
@@ -97,13 +96,12 @@ def test_an_invalid_method_name_is_refused_with_an_answer(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the head and this node look for an adapter, each on its own disk; the test changes what lies there."""
+    """The path of the adapter on the head and on this node; the test changes the files."""
     return write_adapter(tmp_path / "story")
 
 
 @pytest.fixture
 def loaded(folder: Path) -> Adapter:
-    """The adapter as the head loads it, from the files that are there when the test begins."""
     return adapter_of(LoRARequest("story", 7, str(folder)))
 
 

@@ -182,7 +182,6 @@ def logprobs(tokens: list[int]) -> LogprobsLists:
 
 
 def first_output(tokens: list[int], prompt: int = 2) -> EngineCoreOutput:
-    """Return an output with all that an engine tells with the first tokens of a request."""
     return EngineCoreOutput(
         "r",
         tokens,
@@ -214,8 +213,6 @@ def test_repeated_tokens_and_prefill_results_are_removed_from_the_first_output(r
 
 
 class Config:
-    """What is read of vLLM's `ModelConfig`."""
-
     max_model_len = 100
     logits_processors: list[str] | None = None
 

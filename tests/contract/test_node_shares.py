@@ -16,13 +16,12 @@ SWITCH = "VLLM_CPU_SIM_MULTI_NUMA"
 
 
 def platform(kind: str, devices: int = 8) -> Any:
-    """What vLLM's platform says of a node, with physical ids that are not the logical ones."""
+    """vLLM's platform of a node, with physical ids that differ from the logical ones."""
     ids = list(range(100, 100 + devices))
     return SimpleNamespace(is_cpu=lambda: kind == "cpu", device_id_to_physical_device_id=ids.__getitem__)
 
 
 def stage(world_size: int = 1, chosen: list[int] | None = None) -> Any:
-    """What counts of a configuration."""
     parallel = SimpleNamespace(world_size=world_size, local_world_size=world_size, assigned_physical_gpu_ids=chosen)
     return SimpleNamespace(parallel_config=parallel)
 

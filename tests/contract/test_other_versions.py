@@ -17,7 +17,7 @@ REFUSAL = (
 
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Reads words as the command line of `vllm serve` with vLLM 0.31."""
+    """Parses the command line of `vllm serve` with vLLM 0.31."""
     monkeypatch.setattr(supported, "installed_version", lambda: "0.31.0")
     monkeypatch.setattr(serve_command, "patch_serve_command", lambda: None)
     parser = FlexibleArgumentParser(prog="vllm")

@@ -27,7 +27,6 @@ def tensors(ids: tuple[int, ...], logprobs: tuple[int, ...], ranks: tuple[int, .
 
 
 def sent(output: Any) -> Sequence[Any]:
-    """The frames of a message with this output between two others."""
     outputs = [EngineCoreOutput("first", [1]), output, EngineCoreOutput("last", [2])]
     message = EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats(num_running_reqs=3), timestamp=1.5)
     return [bytearray(frame) for frame in MsgpackEncoder().encode(message)]

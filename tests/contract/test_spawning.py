@@ -24,7 +24,7 @@ NOT_RUNNING = SimpleNamespace(pid=os.getpid(), is_alive=lambda: False)
 
 
 class Spawning:
-    """Notices what is spawned while another could be, and stands in for what spawns."""
+    """Replaces whatever spawns, and records whether the lock was held."""
 
     def __init__(self) -> None:
         self.guarded: list[bool] = []
@@ -33,18 +33,15 @@ class Spawning:
         self.guarded.append(SPAWN_LOCK.locked())
 
     def manager(self, **_arguments: Any) -> Any:
-        """vLLM's process manager."""
         self.spawn()
         return SimpleNamespace(processes=[NOT_RUNNING])
 
     def popen(self, *_command: Any, **_arguments: Any) -> Any:
-        """The process of a Python stage."""
         self.spawn()
         return NOT_RUNNING
 
     @property
     def context(self) -> Any:
-        """Multiprocessing's, whose processes do nothing."""
         process = SimpleNamespace(pid=os.getpid(), start=self.spawn)
         return SimpleNamespace(RawArray=lambda _kind, size: size, Process=lambda **_arguments: process)
 

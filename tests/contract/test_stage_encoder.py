@@ -26,7 +26,7 @@ TEXTS = st.lists(st.sampled_from(["a", "Ab", " ", "├й", "\n", SPECIAL, "\0", "шк
 
 
 def as_vllm_has_it(kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast, **settings: Any) -> Any:
-    """A tokenizer of bytes, whose file asks for truncation and padding, in vLLM's wrappers."""
+    """A byte-level tokenizer with truncation and padding in its file, in vLLM's wrappers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = Tokenizer(models.BPE({letter: index for index, letter in enumerate([SPECIAL, *alphabet])}, []))
     library.normalizer = normalizers.NFC()

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def entry(folder: Path) -> Any:
-    """Ends at `<end>` and at `black`, id 7."""
+    """A model that ends at `<end>` and at `black`, id 7."""
     return config(ending(model(folder / "entry"), 0, 7))
 
 
@@ -54,7 +54,7 @@ def stranger(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def asked(entry: Any) -> Callable[..., Any]:
-    """A client's request, processed as the entry's vLLM does it."""
+    """Makes a client's request, processed by the entry stage's vLLM."""
     processor = InputProcessor(entry)
 
     def ask(**params: Any) -> Any:

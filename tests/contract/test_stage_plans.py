@@ -28,7 +28,7 @@ VOCODER = f"engine: {STAGES}:Vocoder\ntransform: text"
 
 @pytest.fixture(autouse=True)
 def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes the models, and takes back what planning says to engines through the environment."""
+    """Writes the models, and restores the environment that planning changes."""
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")
     write_text_model(tmp_path / "thinker")
     write_text_model(tmp_path / "refiner", max_position_embeddings=256)
@@ -44,7 +44,7 @@ def configured(line: str) -> tuple[Any, Any]:
 
 
 def without_ours(args: Any) -> Any:
-    """The arguments without our flags, with which vLLM would open the way to a fleet."""
+    """The arguments without our flags, so that vLLM starts no fleet."""
     for name in [name for name in vars(args) if name.startswith("omni_")]:
         setattr(args, name, None)
     return args

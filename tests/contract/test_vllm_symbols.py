@@ -75,7 +75,6 @@ def test_every_engine_method_that_vllms_client_calls_is_listed_and_may_be_called
 
 
 def overridden() -> list[str]:
-    """Methods of vLLM's client interface that ours implements."""
     return sorted(
         name
         for name, member in {**vars(UtilityCallClient), **vars(FleetClient)}.items()

@@ -19,13 +19,13 @@ SETTINGS = EngineSettings(
 
 
 def request(request_id: str, prompt: Iterable[int] | int = 8, max_tokens: int | None = 4, **rest: object) -> SimRequest:
-    """A request; a number stands for a prompt of that many tokens that no other length shares."""
+    """A request; a number makes a prompt of that length, different from all other lengths."""
     tokens = [prompt * 100 + position for position in range(prompt)] if isinstance(prompt, int) else list(prompt)
     return SimRequest(request_id, tokens, max_tokens, **rest)  # type: ignore[arg-type]
 
 
 def run(model: EngineModel, now: float = 0.0, until: float = float("inf")) -> list[tuple[float, SimOutput]]:
-    """Step until nothing is left to do, or until a time; returns each output with its time."""
+    """Step until no step is due, or until a time; returns each output with its time."""
     timeline: list[tuple[float, SimOutput]] = []
     while True:
         step = model.step(now)
@@ -40,7 +40,6 @@ def tokens_of(timeline: Iterable[tuple[float, SimOutput]], request_id: str) -> l
 
 
 def answer(asked: SimRequest, settings: EngineSettings = SETTINGS) -> list[int]:
-    """The answer of an engine that does nothing else."""
     model = EngineModel(settings)
     model.submit(asked, 0.0)
     return tokens_of(run(model), asked.request_id)

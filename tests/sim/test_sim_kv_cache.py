@@ -32,7 +32,7 @@ def test_the_least_recently_used_block_is_evicted_first_and_the_end_of_a_prompt_
 
 
 class Histories(RuleBasedStateMachine):
-    """Any order of calls that the model may make."""
+    """Any order of calls."""
 
     def __init__(self) -> None:
         super().__init__()

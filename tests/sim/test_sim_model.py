@@ -93,7 +93,7 @@ def test_an_id_may_come_again_once_it_has_ended() -> None:
     [
         ([], ValueError, "a prompt of 0 tokens; it must have 1 to 63"),
         ([1] * 64, ValueError, "a prompt of 64 tokens; it must have 1 to 63"),
-        ([-1], OverflowError, ""),
+        ([-1], OverflowError, "."),
     ],
 )
 def test_invalid_prompts_are_refused(prompt: list[int], error: type[Exception], message: str) -> None:

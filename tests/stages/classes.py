@@ -12,8 +12,6 @@ from vllm_omni_plugin.stages import PythonStage, StageJob
 
 
 class Echo(PythonStage):
-    """Says what it got, and with whom."""
-
     max_batch_size = 4
 
     def __init__(self, *, device: str, ending: str = "!") -> None:
@@ -21,7 +19,6 @@ class Echo(PythonStage):
         self._ending = ending
 
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
-        """Waits first for the file that the input names, a FIFO, to be written."""
         for job in jobs:
             if "wait_for" in job.input.metadata:
                 Path(job.input.metadata["wait_for"]).read_bytes()
@@ -35,19 +32,13 @@ class Echo(PythonStage):
 
 
 class Priced(Echo):
-    """Costs what the input says."""
-
     @staticmethod
     def cost(given: StageInput) -> int:
-        """Whatever is in the metadata; raises without it."""
         return given.metadata["cost"]  # type: ignore[no-any-return]
 
 
 class Faulty(PythonStage):
-    """Does what the input says."""
-
     def compute(self, jobs: Sequence[StageJob]) -> Any:
-        """Whatever must not be done."""
         if any(job.input.text == "raise for all" for job in jobs):
             raise RuntimeError("out of paper")
         if any(job.input.text == "one too many" for job in jobs):
@@ -76,10 +67,7 @@ class Faulty(PythonStage):
 
 
 class Counting(PythonStage):
-    """Sums up its session."""
-
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
-        """The sum so far, and the end."""
         for job in jobs:
             if job.input.text == "fail":
                 return [ValueError("a bad chunk")]
@@ -88,14 +76,11 @@ class Counting(PythonStage):
 
 
 class CannotStart(PythonStage):
-    """Fails to start in one of several ways."""
-
     def __init__(self, *, device: str, how: str) -> None:
         super().__init__(device=device)
         self._how = how
 
     def start(self) -> None:
-        """Fail."""
         if self._how == "raise":
             raise FileNotFoundError("there are no weights in /nowhere")
         if self._how == "die":
@@ -104,27 +89,25 @@ class CannotStart(PythonStage):
             signal.pause()
 
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
-        """Never called."""
         raise NotImplementedError
 
 
 class Stopping(Echo):
-    """Leaves a note when it is stopped; if that is a FIFO, waits for it to be read."""
+    """Writes a note in `stop`; if the note is a FIFO, waits for its reader."""
 
     def __init__(self, *, device: str, note: str) -> None:
         super().__init__(device=device)
         self._note = Path(note)
 
     def stop(self) -> None:
-        """Leave the note."""
         self._note.write_text("stopped")
 
 
 class NoStage:
-    """Something else."""
+    """Not a stage."""
 
 
 class Greedy(Echo):
-    """Wants empty batches."""
+    """Has an invalid batch size."""
 
     max_batch_size = 0

@@ -14,5 +14,4 @@ from tests.stages.gate import Gate
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    """What a computation waits at."""
     return Gate(tmp_path)

@@ -8,7 +8,7 @@ from vllm_omni_plugin.pipeline.transfer import StageInput
 
 
 class Gate:
-    """A FIFO that the computation of `job` waits at."""
+    """A FIFO that the computation of `job` waits for."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "gate"
@@ -17,15 +17,13 @@ class Gate:
 
     @property
     def job(self) -> StageInput:
-        """An input whose computation waits."""
         return StageInput(text="slow", metadata={"wait_for": str(self._path)})
 
     async def reached(self) -> None:
-        """Return once the computation waits; may be called again when another one does."""
+        """Return once a computation waits."""
         await eventually(self._open, "the computation")
 
     def release(self) -> None:
-        """Let it go on."""
         os.close(self._end)
 
     def _open(self) -> bool:

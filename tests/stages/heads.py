@@ -19,35 +19,24 @@ END_TOKEN = 2
 
 
 def stage(engine: str = "classes:Echo", **fields: Any) -> Stage:
-    """A stage of one of the classes of these tests."""
     return Stage(1, "vocoder", f"tests.stages.{engine}", Modality.AUDIO, **fields)
 
 
 def api(described: Stage, cost: Callable[[StageInput], int] = PythonStage.cost) -> PythonStageApi:
-    """An interface whose tokens are characters."""
+    """An API whose tokens are characters."""
     return PythonStageApi(
         described, lambda tokens: "".join(map(chr, tokens)), lambda text: list(map(ord, text)), END_TOKEN, cost
     )
 
 
 def source(request_id: str = "a", **fields: Any) -> Any:
-    """The client's request, as far as it is looked at."""
+    """The client's request, with the fields that are read."""
     return SimpleNamespace(request_id=request_id, session_id=None, **fields)
 
 
 @dataclass
 class Head:
-    """What a head has of one replica.
-
-    Attributes:
-        stage: what it serves.
-        executor: where blocking parts run.
-        share_memory: whether large tensors go through memory.
-        spawned: process ids of replicas.
-        outputs: what they have said of requests, in order.
-        stats: their reports.
-        deaths: their reasons to die.
-    """
+    """A head with replicas of one stage, and what they have sent."""
 
     stage: Stage
     executor: ThreadPoolExecutor
@@ -63,35 +52,29 @@ class Head:
         self.launcher = PythonStageLauncher(self.stage, self.spawned.append, share_memory=self.share_memory)
 
     async def start(self) -> Engine:
-        """Start a replica and attach to it."""
         replica = await start_local_engine(self.launcher, self.api, self.executor, 0, self._on_outputs)
         replica.on_lost = self.deaths.append
         self.replicas.append(replica)
         return replica
 
     def send(self, request_id: str, given: StageInput | str, *, resumable: bool = False, last: bool = True) -> None:
-        """Submit an input to the latest replica."""
         given = StageInput(text=given) if isinstance(given, str) else given
         request = self.api.build(source(), given, {}, for_client=False, part=InputPart(resumable, last))
         self.replicas[-1].client.add_request(request, request_id)
 
     def close_input(self, request_id: str) -> None:
-        """Close the input of a session."""
         self.replicas[-1].client.add_request(self.api.build_end(source()), request_id)
 
     async def answers(self, request_id: str, count: int = 1) -> list[StageOutput]:
-        """What was read of a request, once so many outputs have come."""
         await eventually(lambda: len(self._outputs_of(request_id)) >= count, f"{count} outputs of {request_id}")
         reader = self.api.reader(None)
         return [reader.read(output, ended=True) for output in self._outputs_of(request_id)]
 
     async def answer(self, request_id: str) -> StageOutput:
-        """What was read of a request's only output."""
         (only,) = await self.answers(request_id)
         return only
 
     def numbers(self, request_id: str) -> list[list[int]]:
-        """The tokens of a request's outputs."""
         return [output.new_token_ids for output in self._outputs_of(request_id)]
 
     def _outputs_of(self, request_id: str) -> list[Any]:
@@ -105,7 +88,7 @@ class Head:
 
 @asynccontextmanager
 async def open_head(described: Stage, share_memory: bool = True) -> AsyncIterator[Head]:
-    """A head without a replica yet; ends with all its replicas."""
+    """A head without a replica yet; closes all its replicas."""
     with ThreadPoolExecutor(4) as executor:
         head = Head(described, executor, share_memory)
         try:

@@ -22,7 +22,6 @@ def block(language: str) -> str:
 
 
 async def audio(head: Head, request_id: str, *chunks: range) -> Any:
-    """What a session of these chunks of tokens sounds like."""
     for number, tokens in enumerate(chunks, start=1):
         head.send(request_id, StageInput(tokens), resumable=True, last=number == len(chunks))
     head.close_input(request_id)

@@ -31,15 +31,13 @@ async def no_pause(seconds: float) -> None:
 
 
 class DirectApi(PythonStageApi):
-    """Makes the stage's request of the client's, since there is no other stage in front to make its input."""
+    """Makes the stage's request from the client's, since there is no earlier stage."""
 
     def make_movable(self, request: Any) -> Any:
         return self.build(request, request.given, {}, for_client=False)
 
 
 class Launcher(PythonStageLauncher):
-    """Remembers the process id of the last process of each replica."""
-
     def __init__(self) -> None:
         super().__init__(STAGE, lambda pid: None)
         self.pids: dict[int, int] = {}
@@ -51,8 +49,6 @@ class Launcher(PythonStageLauncher):
 
 
 class Fleet:
-    """Two replicas under an orchestrator."""
-
     def __init__(self) -> None:
         self.launcher = Launcher()
         self.api = DirectApi(STAGE, lambda tokens: "", lambda text: (), END_TOKEN)
@@ -66,13 +62,11 @@ class Fleet:
         self.orchestrator.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
 
     async def run_of(self, request_id: str) -> StageRun:
-        """Where a request is, once it has been dispatched."""
         states = self.orchestrator.request_states
         await eventually(lambda: request_id in states and states[request_id].runs[0].attempts)
         return states[request_id].runs[0]
 
     async def answers(self, *request_ids: str) -> list[StageOutput]:
-        """What comes of some requests, in the order of their ids."""
         said: dict[str, Any] = {}
         while len(said) < len(request_ids):
             for outputs in await self.orchestrator.output_async_queue.get_batch():

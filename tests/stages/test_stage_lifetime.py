@@ -134,7 +134,7 @@ async def test_stop_is_called_after_sigterm(tmp_path: Path) -> None:
 
 
 def is_pending(pid: int, signum: int) -> bool:
-    """Whether a process has been sent a signal that none of its threads has taken yet."""
+    """Whether a process has a pending signal that no thread has handled yet."""
     lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return any(int(lines[name], 16) >> (signum - 1) & 1 for name in ("SigPnd", "ShdPnd"))
 

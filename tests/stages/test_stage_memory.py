@@ -27,7 +27,7 @@ WITH_THE_SHARED_HEAD = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[Head]:
-    """One with a replica of its own; starting one imports torch, which takes long."""
+    """A head with a replica; its start imports torch, which takes long."""
     async with open_head(stage("torch_classes:Keeping")) as head:
         await head.start()
         # It keeps this one.
@@ -38,7 +38,7 @@ async def shared() -> AsyncIterator[Head]:
 
 @pytest.fixture
 def head(shared: Head) -> Head:
-    """One that has heard nothing yet; three places are free."""
+    """The shared head without outputs; three places are free."""
     shared.outputs.clear()
     return shared
 

@@ -13,7 +13,6 @@ def texts(answers: list[object]) -> list[str]:
 
 
 def send_whole(head: Head, request_id: str) -> None:
-    """A session of three chunks and its end."""
     head.send(request_id, chunk(1), resumable=True, last=False)
     head.send(request_id, chunk(2), resumable=True, last=False)
     head.send(request_id, chunk(3), resumable=True, last=True)

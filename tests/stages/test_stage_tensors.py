@@ -23,7 +23,7 @@ ADD_OF_NO_TENSOR = msgspec.msgpack.encode(("bad", 0, False, True, None, None, ("
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["copied", "shared"])
 async def head(request: pytest.FixtureRequest) -> AsyncIterator[Head]:
-    """One with a replica, which shares memory or not; starting one imports torch, which takes long."""
+    """A head with a replica, with or without shared memory; its start imports torch, which takes long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         async with open_head(stage("torch_classes:Doubling"), request.param) as opened:

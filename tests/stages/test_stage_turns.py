@@ -11,7 +11,7 @@ def request(request_id: str, text: str = "", **fields: Any) -> StageRequest:
 
 
 def taken(queue: ComputeQueue, limit: int = 8) -> list[tuple[str, str | None, bool]]:
-    """The next batch, finished at once."""
+    """Take the next batch and finish it."""
     batch = queue.take(limit)
     for session, _ in batch:
         queue.finish(session, failed=False)

@@ -12,16 +12,12 @@ SPARSE = StageOutput(tensor=torch.eye(3).to_sparse())
 
 
 class Doubling(PythonStage):
-    """Gives back twice what it got, turned: neither contiguous nor free of a graph of gradients.
-
-    Asked for it with a text it gives what cannot be sent: a tensor without a place for each element.
-    """
+    """Returns its input doubled and transposed, not contiguous and with gradients; for text a sparse tensor."""
 
     def start(self) -> None:
         self._weights = torch.nn.Parameter(torch.tensor(2.0, device=self.device))
 
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
-        """With what it was computed from and by."""
         return [SPARSE if job.input.tensor is None else self._double(job.input.tensor) for job in jobs]
 
     def _double(self, tensor: torch.Tensor) -> StageOutput:
@@ -31,10 +27,9 @@ class Doubling(PythonStage):
 
 
 class Keeping(PythonStage):
-    """Gives back what it got, and never lets go of the first input."""
+    """Returns its input, and keeps a reference to the first input."""
 
     def compute(self, jobs: Sequence[StageJob]) -> Sequence[StageOutput | Exception]:
-        """Says how it came."""
         self._first = getattr(self, "_first", jobs[0])
         return [StageOutput(tensor=job.input.tensor, metadata=_way(job.input.tensor)) for job in jobs]
 

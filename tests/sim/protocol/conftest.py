@@ -23,12 +23,11 @@ async def head() -> AsyncIterator[Head]:
 
 @pytest.fixture
 async def replica(head: Head) -> Engine:
-    """The engine of that head."""
     return await head.start()
 
 
 @pytest.fixture
 async def slow_head() -> AsyncIterator[Head]:
-    """One whose engine takes 50 ms for a token."""
+    """A head whose engine takes 50 ms for a token."""
     async with open_head(replace(FAST, step_s=0.05)) as opened:
         yield opened

@@ -17,11 +17,7 @@ FAST = replace(SETTINGS, step_s=0.001, prefill_token_s=0.0, sequence_s=0.0, max_
 
 @dataclass
 class Head:
-    """What a head has of one simulated engine.
-
-    Attributes:
-        outputs: each `EngineCoreOutput` of the engine, in order.
-    """
+    """A head with simulated engines, and what they have sent."""
 
     launcher: SimLauncher
     executor: ThreadPoolExecutor
@@ -44,7 +40,7 @@ class Head:
 
 @asynccontextmanager
 async def open_head(settings: EngineSettings = FAST) -> AsyncIterator[Head]:
-    """A head without an engine yet; ends with all its engines."""
+    """A head without an engine yet; closes all its engines."""
     with EngineHost() as host, ThreadPoolExecutor(4) as executor:
         launcher = SimLauncher(host, settings, lambda replica_id: b"ready %d" % replica_id)
         head = Head(launcher, executor)

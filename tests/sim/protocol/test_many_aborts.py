@@ -38,7 +38,7 @@ async def no_more_is_held_than(before: dict[str, int]) -> None:
 
 
 def drawn(draw: random.Random, count: int, prefix: str) -> dict[str, int]:
-    """Requests, and after how many tokens each is aborted; 0 before the first, `NEVER` only behind its end."""
+    """Requests, and after how many tokens each is aborted: 0 before the first, `NEVER` after its end."""
     return {f"{prefix}-{number}": draw.choice((0, 0, 1, 2, 5, NEVER)) for number in range(count)}
 
 
@@ -49,7 +49,7 @@ def submit(head: WholeHead, draw: random.Random, moments: dict[str, int]) -> Non
 
 
 async def abort_each_in_its_moment(head: WholeHead, moments: dict[str, int]) -> None:
-    """Return when every request has ended or been aborted; those that ended are aborted, too, as a client may."""
+    """Abort each request when it is due; finished requests are aborted too, as clients may do."""
     left = dict(moments)
     while True:
         due = [name for name, moment in left.items() if head.produced[name] >= moment or name in head.ended]
@@ -63,7 +63,7 @@ async def abort_each_in_its_moment(head: WholeHead, moments: dict[str, int]) -> 
 
 
 async def one_lot(head: WholeHead, draw: random.Random, prefix: str) -> None:
-    """Some requests: aborted with their submission, before they are dispatched, before the first token, and later."""
+    """Requests that are aborted at once, before dispatch, before the first token, and later."""
     moments = drawn(draw, AT_ONCE, prefix)
     how = draw.choice(("together", "held", "sent"))
     if how == "held":
@@ -82,14 +82,13 @@ async def one_lot(head: WholeHead, draw: random.Random, prefix: str) -> None:
 
 
 async def leave_in_the_middle(head: WholeHead, stack: AsyncExitStack, draw: random.Random, prefix: str) -> None:
-    """A head ends with its requests in every state."""
     async with stack:
         submit(head, draw, drawn(draw, AT_ONCE, prefix))
         await head.more()
 
 
 async def abort_many(site: Site, requests: int) -> None:
-    """All requests, through heads of which one leaves and is replaced with every round; then look at what is left."""
+    """Run all requests through heads, one of which is replaced in every round; then check what is left."""
     draw = random.Random(11)
     async with AsyncExitStack() as stack:
         heads = [await stack.enter_async_context(site.head()) for _ in range(HEADS)]
@@ -109,7 +108,7 @@ async def abort_many(site: Site, requests: int) -> None:
 
 
 async def settled(heads: list[WholeHead]) -> None:
-    """Wait until no head has anything in flight, and none of them thinks that another has."""
+    """Wait until no head has requests in flight or counts those of other heads."""
     for head in heads:
         await settles(head)
 
@@ -134,7 +133,7 @@ async def assert_the_engine_has_nothing(heads: list[WholeHead]) -> None:
 
 
 async def assert_every_slot_is_clean(site: Site) -> None:
-    """Heads in all slots that are free get the answers to their own requests and nothing else."""
+    """Heads in all free slots get only the answers to their own requests."""
     async with AsyncExitStack() as stack:
         heads = [await stack.enter_async_context(site.head()) for _ in range(HEAD_SLOTS - HEADS)]
         for head in heads:

@@ -102,7 +102,6 @@ async def test_requests_with_unsupported_features_end_with_an_error(replica: Eng
 
 
 async def dies_of(head: Head, replica: Engine, reason: str) -> None:
-    """Return once the engine has announced its death and named the reason."""
     await eventually(lambda: head.deaths)
     process = head.launcher.processes[0]
     await eventually(lambda: process.ended)

@@ -36,11 +36,7 @@ SPECIAL = WORDS[:3]
 
 
 class Head:
-    """The fleet and its client.
-
-    Attributes:
-        outputs: what AsyncLLM was given, in order.
-    """
+    """The fleet and its client; `outputs` are those that AsyncLLM was given."""
 
     def __init__(self, folder: Path, host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
         # `Fleet` sets it for good.
@@ -55,7 +51,6 @@ class Head:
         self.outputs: list[Any] = []
 
     def start(self) -> FleetClient:
-        """Start everything; returns when all replicas serve."""
         fleet = Fleet(OmniConfig(), self.configs[0], None, log_stats=True)
         self.client = FleetClient(fleet, self.configs[0], fleet.start())
         return self.client
@@ -100,7 +95,7 @@ def asked(request_id: str) -> Any:
 
 
 def by_hand() -> list[int]:
-    """What one engine of each model says when what the first says is given to the second as text."""
+    """The answer of the second model to the text of the first one, from one engine of each."""
     thought = [WORDS[token] for token in said(PROMPT, 3, END)]
     return said([BEGIN, *(REVERSED.index(word) for word in thought if word not in SPECIAL)], LENGTH, None)
 

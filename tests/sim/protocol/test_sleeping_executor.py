@@ -55,7 +55,6 @@ def submit(core: EngineCore, asked: EngineCoreRequest) -> None:
 
 
 def outputs(core: EngineCore) -> list[Any]:
-    """Outputs of all requests until nothing is left to do."""
     found: list[Any] = []
     while core.scheduler.has_unfinished_requests():
         by_client, _ = core.step_fn()
@@ -73,7 +72,6 @@ def answers(core: EngineCore, *asked: EngineCoreRequest) -> dict[str, list[int]]
 
 
 def expected(prompt: int, max_tokens: int) -> list[int]:
-    """What a simulated engine answers."""
     settings = EngineSettings(max_model_len=512, vocabulary_size=64)
     return drive.answer(drive.request("", prompt, max_tokens), settings)
 

@@ -36,13 +36,7 @@ SETTINGS = replace(FAST, max_num_seqs=16, max_model_len=100_000, kv_blocks=1_000
 
 
 class WholeHead:
-    """What a head process has below AsyncLLM. Use it as an asynchronous context manager.
-
-    Attributes:
-        produced: tokens that came of each request that has not been forgotten.
-        ended: why each of them ended.
-        statistics: the last that came of the engine.
-    """
+    """A head process without AsyncLLM, as an asynchronous context manager; `produced` counts tokens by request."""
 
     def __init__(self, coordinator: str, head_id: str) -> None:
         self.produced: Counter[str] = Counter()
@@ -74,22 +68,19 @@ class WholeHead:
         return self.pool.members[0]
 
     def submit(self, *requests: Any) -> None:
-        """As AsyncLLM does."""
         for request in requests:
             self.orchestrator.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
 
     def abort(self, *request_ids: str) -> None:
-        """As AsyncLLM does."""
         self.orchestrator.request_async_queue.force_put(AbortRequests(request_ids))
 
     async def more(self) -> None:
-        """Return once outputs have come since the last time."""
+        """Return once there are new outputs."""
         async with asyncio.timeout(10):
             await self._more.wait()
         self._more.clear()
 
     def forget(self) -> None:
-        """Drop what is known of requests."""
         self.produced.clear()
         self.ended.clear()
 
@@ -128,7 +119,6 @@ class Site:
 
 @asynccontextmanager
 async def open_site() -> AsyncIterator[Site]:
-    """All of it, until the context ends."""
     coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     address = coordinator.router_zmq_addr
     settings = ServerSettings("127.0.0.1", None, address, 0, INTERVAL, TIMEOUT, 5.0, None, FINGERPRINT)
