@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
 import uvloop
@@ -95,34 +96,28 @@ class SimProcess:
         os.eventfd_write(self.sentinel, 1)
 
 
+@dataclass(eq=False)
 class SimLauncher:
     """A `replicas.engine.engine_start.Launcher` of simulated engines.
 
     Attributes:
+        ready_response: returns the ready response of an engine, by replica id.
         processes: the latest engine of each replica, by replica id.
     """
 
+    host: EngineHost
+    settings: EngineSettings
+    ready_response: Callable[[int], bytes]
+    log_stats: bool = True
     ready_timeout: float = 10.0
-    ready_timeout_variable = ""
-
-    def __init__(
-        self,
-        host: EngineHost,
-        settings: EngineSettings,
-        ready_response: Callable[[int], bytes],
-        log_stats: bool = True,
-    ) -> None:
-        self.processes: dict[int, SimProcess] = {}
-        self._host = host
-        self._settings = settings
-        self._ready_response = ready_response
-        self._log_stats = log_stats
+    ready_timeout_variable: str = ""
+    processes: dict[int, SimProcess] = field(default_factory=dict)
 
     def identity(self, replica_id: int) -> bytes:
         return replica_id.to_bytes(2, "little")
 
     def start(self, replica_id: int) -> SimProcess:
-        model, identity = EngineModel(self._settings), self.identity(replica_id)
-        process = SimProcess(self._host, model, self._log_stats, identity, self._ready_response(replica_id))
+        model, identity = EngineModel(self.settings), self.identity(replica_id)
+        process = SimProcess(self.host, model, self.log_stats, identity, self.ready_response(replica_id))
         self.processes[replica_id] = process
         return process

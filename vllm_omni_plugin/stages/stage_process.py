@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
@@ -25,7 +26,6 @@ logger = init_logger(__name__)
 
 _CHILD_MODULE = "vllm_omni_plugin.stages.stage_main"
 _SHUTDOWN_S = 5.0
-_IDENTITY_BYTES = 2
 _DIGEST_BYTES = 8
 
 
@@ -132,43 +132,40 @@ class StageProcess:
         return self._popen.wait()
 
 
+@dataclass(eq=False)
 class PythonStageLauncher:
     """A `replicas.engine.engine_start.Launcher` of Python stages.
 
-    Args:
+    Attributes:
         on_spawn: called with the id of each new process, on the thread that spawns it.
         first_engine: number of engines of earlier stages on this node.
         share_memory: whether to share memory; only if this process is the only client.
+        ready_timeout: seconds from the end of loading until the process must have connected.
     """
 
+    stage: Stage
+    on_spawn: Callable[[int], None]
+    first_engine: int = 0
+    share_memory: bool = False
     ready_timeout: float = 30.0
-    """Seconds from the end of loading until the process must have connected."""
-    ready_timeout_variable = ""
-
-    def __init__(
-        self, stage: Stage, on_spawn: Callable[[int], None], first_engine: int = 0, share_memory: bool = False
-    ) -> None:
-        self._stage = stage
-        self._on_spawn = on_spawn
-        self._first_engine = first_engine
-        self._share_memory = share_memory
+    ready_timeout_variable: str = ""
 
     def identity(self, replica_id: int) -> bytes:
-        return replica_id.to_bytes(_IDENTITY_BYTES, "little")
+        return replica_id.to_bytes(2, "little")
 
     def start(self, replica_id: int) -> StageProcess:
         parameters = StageParameters(
-            stage=self._stage.name,
-            engine=self._stage.engine,
-            options=dict(self._stage.options),
-            device_index=self._first_engine + replica_id,
+            stage=self.stage.name,
+            engine=self.stage.engine,
+            options=dict(self.stage.options),
+            device_index=self.first_engine + replica_id,
             replica_id=replica_id,
             identity=self.identity(replica_id),
             import_path=sys.path,
         )
-        process = StageProcess(parameters, self._share_memory)
+        process = StageProcess(parameters, self.share_memory)
         try:
-            self._on_spawn(process.pid)
+            self.on_spawn(process.pid)
         except BaseException:
             process.abandon()
             raise

@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -160,56 +161,45 @@ class EngineProcess:
             self._handshake.close()
 
 
+@dataclass(eq=False)
 class EngineLauncher:
     """Starts the engines of this node's replicas, all with the same configuration.
 
-    Args:
+    Attributes:
         log_stats: whether engines report scheduler statistics.
         on_spawn: called with the id of each new process, on the thread that spawns it.
         report_cache: whether engines publish KV cache events, if they can.
         first_engine: index of the first of these engines among all engines of this node.
+        ready_timeout: seconds from the end of vLLM's handshake until the engine must have sent its ready response.
     """
 
+    vllm_config: Any
+    executor_class: Any
+    log_stats: bool
+    on_spawn: Callable[[int], None]
+    report_cache: bool = False
+    first_engine: int = 0
     ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
-    """Seconds from the end of vLLM's handshake until the engine must have sent its ready response."""
-    ready_timeout_variable = "VLLM_ENGINE_READY_TIMEOUT_S"
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        executor_class: Any,
-        log_stats: bool,
-        on_spawn: Callable[[int], None],
-        report_cache: bool = False,
-        first_engine: int = 0,
-    ) -> None:
-        self._vllm_config = vllm_config
-        self._executor_class = executor_class
-        self._log_stats = log_stats
-        self._on_spawn = on_spawn
-        self._report_cache = report_cache
-        self._first_engine = first_engine
+    ready_timeout_variable: str = "VLLM_ENGINE_READY_TIMEOUT_S"
 
     def identity(self, replica_id: int) -> bytes:
         return bytes(CoreEngine(index=self._index(replica_id)).identity)
 
     def start(self, replica_id: int) -> EngineProcess:
         """Spawn the engine process of a replica. Blocks until the new process has its configuration."""
-        engine = self._first_engine + replica_id
+        engine = self.first_engine + replica_id
         # Cores are shared by all engines of the node; devices were assigned to this configuration.
         rank = engine if current_platform.is_cpu() else replica_id
-        config = replica_config(self._vllm_config, rank)
+        config = replica_config(self.vllm_config, rank)
         if config.model_config.is_moe:
             set_transfer_name(config, f"replica{engine}")
-        if self._report_cache:
+        if self.report_cache:
             turn_on_cache_events(config)
-        return spawn_engine(
-            config, self._executor_class, self._log_stats, self._index(replica_id), rank, self._on_spawn
-        )
+        return spawn_engine(config, self.executor_class, self.log_stats, self._index(replica_id), rank, self.on_spawn)
 
     def _index(self, replica_id: int) -> int:
         # For vLLM, a mixture-of-experts engine with an index above 0 is a rank of a lockstep group.
-        return 0 if self._vllm_config.model_config.is_moe else self._first_engine + replica_id
+        return 0 if self.vllm_config.model_config.is_moe else self.first_engine + replica_id
 
 
 def set_transfer_name(config: Any, name: str) -> None:

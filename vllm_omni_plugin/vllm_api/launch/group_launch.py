@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,14 +52,13 @@ def new_launcher(
     on_spawn: Callable[[int], None],
     report_cache: bool,
     for_others: bool = False,
-) -> "EngineLauncher | GroupLauncher":
+) -> EngineLauncher:
     """The launcher for this configuration; the arguments are those of `EngineLauncher`.
 
     `for_others` (heads of other processes use the engines) makes no difference to vLLM's engines.
     """
-    if engine_config.parallel_config.data_parallel_size > 1:
-        return GroupLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache)
-    return EngineLauncher(engine_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
+    kind = GroupLauncher if engine_config.parallel_config.data_parallel_size > 1 else EngineLauncher
+    return kind(engine_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
 
 
 class GroupLauncher(EngineLauncher):
@@ -68,16 +68,8 @@ class GroupLauncher(EngineLauncher):
     killed, and their owners must start all of them again.
     """
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        executor_class: Any,
-        log_stats: bool,
-        on_spawn: Callable[[int], None],
-        report_cache: bool = False,
-    ) -> None:
-        super().__init__(vllm_config, executor_class, log_stats, on_spawn, report_cache)
-        self._ranks: int = vllm_config.parallel_config.data_parallel_size
+    def __post_init__(self) -> None:
+        self._ranks: int = self.vllm_config.parallel_config.data_parallel_size
         self._lock = threading.Lock()
         self._barriers: dict[int, StartBarrier] = {}
 
@@ -89,12 +81,12 @@ class GroupLauncher(EngineLauncher):
     def start(self, replica_id: int) -> "RankProcess":  # type: ignore[override]
         """Prepare the start of a rank. `RankProcess.wait` spawns the process once all ranks of its group start."""
         group, rank = divmod(replica_id, self._ranks)
-        config = copy.deepcopy(self._vllm_config)
+        config = copy.deepcopy(self.vllm_config)
         if group > 0:
             # The first group uses the devices that vLLM itself would use.
             assign_devices(config, group * self._ranks * config.parallel_config.world_size, self._ranks)
             set_transfer_name(config, f"group{group}")
-        if self._report_cache:
+        if self.report_cache:
             turn_on_cache_events(config)
         return RankProcess(self._barrier(group), rank, partial(self._spawn, config, rank), config.parallel_config)
 
@@ -105,12 +97,12 @@ class GroupLauncher(EngineLauncher):
         with self._lock:
             if group not in self._barriers:
                 self._barriers[group] = StartBarrier(
-                    self._ranks, lambda: LockstepIncarnation(self._ranks, self._vllm_config, self._on_spawn)
+                    self._ranks, lambda: LockstepIncarnation(self._ranks, self.vllm_config, self.on_spawn)
                 )
             return self._barriers[group]
 
     def _spawn(self, config: Any, rank: int) -> EngineProcess:
-        return spawn_engine(config, self._executor_class, self._log_stats, rank, rank, self._on_spawn)
+        return spawn_engine(config, self.executor_class, self.log_stats, rank, rank, self.on_spawn)
 
 
 class LockstepIncarnation(GroupIncarnation):
@@ -176,20 +168,16 @@ def _new_store(host: str) -> tuple[Any, int]:
     return store, port
 
 
+@dataclass(eq=False)
 class RankProcess:
     """One rank; a `replicas.engine.engine_start.Process`. Killing it kills its group."""
 
-    def __init__(
-        self,
-        barrier: StartBarrier,
-        rank: int,
-        spawn: Callable[[], EngineProcess],
-        parallel_config: Any,
-    ) -> None:
-        self._barrier = barrier
-        self._rank = rank
-        self._spawn = spawn
-        self._parallel_config = parallel_config
+    barrier: StartBarrier
+    rank: int
+    spawn: Callable[[], EngineProcess]
+    parallel_config: Any
+
+    def __post_init__(self) -> None:
         self._cancelled = threading.Event()
         self._incarnation: LockstepIncarnation | None = None
         self._engine: EngineProcess | None = None
@@ -210,7 +198,7 @@ class RankProcess:
 
     def join_group(self) -> LockstepIncarnation:
         """Wait until all ranks of the group start; raises as `StartBarrier.wait` does."""
-        self._incarnation = incarnation = self._barrier.wait(self._rank, self._cancelled)
+        self._incarnation = incarnation = self.barrier.wait(self.rank, self._cancelled)
         assert isinstance(incarnation, LockstepIncarnation)
         return incarnation
 
@@ -222,12 +210,12 @@ class RankProcess:
         incarnation = self.join_group()
         with ExitStack() as undoing:
             undoing.callback(incarnation.end)
-            self._engine = engine = self._spawn()
+            self._engine = engine = self.spawn()
             undoing.callback(engine.abandon)
             if self._cancelled.is_set():
                 incarnation.end()
             incarnation.add(engine.core)
-            engine.wait(input_addr, output_addrs, incarnation.coordinate(self._parallel_config))
+            engine.wait(input_addr, output_addrs, incarnation.coordinate(self.parallel_config))
             undoing.pop_all()
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -240,7 +228,7 @@ class RankProcess:
             if timeout == 0:
                 self._incarnation.end()
             else:
-                self._incarnation.leave(self._rank, timeout)
+                self._incarnation.leave(self.rank, timeout)
         if self._engine is not None:
             self._engine.shutdown(timeout)
             self._shut_down = True
@@ -249,7 +237,7 @@ class RankProcess:
 
     def kill(self) -> None:
         """Kill the group, or cancel this rank's wait for it. Does not block."""
-        self._barrier.cancel(self._cancelled)
+        self.barrier.cancel(self._cancelled)
         # After `shutdown`, other ranks of the group may still be shutting down.
         if self._incarnation is not None and not self._shut_down:
             self._incarnation.end()
