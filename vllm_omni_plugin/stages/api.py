@@ -110,13 +110,8 @@ class PythonStageApi(StageApi):
     def build_root(self, source: Any, sampling: Mapping[str, Any], *, for_client: bool) -> StageRequest:
         tokens = source.prompt_token_ids
         given = StageInput(tokens, "" if tokens is None else self._decode(tokens), source.prompt_embeds)
-        return self.build(
-            source,
-            given,
-            sampling,
-            for_client=for_client,
-            part=InputPart(source.resumable, not source.resumable),
-        )
+        part = InputPart(source.resumable, not source.resumable)
+        return self.build(source, given, sampling, for_client=for_client, part=part)
 
     def build_end(self, source: Any) -> StageRequest:
         return StageRequest(request_id=source.request_id, closing=True)

@@ -16,8 +16,6 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import OutputContent
 
 logger = init_logger(__name__)
 
-_CLIENT_ERROR, _SERVER_ERROR = 400, 500
-
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
@@ -27,13 +25,12 @@ class StageResult:
     content: OutputContent
 
 
+@dataclass(frozen=True)
 class StageRunner:
     """Computes batches for one replica. Its methods are called on the stage's own thread."""
 
-    def __init__(self, stage: PythonStage, name: str) -> None:
-        self._stage = stage
-        self._name = name
-        self._class = type(stage).__name__
+    stage: PythonStage
+    name: str
 
     def compute(self, jobs: Sequence[StageJob]) -> list[StageResult]:
         """A result for each job, in order. The tensors of the jobs are `ReceivedTensor`s."""
@@ -53,7 +50,7 @@ class StageRunner:
         if not jobs:
             return []
         try:
-            returned = list(self._stage.compute(jobs))
+            returned = list(self.stage.compute(jobs))
             if len(returned) != len(jobs):
                 raise TypeError(f"compute returned {len(returned)} results for {len(jobs)} jobs")
         except Exception as error:
@@ -71,13 +68,14 @@ class StageRunner:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> StageResult:
-        status = _CLIENT_ERROR if isinstance(error, StageInputError) else _SERVER_ERROR
-        reason = str(error) if status == _CLIENT_ERROR else f"{self._class}: {type(error).__name__}: {error}"
-        return StageResult(None, OutputContent(error=f"Stage '{self._name}': {reason}", status=status))
+        status, reason = 400, str(error)
+        if not isinstance(error, StageInputError):
+            status, reason = 500, f"{type(self.stage).__name__}: {type(error).__name__}: {error}"
+        return StageResult(None, OutputContent(error=f"Stage '{self.name}': {reason}", status=status))
 
     def _log(self, error: Exception, requests: int) -> None:
         if not isinstance(error, StageInputError):
-            logger.error("Stage '%s' failed %d requests.", self._name, requests, exc_info=error)
+            logger.error("Stage '%s' failed %d requests.", self.name, requests, exc_info=error)
 
 
 def _checked(output: Any) -> StageResult:

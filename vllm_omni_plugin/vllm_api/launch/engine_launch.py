@@ -86,17 +86,17 @@ def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
     return end - first
 
 
+@dataclass(eq=False)
 class EngineProcess:
     """An engine core process and its workers. Any thread may shut it down at any time."""
 
-    def __init__(
-        self, manager: CoreEngineProcManager, config: Any, exit_note: ExitNote, handshake: "_Handshake", index: int
-    ) -> None:
-        self._manager = manager
-        self._config = config
-        self._exit_note = exit_note
-        self._handshake = handshake
-        self._index = index
+    manager: CoreEngineProcManager
+    config: Any
+    exit_note: ExitNote
+    handshake: "_Handshake"
+    index: int
+
+    def __post_init__(self) -> None:
         # Readable once the engine core has exited. The sentinel of multiprocessing is readable before the exit code is
         # available.
         self.sentinel = os.pidfd_open(self.pid)
@@ -104,32 +104,32 @@ class EngineProcess:
 
     @property
     def core(self) -> Any:
-        return self._manager.processes[0]
+        return self.manager.processes[0]
 
     @property
     def pid(self) -> int:
         return int(self.core.pid)
 
     def exit_reason(self) -> str:
-        note, code = self._exit_note.read(), self.core.exitcode
+        note, code = self.exit_note.read(), self.core.exitcode
         return note or ("" if code is None else f"it {describe_exit(code)}")
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask the engine to exit, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
-        self._manager.shutdown(timeout=timeout)
-        remove_event_sockets(self._config)
+        self.manager.shutdown(timeout=timeout)
+        remove_event_sockets(self.config)
 
     def kill(self) -> None:
         """Kill the engine and everything it started. Does not block."""
-        for process in self._manager.processes:
+        for process in self.manager.processes:
             if process.is_alive():
                 process.kill()
-        remove_event_sockets(self._config)
+        remove_event_sockets(self.config)
 
     def abandon(self) -> None:
         """Kill an engine that nobody will wait for. Not while `wait` runs; that returns when the engine is killed."""
         self.kill()
-        self._handshake.close()
+        self.handshake.close()
 
     def wait(self, input_addr: str, output_addrs: Sequence[str], coordinator: Any = None) -> None:
         """Run vLLM's start-up handshake: send the engine its addresses, and block until it has loaded the model.
@@ -138,27 +138,27 @@ class EngineProcess:
         """
         addresses = EngineZmqAddresses(inputs=[input_addr], outputs=list(output_addrs))
         # Each rank has a handshake of its own, in which it is the only local rank.
-        parallel = copy.copy(self._config.parallel_config)
+        parallel = copy.copy(self.config.parallel_config)
         parallel.data_parallel_size_local = 1
         if coordinator is not None:
             addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
             addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
         launch = CoreEngineLaunch(
-            engine_manager=self._manager, coordinator=coordinator, addresses=addresses, tensor_queue=None
+            engine_manager=self.manager, coordinator=coordinator, addresses=addresses, tensor_queue=None
         )
         try:
             wait_for_engine_startup(
-                self._handshake.socket,
-                [CoreEngine(index=self._index, local=True)],
+                self.handshake.socket,
+                [CoreEngine(index=self.index, local=True)],
                 parallel,
                 coordinator is not None,
-                self._config.cache_config,
+                self.config.cache_config,
                 launch,
             )
         except RuntimeError as error:
-            raise ReplicaError(f"engine {self._index} of this node did not start: {error}") from error
+            raise ReplicaError(f"engine {self.index} of this node did not start: {error}") from error
         finally:
-            self._handshake.close()
+            self.handshake.close()
 
 
 @dataclass(eq=False)

@@ -196,18 +196,12 @@ class RankProcess:
     def exit_reason(self) -> str:
         return "" if self._engine is None else self._engine.exit_reason()
 
-    def join_group(self) -> LockstepIncarnation:
-        """Wait until all ranks of the group start; raises as `StartBarrier.wait` does."""
-        self._incarnation = incarnation = self.barrier.wait(self.rank, self._cancelled)
-        assert isinstance(incarnation, LockstepIncarnation)
-        return incarnation
-
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
         """Wait for the other ranks, spawn the engine, and block until it has loaded the model with them.
 
         Raises ReplicaError if a rank of the group fails or does not start.
         """
-        incarnation = self.join_group()
+        self._incarnation = incarnation = self.barrier.wait(self.rank, self._cancelled)
         with ExitStack() as undoing:
             undoing.callback(incarnation.end)
             self._engine = engine = self.spawn()
