@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
-from vllm_omni_plugin.sim.model.sequence import Sequence
+from vllm_omni_plugin.sim.model.sequence import SimSequence
 from vllm_omni_plugin.sim.model.sim_requests import from_scheduler
 from vllm_omni_plugin.vllm_api.launch.model_free_executor import Iteration, ModelFreeExecutor
 
@@ -44,7 +44,7 @@ class SleepingModel:
         self.kv_blocks = settings.kv_blocks
         self._settings = settings
         self._sleep = sleep
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, SimSequence] = {}
 
     def compute(self, iteration: Iteration) -> Mapping[str, int]:
         """Sleep for the duration of the iteration; return the next token of each sequence without pending tokens."""
@@ -64,7 +64,7 @@ class SleepingModel:
             known = self._sequences.get(new.req_id)
             # A preempted request may come back as a new one, with its produced tokens in the prompt.
             if known is None or known.request.prompt != new.prompt_token_ids:
-                self._sequences[new.req_id] = Sequence(from_scheduler(new), self._settings, queued_at=0.0)
+                self._sequences[new.req_id] = SimSequence(from_scheduler(new), self._settings, queued_at=0.0)
 
     def _duration(self, iteration: Iteration) -> float:
         prefill_tokens = decoding = 0

@@ -12,7 +12,7 @@ from vllm_omni_plugin.sim.model.engine_settings import DEFAULT_CONCURRENCY, Engi
 _PROG = "vllm-omni-plugin sim"
 _DESCRIPTION = """Start simulated replicas of a model that join a head as headless nodes do. They need no accelerator
 and little memory. Their answers are a function of the prompt, and a linear model computes how long they take."""
-_EPILOG = """Takes every argument of `vllm serve MODEL --headless`; give those that the head has too.
+_EPILOG = """Takes every argument of `vllm serve MODEL --headless`; give the ones that the head has, too.
 Use --help=SimConfig for the arguments of the simulation, --help=OmniConfig for those of the fleet."""
 
 _MARGINAL_COST = 0.01

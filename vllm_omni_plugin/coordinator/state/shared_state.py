@@ -13,7 +13,7 @@ from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, de
 from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
-from vllm_omni_plugin.vllm_api.requests.pause_state import Call, PauseState
+from vllm_omni_plugin.vllm_api.requests.pause_state import EngineCall, PauseState
 
 _WEIGHT_UPDATES = frozenset(
     {"start_weight_update", "update_weights", "finish_weight_update", "reload_weights", "reset_weights"}
@@ -86,16 +86,16 @@ class SharedState:
         self._open.append(call)
         return partial(self._settle, call)
 
-    def replay(self) -> list[Call]:
+    def replay(self) -> list[EngineCall]:
         """Return the calls that bring a fresh engine to this state, in order."""
         state = self._current()
-        calls: list[Call] = [("add_lora", (lora,)) for lora in state.loras.values()]
+        calls: list[EngineCall] = [("add_lora", (lora,)) for lora in state.loras.values()]
         calls += [("pin_lora", (lora_id,)) for lora_id in state.pinned]
         if state.weight_version is not None:
             calls.append(("set_weight_version", (state.weight_version,)))
         return calls + state.rest.replay()
 
-    def undo(self) -> list[Call]:
+    def undo(self) -> list[EngineCall]:
         """Return the calls that resume and wake an engine of this state. Adapters stay."""
         return self._current().rest.undo()
 

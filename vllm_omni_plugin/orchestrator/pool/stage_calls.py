@@ -16,7 +16,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_mismatch
-from vllm_omni_plugin.vllm_api.requests.pause_state import Call
+from vllm_omni_plugin.vllm_api.requests.pause_state import EngineCall
 
 logger = init_logger(__name__)
 
@@ -77,7 +77,7 @@ class StageCalls:
         self._distrust = distrust
         self.shared = SharedState()
         # The calls that each attaching replica has still to get.
-        self._joiners: dict[StageClient, deque[Call]] = {}
+        self._joiners: dict[StageClient, deque[EngineCall]] = {}
         self._unnumbered = 0
         self._numbered = asyncio.Event()
         # Held while local replicas get the calls they have missed: later calls must not overtake these.
@@ -145,7 +145,7 @@ class StageCalls:
                 backlog.append((method, args))
         return call
 
-    def adopt(self, snapshot: StageState) -> list[Call]:
+    def adopt(self, snapshot: StageState) -> list[EngineCall]:
         """Replace this head's state with the fleet's.
 
         Returns:
@@ -160,7 +160,7 @@ class StageCalls:
         self.shared.adopt(snapshot)
         return undo + self.shared.replay()
 
-    async def catch_up(self, calls: list[Call]) -> None:
+    async def catch_up(self, calls: list[EngineCall]) -> None:
         """Make missed calls to local replicas. Other heads have made them to the remote ones."""
         async with self._catching_up:
             await asyncio.gather(*(self._catch_up(member, calls) for member in self.members if not member.remote))
@@ -179,7 +179,7 @@ class StageCalls:
     def distrust(self, member: PoolMember, method: str) -> None:
         self._distrust(member, f"it failed the call {method}, which other replicas accepted")
 
-    async def _catch_up(self, member: PoolMember, calls: list[Call]) -> None:
+    async def _catch_up(self, member: PoolMember, calls: list[EngineCall]) -> None:
         for method, args in calls:
             call = StageCall(self, method, args, [member], lambda taken: None)
             call.answers = [await self._call_one(member, call)]

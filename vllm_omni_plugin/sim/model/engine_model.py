@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
 from vllm_omni_plugin.sim.model.kv_cache import KVCache
-from vllm_omni_plugin.sim.model.sequence import Sequence
+from vllm_omni_plugin.sim.model.sequence import SimSequence
 from vllm_omni_plugin.sim.model.sim_requests import SimOutput, SimRequest
 
 
@@ -47,8 +47,8 @@ class EngineModel:
         self.admitting = True
         self.scheduling = True
         self._cache = KVCache(settings.kv_blocks)
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._running: dict[str, Sequence] = {}
+        self._waiting: OrderedDict[str, SimSequence] = OrderedDict()
+        self._running: dict[str, SimSequence] = {}
         self._batch: dict[str, int] = {}
         self._batch_ends: float | None = None
         self._admitted = self._queried_tokens = self._cached_tokens = 0
@@ -63,7 +63,7 @@ class EngineModel:
         """
         if request.request_id in self:
             raise KeyError(request.request_id)
-        self._waiting[request.request_id] = Sequence(request, self.settings, now)
+        self._waiting[request.request_id] = SimSequence(request, self.settings, now)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests, without outputs; unknown ids are ignored."""
@@ -114,7 +114,7 @@ class EngineModel:
         if self._batch:
             self._batch_ends = now + self.settings.duration(prefill_tokens, decoding)
 
-    def _scheduled(self, now: float) -> Iterable[Sequence]:
+    def _scheduled(self, now: float) -> Iterable[SimSequence]:
         """Running sequences, then waiting ones while they fit. A waiting sequence is admitted when it is yielded."""
         yield from list(self._running.values())
         while self.admitting and self._waiting and len(self._running) < self.settings.max_num_seqs:
@@ -123,7 +123,7 @@ class EngineModel:
                 return
             yield sequence
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
+    def _admit(self, sequence: SimSequence, now: float) -> bool:
         cached = sequence.reusable_keys
         cached = cached[: self._cache.cached_prefix(cached)]
         allocation = self._cache.admit(cached, -(-sequence.limit // self.settings.block_size))
@@ -137,7 +137,7 @@ class EngineModel:
         self._cached_tokens += sequence.computed
         return True
 
-    def _allocate(self, sequence: Sequence, tokens: int) -> None:
+    def _allocate(self, sequence: SimSequence, tokens: int) -> None:
         blocks = -(-(sequence.computed + tokens) // self.settings.block_size)
         self._cache.allocate(sequence.allocation, blocks - sequence.allocation.blocks)
 
@@ -155,7 +155,7 @@ class EngineModel:
                     self._end(request_id)
         return outputs
 
-    def _share_complete_blocks(self, sequence: Sequence) -> None:
+    def _share_complete_blocks(self, sequence: SimSequence) -> None:
         complete = min(sequence.computed // self.settings.block_size, len(sequence.keys))
         for key in sequence.keys[len(sequence.allocation.keys) : complete]:
             self._cache.share(sequence.allocation, key)

@@ -1,8 +1,7 @@
 """One request in a simulated engine. Each token is a pure function of all tokens before it."""
 
 from array import array
-from collections.abc import Collection
-from collections.abc import Sequence as Tokens
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
@@ -23,7 +22,7 @@ class PrefixHash:
     def __init__(self, salt: bytes) -> None:
         self._state = blake2b(digest_size=_HASH_BYTES, key=blake2b(salt, digest_size=blake2b.MAX_KEY_SIZE).digest())
 
-    def extend(self, tokens: Tokens[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         self._state.update(array("I", tokens))
 
     @property
@@ -31,10 +30,10 @@ class PrefixHash:
         return int.from_bytes(self._state.digest())
 
 
-def choose_token(value: int, vocabulary_size: int, allowed: Tokens[int], avoided: Collection[int]) -> int:
+def choose_token(value: int, vocabulary_size: int, allowed: Sequence[int], avoided: Collection[int]) -> int:
     """Choose a token by the hash of all tokens before it: from `allowed`, if there are any, else from the vocabulary.
 
-    Tokens in `avoided` are chosen only if there are no others.
+    Sequence in `avoided` are chosen only if there are no others.
     """
     choices = len(allowed) or vocabulary_size
     token = 0
@@ -47,7 +46,7 @@ def choose_token(value: int, vocabulary_size: int, allowed: Tokens[int], avoided
     return token
 
 
-class Sequence:
+class SimSequence:
     """A request and its tokens.
 
     Raises the errors of `EngineModel.submit`.
@@ -108,7 +107,7 @@ class Sequence:
             prefill = Prefill(self._queued_at, self._scheduled_at, len(request.prompt), self._cached_tokens)
         return SimOutput(request.request_id, token, finish, stop_token, prefill)
 
-    def _extend(self, tokens: Tokens[int]) -> None:
+    def _extend(self, tokens: Sequence[int]) -> None:
         size, position = self._settings.block_size, 0
         while position < len(tokens):
             portion = tokens[position : position + size - self.length % size]

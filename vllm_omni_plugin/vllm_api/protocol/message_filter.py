@@ -5,17 +5,16 @@ adapter is rejected if its files on this node differ from those on the head. Pyt
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from vllm_omni_plugin.errors import NOT_ALLOWED
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import Call, StageCodec
+from vllm_omni_plugin.vllm_api.protocol.stage_codec import CallMessage, StageCodec
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ABORT, ADD, UTILITY
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_mismatch
-
-Frames = Sequence[Any]
+from vllm_omni_plugin.vllm_api.requests.engine_types import Frames
 
 ALLOWED_CALLS = frozenset(
     {
@@ -62,7 +61,7 @@ ALLOWED_WORKER_CALLS = frozenset(
 
 _MAX_NAME_CHARS = 100
 _DEV_MODE = "VLLM_SERVER_DEV_MODE"
-_call = msgspec.msgpack.Decoder(Call)
+_call = msgspec.msgpack.Decoder(CallMessage)
 
 
 class Rejection(NamedTuple):

@@ -12,7 +12,8 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.protocol import stage_protocol
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import Frames, StageCodec
+from vllm_omni_plugin.vllm_api.protocol.stage_codec import StageCodec
+from vllm_omni_plugin.vllm_api.requests.engine_types import Frames
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 if PAUSE_REFUSES.applies:

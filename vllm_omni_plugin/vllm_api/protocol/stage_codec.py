@@ -2,7 +2,6 @@
 
 import importlib
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -17,10 +16,10 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
     UtilityOutput,
     WireOutputs,
 )
+from vllm_omni_plugin.vllm_api.requests.engine_types import Frames
 
-Frames = Sequence[Any]
 Kind = Literal["add", "abort", "call"]
-Call = tuple[int, int, str, list[Any]]
+CallMessage = tuple[int, int, str, list[Any]]
 """Client index, call id, method, arguments."""
 
 _INLINE_BYTES = 256
@@ -52,12 +51,12 @@ class StageCodec:
     def __init__(self) -> None:
         self._requests = msgspec.msgpack.Decoder(StageRequest, ext_hook=_raw_view)
         self._ids = msgspec.msgpack.Decoder(list[str])
-        self._calls = msgspec.msgpack.Decoder(Call)
+        self._calls = msgspec.msgpack.Decoder(CallMessage)
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_tensor)
         self._frames: list[Any] = []
 
     def decode(self, frames: Frames) -> tuple[Kind, Any]:
-        """Decode a `StageRequest` (its tensor is a `ReceivedTensor`), a list of ids to abort, or a `Call`.
+        """Decode a `StageRequest` (its tensor is a `ReceivedTensor`), a list of ids to abort, or a `CallMessage`.
 
         Raises WireError for other frames.
         """

@@ -18,11 +18,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm_omni_plugin.balancing.interface import MediaSpan, Prompt, Task
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests import moving, ready
-from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport, Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import Frames, LoadReport, Move
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
-
-Frames = Sequence[Any]
-"""Frames of one message; each supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
 
 _HASH_SPACE = 1 << 32
 _SEED_BITS = 63

@@ -1,8 +1,11 @@
 """Our types for what engines report, and for moves of requests. Importing this module does not import vLLM."""
 
+from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+Frames = Sequence[Any]
+"""Frames of one message; each supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
 SHUTTING_DOWN = "Server shutting down"
 """An engine that was asked to end answers every call with this error. It finishes the requests that it has."""
 

@@ -79,7 +79,7 @@ def end_if_complete(request: Any, produced: Sequence[int], engine_index: int) ->
 
 
 def trim_repeated(output: Any, repeated: int) -> None:
-    """Remove from an output of a moved request its first `repeated` tokens, and what the first attempt has delivered.
+    """Remove from an output of a moved request its first `repeated` tokens, and fields that were delivered before.
 
     The first attempt delivered the times of queueing and prefill and the prompt's statistics. A second delivery would
     overwrite them.

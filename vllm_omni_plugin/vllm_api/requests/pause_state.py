@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-Call = tuple[str, tuple[Any, ...]]
+EngineCall = tuple[str, tuple[Any, ...]]
 """A utility method of the engine core and its arguments."""
 
 PAUSE_CALLS = frozenset({"pause_generation", "pause_scheduler", "resume_scheduler", "sleep", "wake_up"})
@@ -67,7 +67,7 @@ class PauseState:
         if not self.asleep:
             self.resume()
 
-    def replay(self) -> list[Call]:
+    def replay(self) -> list[EngineCall]:
         """The calls that bring a fresh engine to this state.
 
         They abort no requests and clear no caches: another head may have made the same calls before, and the engine may
@@ -75,8 +75,8 @@ class PauseState:
         """
         mode = "keep" if self.pause_mode == "keep" else "wait"
         # First, since the other calls do not change whether requests are refused.
-        calls: list[Call] = [("pause_generation", ("wait", False))] if self.refuses else []
-        pause: list[Call] = [] if calls and mode == "wait" else [("pause_scheduler", (mode, False))]
+        calls: list[EngineCall] = [("pause_generation", ("wait", False))] if self.refuses else []
+        pause: list[EngineCall] = [] if calls and mode == "wait" else [("pause_scheduler", (mode, False))]
         if not self.asleep:
             return calls if self.pause_mode is None else calls + pause
         if "weights" not in self.asleep:
@@ -89,7 +89,7 @@ class PauseState:
             calls.append(("resume_scheduler", ()))
         return calls
 
-    def undo(self) -> list[Call]:
+    def undo(self) -> list[EngineCall]:
         """The calls that bring an engine from this state to that of a fresh one."""
         if self.asleep:
             return [("wake_up", (None,)), ("resume_scheduler", ())]
