@@ -61,6 +61,7 @@ def new_launcher(
     return kind(engine_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
 
 
+@dataclass(eq=False)
 class GroupLauncher(EngineLauncher):
     """Starts ranks: with K ranks in a group, replica i is rank i % K of group i // K.
 
