@@ -1,14 +1,14 @@
-"""What late binding could reach at most: p99 TTFT that no scheduler can beat, and that of one ideal queue.
+"""The best that late binding could reach: a bound of the p99 TTFT for every scheduler, and the p99 of one ideal queue.
 
     python benchmarks/bounds.py --seed 0
 
-Milliseconds under `bursty` and `tenants`, and quotients to the first column:
+Milliseconds under `bursty` and `tenants`, and ratios to the first column:
 
 at once     the best policy that sends every request at once
 late        `prefix`, which binds late, see benchmarks/simulate.py
-bound       no scheduler reaches less on these engines, not even one that knows all requests to come
-one queue   each engine fills a step, when it begins, out of one queue, and no message is on the way: see `OneQueue`
-one ahead   the same when the step before begins, so that no engine waits for its head
+bound       no scheduler is faster on these engines, even if it knows all future requests
+one queue   each engine fills a step from one queue when the step starts, without link latency: see `OneQueue`
+one ahead   the same, filled when the step before starts, so that no engine waits for its head
 """
 
 import argparse
@@ -33,17 +33,16 @@ _PRECISION_S = 0.0005
 _CONTEXT_TOKENS = 6000
 """Of each tenant under `tenants`."""
 _AT_ONCE = ("prefix at once", "least-tokens at once")
-"""No other that is named in benchmarks/simulate.py is better under either workload."""
+"""No other policy of benchmarks/simulate.py is better under either workload."""
 _STEP_TOKENS = {False: 1024, True: 1536}
-"""By whether steps are filled ahead: the best of 768, 1,024, 1,536 and 2,048."""
+"""By `ahead`: the best of 768, 1,024, 1,536 and 2,048."""
 
 
 def bound_alone(settings: EngineSettings, prompts: Sequence[int]) -> float:
-    """No request is faster than in an engine of its own, so neither is the 99th percentile.
+    """Seconds: no request is faster than alone in an engine, so neither is the 99th percentile.
 
     Args:
-        settings: the engines'.
-        prompts: tokens of each, of which none are found in a cache.
+        prompts: tokens of each prompt, none of them cached.
     """
     steps = [ceil(tokens / settings.max_num_batched_tokens) for tokens in prompts]
     alone = [settings.duration(tokens, 0) + (n - 1) * settings.step_s for tokens, n in zip(prompts, steps, strict=True)]
@@ -51,19 +50,17 @@ def bound_alone(settings: EngineSettings, prompts: Sequence[int]) -> float:
 
 
 def bound_contexts(settings: EngineSettings, replicas: int, tokens: int, arrivals: Sequence[Sequence[float]]) -> float:
-    """Some engine must have computed all of a context before the first token of any request that begins with it.
+    """Seconds: an engine must compute a whole context before the first token of any request that starts with it.
 
-    All else that engines do is left out, and the scheduler may choose which contexts come last: those that the fewest
-    wait for.
+    All other work of the engines is ignored. The scheduler may choose which contexts come last: those with the fewest
+    waiting requests.
 
     Args:
-        settings: the engines'.
-        replicas: how many there are.
         tokens: of each context.
-        arrivals: times of the requests, in order, for each context.
+        arrivals: for each context, the times of its requests in order.
     """
     needed_s = tokens * (settings.prefill_token_s + settings.step_s / settings.max_num_batched_tokens)
-    # As all contexts take equally long, no order has more of them ready at any time than that of their arrival.
+    # All contexts take equally long, so no order has more of them ready at any time than the order of arrival.
     ready: list[float] = []
     free = [0.0] * replicas
     for arrived in sorted(times[0] for times in arrivals):
@@ -75,7 +72,7 @@ def bound_contexts(settings: EngineSettings, replicas: int, tokens: int, arrival
 
     def is_possible(ttft: float) -> bool:
         for number, at in enumerate(ready):
-            # Before this, no more than so many contexts were ready: the others' requests of before are later.
+            # Until then at most `number` contexts are ready: earlier requests of all other contexts are too late.
             later = sorted(np.searchsorted(times, at + LINK_S - ttft) for times in arrivals)
             if sum(later[: len(ready) - number]) > may_be_later:
                 return False
@@ -89,7 +86,7 @@ def bound_contexts(settings: EngineSettings, replicas: int, tokens: int, arrival
 
 
 def bound(name: str, scale: Scale) -> float:
-    """Seconds, under `bursty` or `tenants`."""
+    """The bound in seconds, under `bursty` or `tenants`."""
     requests = _requests(name, scale)
     if name == "bursty":
         return bound_alone(scale.settings, [request.prompt_tokens for request in requests])
@@ -100,13 +97,13 @@ def bound(name: str, scale: Scale) -> float:
 
 
 def one_queue(scale: Scale, ahead: bool) -> float:
-    """Seconds, under `bursty`."""
+    """The p99 of one queue in seconds, under `bursty`."""
     queue = OneQueue(scale.settings, scale.replicas, _STEP_TOKENS[ahead], ahead)
     return float(np.quantile(queue.run(_requests("bursty", scale)), _SHARE))
 
 
 def of_workload(name: str, scale: Scale) -> dict[str, float]:
-    """The columns, seconds."""
+    """The columns in seconds."""
 
     def simulated(policy: str) -> float:
         return simulate(scale, Run(name, policy)).summary.ttft[-1]

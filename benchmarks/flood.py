@@ -1,9 +1,9 @@
-"""A tenant that floods beside one that does not: what the latter waits for its first token, alone and beside the flood.
+"""A calm tenant beside a flooding one: its time to first token, alone and beside the flood.
 
     python benchmarks/flood.py --model DIR --setups fleet:prefix+admission vllm-dp --runs RUNS.jsonl --out FILE
 
-The calm tenant asks for 0.3 times what the engines can serve, the flooding one for 5 times it. The admission file of
-`weights` gives the calm one three times the weight. Engines, lengths and set-ups are those of overload.py.
+The calm tenant sends 0.3 times the capacity of the engines, the flooding one 5 times. In the set-up `weights` the calm
+tenant has three times the weight. Engines, lengths and set-ups are those of overload.py.
 """
 
 import asyncio
@@ -33,12 +33,10 @@ class Run:
     """Both tenants on one set-up.
 
     Attributes:
-        setup: name of the set-up.
-        seed: of the loads.
         capacity: requests per second of the engines.
-        alone, beside: the calm tenant's, without and with the flood.
-        flood: the other's.
-        machine_cores: in use on the whole machine during the flood, by other work, too.
+        alone, beside: figures of the calm tenant, without and with the flood.
+        flood: figures of the flooding tenant.
+        machine_cores: cores in use on the whole machine during the flood, also by other work.
     """
 
     setup: str
@@ -53,7 +51,7 @@ class Run:
 def main() -> None:
     """Run everything and write the table."""
     options = arguments(__doc__).parse_args()
-    # An end by SIGTERM ends what was started, too.
+    # SIGTERM must also stop the processes that were started.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     groups = [Group.parse(text) for text in options.setups]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

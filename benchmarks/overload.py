@@ -1,11 +1,11 @@
-"""More requests than a fleet can serve: what is answered in time, what is refused, what is computed in vain.
+"""Overload: how many requests are answered in time, refused, or computed in vain.
 
     python benchmarks/overload.py --model DIR --setups fleet:prefix vllm-dp --runs RUNS.jsonl --out FILE
 
-Requests arrive at Poisson's times, at multiples of the measured capacity, whatever becomes of those before. A client
-says its deadline in `X-Request-Timeout`; an answer whose first token comes later is worth nothing to it. Impatient
-clients hang up at their deadline, patient ones wait on (`--patience`), as gateways and scripts do. The engines sleep a
-modelled time, so that they and not this machine's cores are the limit; the table has what the head used of its core.
+Requests arrive in a Poisson process at multiples of the measured capacity, independent of earlier requests. Clients
+send their deadline in `X-Request-Timeout`; an answer whose first token comes later has no value. Impatient clients hang
+up at their deadline, patient ones wait on (`--patience`), as gateways and scripts do. The engines sleep a modelled
+time, so that they are the limit and not this machine's cores. The table has the CPU use of the head.
 """
 
 import argparse
@@ -35,7 +35,7 @@ MAX_NUM_SEQS = 16
 LENGTHS = Lengths(prompt_words=(20, 80), output_tokens=(24, 72))
 DEADLINE_S = 5.0
 PATIENCE_S = 20.0
-"""Of patient clients."""
+"""Patience of patient clients."""
 MEASURED_S = 20.0
 SATURATION_S = 18.0
 SETTLE_S = 2.0
@@ -53,15 +53,12 @@ class Run:
     """One load on one set-up.
 
     Attributes:
-        setup: name of the set-up.
-        patience_s: of its clients.
         load: offered requests as a multiple of the capacity.
-        seed: of the load.
         capacity: requests per second of the engines.
-        figures: of the requests that arrived while it was measured.
-        wasted: share of the tokens that engines gave in the whole run for answers that were late or broken off.
-        head_cores: that the process which listens used, API server and orchestrator or router.
-        machine_cores: in use on the whole machine, by other work, too.
+        figures: of the requests that arrived during the measurement.
+        wasted: share of the generated tokens of the whole run in answers that were late or broken off.
+        head_cores: cores used by the listening process: API server and orchestrator, or router.
+        machine_cores: cores in use on the whole machine, also by other work.
     """
 
     setup: str
@@ -81,7 +78,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="*", type=float, default=list(LOADS), help="multiples of the capacity")
     parser.add_argument("--patience", nargs="*", type=float, default=[DEADLINE_S], help="seconds")
     options = parser.parse_args()
-    # An end by SIGTERM ends what was started, too.
+    # SIGTERM must also stop the processes that were started.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     groups = [Group.parse(text) for text in options.setups]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -91,7 +88,7 @@ def main() -> None:
             with setup.open() as front:
                 capacity = capacity or measured_capacity(front, options.engines)
                 for patience_s, load in product(options.patience, options.loads):
-                    # Where there is no queue, patience makes no difference.
+                    # Without a queue, patience makes no difference.
                     if load > 1 or patience_s == DEADLINE_S:
                         run = _measure(front, setup.name, capacity, load, patience_s, options.seed)
                         print(run, flush=True)
@@ -106,28 +103,30 @@ def main() -> None:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """What benchmarks of engines that have too much to do take."""
+    """The options of overload benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="directory of the model to serve")
-    parser.add_argument("--engines", type=int, default=3, help="of every set-up")
+    parser.add_argument("--engines", type=int, default=3, help="engines in every set-up")
     parser.add_argument(
         "--slowness",
         type=float,
         default=1.0,
         metavar="FACTOR",
-        help="of the engines' times, so that a machine of few cores can carry the head and clients of more engines",
+        help="factor on the engines' times, so that few cores can run the head and clients of more engines",
     )
     parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY", default=list(DEFAULT_SETUPS))
-    parser.add_argument("--router", type=Path, default=None, help="command vllm-router, in an environment of its own")
+    parser.add_argument("--router", type=Path, default=None, help="the command vllm-router, in its own environment")
     parser.add_argument("--capacity", type=float, default=None, help="requests per second; measured if not given")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=Path, default=None, help="JSON lines to add the runs to; the table is of all")
-    parser.add_argument("--out", type=Path, default=None, help="Markdown file to write beside printing")
+    parser.add_argument(
+        "--runs", type=Path, default=None, help="JSON lines file to append the runs to; the table has all its runs"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="Markdown file to write in addition to printing")
     return parser
 
 
 def engines(model: Path, count: int, slowness: float) -> Engines:
-    """What every set-up runs."""
+    """The engines of every set-up."""
     args = ("--max-model-len", "1024", "--max-num-seqs", str(MAX_NUM_SEQS), "--max-num-batched-tokens", "1024")
     return Engines(model, count, (*args, "--num-gpu-blocks-override", "4096", *sleeping(_service_times(slowness))))
 
@@ -137,7 +136,7 @@ def _service_times(slowness: float) -> dict[str, float]:
 
 
 def all_setups(stack: ExitStack, groups: Sequence[Group], options: argparse.Namespace, folder: Path) -> Iterator[Setup]:
-    """Start the engines of all groups at once, as they take nearly no time of the cores, and give their set-ups."""
+    """Start the engines of all groups at once, because they use almost no CPU, and yield their set-ups."""
     fleet, limits = engines(options.model, options.engines, options.slowness), _limits(options.engines, folder)
     with ThreadPoolExecutor(len(groups)) as pool:
         contexts = [served(group, fleet, options.router, folder, limits) for group in groups]
@@ -146,7 +145,7 @@ def all_setups(stack: ExitStack, groups: Sequence[Group], options: argparse.Name
 
 
 def _limits(count: int, folder: Path) -> dict[str, Sequence[str]]:
-    # As many requests as the engines have seats, and a queue that they empty within the deadline.
+    # As many requests as the engines have sequence slots, and a queue that they empty within the deadline.
     seats = count * MAX_NUM_SEQS
     router = {"max-concurrent-requests": seats, "queue-size": 2 * seats, "queue-timeout-secs": int(DEADLINE_S)}
     limits: dict[str, Sequence[str]] = {"router+limits": [f"--{name}={value}" for name, value in router.items()]}
@@ -158,7 +157,7 @@ def _limits(count: int, folder: Path) -> dict[str, Sequence[str]]:
 
 
 def measured_capacity(front: Front, count: int) -> float:
-    """Requests per second that the engines answer when twice as many as fit are always there."""
+    """Requests per second that the engines answer with twice as many streams as they have sequence slots."""
     streams = 2 * count * MAX_NUM_SEQS
     capacity = asyncio.run(saturate(front.url, streams, SATURATION_S, LENGTHS, random.Random(0)))
     print(f"capacity: {capacity:.1f} requests/s", flush=True)
@@ -171,7 +170,7 @@ def _measure(front: Front, setup: str, capacity: float, load: float, patience_s:
     asked, cores = asyncio.run(_run(front, capacity * load, warm_up_s(load), Clients(DEADLINE_S, patience_s), seed))
     for error in sorted({one.answer.error for one in asked if one.outcome == FAILED})[:5]:
         print(f"failed: {error}", flush=True)
-    # What clients have given up is given up by the engines a little later.
+    # The engines abort requests a little after their clients hang up.
     time.sleep(SETTLE_S)
     computed = front.total("vllm:generation_tokens_total") - tokens
     useful = sum(one.tokens for one in asked if one.good)
@@ -180,7 +179,7 @@ def _measure(front: Front, setup: str, capacity: float, load: float, patience_s:
 
 
 def warm_up_s(load: float) -> float:
-    """Seconds until a queue that nothing bounds is longer than the deadline."""
+    """Seconds until an unbounded queue is longer than the deadline."""
     return 2.0 + (1.2 * DEADLINE_S / (load - 1) if load > 1 else 2.0)
 
 
@@ -202,7 +201,7 @@ async def _run(
 
 
 def machine(options: argparse.Namespace) -> str:
-    """What all of it was measured with."""
+    """A sentence about the engines and the machine."""
     times = json.dumps(_service_times(options.slowness))
     return (
         f"{options.engines} engines in every set-up: vLLM's own engine core and scheduler, {MAX_NUM_SEQS} sequences "

@@ -1,4 +1,4 @@
-"""A head whose queue is bounded: the real `Admission` says who waits before whom, and who is refused."""
+"""A simulated head with the real `Admission`: its queue is ordered and bounded."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadRep
 
 @dataclass
 class _Stage:
-    """What `Admission` asks of the only stage, whose only head this is."""
+    """The `StageView` of the only stage. This is its only head."""
 
     flow: StageFlow
     unstarted: int = 0
@@ -38,15 +38,11 @@ class _Stage:
 
 
 class AdmittingHead(Head):
-    """Refuses as `orchestrator.dispatch.HeadQueue` does, for simulations without incidents.
+    """Refuses requests as `orchestrator.dispatch.HeadQueue` does, for simulations without incidents.
 
     Args:
-        policy: see `Head`; one that binds late.
-        clock: see `Head`.
-        send: see `Head`.
-        limits: see `Head`.
-        plan: who may come in.
-        refuse: a request is refused.
+        policy: must bind late.
+        refuse: called for each refused request.
         after: schedules an event of the simulation.
     """
 
@@ -56,13 +52,13 @@ class AdmittingHead(Head):
         clock: Clock,
         send: Callable[[SimReplica, Job], None],
         limits: BatchLimits,
-        plan: AdmissionConfig,
+        config: AdmissionConfig,
         refuse: Callable[[Request], None],
         after: Callable[..., Any],
     ) -> None:
         super().__init__(policy, clock, partial(self._start, send), limits)
         self._stage = _Stage(StageFlow(clock))
-        self._admission = Admission(plan, self._stage)
+        self._admission = Admission(config, self._stage)
         self._refuse = refuse
         self._after = after
         self._tickets: dict[Request, Ticket] = {}
@@ -70,7 +66,6 @@ class AdmittingHead(Head):
         self._sent_at: dict[Request, float] = {}
 
     def dispatch(self, request: Request) -> None:
-        """See `Head`."""
         now = self._clock.now
         ticket = self._admission.new_ticket(request.terms, 0, request.prompt_tokens, now)
         if isinstance(ticket, RequestRefusedError):
@@ -86,17 +81,16 @@ class AdmittingHead(Head):
             self._drop(request, job)
             return
         for other, _ in outcome:
-            pushed_out = self._by_number[other.number]
-            pushed_job = self._waiting_job(pushed_out)
-            assert pushed_job is not None
-            self._drop(pushed_out, pushed_job)
+            evicted = self._by_number[other.number]
+            evicted_job = self._waiting_job(evicted)
+            assert evicted_job is not None
+            self._drop(evicted, evicted_job)
         if ticket.dispatch_by is not None:
-            self._after(ticket.dispatch_by - now, self._overdue, request)
+            self._after(ticket.dispatch_by - now, self._expire, request)
 
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
     ) -> list[Request]:
-        """See `Head`."""
         now = self._clock.now
         for job in outcome.began:
             self._stage.unstarted -= 1
@@ -122,14 +116,14 @@ class AdmittingHead(Head):
         self._admission.started(self._tickets[job.request])
         send(replica, job)
 
-    def _overdue(self, request: Request) -> None:
+    def _expire(self, request: Request) -> None:
         job = self._waiting_job(request)
         if job is not None:
             self._admission.expire(self._tickets[request], self._clock.now)
             self._drop(request, job)
 
     def _drop(self, request: Request, job: Job) -> None:
-        """It waits no longer and is refused; its ticket is ended."""
+        """Refuse a waiting request, whose ticket is ended."""
         del self._by_number[self._tickets.pop(request).number]
         run = self._runs[request]
         assert run.replica_id is not None

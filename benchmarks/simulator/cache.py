@@ -1,4 +1,4 @@
-"""The KV memory of a leaping engine: whole prompts at a time instead of block by block."""
+"""The KV memory of a `LeapEngine`: whole prompts at a time instead of block by block."""
 
 from collections import OrderedDict
 
@@ -6,14 +6,13 @@ from simulator.requests import Job
 
 
 class BlockCache:
-    """What `vllm_omni_plugin.sim` has a `KVCache` for, for sequences that grow between the moments anyone looks.
+    """Like `KVCache` of `vllm_omni_plugin.sim`, for sequences that grow between two steps.
 
-    Blocks of answers are counted together, to about half a block per sequence, and can be reused when the answer ends.
+    Blocks of answers are counted together, exact to half a block per sequence, and can be reused when the answer ends.
 
     Args:
-        blocks: how many there are.
         block_size: tokens in a block.
-        keeps: whether blocks stay cached when nobody uses them.
+        keeps: whether unused blocks stay cached.
     """
 
     def __init__(self, blocks: int, block_size: int, keeps: bool) -> None:
@@ -27,11 +26,11 @@ class BlockCache:
         self._changes: dict[int, bool] | None = None
 
     def record_changes(self) -> None:
-        """Note from here on what is stored and evicted, for `take_changes`."""
+        """Record stored and evicted keys from now on, for `take_changes`."""
         self._changes = {}
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Keys stored and keys evicted since the last call, each key in at most one of them."""
+        """Stored and evicted keys since the last call. Each key is in at most one of the lists."""
         changes, self._changes = self._changes or {}, {}
         return [key for key, stored in changes.items() if stored], [
             key for key, stored in changes.items() if not stored
@@ -48,7 +47,7 @@ class BlockCache:
         return self._blocks - len(self._users) - self._reserved
 
     def matched(self, keys: list[int], prompt_tokens: int) -> int:
-        """How many leading blocks of a prompt could be reused now; never all of the prompt."""
+        """Leading blocks of a prompt that could be reused now; never the whole prompt."""
         users, idle = self._users, self._idle
         count = 0
         for key in keys[: (prompt_tokens - 1) // self._size]:
@@ -58,7 +57,7 @@ class BlockCache:
         return count
 
     def admit(self, job: Job) -> bool:
-        """Reserve all the blocks a job can come to need and take what is cached; False while there is no room."""
+        """Reserve all blocks that a job may need, and use cached ones. False if there is no room."""
         matched = self.matched(job.keys, job.prompt_tokens) if self._keeps else 0
         users = self._users
         needed = -(-(job.prompt_tokens + job.output_tokens) // self._size)
@@ -72,7 +71,7 @@ class BlockCache:
         return True
 
     def computed(self, job: Job) -> None:
-        """Prompt tokens of a job were computed: complete blocks can be reused by others."""
+        """Share the complete blocks of a job's computed tokens."""
         if self._keeps:
             before = job.shared
             self._use(job, min(job.computed // self._size, len(job.keys)))
@@ -80,7 +79,7 @@ class BlockCache:
             job.reserved -= job.shared - before
 
     def release(self, job: Job, tokens: int) -> None:
-        """A job has ended with so many tokens computed. The last block is the first to go."""
+        """Release a job that has ended with so many computed tokens. Its last block is evicted first."""
         job.computed = tokens
         self.computed(job)
         self._reserved -= job.reserved
@@ -94,10 +93,10 @@ class BlockCache:
                 self._idle[key] = None
 
     def fit(self, unshared: int) -> None:
-        """Evict what has no room beside the blocks in use.
+        """Evict unused blocks that do not fit beside the used ones.
 
         Args:
-            unshared: blocks that hold tokens and are not in the cache.
+            unshared: used blocks that are not in the cache.
         """
         self._unshared = unshared
         excess = len(self._users) + unshared + len(self._idle) - self._blocks
@@ -120,7 +119,7 @@ class BlockCache:
         job.shared = count
 
     def _note(self, key: int, stored: bool) -> None:
-        """What is undone before anyone asks has not happened."""
+        """Record a change; it cancels the opposite change of the same key."""
         assert self._changes is not None
         if self._changes.pop(key, stored) is stored:
             self._changes[key] = stored

@@ -1,4 +1,4 @@
-"""Service times from measurements."""
+"""Fits service times to measurements."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,9 +10,8 @@ class Measurement(NamedTuple):
     """The mean length of iterations of one kind.
 
     Attributes:
-        prefill_tokens: prompt tokens computed in each.
-        decoding: sequences that get a token in each.
-        seconds: how long each took.
+        prefill_tokens: prompt tokens per iteration.
+        decoding: sequences that get a token.
     """
 
     prefill_tokens: int
@@ -21,7 +20,7 @@ class Measurement(NamedTuple):
 
 
 class ServiceTimes(NamedTuple):
-    """The coefficients of `EngineSettings`, and how well they fit.
+    """The coefficients of `EngineSettings`, and the error of the fit.
 
     Attributes:
         step_s: seconds of every iteration.
@@ -40,7 +39,7 @@ def fit(measurements: Sequence[Measurement]) -> ServiceTimes:
     """Least squares of the relative errors, so that short iterations count as much as long ones.
 
     Raises:
-        ValueError: the measurements do not tell the three coefficients apart, or one would not be above 0.
+        ValueError: the measurements do not determine the three coefficients, or one would not be above 0.
     """
     seconds = np.array([each.seconds for each in measurements])
     rows = np.array([[1.0, each.prefill_tokens, each.decoding] for each in measurements])

@@ -1,4 +1,4 @@
-"""The policies that are compared, by name."""
+"""The compared policies, by name."""
 
 import inspect
 import random
@@ -24,15 +24,15 @@ PEERS: Mapping[str, Callable[[random.Random], Policy]] = MappingProxyType(
     }
 )
 AT_ONCE = " at once"
-"""Behind the name of a policy: every request is sent as soon as it has chosen, none waits at the head."""
+"""Suffix of a policy's name: every request is sent at once, none waits at the head."""
 OURS = tuple(map(str, LoadBalancingPolicy))
 
 
 def build(name: str, seed: int) -> Policy:
-    """A new policy: a peer's, or whatever `--omni-lb-policy` takes, seeded if it can be; see also `AT_ONCE`.
+    """A new policy: a peer's, or any that `--omni-lb-policy` takes, seeded if possible. See also `AT_ONCE`.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no policy has this name.
     """
     rng = random.Random(seed)
     if name in PEERS:

@@ -1,4 +1,4 @@
-"""An engine that leaps from event to event instead of iterating."""
+"""A simulated engine that jumps from event to event instead of iterating."""
 
 from collections import deque
 from heapq import heappop, heappush
@@ -11,11 +11,11 @@ from vllm_omni_plugin.sim import EngineSettings
 
 
 class Outcome(NamedTuple):
-    """What came of a leap.
+    """The result of a step.
 
     Attributes:
         began: jobs that got their first token.
-        ended: jobs that got their last; they may be among `began`, too.
+        ended: jobs that got their last token; they may be in `began`, too.
     """
 
     began: list[Job]
@@ -23,18 +23,17 @@ class Outcome(NamedTuple):
 
 
 class LeapEngine:
-    """Batches as `vllm_omni_plugin.sim.EngineModel` does, in far fewer steps.
+    """Batches like `vllm_omni_plugin.sim.EngineModel`, in far fewer steps.
 
-    While sequences only decode, all iterations are equally long, so that they are one step up to the next end of a
-    sequence or the arrival of one that can be admitted. Iterations that compute prompts are steps of their own.
+    While sequences only decode, all iterations are equally long. So they are one step, until a sequence ends or a
+    request arrives that can be admitted. An iteration that computes prompts is a step of its own.
 
     Args:
-        settings: capacities and service times.
         slowdown: factor on the length of all iterations.
 
     Attributes:
-        next_time: when to call `step`; infinity while there is nothing to do.
-        busy_s: seconds in iterations that have ended.
+        next_time: when to call `step`; infinity if there is nothing to do.
+        busy_s: seconds of iterations that have ended.
     """
 
     def __init__(self, settings: EngineSettings, slowdown: float = 1.0) -> None:
@@ -58,26 +57,24 @@ class LeapEngine:
 
     @property
     def waiting(self) -> int:
-        """Requests that have not been admitted."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that have been admitted."""
         return len(self._prefilling) + len(self._decoding)
 
     def decode_tokens(self, now: float) -> int:
-        """Tokens of the sequences that decode, prompt and answer so far."""
+        """Prompt and answer tokens of the decoding sequences so far."""
         return self._decode_tokens + self._ended_iterations(now) * len(self._decoding)
 
     def produced(self, job: Job, now: float) -> int:
-        """Tokens of its answer that a job has so far."""
+        """Answer tokens of a job so far."""
         if job not in self._decoding:
             return 0
         return self._iterations + self._ended_iterations(now) - job.first_iteration + 1
 
     def submit(self, job: Job, now: float) -> None:
-        """Queue a job; looked at when an iteration begins."""
+        """Queue a job for the next iteration."""
         self._waiting.append(job)
         if self._leap == 0:
             self._begin(now)
@@ -86,7 +83,7 @@ class LeapEngine:
             self.next_time = self._begun + self._leap * self._iteration_s
 
     def step(self) -> Outcome:
-        """End the iterations up to `next_time` and begin others."""
+        """End the iterations up to `next_time` and start the next ones."""
         now, leap = self.next_time, self._leap
         self.busy_s += leap * self._iteration_s
         self._iterations += leap
@@ -129,7 +126,7 @@ class LeapEngine:
         return tokens
 
     def _prefilled(self, job: Job, tokens: int) -> bool:
-        """A part of a prompt was computed; returns whether it was the last one."""
+        """Count computed prompt tokens. Returns whether the prompt is complete."""
         job.computed += tokens
         self.cache.computed(job)
         return job.computed == job.prompt_tokens
@@ -153,7 +150,7 @@ class LeapEngine:
             tokens = job.prompt_tokens + job.output_tokens
             self._decode_tokens -= tokens
             self._shared_decoding -= job.shared
-            # The last token was given, but nothing was computed from it.
+            # The KV entry of the last token is never computed.
             self.cache.release(job, tokens - 1)
             ended.append(job)
         return ended

@@ -1,4 +1,4 @@
-"""The head of a simulated fleet: asks the policy, tells it what happens, and counts."""
+"""The head of a simulated fleet: asks the policy, calls its hooks, and keeps accounts."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -18,40 +18,33 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadRep
 
 
 class Policy(Protocol):
-    """A `LoadBalancer` that may look behind the view of a replica. May have the methods of `PolicyHooks`."""
+    """A `LoadBalancer` that may read the internals of a replica. It may have the methods of `PolicyHooks`."""
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
-        """The place of the chosen replica."""
+        """The index of the chosen replica."""
 
 
 @runtime_checkable
 class Polling(Protocol):
-    """A policy that looks at the fleet now and then instead of hearing of it.
-
-    Attributes:
-        tick_s: seconds between looks.
-    """
+    """A policy that polls the fleet every `tick_s` seconds instead of getting events."""
 
     tick_s: float
 
     def tick(self, replicas: Sequence[SimReplica]) -> None:
-        """Look."""
+        """Poll the replicas."""
 
 
 class Head:
     """Does for simulated replicas what the orchestrator does for real ones.
 
-    A fault of the policy is not caught here: it shall end the simulation.
+    An error of the policy is not caught: it ends the simulation.
 
     Args:
-        policy: which replica runs a request.
-        clock: the simulation's.
         send: submits a job to the engine of a replica.
-        limits: what the engines put into a step.
 
     Attributes:
-        line: what waits here for its replica.
-        bubbles: times an engine had begun all it had got while something waited here for it.
+        unsent: requests that wait here for their replicas.
+        bubbles: times an engine had started everything it had, while a request waited here for it.
         recalls: requests that waited for a replica and went to another one.
     """
 
@@ -75,7 +68,6 @@ class Head:
         self._decide: Callable[[Task, Sequence[SimReplica]], Decision] | None = getattr(policy, "decide", None)
 
     def serve(self, replica: SimReplica) -> None:
-        """The replica takes requests from now on."""
         if replica in self.serving:
             return
         replica.serves(True)
@@ -87,7 +79,7 @@ class Head:
             self._tell("cache_changed", replica, CacheChange(restart=True))
 
     def hold_back(self, replica: SimReplica) -> None:
-        """It gets no new requests."""
+        """Send no new requests to the replica."""
         if replica in self.serving:
             replica.serves(False)
             self.serving = ServingReplicas(
@@ -98,7 +90,7 @@ class Head:
                     self._recall(run)
 
     def lose(self, replica: SimReplica) -> list[Job]:
-        """Its engine is gone; returns what ran there."""
+        """The engine of the replica is lost. Returns the jobs that ran there."""
         self.hold_back(replica)
         self._tell("replica_lost", replica)
         for run in replica.in_flight.values():
@@ -108,11 +100,10 @@ class Head:
         return list(replica.in_flight)
 
     def is_idle(self, replica: SimReplica) -> bool:
-        """Whether nothing is in flight there."""
         return not replica.in_flight
 
     def dispatch(self, request: Request) -> None:
-        """Choose a replica that serves, of which there must be one, and charge it; submit it there once it has room."""
+        """Choose a serving replica, of which there must be one, and charge it. Send the request once it has room."""
         task = request.task()
         self._place(request, task, self._prefer_headroom(request, self._choose(task)))
 
@@ -155,7 +146,7 @@ class Head:
             self.unsent.add(run, UnsentRun(member, job, self._key(request)))
 
     def fill(self, replica: SimReplica) -> None:
-        """See `Dispatcher`: submit what waits for a replica, or what waits for others."""
+        """Send what waits for a replica or, if nothing does, what waits for others. See `Dispatcher`."""
         if not len(self.unsent):
             return
         member = _member(replica)
@@ -205,20 +196,19 @@ class Head:
         return self._leaves_headroom(run.request.engine_inputs)
 
     def _leaves_headroom(self, request: Request) -> bool:
-        """Whether it does so for others."""
         return False
 
     def _key(self, request: Request) -> Any:
-        """Its place in the order of those that wait."""
+        """The request's place in the order of waiting requests."""
         return request.arrived
 
     def _waiting_job(self, request: Request) -> Job | None:
-        """What is to be submitted of a request that waits here; None if it does not."""
+        """The job of a waiting request; None if it does not wait."""
         run = self._runs.get(request)
         return None if run is None else self._jobs[run]
 
     def _withdraw(self, job: Job) -> None:
-        """It waits no longer, and is not charged to the replica any more that it waited for."""
+        """Take a job out of the queue, and release the replica that was charged with it."""
         run = self._runs.pop(job.request)
         del self._jobs[run]
         waiting = self.unsent.remove(run)
@@ -236,7 +226,7 @@ class Head:
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
     ) -> list[Request]:
-        """A message of an engine has arrived; returns the requests it ends."""
+        """Handle a message of an engine. Returns the requests that have ended."""
         now = self._clock.now
         if change is not None:
             self._tell("cache_changed", replica, change)
@@ -263,5 +253,5 @@ class Head:
 
 
 def _member(replica: SimReplica) -> PoolMember:
-    """A replica as the waiting line knows it, which needs no more of it than is there."""
+    """Typed as `UnsentQueue` needs it; it uses no attribute that `SimReplica` does not have."""
     return cast(PoolMember, replica)

@@ -1,4 +1,4 @@
-"""What a run is judged by."""
+"""The results of one run."""
 
 from array import array
 from collections.abc import Sequence
@@ -14,17 +14,15 @@ SHARES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in a few numbers.
+    """The figures of a run.
 
     Attributes:
         ttft: seconds to the first token, at the quantiles `SHARES`.
         latency: seconds to the last token, at the quantiles `SHARES`.
-        mean_ttft: seconds.
-        mean_latency: seconds.
-        requests_per_s: answered, from the first arrival to the last answer.
+        requests_per_s: answered ones, from the first arrival to the last answer.
         hit_rate: share of the prompt tokens that came from a cache.
-        spread: coefficient of variation of the share of time in which replicas were busy.
-        refused: share of requests that were not answered, or not to the end.
+        spread: coefficient of variation of the replicas' busy shares.
+        refused: share of requests without a complete answer.
         answered: number of requests.
     """
 
@@ -43,9 +41,9 @@ class Metrics:
     """Collects the results of one run.
 
     Attributes:
-        refused: requests without an answer, or with a part of one.
-        ttfts: seconds to the first token, in the order of the answers' ends.
-        latencies: seconds to the last token, in the same order.
+        refused: requests without a complete answer.
+        ttfts: seconds to the first token, in order of completion.
+        latencies: seconds to the last token, in order of completion.
     """
 
     def __init__(self) -> None:
@@ -59,7 +57,6 @@ class Metrics:
         self._busy_shares: list[float] = []
 
     def answered(self, request: Request) -> None:
-        """A request has got its last token."""
         assert request.first_token is not None
         assert request.finished is not None
         if not self.ttfts:
@@ -71,11 +68,10 @@ class Metrics:
         self._last_end = request.finished
 
     def end(self, replicas: Sequence[SimReplica]) -> None:
-        """The run is over."""
         self._busy_shares = [replica.busy_s / replica.present_s for replica in replicas if replica.present_s]
 
     def summary(self) -> Summary:
-        """All of it. At least one request must have been answered."""
+        """At least one request must have been answered."""
         busy = np.array(self._busy_shares)
         answered = len(self.ttfts)
         ttfts, latencies = np.asarray(self.ttfts), np.asarray(self.latencies)

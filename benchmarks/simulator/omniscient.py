@@ -1,4 +1,4 @@
-"""A policy that knows what nobody can know: how long every answer will be, and what every engine has cached."""
+"""A policy that knows the length of every answer and the cache of every engine, as a reference for real policies."""
 
 import random
 from collections.abc import Sequence
@@ -11,26 +11,21 @@ from vllm_omni_plugin.balancing.sampling import pick_lowest
 
 
 class Omniscient:
-    """Adds the least to the sum of all latencies, as far as that can be said without knowing the requests to come.
+    """Minimises the latency that a request adds to the sum of all latencies, without knowing later requests.
 
         prefill * (1 + requests there) + prefill waiting there + wait for KV memory
-        + answer * iteration with one sequence more + sequence_s * (tokens that the others decode meanwhile)
+        + answer * iteration with one more sequence + sequence_s * (tokens that the others decode meanwhile)
 
-    all in seconds of the replica's engine. A reference for others rather than a strict bound: it is greedy.
-
-    Args:
-        rng: breaks ties.
+    in seconds of the replica's engine. It is greedy, so it is a reference and not a strict bound.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
-        """See `LoadBalancer`."""
         return self.decide(task, replicas).position
 
     def decide(self, task: Task, replicas: Sequence[SimReplica]) -> Decision:
-        """See `DecidingBalancer`."""
         request: Request = task["engine_inputs"]
         prompt = task["prompt"]
         keys = prompt_keys(prompt, replicas[0].engine.settings.block_size)
@@ -40,8 +35,8 @@ class Omniscient:
             _added_seconds(replica, tokens - matched, answer)
             for replica, matched in zip(replicas, matches, strict=True)
         ]
-        place = pick_lowest(added, self._rng)
-        return Decision(place, "least-added-latency", matched_tokens=matches[place])
+        position = pick_lowest(added, self._rng)
+        return Decision(position, "least-added-latency", matched_tokens=matches[position])
 
 
 def _added_seconds(replica: SimReplica, uncached: int, answer: int) -> float:
@@ -59,7 +54,7 @@ def _added_seconds(replica: SimReplica, uncached: int, answer: int) -> float:
 
 
 def _iterations_until_room(replica: SimReplica, left: list[tuple[int, int]], tokens: int) -> int:
-    """Until so many answers have ended that the KV memory suffices for those that wait and this one."""
+    """Iterations until enough answers have ended for the KV memory of this request and those that wait."""
     settings = replica.engine.settings
     needed = -(-tokens // settings.block_size) - replica.engine.cache.free
     needed += sum(-(-(job.prompt_tokens + job.output_tokens) // settings.block_size) for job in replica.unadmitted())

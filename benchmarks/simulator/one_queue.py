@@ -1,4 +1,4 @@
-"""Engines that take what they compute next out of one queue: what a head could do that knew all at no delay."""
+"""Engines that take their next work from one queue: what an ideal head without any delay could do."""
 
 from bisect import insort
 from collections import deque
@@ -12,9 +12,9 @@ from simulator.simulation import LINK_S
 from vllm_omni_plugin.sim import EngineSettings
 
 _LOOKED_AT = 40
-"""Requests at the front among which one is sought that fits into the rest of a step."""
+"""Requests at the front of the queue that are tried for the rest of a step."""
 _LONG_FIRST = 0.6
-"""Seconds by which a request goes before others for each second that its prompt takes: all end at about the same age.
+"""Seconds by which a request is moved forward for each second of its prefill, so that all end at about the same age.
 0, 0.3 and 1 were worse under `bursty`."""
 
 _Queue = list[tuple[float, int, Request]]
@@ -27,11 +27,10 @@ class _Engine(LeapEngine):
 
     @property
     def load(self) -> tuple[bool, int, int]:
-        """What is to be lowest where a request that does not wait is put."""
+        """Sort key: a request that need not wait goes to the engine with the lowest load."""
         return bool(self._chunks), self._to_compute(), self.running
 
     def takes(self, prompt_tokens: int) -> bool:
-        """Whether a request need not wait."""
         left = self._to_compute()
         if not self._ahead:
             return not self._chunks and not left
@@ -46,32 +45,30 @@ class _Engine(LeapEngine):
             self._take()
 
     def _take(self) -> None:
-        """Fill a step out of the queue. A prompt that does not fit into the rest of it waits for a step of its own."""
+        """Fill a step from the queue. A prompt that does not fit into the rest of a step waits for its own step."""
         left, queue = self._to_compute(), self._queue
         while queue and left < self._step_tokens:
             room = self._step_tokens - left
-            fit = (place for place, each in enumerate(queue[:_LOOKED_AT]) if each[-1].prompt_tokens <= room)
-            place = next(fit, None) if left else 0
-            if place is None:
+            fit = (index for index, each in enumerate(queue[:_LOOKED_AT]) if each[-1].prompt_tokens <= room)
+            index = next(fit, None) if left else 0
+            if index is None:
                 return
-            request = queue.pop(place)[-1]
+            request = queue.pop(index)[-1]
             self._waiting.append(request.job(self.settings.block_size))
             left += request.prompt_tokens
 
     def _to_compute(self) -> int:
-        """Prompt tokens behind the step that is under way."""
+        """Prompt tokens after the current step."""
         prefilling = sum(job.prompt_tokens - job.computed for job in self._prefilling)
         return prefilling - sum(tokens for _, tokens in self._chunks) + sum(job.prompt_tokens for job in self._waiting)
 
 
 class OneQueue:
-    """One queue in front of all engines. No message is on the way, except before and after a request.
+    """One queue in front of all engines. Only a request and its first token have a link latency.
 
     Args:
-        settings: the engines'.
-        replicas: how many there are.
-        step_tokens: prompt tokens that a step is filled with, so that long ones do not hold up short ones.
-        ahead: whether the next step is filled when one begins, as a head must do so that no engine waits for it.
+        step_tokens: prompt tokens of a full step; limited so that long prompts do not delay short ones.
+        ahead: whether a step is filled when the step before it starts, as a real head must do to keep engines busy.
     """
 
     def __init__(self, settings: EngineSettings, replicas: int, step_tokens: int, ahead: bool) -> None:
@@ -80,7 +77,7 @@ class OneQueue:
         self._engines = [_Engine(settings, self._queue, step_tokens, ahead) for _ in range(replicas)]
 
     def run(self, requests: Sequence[Request]) -> list[float]:
-        """Seconds to the first token of each. They are given in the order of their arrival; no prompts begin alike."""
+        """Seconds to the first token of each request. They must be in order of arrival; no two share a prefix."""
         ttfts: list[float] = []
         steps: list[tuple[float, int]] = []
         coming = deque(requests)
@@ -90,7 +87,7 @@ class OneQueue:
                 number = self._arrive(request, request.arrived + LINK_S)
             else:
                 now, number = heappop(steps)
-                # One that came meanwhile may have shortened the leap.
+                # A later arrival may have shortened the leap.
                 if now == self._engines[number].next_time:
                     ttfts += [now + LINK_S - job.request.arrived for job in self._engines[number].step().began]
             if number is not None and self._engines[number].next_time < inf:
@@ -99,7 +96,7 @@ class OneQueue:
         return ttfts
 
     def _arrive(self, request: Request, now: float) -> int | None:
-        """Returns the number of the engine that gets it, None if it waits."""
+        """Returns the number of the engine that gets the request; None if it waits."""
         takers = [number for number, engine in enumerate(self._engines) if engine.takes(request.prompt_tokens)]
         if not takers:
             urgency = request.arrived - _LONG_FIRST * self._settings.prefill_token_s * request.prompt_tokens

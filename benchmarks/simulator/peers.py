@@ -1,7 +1,7 @@
-"""The rules of other load balancers, as far as they choose a replica; each written from its published description.
+"""The rules of other load balancers, written from their published descriptions.
 
-They get the benefit of the doubt: no delay of their own beyond the one named, and where a rule needs to know what is
-cached but not how that is found out, the truth.
+They get the benefit of the doubt: no delays beyond the documented ones, and exact knowledge of the caches if the rule
+does not say how it learns what is cached.
 """
 
 import random
@@ -15,19 +15,18 @@ from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
 
 
 class PlainRoundRobin:
-    """One after the other by a counter, whatever joins or leaves."""
+    """A counter modulo the number of replicas."""
 
     def __init__(self, rng: random.Random) -> None:
         self._next = 0
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
-        """See `LoadBalancer`."""
         self._next += 1
         return self._next % len(replicas)
 
 
 class StaleLeastQueue:
-    """vllm-omni 0.30: the shortest queue of those that heartbeats brought, one every 5 s, with no count of its own."""
+    """vllm-omni 0.30: the shortest queue in the last heartbeats, one every 5 s. It does not count its own requests."""
 
     tick_s = 5.0
 
@@ -36,11 +35,9 @@ class StaleLeastQueue:
         self._reported: dict[int, int] = {}
 
     def tick(self, replicas: Sequence[SimReplica]) -> None:
-        """A heartbeat of every replica."""
         self._reported = {replica.replica_id: replica.queue_length for replica in replicas}
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
-        """See `LoadBalancer`."""
         lengths = [self._reported.get(replica.replica_id, 0) for replica in replicas]
         shortest = min(lengths)
         return self._rng.choice([place for place, length in enumerate(lengths) if length == shortest])
@@ -49,8 +46,8 @@ class StaleLeastQueue:
 class VllmDataParallel:
     """vLLM 0.32, one API server: `max(in flight, waiting + running) + waiting * 6 * max(0, kv usage - 0.5)`.
 
-    The engines' counts come by pushes every 100 ms; own requests count at once. Ties go to the first from a place that
-    moves on with every request.
+    The engines' counts come by pushes every 100 ms; own requests count at once. Ties go to the first replica from a
+    start index that advances with every request.
     """
 
     tick_s = 0.1
@@ -64,7 +61,6 @@ class VllmDataParallel:
         self._counts = {replica.replica_id: [*map(float, replica.report())] for replica in replicas}
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
-        """See `LoadBalancer`."""
         places = [(self._start + step) % len(replicas) for step in range(len(replicas))]
         chosen = min(places, key=lambda place: self._score(replicas[place]))
         self._counts_of(replicas[chosen])[0] += 1
@@ -82,14 +78,13 @@ class VllmDataParallel:
 class LMetric:
     """LMetric: the smallest product of prompt tokens to compute and requests, `(prompt - matched) * (load + 1)`.
 
-    What is cached, or will be when what waits has been computed, is known exactly here.
+    Here it knows exactly what is cached, or will be once the waiting requests are computed.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def decide(self, task: Task, replicas: Sequence[SimReplica]) -> Decision:
-        """See `DecidingBalancer`."""
         prompt = task["prompt"]
         keys, total = prompt_keys(prompt, replicas[0].engine.settings.block_size), len(prompt.token_ids)
         matched = [replica.matched_tokens(keys, total) for replica in replicas]
@@ -101,15 +96,14 @@ class LMetric:
         return Decision(place, "lowest-product", matched_tokens=matched[place])
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
-        """See `LoadBalancer`."""
         return self.decide(task, replicas).position
 
 
 class SglangCacheAware:
     """SGLang's cache-aware rule: the longest match if it is over 0.3 of the prompt, else the least loaded replica.
 
-    Where loads differ by more than 64 and by more than half, the least loaded one at once. What is cached is taken from
-    what was dispatched.
+    If loads differ by more than 64 and by more than half, the least loaded replica. Caches are estimated from the
+    dispatched requests.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -117,7 +111,6 @@ class SglangCacheAware:
         self._sent = PrefixCaches()
 
     def select(self, task: Task, replicas: Sequence[SimReplica]) -> int:
-        """See `LoadBalancer`."""
         loads = [replica.queue_length for replica in replicas]
         lowest, highest = min(loads), max(loads)
         least = self._rng.choice([place for place, load in enumerate(loads) if load == lowest])
@@ -131,10 +124,8 @@ class SglangCacheAware:
         return least
 
     def dispatched(self, task: Task, replica: SimReplica, decision: Decision) -> None:
-        """See `PolicyHooks`."""
         keys = prompt_keys(task["prompt"], replica.engine.settings.block_size)
         self._sent.estimate(replica.replica_id, keys, sys.maxsize)
 
     def replica_lost(self, replica: SimReplica) -> None:
-        """See `PolicyHooks`."""
         self._sent.clear(replica.replica_id)

@@ -1,4 +1,4 @@
-"""Runs side by side, as pictures."""
+"""Plots that compare runs."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def plot_workloads(results: Results, path: Path) -> None:
 
 
 def plot_ranking(ranks: list[Rank], path: Path) -> None:
-    """How far each policy is from the best of each workload, on average."""
+    """How far each policy is from the best one of each workload, on average."""
     figure, axis = pyplot.subplots(figsize=(7, 0.3 * len(ranks) + 1))
     _dots(axis, {rank.policy: rank.score for rank in ranks})
     axis.set_xlabel("TTFT p99 and mean latency, relative to the best policy of each workload", fontsize=8)

@@ -1,4 +1,4 @@
-"""What the simulated engines are like."""
+"""Settings of the simulated engines."""
 
 import json
 from dataclasses import replace
@@ -14,19 +14,19 @@ _MAX_MODEL_LEN = 16_384
 
 
 def accelerator() -> EngineSettings:
-    """An 8B model on one accelerator, as an assumption: the defaults of `EngineSettings`, with longer prompts."""
+    """An assumed 8B model on one accelerator: the defaults of `EngineSettings`, with longer prompts."""
     return EngineSettings(max_model_len=_MAX_MODEL_LEN)
 
 
 def calibrated(path: Path) -> EngineSettings:
-    """Service times and block size of a real engine; as much KV memory as the accelerator, since that is a choice."""
+    """Service times and block size of a real engine, with as much KV memory as `accelerator`."""
     fitted = json.loads(path.read_text())["settings"]
     settings = EngineSettings(**fitted)
     return replace(settings, kv_blocks=_KV_TOKENS // settings.block_size, max_model_len=_MAX_MODEL_LEN)
 
 
 def profile(name: str) -> EngineSettings:
-    """The profile `accelerator`, `cpu`, or that of a file that benchmarks/calibrate.py wrote."""
+    """The profile `accelerator` or `cpu`, or a file written by benchmarks/calibrate.py."""
     if name == "accelerator":
         return accelerator()
     return calibrated(CALIBRATION if name == "cpu" else Path(name))

@@ -1,4 +1,4 @@
-"""Runs side by side, in Markdown."""
+"""Markdown tables that compare runs."""
 
 from collections.abc import Iterable, Mapping
 from math import exp, log
@@ -16,14 +16,13 @@ _HEADINGS = (
 
 
 class Rank(NamedTuple):
-    """A policy over all workloads. Figures are geometric means of its quotient to the best policy of each workload.
+    """A policy over all workloads: geometric means of its ratio to the best policy of each workload.
 
-    The omniscient policy is not counted among the best.
+    The omniscient policy is never the best one.
 
     Attributes:
-        policy: its name.
-        ttft: of the 99th percentile of the time to the first token.
-        latency: of the mean latency.
+        ttft: ratio of the 99th percentile of the time to the first token.
+        latency: ratio of the mean latency.
         score: geometric mean of both; 1 would be the best everywhere.
     """
 
@@ -74,7 +73,7 @@ def ranking_table(ranks: Iterable[Rank]) -> str:
 
 
 def verdict(ranks: Iterable[Rank]) -> str:
-    """Which built-in policy should be the default, in one sentence; "" if none ran."""
+    """A sentence with the best built-in policy; "" if none ran."""
     ours = [rank for rank in ranks if rank.policy in OURS]
     if not ours:
         return ""

@@ -1,4 +1,4 @@
-"""What is asked of a simulated fleet, and one attempt at it."""
+"""Requests to a simulated fleet, and their attempts."""
 
 from array import array
 from collections.abc import Sequence
@@ -13,24 +13,22 @@ _NO_TERMS = RequestTerms()
 
 
 class Request:
-    """One request of a client, and what became of it.
+    """One request of a client, and its result.
 
     Args:
-        number: counts the requests of a workload.
+        number: unique in a workload.
         prompt: token ids.
-        answer: token ids it will be answered with, whichever engine does it.
-        max_tokens: what the client allows; the answer is rarely that long.
-        session: the conversation it belongs to.
-        terms: what the client says of itself.
+        answer: token ids of the answer, the same on every engine.
+        max_tokens: the client's limit; the answer is usually shorter.
 
     Attributes:
-        tokens: prompt and answer.
+        tokens: of prompt and answer.
         arrived: seconds at which the client sent it.
-        first_token: seconds at which the head had its first token, or None before.
-        finished: seconds at which the head had its last token, or None before.
-        cached_tokens: prompt tokens that the engine of its last attempt took from its cache.
+        first_token: seconds at which the head had the first token; None before.
+        finished: seconds at which the head had the last token; None before.
+        cached_tokens: prompt tokens that the engine of the last attempt had cached.
         moves: how often its replica was lost.
-        produced: tokens of the answer that lost replicas have given.
+        produced: answer tokens from lost replicas.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class Request:
         self.produced = 0
 
     def task(self) -> Task:
-        """What a policy may know of the next attempt; the tokens that were produced are part of its prompt."""
+        """What a policy may know of the next attempt. Tokens that were produced are part of its prompt."""
         return Task(
             request_id=f"{self.number}-{self.moves}",
             engine_inputs=self,
@@ -78,14 +76,13 @@ class Job:
 
     Attributes:
         prompt_tokens: at least one.
-        output_tokens: tokens it will produce, at least one.
-        keys: of the blocks that prompt and answer fill; the prompt's come first.
-        request: whose attempt it is.
-        computed: prompt tokens whose KV entries are there.
-        cached_tokens: how many of these are expected to be there, and from its admission on, how many were.
-        first_iteration: decoding iteration of the engine that gave the first token.
-        shared: blocks in the cache that it holds.
-        reserved: blocks beyond these that it may come to need.
+        output_tokens: tokens that it will produce, at least one.
+        keys: of the blocks that prompt and answer fill; the prompt's blocks come first.
+        computed: prompt tokens with KV entries.
+        cached_tokens: prompt tokens expected in the cache; once admitted, those that were there.
+        first_iteration: the engine's iteration of the first token.
+        shared: blocks in the cache that it uses.
+        reserved: further blocks that it may need.
     """
 
     prompt_tokens: int
@@ -100,18 +97,16 @@ class Job:
 
     @property
     def answer(self) -> Tokens:
-        """The tokens it will produce."""
         return self.request.tokens[self.prompt_tokens :]
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Requests that follow each other, each some time after the answer to the one before.
+    """Requests that follow each other, each some time after the previous answer.
 
     Attributes:
-        starts: seconds at which the first arrives.
-        turns: the requests.
-        pauses: seconds before each of them but the first.
+        starts: seconds at which the first request arrives.
+        pauses: seconds before each request except the first.
     """
 
     starts: float

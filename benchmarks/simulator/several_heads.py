@@ -1,4 +1,4 @@
-"""Several heads in front of the same simulated engines, each with a policy and a bookkeeping of its own."""
+"""Several heads in front of the same simulated engines, each with its own policy and accounting."""
 
 import asyncio
 import random
@@ -18,17 +18,11 @@ from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
 
 After = Callable[..., Any]
-"""Runs a function after some seconds, which come first."""
+"""Calls a function after some seconds, the first argument."""
 
 
 class SharedReplica(SimReplica):
-    """One head's view of an engine that several have requests on.
-
-    Args:
-        replica: the engine's.
-        settings: the engine's.
-        clock: the simulation's.
-    """
+    """One head's view of an engine that several heads use."""
 
     remote = True
 
@@ -39,7 +33,7 @@ class SharedReplica(SimReplica):
         self.engine = replica.engine
 
     def attach(self, replica: SimReplica) -> None:
-        """The engine has been started again."""
+        """The engine was restarted."""
         self.restart()
         self.engine = replica.engine
         if self.exchange is not None:
@@ -47,7 +41,7 @@ class SharedReplica(SimReplica):
 
     @property
     def load(self) -> ReplicaLoad:
-        """What this head knows at this moment; only the tokens of its own requests come to it."""
+        """What this head knows: it gets only the tokens of its own requests."""
         tokens = sum(
             job.prompt_tokens + self.engine.produced(job, self._clock.now)
             for job, run in self.in_flight.items()
@@ -56,12 +50,10 @@ class SharedReplica(SimReplica):
         return self.ledger.load._replace(decode_tokens=tokens)
 
     def charge(self, job: Job, run: StageRun) -> None:
-        """See `SimReplica`."""
         super().charge(job, run)
         self._tell_peers()
 
     def settle(self, report: LoadReport | None) -> None:
-        """See `SimReplica`."""
         super().settle(report)
         self._tell_peers()
 
@@ -74,7 +66,7 @@ class SharingHead(Head):
     """One of several heads."""
 
     aware = True
-    """Whether its policy heeds that others choose as well."""
+    """Whether its policy takes into account that other heads choose as well."""
 
     def __init__(
         self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
@@ -83,7 +75,7 @@ class SharingHead(Head):
         self.engines_report = _follows_caches(policy)
 
     def hear(self, heads: int, others_work: PeerWorkChanges) -> None:
-        """So many heads are known, this one among them, and the others have said this."""
+        """Take reports of the other heads; `heads` includes this one."""
         if self.aware:
             self.unreported.set_heads(heads)
         for member, work in others_work:
@@ -92,14 +84,12 @@ class SharingHead(Head):
             self.fill(cast(Any, member))
 
     def dispatch(self, request: Request) -> None:
-        """See `Head`."""
         if self.unreported.heads > 1:
             self.unreported.estimate(self._clock.now, self.serving.total_queue_length)
         super().dispatch(request)
         self.unreported.in_flight += 1
 
     def lose(self, replica: SimReplica) -> list[Job]:
-        """See `Head`."""
         lost = super().lose(replica)
         self.unreported.in_flight -= len(lost)
         replica.in_flight.clear()
@@ -111,25 +101,17 @@ class SharingHead(Head):
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
     ) -> list[Request]:
-        """See `Head`."""
         self.unreported.in_flight -= len(outcome.ended)
         return super().receive(replica, outcome, report, change)
 
 
 class SeveralHeads(Head):
-    """Takes the place of a simulation's one head. Each request comes to one of them by chance.
+    """Replaces the one head of a simulation. Each request goes to a random head.
 
     Args:
         policies: one for each head.
-        replicas: the engines'.
-        settings: theirs.
-        clock: the simulation's.
-        after: schedules an event of the simulation.
-        send: see `Head`.
-        delay: seconds until heads know each other's work, at most; None: they do not tell each other.
-        aware: whether their policies heed that others choose as well.
-        rng: chooses heads.
-        make_head: makes each of them; its arguments are those of `SharingHead`.
+        delay: maximum seconds until heads know each other's work; None: they do not exchange it.
+        aware: see `SharingHead.aware`.
     """
 
     def __init__(
@@ -153,7 +135,7 @@ class SeveralHeads(Head):
         self._replicas = replicas
         self._owners: dict[Job, SharingHead] = {}
         self._heads: list[SharingHead] = []
-        # By the places of heads and replicas.
+        # By the indexes of heads and replicas.
         self._views: list[list[SharedReplica]] = []
         for number, policy in enumerate(policies):
             self._heads.append(make_head(policy, clock, partial(self._send_of, number), limits))
@@ -169,7 +151,6 @@ class SeveralHeads(Head):
             self._exchange_work(after, delay)
 
     def serve(self, replica: SimReplica) -> None:
-        """See `Head`."""
         super().serve(replica)
         for head, view in self._views_of(replica):
             if view.engine is not replica.engine:
@@ -177,13 +158,11 @@ class SeveralHeads(Head):
             head.serve(view)
 
     def hold_back(self, replica: SimReplica) -> None:
-        """See `Head`."""
         super().hold_back(replica)
         for head, view in self._views_of(replica):
             head.hold_back(view)
 
     def lose(self, replica: SimReplica) -> list[Job]:
-        """See `Head`."""
         self.hold_back(replica)
         lost = [job for head, view in self._views_of(replica) for job in head.lose(view)]
         for job in lost:
@@ -191,15 +170,12 @@ class SeveralHeads(Head):
         return lost
 
     def is_idle(self, replica: SimReplica) -> bool:
-        """See `Head`."""
         return not self.in_flight(replica.replica_id)
 
     def dispatch(self, request: Request) -> None:
-        """See `Head`."""
         self._rng.choice(self._heads).dispatch(request)
 
     def fill(self, replica: SimReplica) -> None:
-        """See `Head`."""
         for head, view in self._views_of(replica):
             head.fill(view)
 
@@ -210,7 +186,7 @@ class SeveralHeads(Head):
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
     ) -> list[Request]:
-        """Each head gets what is its own, one of those that get anything gets the report, all get the caches."""
+        """Each head gets its own outputs and the cache changes; only the first head with outputs gets the report."""
         answered: list[Request] = []
         for head, view in self._views_of(replica):
             began = [job for job in outcome.began if self._owners[job] is head]
@@ -225,14 +201,14 @@ class SeveralHeads(Head):
         return answered
 
     def in_flight(self, place: int) -> list[Job]:
-        """What all of them have on a replica."""
+        """Jobs of all heads on a replica."""
         return [job for views in self._views for job in views[place].in_flight]
 
     def _views_of(self, replica: SimReplica) -> list[tuple[SharingHead, SharedReplica]]:
         return [(head, views[replica.replica_id]) for head, views in zip(self._heads, self._views, strict=True)]
 
     def _tell(self, hook: str, *args: Any) -> None:
-        """Each of the heads tells its own policy."""
+        """Nothing: each head calls the hooks of its own policy."""
 
     def _exchange_work(self, after: After, delay: float) -> None:
         interval = min(delay, REPORT_INTERVAL_S)
@@ -261,5 +237,5 @@ class SeveralHeads(Head):
 
 
 def _follows_caches(policy: Policy) -> bool:
-    """Whether it hears of caches: engines that heads share always report."""
+    """Whether it gets cache changes: engines that heads share always report them."""
     return hasattr(policy, "cache_changed")

@@ -1,4 +1,4 @@
-"""The event loop: clients, the way between head and engines, and what befalls replicas."""
+"""The event loop: clients, links between head and engines, and incidents."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -18,9 +18,9 @@ from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
 
 LINK_S = 0.0005
-"""One way between head and engine, a message with its encoding."""
+"""One-way latency between head and engine, with encoding."""
 DETECTION_S = 0.1
-"""From the death of an engine to the head knowing of it."""
+"""From the death of an engine until the head notices."""
 MOVES = 3
 """How often a request may lose its replica, the default of `--omni-migration-limit`."""
 WAIT_S = 60.0
@@ -31,15 +31,10 @@ class Simulation:
     """One run of a workload under a policy.
 
     Args:
-        workload: who asks what and when, and what befalls the replicas.
-        policy: a policy that has not been used before.
-        settings: what the engines are like.
-        replicas: how many there are.
+        policy: must not have been used before.
 
     Attributes:
-        metrics: what came of it.
-        events: things that happened.
-        bubbles, recalls: see `Head`.
+        events: number of simulated events.
     """
 
     def __init__(self, workload: Workload, policy: Policy, settings: EngineSettings, replicas: int) -> None:
@@ -50,10 +45,10 @@ class Simulation:
         self._order = count()
         self._replicas = [SimReplica(number, settings, self._clock) for number in range(replicas)]
         limits = BatchLimits(settings.max_num_batched_tokens, settings.max_num_seqs)
-        self._judged = workload.judged
-        if workload.plan is not None and getattr(policy, "binds_late", False):
+        self._measured_tenant = workload.measured_tenant
+        if workload.admission is not None and getattr(policy, "binds_late", False):
             self._head: Head = AdmittingHead(
-                policy, self._clock, self._send, limits, workload.plan, self._refuse, self._after
+                policy, self._clock, self._send, limits, workload.admission, self._refuse, self._after
             )
         else:
             self._head = Head(policy, self._clock, self._send, limits)
@@ -64,7 +59,7 @@ class Simulation:
         for replica in self._replicas:
             self._head.serve(replica)
         for incident in workload.incidents:
-            self._at(incident.at, self._befall, incident)
+            self._at(incident.at, self._start_incident, incident)
         self._next_session()
         if self._polling is not None:
             self._at(0.0, self._tick)
@@ -123,7 +118,7 @@ class Simulation:
             self._at(engine.next_time, self._step, replica, engine)
 
     def _step(self, replica: SimReplica, engine: LeapEngine) -> None:
-        # An arrival may have shortened the leap, or a death ended it, after this event was put down.
+        # After this event was scheduled, an arrival may have shortened the leap, or the engine may have died.
         if engine is not replica.engine or not replica.alive or self._clock.now != engine.next_time:
             return
         outcome = engine.step()
@@ -145,7 +140,7 @@ class Simulation:
             self._head.fill(replica)
 
     def _answered(self, request: Request) -> None:
-        if self._judged in (None, request.terms.tenant):
+        if self._measured_tenant in (None, request.terms.tenant):
             self.metrics.answered(request)
         session, turn = self._open.pop(request)
         if turn + 1 < len(session.turns):
@@ -154,8 +149,8 @@ class Simulation:
             self._after(session.pauses[turn], self._ask, follower)
 
     def _refuse(self, request: Request) -> None:
-        """The client gives up the whole conversation."""
-        self.metrics.refused += self._judged in (None, request.terms.tenant)
+        """The client gives up the whole session."""
+        self.metrics.refused += self._measured_tenant in (None, request.terms.tenant)
         del self._open[request]
 
     def _give_up(self, request: Request) -> None:
@@ -168,7 +163,7 @@ class Simulation:
         self._polling.tick(self._head.serving)
         self._after(self._polling.tick_s, self._tick)
 
-    def _befall(self, incident: Incident) -> None:
+    def _start_incident(self, incident: Incident) -> None:
         replica = self._replicas[incident.replica]
         if incident.kind == "slow":
             replica.slowdown = replica.engine.slowdown = incident.factor
@@ -191,7 +186,7 @@ class Simulation:
                 self._dispatch(job.request)
 
     def _return(self, replica: SimReplica) -> None:
-        """One that died or left starts again with an empty cache, unless it has not finished its work yet."""
+        """Restart a replica that died or left with an empty cache. One that has not finished its work goes on."""
         if replica.alive and self._head.is_idle(replica):
             self._head.lose(replica)
             replica.alive = False

@@ -1,4 +1,4 @@
-"""Pieces that workloads are made of: tokens, lengths and arrivals."""
+"""The building blocks of workloads: tokens, lengths and arrivals."""
 
 import random
 from array import array
@@ -13,7 +13,7 @@ _DAY_S = 24 * 3600.0
 
 
 def tokens(rng: random.Random, count: int) -> "array[int]":
-    """Random token ids; no two calls give the same beginning but by design."""
+    """Random token ids. Two calls never start with the same tokens in practice."""
     drawn = array("I")
     drawn.frombytes(rng.randbytes(_TOKEN_BYTES * count))
     return drawn
@@ -25,7 +25,7 @@ def length(rng: random.Random, mean: float, sigma: float, limit: int) -> int:
 
 
 def poisson(rng: random.Random, rate: float) -> Iterator[float]:
-    """Times of arrivals that know nothing of each other."""
+    """Arrival times of a Poisson process."""
     now = 0.0
     while True:
         now += rng.expovariate(rate)
@@ -33,7 +33,7 @@ def poisson(rng: random.Random, rate: float) -> Iterator[float]:
 
 
 def bursts(rng: random.Random, rate: float, period_s: float, share: float, factor: float) -> Iterator[float]:
-    """Times of arrivals whose rate is `factor` times the mean in the first `share` of every period."""
+    """Arrival times with `factor` times the mean rate in the first `share` of every period."""
     quiet = (1 - share * factor) / (1 - share)
     for arrival in poisson(rng, rate * factor):
         in_burst = arrival % period_s < share * period_s
@@ -42,19 +42,17 @@ def bursts(rng: random.Random, rate: float, period_s: float, share: float, facto
 
 
 def daily(rng: random.Random, rate: float) -> Iterator[float]:
-    """Times of arrivals whose rate goes up and down by 80% with the hours of the day."""
+    """Arrival times whose rate varies by 80% over the day."""
     for arrival in poisson(rng, rate * 1.8):
         if rng.random() * 1.8 < 1 + 0.8 * sin(tau * arrival / _DAY_S):
             yield arrival
 
 
 class Requests:
-    """Makes requests with numbers.
+    """Makes numbered requests.
 
     Args:
-        rng: source of what they consist of.
-        terms: of their clients.
-        first: number before the first one's.
+        first: the first request gets the next number.
     """
 
     def __init__(self, rng: random.Random, terms: RequestTerms | None = None, first: int = 0) -> None:
@@ -63,6 +61,5 @@ class Requests:
         self._number = first
 
     def make(self, prompt: "array[int]", output_tokens: int, limit: int, session: str | None = None) -> Request:
-        """The next request, with an answer of so many tokens."""
         self._number += 1
         return Request(self._number, prompt, tokens(self._rng, output_tokens), limit, session, self._terms)

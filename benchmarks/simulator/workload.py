@@ -1,4 +1,4 @@
-"""What a workload consists of."""
+"""The parts of a workload."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,13 @@ from vllm_omni_plugin.sim import EngineSettings
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """What befalls one replica.
+    """A fault or a drain of one replica.
 
     Attributes:
-        at: seconds.
-        kind: `die` loses what runs there; `leave` finishes it first; both come back with an empty cache. `slow` stays.
-        replica: its number.
-        until: seconds at which it is back.
-        factor: how much slower it is from then on.
+        kind: `die` loses the running requests, `leave` finishes them first; both come back with an empty cache. `slow`
+            makes the replica slower for good.
+        until: seconds at which the replica is back.
+        factor: how much slower it becomes.
     """
 
     at: float
@@ -30,29 +29,26 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests and incidents of one run; good for one run only, as requests note what becomes of them.
+    """Requests and incidents of one run. Not reusable, because requests store their results.
 
     Attributes:
-        sessions: in the order in which they start.
-        incidents: in any order.
-        plan: who may come in at a head where requests wait; None: everybody.
-        judged: the tenant whose requests alone count in the results; None: all.
+        sessions: in order of their starts.
+        admission: the admission config of heads that queue requests; None: no admission control.
+        measured_tenant: only its requests count in the results; None: all requests.
     """
 
     sessions: Iterable[Session]
     incidents: Sequence[Incident] = ()
-    plan: AdmissionConfig | None = None
-    judged: str | None = None
+    admission: AdmissionConfig | None = None
+    measured_tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large a workload is to be.
+    """The size of a workload.
 
     Attributes:
-        replicas: replicas that shall be kept busy by it.
-        requests: about how many requests.
-        settings: what their engines are like.
+        requests: approximate number.
         seed: the same seed gives the same workload.
     """
 
@@ -62,12 +58,10 @@ class Scale:
     seed: int = 0
 
     def rate(self, utilisation: float, prompt_tokens: float, output_tokens: float) -> float:
-        """Requests per second that keep the fleet busy for this share of its time, if nothing is wasted.
+        """Requests per second that keep the fleet busy for this share of the time. At 1 and above it cannot keep up.
 
         Args:
-            utilisation: above 0; from 1 on the fleet cannot keep up.
-            prompt_tokens: that are computed for a request, without those that could be cached.
-            output_tokens: of its answer.
+            prompt_tokens: computed tokens of a prompt, without those that could be cached.
         """
         settings = self.settings
         each = prompt_tokens * settings.prefill_token_s
@@ -75,12 +69,12 @@ class Scale:
         return utilisation * self.replicas / each
 
     def alone_s(self, prompt_tokens: int, output_tokens: int) -> float:
-        """Seconds that a request takes in a replica that has nothing else to do."""
+        """Seconds that a request takes in an idle replica."""
         settings = self.settings
         return settings.duration(prompt_tokens, 0) + output_tokens * settings.duration(0, 1)
 
 
 _TYPICAL_BATCH = 24
-"""Sequences that share an iteration in a replica that has much to do but keeps up."""
+"""Sequences per iteration in a replica that is busy but keeps up."""
 
 MakeWorkload = Callable[[Scale], Workload]

@@ -1,4 +1,4 @@
-"""The workloads, by name. All rates follow from the engines' service times, so that any profile is equally busy."""
+"""The workloads. Rates are derived from the engines' service times, so that every profile is equally busy."""
 
 import random
 from array import array
@@ -26,8 +26,8 @@ def steady(scale: Scale, utilisation: float = 0.75) -> Workload:
 
 
 def bursty(scale: Scale) -> Workload:
-    """Four times the mean rate for a fifth of the time, in bursts of twice the length of a request (two seconds on the
-    accelerator); lengths from two kinds of request, short and long.
+    """Four times the mean rate for a fifth of the time, in bursts twice as long as a request (two seconds on the
+    accelerator). Requests are short or long.
     """
     rng = random.Random(scale.seed)
     requests = Requests(rng)
@@ -57,7 +57,7 @@ def heavy_tailed(scale: Scale) -> Workload:
 
 
 def shared_system_prompt(scale: Scale) -> Workload:
-    """The same 2,000 tokens begin every prompt, about 150 of its own follow: affinity alone would use one replica."""
+    """Every prompt starts with the same 2,000 tokens and has 150 own ones: affinity alone would use one replica."""
     rng = random.Random(scale.seed)
     requests = Requests(rng)
     system = tokens(rng, 2000)
@@ -79,8 +79,8 @@ def multi_turn(scale: Scale) -> Workload:
 
 
 def tenants(scale: Scale) -> Workload:
-    """150 customers with a context of 6,000 tokens each, asking 150-token questions; half of the capacity if all are
-    found in a cache, five times the capacity if none is.
+    """150 customers with a context of 6,000 tokens each and questions of 150 tokens: half of the capacity if all
+    contexts are cached, five times the capacity if none is.
     """
     rng = random.Random(scale.seed)
     requests = Requests(rng)
@@ -111,8 +111,8 @@ def churn(scale: Scale) -> Workload:
 
 
 def cold_joiners(scale: Scale) -> Workload:
-    """Twelve contexts of 2,000 tokens that every replica comes to have cached; after a third of the time, a quarter of
-    the replicas joins, with nothing cached. Those before them were nearly fully busy.
+    """Twelve contexts of 2,000 tokens that every replica caches. After a third of the time, a quarter of the replicas
+    joins with empty caches. The others were nearly fully busy until then.
     """
     rng = random.Random(scale.seed)
     requests = Requests(rng)
@@ -131,13 +131,13 @@ def cold_joiners(scale: Scale) -> Workload:
 
 
 def slow_replica(scale: Scale) -> Workload:
-    """The requests of `steady`, fewer of them, and one replica takes three times as long for everything."""
+    """Fewer requests of `steady`, and one replica that is three times slower."""
     workload = steady(scale, utilisation=0.6)
     return Workload(workload.sessions, (Incident(0.0, "slow", 0, factor=3.0),))
 
 
 def week(scale: Scale) -> Workload:
-    """Seven days with nights: long answers of about 2,000 tokens to prompts of 500; every replica dies once."""
+    """Seven days and nights: answers of about 2,000 tokens to prompts of 500. Every replica dies once."""
     rng = random.Random(scale.seed)
     requests = Requests(rng)
 
@@ -153,7 +153,7 @@ def week(scale: Scale) -> Workload:
 _WEEK_S = 7 * 24 * 3600.0
 _TURNS = 6
 _TURN = (190, 150)
-"""Prompt tokens without those of the turns before, and output tokens, on average."""
+"""Mean prompt tokens without those of earlier turns, and mean output tokens."""
 _INCIDENTS = 8
 
 
@@ -187,4 +187,4 @@ WORKLOADS: Mapping[str, MakeWorkload] = {
     "week": week,
 }
 WEEK = "week"
-"""Left out unless asked for: it says little of policies, but how far the simulator goes."""
+"""Runs only on request: it shows the scale of the simulator rather than differences between policies."""

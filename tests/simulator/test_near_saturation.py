@@ -1,6 +1,6 @@
-"""Bounds refuse what is more than a fleet can do, and nobody at a load that it can do.
+"""Bounds refuse requests above the capacity, and none at a load just below it.
 
-Users of another router were refused one request in seven near saturation, and were not told of it.
+Users of another router had one request in seven refused near saturation without notice.
 """
 
 import random
@@ -32,7 +32,7 @@ BOUNDS = AdmissionConfig(
 
 @dataclass
 class SharedStage:
-    """The stage as one of two heads sees it, which knows at once what waits at the other head."""
+    """The stage as one of two heads sees it; it knows the other head's backlog at once."""
 
     flow: StageFlow
     rules: list[Admission]
@@ -59,12 +59,12 @@ class AdmittingSharingHead(AdmittingHead, SharingHead):
     def __init__(self, *args: Any, rules: list[Admission], **admission: Any) -> None:
         super().__init__(*args, **admission)
         self._stage: Any = SharedStage(self._stage.flow, rules, other=1 - len(rules))
-        self._admission = Admission(admission["plan"], self._stage)
+        self._admission = Admission(admission["config"], self._stage)
         rules.append(self._admission)
 
 
 def workload(load: float) -> Workload:
-    return replace(overload(SCALE, load), plan=BOUNDS)
+    return replace(overload(SCALE, load), admission=BOUNDS)
 
 
 def simulation(load: float, policy: str = "prefix", heads: int = 1) -> Simulation:
@@ -72,7 +72,9 @@ def simulation(load: float, policy: str = "prefix", heads: int = 1) -> Simulatio
     simulation = Simulation(workload(load), policies[0], SCALE.settings, SCALE.replicas)
     if heads == 2:
         of_all = SCALE.settings, simulation._clock, simulation._after, simulation._send
-        head = partial(AdmittingSharingHead, rules=[], plan=BOUNDS, refuse=simulation._refuse, after=simulation._after)
+        head = partial(
+            AdmittingSharingHead, rules=[], config=BOUNDS, refuse=simulation._refuse, after=simulation._after
+        )
         simulation._head = SeveralHeads(
             policies, simulation._replicas, *of_all, 0.1, aware=True, rng=random.Random(0), make_head=head
         )
@@ -81,18 +83,18 @@ def simulation(load: float, policy: str = "prefix", heads: int = 1) -> Simulatio
 
 @cache
 def full_load() -> float:
-    """The load that is all that the fleet can do, by what it does if it always has enough to do."""
+    """The load that equals the capacity, measured on a saturated fleet."""
     done_per_s = simulation(4.0, "prefix" + AT_ONCE).run().summary().requests_per_s
     last = max(session.starts for session in workload(1.0).sessions)
     return done_per_s / (SCALE.requests / last)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_nobody_is_refused_at_95_percent_of_what_the_fleet_can_do(heads: int) -> None:
+def test_no_request_is_refused_at_95_percent_of_capacity(heads: int) -> None:
     done = simulation(0.95 * full_load(), heads=heads).run().summary()
     assert (done.answered, done.refused) == (SCALE.requests, 0.0)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_the_same_bounds_refuse_what_is_too_much(heads: int) -> None:
+def test_the_same_bounds_refuse_requests_above_capacity(heads: int) -> None:
     assert simulation(1.5 * full_load(), heads=heads).run().summary().refused > 0.15

@@ -1,4 +1,4 @@
-"""More than a fleet can do: what may wait is bounded where requests wait at the head, and grows where they do not."""
+"""Overload: the queue is bounded if requests wait at the head, and grows if they are sent at once."""
 
 import pytest
 from simulator.contenders import AT_ONCE, build
@@ -16,14 +16,14 @@ def summary(workload: str, policy: str) -> Summary:
 
 
 @pytest.mark.parametrize("name", OVERLOADS)
-def test_requests_come_in_order_with_numbers_of_their_own(name: str) -> None:
+def test_requests_arrive_in_order_with_unique_numbers(name: str) -> None:
     sessions = list(OVERLOADS[name](SCALE).sessions)
     starts = [session.starts for session in sessions]
     assert starts == sorted(starts)
     assert len({session.turns[0].number for session in sessions}) == len(sessions)
 
 
-def test_the_calm_tenant_asks_the_same_alone_and_beside_the_flood() -> None:
+def test_the_calm_tenant_sends_the_same_requests_alone_and_beside_the_flood() -> None:
     alone = [session.turns[0].tokens for session in OVERLOADS["calm"](SCALE).sessions]
     beside = [session.turns[0] for session in OVERLOADS["flood"](SCALE).sessions]
     assert alone == [request.tokens for request in beside if request.terms.tenant == "calm"]
@@ -36,14 +36,14 @@ def test_every_request_is_answered_or_refused() -> None:
     assert result.answered + refused == SCALE.requests
 
 
-def test_almost_all_that_is_answered_is_in_time_and_throughput_stays() -> None:
+def test_almost_all_answers_are_in_time_and_throughput_stays() -> None:
     late, at_once = summary("overload-4x", "prefix"), summary("overload-4x", "prefix" + AT_ONCE)
     assert at_once.refused == 0.0
     assert late.ttft[-1] < 1.25 * DEADLINE_S < at_once.ttft[-1]
     assert late.requests_per_s == pytest.approx(at_once.requests_per_s, rel=0.15)
 
 
-def test_only_the_judged_tenant_counts() -> None:
+def test_only_the_measured_tenant_counts() -> None:
     count = sum(1 for _ in OVERLOADS["calm"](SCALE).sessions)
     result = summary("flood", "prefix")
     assert result.answered + round(result.refused * count) == count
