@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 from simulator.engine import Outcome
@@ -85,7 +86,7 @@ class AdmittingHead(Head):
             evicted_job = self._waiting_job(evicted)
             assert evicted_job is not None
             self._drop(evicted, evicted_job)
-        if ticket.dispatch_by is not None:
+        if ticket.dispatch_by < inf:
             self._after(ticket.dispatch_by - now, self._expire, request)
 
     def receive(

@@ -1,4 +1,4 @@
-"""The admission file is read again: over HTTP and at a signal."""
+"""The admission file is reloaded over HTTP and at a signal."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,13 +34,13 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told() -> list[str]:
+def reloads() -> list[str]:
     return []
 
 
 @pytest.fixture
-async def file(fleet: FakeFleet, path: Path, told: list[str]) -> AdmissionFile:
-    return AdmissionFile(str(path), fleet.orchestrator, lambda: told.append("others"))
+async def file(fleet: FakeFleet, path: Path, reloads: list[str]) -> AdmissionFile:
+    return AdmissionFile(str(path), fleet.orchestrator, lambda: reloads.append("others"))
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ async def client(app: FastAPI, file: AdmissionFile) -> AsyncIterator[httpx.Async
         yield client
 
 
-async def test_a_good_file_is_in_force_at_once_and_the_answer_says_what_changed(
-    fleet: FakeFleet, client: httpx.AsyncClient, path: Path, told: list[str]
+async def test_a_valid_file_is_used_at_once_and_the_response_has_the_changes(
+    fleet: FakeFleet, client: httpx.AsyncClient, path: Path, reloads: list[str]
 ) -> None:
     answer = await client.post("/omni/admission")
     assert (answer.status_code, answer.json()) == (200, {"changes": ["max_waiting_requests: none -> 5"]})
@@ -64,11 +64,11 @@ async def test_a_good_file_is_in_force_at_once_and_the_answer_says_what_changed(
     answer = await client.post("/omni/admission")
     assert answer.json() == {"changes": ["max_wait: none -> 2.0", "max_waiting_requests: 5 -> 7"]}
     assert fleet.orchestrator.admission.config == load_admission(path)
-    assert told == ["others", "others"]
+    assert reloads == ["others", "others"]
 
 
-async def test_a_broken_file_keeps_the_old_plan_and_says_why(
-    fleet: FakeFleet, client: httpx.AsyncClient, path: Path, told: list[str]
+async def test_an_invalid_file_keeps_the_old_config_and_the_response_has_the_error(
+    fleet: FakeFleet, client: httpx.AsyncClient, path: Path, reloads: list[str]
 ) -> None:
     await client.post("/omni/admission")
     admission = fleet.orchestrator.admission
@@ -81,35 +81,35 @@ async def test_a_broken_file_keeps_the_old_plan_and_says_why(
     assert f"{path}:3: max_wiat: unknown key (did you mean 'max_wait'?)" in answer.text
     assert admission.config.max_waiting_requests == 5
     assert admission.backlog == (1, 10)
-    assert told == ["others"]
+    assert reloads == ["others"]
 
 
-async def test_a_server_without_a_file_says_so(app: FastAPI) -> None:
+async def test_a_server_without_a_file_answers_404(app: FastAPI) -> None:
     async with client_of(app) as client:
         answer = await client.post("/omni/admission")
     assert answer.status_code == 404
     assert "without --omni-admission" in answer.text
 
 
-async def test_a_signal_has_the_file_read_and_tells_nobody_else(
-    fleet: FakeFleet, file: AdmissionFile, told: list[str]
+async def test_a_signal_reloads_the_file_of_this_server_only(
+    fleet: FakeFleet, file: AdmissionFile, reloads: list[str]
 ) -> None:
     file.on_signal()
     await eventually(lambda: fleet.orchestrator.admission.config.max_waiting_requests == 5)
-    assert told == []
+    assert reloads == []
 
 
-async def test_a_signal_with_a_broken_file_is_answered_in_the_log(
+async def test_a_signal_with_an_invalid_file_logs_the_error(
     fleet: FakeFleet, file: AdmissionFile, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    logged: list[str] = []
     monkeypatch.setattr(
-        "vllm_omni_plugin.admin.admission_file.logger.error", lambda text, *values: said.append(text % values)
+        "vllm_omni_plugin.admin.admission_file.logger.error", lambda text, *values: logged.append(text % values)
     )
     write(path, "max_wait: soon")
     file.on_signal()
-    await eventually(lambda: bool(said))
-    assert said == [
+    await eventually(lambda: bool(logged))
+    assert logged == [
         "The admission file has an error, and the previous config stays in use: "
         f'{path}:1: max_wait: must be a number, not "soon"'
     ]

@@ -1,4 +1,4 @@
-"""Requests that come while no replica serves are held, or refused before their answer begins."""
+"""Requests that come while no replica serves are held, or refused before the response starts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -43,7 +43,7 @@ def right_key(headers: Headers) -> bool:
 
 
 class Server:
-    """An application behind the middleware, and a fleet whose only replica is not there yet."""
+    """An application behind the middleware, and a fleet whose only replica does not serve yet."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Server:
         self.main = Starlette()
         self.ending = asyncio.Event()
         self.main.state.omni_hold = Hold(
-            self.fleet.orchestrator, self._until_serving, replica_wait, self._why_closed, self._until_ending
+            self.fleet.orchestrator, self._until_serving, replica_wait, self._closed_reason, self._until_ending
         )
         self._serving = asyncio.Event()
         self._member = self.fleet.pool.add(0)
         self._answer = answer
         self.app = HoldMiddleware(self._answer_all, PATHS, has_key)
 
-    def _why_closed(self) -> str:
+    def _closed_reason(self) -> str:
         return SHUTTING_DOWN if self.ending.is_set() else ""
 
     def request(
@@ -75,7 +75,7 @@ class Server:
         return Client(self.app, {**scope, "app": self.main})
 
     def serve(self) -> None:
-        """The replica takes requests from now on."""
+        """Let the replica serve."""
         self.fleet.join(self._member)
         self._serving.set()
 
@@ -120,7 +120,7 @@ async def test_a_request_passes_at_once_while_a_replica_serves_also_without_a_ke
     ("path", "method"),
     [("/health", "GET"), ("/v1/completions", "GET"), ("/tokenize", "POST"), ("/v1/models", "GET"), ("/pause", "POST")],
 )
-async def test_what_needs_no_engine_never_waits(path: str, method: str) -> None:
+async def test_requests_without_an_engine_are_never_held(path: str, method: str) -> None:
     client = Server().request(path, method)
     client.upload(b"")
     assert await client.status() == 200
@@ -131,7 +131,7 @@ async def test_a_path_below_the_root_path_waits_too() -> None:
     assert await server.request("/api/pooling", root_path="/api").status() == 503
 
 
-async def test_a_refusal_says_when_to_come_back_in_the_shape_of_openai() -> None:
+async def test_a_refusal_has_retry_after_and_the_format_of_openai() -> None:
     server = Server(replica_wait=0.01)
     client = server.request()
     client.upload(b"prompt")
@@ -148,7 +148,7 @@ async def test_a_refusal_says_when_to_come_back_in_the_shape_of_openai() -> None
     assert (server.metrics.waiting, server.metrics.refused_before_accept) == (0, 1)
 
 
-async def test_no_more_than_a_number_of_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_held_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold, "MAX_WAITING", 2)
     server = Server()
     held = [server.request(), server.request()]
@@ -162,7 +162,7 @@ async def test_no_more_than_a_number_of_requests_wait(monkeypatch: pytest.Monkey
         assert await client.status() == 200
 
 
-async def test_a_server_that_is_told_to_end_refuses_those_that_wait_and_those_that_come() -> None:
+async def test_a_server_that_shuts_down_refuses_held_and_new_requests() -> None:
     server = Server()
     waiting = server.request()
     await server.has_waiting(1)
@@ -175,7 +175,7 @@ async def test_a_server_that_is_told_to_end_refuses_those_that_wait_and_those_th
     assert server.metrics.waiting == 0
 
 
-async def test_a_client_that_hangs_up_frees_its_place() -> None:
+async def test_a_client_that_disconnects_frees_its_place() -> None:
     server = Server()
     client = server.request()
     client.upload(b"pro", more=True)
@@ -196,7 +196,7 @@ async def test_a_request_that_is_cancelled_frees_its_place() -> None:
     assert server.metrics.waiting == 0
 
 
-async def test_a_body_that_comes_in_parts_before_and_after_the_wait_is_whole() -> None:
+async def test_a_body_that_comes_in_parts_before_and_after_the_wait_is_complete() -> None:
     server = Server()
     client = server.request()
     client.upload(b"a", more=True)
@@ -211,7 +211,7 @@ async def test_a_body_that_comes_in_parts_before_and_after_the_wait_is_whole() -
     assert client.body == b"abcd"
 
 
-async def test_the_application_learns_of_a_disconnect_after_the_wait() -> None:
+async def test_the_application_gets_a_disconnect_after_the_wait() -> None:
     async def until_disconnect(request: Request) -> Response:
         await request.body()
         assert (await request.receive())["type"] == "http.disconnect"
@@ -237,7 +237,7 @@ async def test_a_503_of_the_application_gets_retry_after_and_keeps_its_own() -> 
         assert client.headers["retry-after"] == expected
 
 
-async def test_websockets_pass() -> None:
+async def test_websockets_are_not_held() -> None:
     passed = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

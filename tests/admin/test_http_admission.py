@@ -1,4 +1,4 @@
-"""Admission over HTTP: who is told apart, who is refused before the application runs, and who later."""
+"""Admission over HTTP: tenants, refusals before the application runs, and later refusals."""
 
 import asyncio
 import json
@@ -42,13 +42,15 @@ def part(body: bytes, more: bool = True) -> Message:
 
 
 class Head:
-    """An application behind the middleware, and what would be refused.
+    """An application behind the middleware.
+
+    Args:
+        refused: the refusal for a priority.
 
     Attributes:
-        counted: what was refused before the application saw it.
-        asked: the terms and priorities that the fleet was asked about.
-        now: monotonic seconds.
-        seen: terms of the requests that were handed to the fleet.
+        counted: refusals before the application saw the request.
+        asked: terms and priorities of the calls of `expected_refusal`.
+        seen: terms of the requests submitted to the fleet.
     """
 
     def __init__(
@@ -81,11 +83,11 @@ class Head:
         return self._refused(priority)
 
     def submit(self) -> DeferredResponse:
-        """A request for the current answer goes to the fleet."""
-        answer = current_response()
-        assert answer is not None
-        self.seen.append(answer.add_request("r", self.now))
-        return answer
+        """Submit a request to the fleet for the current response."""
+        response = current_response()
+        assert response is not None
+        self.seen.append(response.add_request("r", self.now))
+        return response
 
     async def submitting(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.submit()
@@ -107,7 +109,7 @@ async def test_a_request_that_is_admitted_is_answered_as_without_admission() -> 
 @pytest.mark.parametrize(
     ("headers", "tenant"),
     [
-        pytest.param({}, "", id="nobody is named"),
+        pytest.param({}, "", id="no tenant"),
         pytest.param({"x_tenant_id": "acme"}, "acme", id="by the header"),
         pytest.param({"x_tenant_id": " ", "x_gateway_fairness_id": "flow"}, "flow", id="an empty name is none"),
         pytest.param({"x_gateway_fairness_id": "flow", "x_tenant_id": "acme"}, "acme", id="the first one counts"),
@@ -118,12 +120,13 @@ async def test_a_request_that_is_admitted_is_answered_as_without_admission() -> 
         pytest.param({"authorization": "Bearer "}, "", id="an empty key"),
     ],
 )
-async def test_a_tenant_is_named_by_headers_or_told_apart_by_the_key(headers: dict[str, str], tenant: str) -> None:
-    head = Head()
-    client = head.request(**headers)
-    client.upload(b"")
-    await client.status()
-    assert head.seen == [RequestTerms(tenant)]
+async def test_a_tenant_is_named_by_a_header_or_by_its_key(headers: dict[str, str], tenant: str) -> None:
+    for names, expected in ((BOTH_HEADERS, tenant), ((), "")):
+        head = Head(headers=names)
+        client = head.request(**headers)
+        client.upload(b"")
+        await client.status()
+        assert head.seen == [RequestTerms(expected)]
 
 
 @pytest.mark.parametrize(
@@ -135,19 +138,11 @@ async def test_a_tenant_is_named_by_headers_or_told_apart_by_the_key(headers: di
         ("X-Team", "admission.yaml", ("X-Team",)),
     ],
 )
-def test_tenants_are_told_apart_by_the_flags(named: str | None, plan: str | None, headers: tuple[str, ...]) -> None:
+def test_the_flags_choose_the_tenant_headers(named: str | None, plan: str | None, headers: tuple[str, ...]) -> None:
     assert tenant_headers(named, plan) == headers
 
 
-async def test_tenants_are_not_told_apart_unless_asked_for() -> None:
-    head = Head(headers=())
-    client = head.request(x_tenant_id="acme", authorization="Bearer sk-1")
-    client.upload(b"")
-    await client.status()
-    assert head.seen == [RequestTerms()]
-
-
-async def test_the_time_a_client_waits_begins_when_its_request_comes() -> None:
+async def test_the_timeout_counts_from_the_arrival_of_the_request() -> None:
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         head.now += 2.0
         head.submit()
@@ -163,7 +158,7 @@ async def test_the_time_a_client_waits_begins_when_its_request_comes() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1e999", "10s"])
-async def test_a_timeout_that_is_none_is_refused_by_its_name(text: str) -> None:
+async def test_an_invalid_timeout_is_refused_with_the_header_name(text: str) -> None:
     head = Head()
     client = head.request(x_request_timeout=text)
     assert await client.status() == 400
@@ -189,7 +184,7 @@ async def test_a_request_is_refused_before_the_application_sees_it(
     assert (head.seen, head.counted) == ([], [refused])
 
 
-async def test_the_body_of_a_request_that_its_priority_saves_is_whole() -> None:
+async def test_the_body_of_a_request_admitted_by_its_priority_is_complete() -> None:
     head = Head(refused=lambda priority: None if priority == 5 else FULL)
     client = head.request()
     body = b'{"prompt": "Hello", "priority": 5, "stream": false}'
@@ -213,7 +208,7 @@ async def test_the_body_of_a_request_that_its_priority_saves_is_whole() -> None:
         (b'{"priority": -9}', [(RequestTerms(), -9)]),
     ],
 )
-async def test_a_priority_that_cannot_be_read_saves_nobody(body: bytes, asked: list[Any]) -> None:
+async def test_a_priority_that_cannot_be_decoded_does_not_admit_a_request(body: bytes, asked: list[Any]) -> None:
     head = Head(refused=lambda _: FULL)
     client = head.request()
     client.upload(body)
@@ -221,7 +216,7 @@ async def test_a_priority_that_cannot_be_read_saves_nobody(body: bytes, asked: l
     assert head.asked == [(RequestTerms(), None), *asked]
 
 
-async def test_a_client_that_leaves_before_it_is_refused_is_no_server_error() -> None:
+async def test_a_client_that_disconnects_before_a_refusal_is_no_server_error() -> None:
     head = Head(refused=lambda _: FULL)
     client = head.request()
     client.upload(b"{", more=True)
@@ -230,7 +225,7 @@ async def test_a_client_that_leaves_before_it_is_refused_is_no_server_error() ->
 
 
 @pytest.mark.parametrize(("path", "method"), [(PATH, "GET"), ("/tokenize", "POST")])
-async def test_what_needs_no_engine_is_not_asked_about(path: str, method: str) -> None:
+async def test_requests_without_an_engine_are_not_checked(path: str, method: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert current_response() is None
         await send(start())
@@ -241,25 +236,25 @@ async def test_what_needs_no_engine_is_not_asked_about(path: str, method: str) -
 
 
 class Stream:
-    """A stream as vLLM makes it; the test says when what comes.
+    """A stream like vLLM's, whose outputs the test sends.
 
     Args:
-        before: what it sends before it asks the fleet for anything.
+        before: events that it sends before it submits a request to the fleet.
     """
 
     def __init__(self, *before: bytes) -> None:
         self._before = before
         self.submitted = asyncio.Event()
         self.outputs: asyncio.Queue[Message | Exception] = asyncio.Queue()
-        self.answer: DeferredResponse | None = None
+        self.response: DeferredResponse | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(start(headers=EVENTS))
         for event in self._before:
             await send(part(event))
-        self.answer = current_response()
-        assert self.answer is not None
-        self.answer.add_request("r", 100.0)
+        self.response = current_response()
+        assert self.response is not None
+        self.response.add_request("r", 100.0)
         self.submitted.set()
         while True:
             message = await self.outputs.get()
@@ -269,21 +264,23 @@ class Stream:
             if not message["more_body"]:
                 return
 
-    async def begun(self) -> Client:
-        """Its client, once it has asked the fleet."""
-        client = Head(self).request()
+    async def begun(self, may_refuse: bool = True) -> Client:
+        """Its client, once the request was submitted."""
+        head = Head(self)
+        head.may_refuse = may_refuse
+        client = head.request()
         async with asyncio.timeout(10):
             await self.submitted.wait()
         return client
 
     def fail(self, error: Exception) -> bool:
-        """The fleet ends its request; returns whether vLLM's word for that is not sent."""
-        assert self.answer is not None
-        return self.answer.refuse(error)
+        """Fail its request. Returns whether the client gets a refusal instead of vLLM's error."""
+        assert self.response is not None
+        return self.response.refuse(error)
 
 
 @pytest.mark.parametrize("before", [(), (b"event: created\n\n", b"event: in_progress\n\n")])
-async def test_a_stream_begins_with_its_first_output_and_then_goes_on_as_it_comes(before: tuple[bytes, ...]) -> None:
+async def test_a_stream_starts_with_its_first_output_and_is_not_buffered_after_that(before: tuple[bytes, ...]) -> None:
     stream = Stream(*before)
     client = await stream.begun()
     assert client.sent == []
@@ -298,7 +295,7 @@ async def test_a_stream_begins_with_its_first_output_and_then_goes_on_as_it_come
 
 @pytest.mark.parametrize("before", [(), (b"event: created\n\n", b"event: in_progress\n\n")])
 @pytest.mark.parametrize("raises", [False, True])
-async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
+async def test_a_stream_that_is_refused_while_it_waits_gets_the_correct_status(
     before: tuple[bytes, ...], raises: bool
 ) -> None:
     stream = Stream(*before)
@@ -317,7 +314,7 @@ async def test_a_stream_that_is_refused_while_it_waits_gets_the_true_status(
     assert len(client.sent) == 2
 
 
-async def test_a_whole_answer_that_is_refused_while_it_waits_says_when_to_come_back() -> None:
+async def test_a_plain_response_that_is_refused_while_it_waits_has_retry_after() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert head.submit().refuse(FULL)
         await send(start(503, JSON))
@@ -330,7 +327,7 @@ async def test_a_whole_answer_that_is_refused_while_it_waits_says_when_to_come_b
     assert client.error["message"] == str(FULL)
 
 
-async def test_an_answer_that_has_begun_keeps_its_status_when_a_further_request_is_refused() -> None:
+async def test_a_started_response_keeps_its_status_when_a_further_request_is_refused() -> None:
     stream = Stream()
     client = Head(stream).request()
     stream.outputs.put_nowait(part(b"data: one\n\n"))
@@ -342,7 +339,7 @@ async def test_an_answer_that_has_begun_keeps_its_status_when_a_further_request_
     assert client.sent == [start(headers=EVENTS), part(b"data: one\n\n")]
 
 
-async def test_other_errors_of_a_request_stay_what_they_are() -> None:
+async def test_other_errors_of_a_request_are_unchanged() -> None:
     stream = Stream(b"event: created\n\n")
     client = await stream.begun()
     assert not stream.fail(NoReplicaError("No replica"))
@@ -352,7 +349,7 @@ async def test_other_errors_of_a_request_stay_what_they_are() -> None:
     assert client.sent == [start(headers=EVENTS), part(b"event: created\n\n")]
 
 
-async def test_the_status_of_a_stream_whose_client_left_before_its_first_output_is_still_counted() -> None:
+async def test_a_stream_whose_client_disconnects_before_the_first_output_still_sends_its_status() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(start(headers=EVENTS))
         head.submit()
@@ -365,7 +362,7 @@ async def test_the_status_of_a_stream_whose_client_left_before_its_first_output_
     assert client.sent == [start(headers=EVENTS)]
 
 
-async def test_a_stream_that_is_cancelled_ends_as_before() -> None:
+async def test_a_cancelled_stream_is_released() -> None:
     stream = Stream()
     client = await stream.begun()
     client.request.cancel()
@@ -379,7 +376,7 @@ async def test_concurrent_answers_do_not_mix() -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         tenant = dict(scope["headers"])[b"x-tenant-id"].decode()
-        # As vLLM does: a task of its own makes the answer.
+        # Like vLLM, which creates a task for the response.
         await asyncio.create_task(streams[tenant](scope, receive, send))
 
     head = Head(app)
@@ -392,3 +389,11 @@ async def test_concurrent_answers_do_not_mix() -> None:
         stream.outputs.put_nowait(part(b"data: last\n\n", more=False))
     assert {tenant: await client.status() for tenant, client in clients.items()} == {"a": 429, "b": 200}
     assert json.loads(clients["a"].body)["error"]["code"] == 429
+
+
+async def test_a_stream_that_cannot_be_refused_starts_at_once() -> None:
+    stream = Stream()
+    client = await stream.begun(may_refuse=False)
+    assert client.sent == [start(headers=EVENTS)]
+    stream.outputs.put_nowait(part(b"", more=False))
+    assert await client.status() == 200

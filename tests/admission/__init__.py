@@ -1,1 +1,1 @@
-"""Who goes first, who is refused, and the file that says so."""
+"""The order of requests, refusals, and the admission file."""

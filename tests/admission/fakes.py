@@ -1,4 +1,4 @@
-"""A stage as admission sees it, and a server that starts what waits."""
+"""A stage as admission sees it, and requests that come, wait and end."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from vllm_omni_plugin.errors import RequestRefusedError
 
 @dataclass
 class FakeStage:
-    """Satisfies `StageView` with what the test says."""
+    """A `StageView` with values of the test."""
 
     dispatch_rate: float = 0.0
     unstarted: int = 0
@@ -19,15 +19,14 @@ class FakeStage:
     other_heads_backlog: Mapping[str, Backlog] = field(default_factory=dict)
 
 
-def admission(plan: AdmissionConfig | None = None, **stage: object) -> Admission:
-    """One with a stage of its own."""
-    return Admission(plan or AdmissionConfig(), FakeStage(**stage))  # type: ignore[arg-type]
+def admission(config: AdmissionConfig | None = None, **stage: object) -> Admission:
+    return Admission(config or AdmissionConfig(), FakeStage(**stage))  # type: ignore[arg-type]
 
 
 def come(
     admission: Admission, tenant: str = "", tokens: int = 100, priority: int = 0, now: float = 0.0, **terms: float
 ) -> Ticket:
-    """A request comes and waits; nobody is refused for it."""
+    """A request comes and waits; no request is refused."""
     ticket, outcome = try_to_come(admission, tenant, tokens, priority, now, **terms)
     assert outcome == []
     assert isinstance(ticket, Ticket)
@@ -37,14 +36,14 @@ def come(
 def try_to_come(
     admission: Admission, tenant: str = "", tokens: int = 100, priority: int = 0, now: float = 0.0, **terms: float
 ) -> tuple[Ticket, RequestRefusedError | list[tuple[Ticket, RequestRefusedError]]]:
-    """A request comes and wants to wait: its ticket, and what `wait` says."""
+    """A request comes and is enqueued: its ticket, and the result of `enqueue`."""
     ticket = admission.new_ticket(RequestTerms(tenant, **terms), priority, tokens, now)
     assert isinstance(ticket, Ticket)
     return ticket, admission.enqueue(ticket, now)
 
 
 def served(admission: Admission, tickets: Iterable[Ticket], output_tokens: int = 0) -> list[Ticket]:
-    """All that wait start and end, in order."""
+    """Start and end all waiting requests in order."""
     waiting = list(tickets)
     heapify(waiting)
     order = []

@@ -1,4 +1,4 @@
-"""Another plan while requests wait."""
+"""Another config while requests wait."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def classes(*names: str) -> tuple[RequestClass, ...]:
     return tuple(RequestClass(name=name) for name in names)
 
 
-def test_what_waits_keeps_its_place_and_tenants_their_counts() -> None:
+def test_waiting_requests_keep_their_places_and_tenants_their_counts() -> None:
     rules = admission(AdmissionConfig(classes=classes("a", "b"), tenants={"one": TenantSettings(class_name="b")}))
     tickets = [come(rules, "one"), come(rules, "two")]
     rules.replace(AdmissionConfig(classes=classes("b", "a"), tenants={"two": TenantSettings(class_name="a")}))
@@ -28,7 +28,7 @@ def test_what_waits_keeps_its_place_and_tenants_their_counts() -> None:
     assert (named["one"].served_tokens, named["two"].served_tokens) == (100, 100)
 
 
-def test_a_class_that_is_gone_is_pushed_out_first_and_vanishes_when_it_is_empty() -> None:
+def test_a_removed_class_is_evicted_first_and_vanishes_when_empty() -> None:
     rules = admission(AdmissionConfig(classes=classes("old", "kept"), max_waiting_requests=2))
     old, other = come(rules), come(rules)
     rules.replace(AdmissionConfig(classes=classes("kept"), max_waiting_requests=2))
@@ -41,7 +41,7 @@ def test_a_class_that_is_gone_is_pushed_out_first_and_vanishes_when_it_is_empty(
     assert list(rules.backlog_by_class()) == ["kept"]
 
 
-def test_a_ticket_whose_class_went_away_before_it_waits_may_still_wait() -> None:
+def test_a_ticket_of_a_removed_class_may_still_wait() -> None:
     rules = admission(AdmissionConfig(classes=classes("old")))
     ticket = rules.new_ticket(RequestTerms(), 0, 1, 0.0)
     assert isinstance(ticket, Ticket)
@@ -53,7 +53,7 @@ def test_a_ticket_whose_class_went_away_before_it_waits_may_still_wait() -> None
     assert rules.backlog == (0, 0)
 
 
-def test_new_weights_and_limits_hold_for_what_comes_next() -> None:
+def test_new_weights_and_limits_apply_to_later_requests() -> None:
     rules = admission(AdmissionConfig(max_waiting_requests=4))
     heavy = [come(rules, "a"), come(rules, "a"), come(rules, "a")]
     light = come(rules, "b", 120)
@@ -66,7 +66,7 @@ def test_new_weights_and_limits_hold_for_what_comes_next() -> None:
     assert rules.expected_refusal(RequestTerms("a"), None, 0.0) is not None
 
 
-def test_a_change_is_said_value_by_value() -> None:
+def test_changes_are_reported_value_by_value() -> None:
     old = AdmissionConfig(classes=classes("a", "b"), tenants={"x": TenantSettings(weight=2)})
     new = AdmissionConfig(
         classes=(RequestClass(name="b", deadline=5.0), RequestClass(name="c")),
@@ -87,7 +87,7 @@ def test_a_change_is_said_value_by_value() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "made-up"])
-def test_a_tenant_that_is_configured_or_no_longer_so_keeps_its_requests(name: str) -> None:
+def test_a_tenant_keeps_its_requests_when_it_enters_or_leaves_the_file(name: str) -> None:
     rules = admission(AdmissionConfig(tenants={"a": TenantSettings()}))
     ticket = come(rules, name)
     rules.replace(AdmissionConfig(tenants={"made-up": TenantSettings()}))

@@ -1,4 +1,4 @@
-"""Files of admission: what is read from good ones, and the one line said of each bad one."""
+"""Admission files: what is read from valid ones, and the error message of each invalid one."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ default_tenant: {class: a}
     )
 
 
-def test_what_is_not_said_is_as_without_a_file(file: Path) -> None:
+def test_an_empty_file_is_the_default_config(file: Path) -> None:
     file.write_text("{}")
     assert load_admission(file) == AdmissionConfig()
 
@@ -95,16 +95,16 @@ def test_what_is_not_said_is_as_without_a_file(file: Path) -> None:
         ("default_tenant: {class: x}", "1: default_tenant.class: there is no class 'x': use one of default"),
     ],
 )
-def test_the_first_fault_is_named_with_its_line(file: Path, text: str, message: str) -> None:
+def test_the_first_error_is_reported_with_its_line(file: Path, text: str, message: str) -> None:
     assert complaint(file, text).startswith(message)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read: No such file or directory"):
         load_admission(tmp_path / "nothing.yaml")
 
 
-def test_the_schema_is_one_and_says_what_each_key_is_for() -> None:
+def test_the_schema_is_valid_and_describes_each_key() -> None:
     Draft202012Validator.check_schema(dict(schema()))
     parts: list[Any] = [schema(), schema()["$defs"]["class"], schema()["$defs"]["tenant"]]
     assert [key for part in parts for key, value in part["properties"].items() if not value["description"]] == []
@@ -118,7 +118,7 @@ def test_the_schema_is_one_and_says_what_each_key_is_for() -> None:
         (TenantSettings, schema()["$defs"]["tenant"]),
     ],
 )
-def test_the_schema_and_the_page_have_the_keys_of_the_plan(struct: Any, part: Any) -> None:
+def test_the_schema_and_the_page_have_the_keys_of_the_config(struct: Any, part: Any) -> None:
     keys = {field.encode_name for field in fields(struct)}
     assert set(part["properties"]) == keys
     assert [key for key in keys if f"| `{key}` |" not in PAGE] == []

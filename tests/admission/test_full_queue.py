@@ -1,7 +1,8 @@
-"""Who is refused, with what, and who is pushed out: bounds, deadlines and limits."""
+"""Refusals and evictions: bounds, deadlines and limits."""
 
 import heapq
 from collections import Counter
+from math import inf
 from typing import Any
 
 import pytest
@@ -27,14 +28,14 @@ FIVE = AdmissionConfig(classes=CLASSES, max_waiting_requests=5)
 
 
 def refused(admission: Admission, tenant: str = "", **request: Any) -> RequestRefusedError:
-    """A request comes and is refused itself."""
+    """A request comes and is refused."""
     outcome = try_to_come(admission, tenant, **request)[1]
     assert isinstance(outcome, RequestRefusedError)
     return outcome
 
 
-def pushed_out(admission: Admission, tenant: str = "", **request: Any) -> list[tuple[Ticket, int]]:
-    """A request comes and may wait: those that are pushed out for it, each with its status."""
+def evictions(admission: Admission, tenant: str = "", **request: Any) -> list[tuple[Ticket, int]]:
+    """A request comes and may wait. Returns the tickets evicted for it, with their statuses."""
     outcome = try_to_come(admission, tenant, **request)[1]
     assert isinstance(outcome, list)
     assert {refusal.reason for _, refusal in outcome} <= {RefusalReason.EVICTED}
@@ -55,7 +56,7 @@ def test_a_tenant_with_more_than_its_share_of_a_full_queue_is_refused_with_429()
     for name in "aaaab":
         come(rules, name)
     assert refused(rules, "a").status == 429
-    # Even if the other's requests all run.
+    # Also if the other tenant's requests all run.
     rules = admission(FIVE)
     rules.started(come(rules, "b"))
     for name in "aaaaa":
@@ -63,10 +64,10 @@ def test_a_tenant_with_more_than_its_share_of_a_full_queue_is_refused_with_429()
     assert refused(rules, "a").status == 429
 
 
-def test_the_longest_queue_makes_room_by_its_newest_request() -> None:
+def test_the_newest_request_of_the_longest_queue_is_evicted() -> None:
     rules = admission(FIVE)
     tickets = [come(rules, name) for name in "aaabb"]
-    assert pushed_out(rules, "c") == [(tickets[2], 429)]
+    assert evictions(rules, "c") == [(tickets[2], 429)]
     assert rules.backlog.requests == 5
 
 
@@ -77,45 +78,45 @@ def test_a_queue_is_long_by_tokens_and_weight() -> None:
     come(rules, "a", 100)
     come(rules, "b", 10)
     longest = come(rules, "c", 60)
-    assert pushed_out(rules, "b", tokens=20) == [(longest, 429)]
+    assert evictions(rules, "b", tokens=20) == [(longest, 429)]
 
 
-def test_who_was_longest_before_some_of_it_left_makes_no_room() -> None:
+def test_a_tenant_whose_queue_has_shrunk_loses_no_request() -> None:
     rules = admission(FIVE)
     left = [come(rules, "a") for _ in range(4)]
     for ticket in left[:3]:
         rules.ended(ticket, 0, 0.0)
     tickets = [come(rules, name) for name in "bbbc"]
-    assert pushed_out(rules, "c") == [(tickets[2], 429)]
-    assert pushed_out(rules, "d") == [(tickets[1], 429)]
+    assert evictions(rules, "c") == [(tickets[2], 429)]
+    assert evictions(rules, "d") == [(tickets[1], 429)]
 
 
-def test_the_lowest_class_makes_room_first_and_never_for_itself_at_the_cost_of_a_higher_one() -> None:
+def test_the_lowest_class_is_evicted_first_and_never_evicts_a_higher_one() -> None:
     rules = admission(FIVE)
     for _ in range(4):
         come(rules, "a")
     low = come(rules, "b", priority=1)
-    assert pushed_out(rules, "a") == [(low, 503)]
+    assert evictions(rules, "a") == [(low, 503)]
     refusal = refused(rules, "c", priority=1)
     assert (refusal.status, refusal.reason) == (503, RefusalReason.QUEUE_FULL)
     assert rules.backlog_by_class() == {"first": (5, 500), "last": (0, 0)}
 
 
-def test_what_has_started_is_never_pushed_out() -> None:
+def test_started_requests_are_never_evicted() -> None:
     rules = admission(AdmissionConfig(max_waiting_requests=1))
     running = come(rules, "a", 1000)
     rules.started(running)
     waiting = come(rules, "b", 100)
-    assert pushed_out(rules, "c", tokens=10) == [(waiting, 429)]
+    assert evictions(rules, "c", tokens=10) == [(waiting, 429)]
 
 
-def test_who_is_refused_pushes_nobody_out() -> None:
+def test_a_refused_request_evicts_no_other() -> None:
     rules = admission(AdmissionConfig(max_waiting_tokens=1000))
     tickets = [come(rules, "a", 100) for _ in range(6)] + [come(rules, "b", 50) for _ in range(8)]
-    # It would be the longest itself once enough have gone.
+    # After enough evictions its own tenant would have the longest queue.
     assert refused(rules, "c", tokens=500).reason is RefusalReason.QUEUE_FULL
     assert rules.backlog == (14, 1000)
-    assert pushed_out(rules, "c", tokens=10) == [(tickets[5], 429)]
+    assert evictions(rules, "c", tokens=10) == [(tickets[5], 429)]
 
 
 def test_one_request_alone_fits_whatever_its_size() -> None:
@@ -143,7 +144,7 @@ def test_the_bound_in_seconds_follows_the_measured_rate() -> None:
         come(rules)
 
 
-def test_what_waits_at_other_heads_counts_but_not_that_of_lower_classes() -> None:
+def test_requests_at_other_heads_count_except_those_of_lower_classes() -> None:
     others = {"first": Backlog(2, 200), "last": Backlog(90, 9000)}
     rules = admission(FIVE, other_heads_backlog=others)
     for _ in range(3):
@@ -162,7 +163,7 @@ def test_a_deadline_that_cannot_be_kept_is_refused_at_arrival() -> None:
     come(rules, "a", timeout_s=8.5)
 
 
-def test_what_engines_take_until_the_first_token_is_part_of_the_deadline() -> None:
+def test_the_time_in_engines_is_part_of_the_deadline() -> None:
     rules = admission(dispatch_rate=1.0, first_output_s=2.0)
     for _ in range(8):
         come(rules, "a")
@@ -172,12 +173,12 @@ def test_what_engines_take_until_the_first_token_is_part_of_the_deadline() -> No
     assert come(rules, "a", timeout_s=10.5, now=100.0).dispatch_by == 108.5
 
 
-def test_engines_that_are_slower_than_the_deadline_are_not_left_idle_for_it() -> None:
+def test_engines_slower_than_the_deadline_leave_half_of_it() -> None:
     rules = admission(dispatch_rate=1.0, first_output_s=60.0)
     assert come(rules, timeout_s=5.0, now=100.0).dispatch_by == 102.5
 
 
-def test_what_engines_have_not_begun_does_not_make_a_request_late_that_they_get_in_time() -> None:
+def test_unstarted_requests_in_engines_do_not_make_a_request_late() -> None:
     rules = admission(dispatch_rate=1.0, unstarted=50)
     come(rules)
     come(rules, timeout_s=2.0)
@@ -197,10 +198,10 @@ def test_the_deadline_is_the_lower_of_the_clients_and_the_classes() -> None:
     assert come(rules, now=100.0).dispatch_by == 110.0
     assert come(rules, now=100.0, timeout_s=3.0).dispatch_by == 103.0
     assert come(rules, now=100.0, timeout_s=30.0).dispatch_by == 110.0
-    assert come(admission(), now=100.0).dispatch_by is None
+    assert come(admission(), now=100.0).dispatch_by == inf
 
 
-def test_who_has_waited_until_it_is_due_is_refused() -> None:
+def test_a_request_that_no_engine_has_in_time_is_refused() -> None:
     rules = admission()
     ticket = come(rules, "a", timeout_s=1.0)
     refusal = rules.expire(ticket, 1.0)
@@ -217,7 +218,7 @@ def test_retry_after_is_the_time_in_which_the_excess_drains_from_1_to_60_seconds
             come(rules)
         return refused(rules, tokens=tokens).retry_after_s
 
-    # The queue has 10 requests of 100 tokens; so many tokens too many are so many requests.
+    # The queue has 10 requests of 100 tokens, so 1,000 tokens too many are 10 requests.
     assert retry_after(1.0, 1000) == 10
     assert retry_after(1.0, 1000, heads=2) == 5
     assert retry_after(100.0, 1000) == 1
@@ -225,7 +226,7 @@ def test_retry_after_is_the_time_in_which_the_excess_drains_from_1_to_60_seconds
     assert retry_after(0.0, 1000) == 1
 
 
-def test_in_flight_are_those_that_wait_and_those_that_run() -> None:
+def test_waiting_and_running_requests_are_in_flight() -> None:
     rules = admission(AdmissionConfig(default_tenant=TenantSettings(max_in_flight=2)))
     waiting, running = come(rules, "a"), come(rules, "a")
     rules.started(running)
@@ -246,7 +247,7 @@ def test_several_heads_share_the_limit(heads: int, expected: int) -> None:
     assert rules.tenant_reports()[0]["a"].in_flight == expected
 
 
-def test_a_tenant_may_owe_one_answer_and_comes_again_when_it_is_paid_for() -> None:
+def test_a_tenant_may_owe_tokens_and_is_refused_until_they_are_paid() -> None:
     rules = admission(AdmissionConfig(tenants={"a": TenantSettings(tokens_per_s=10.0)}))
     served(rules, [come(rules, "a", 90)])
     served(rules, [come(rules, "a", 60)], output_tokens=50)
@@ -264,7 +265,7 @@ def test_saved_tokens_are_bounded_by_the_burst() -> None:
     come(rules, "a", 1, now=1000.2)
 
 
-def test_what_never_started_uses_no_tokens() -> None:
+def test_a_request_that_never_started_uses_no_tokens() -> None:
     rules = admission(AdmissionConfig(tenants={"a": TenantSettings(tokens_per_s=10.0)}))
     ticket = come(rules, "a", 500)
     assert rules.expected_refusal(RequestTerms("a"), None, 0.0)
@@ -272,7 +273,7 @@ def test_what_never_started_uses_no_tokens() -> None:
     assert rules.expected_refusal(RequestTerms("a"), None, 0.0) is None
 
 
-def test_a_question_in_advance_judges_an_unknown_priority_by_the_best_class() -> None:
+def test_an_expected_refusal_with_unknown_priority_assumes_the_best_class() -> None:
     last = RequestClass(name="last", max_waiting_requests=1)
     rules = admission(AdmissionConfig(classes=(CLASSES[0], last)))
     come(rules, priority=1)
@@ -284,7 +285,9 @@ def test_a_question_in_advance_judges_an_unknown_priority_by_the_best_class() ->
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 1), st.integers(1, 300)), max_size=60))
-def test_nobody_is_refused_in_advance_who_might_wait_and_bounds_hold(requests: list[tuple[str, int, int]]) -> None:
+def test_no_request_that_may_wait_has_an_expected_refusal_and_bounds_hold(
+    requests: list[tuple[str, int, int]],
+) -> None:
     plan = AdmissionConfig(
         classes=(CLASSES[0], RequestClass(name="last", max_waiting_tokens=500)),
         max_waiting_requests=6,
@@ -330,7 +333,7 @@ def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: py
     assert steps["steps"] / 100_000 < 40
     steps.clear()
     for number in range(2000):
-        pushed_out(rules, f"new-{number}")
+        evictions(rules, f"new-{number}")
     assert steps["steps"] / 2000 < 120
     steps.clear()
     leaving = [ticket for ticket in tickets if ticket.phase == 1][::7]
@@ -339,17 +342,17 @@ def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: py
     assert steps["steps"] / len(leaving) < 60
 
 
-def test_nobody_is_refused_on_arrival_while_nothing_waits_however_slow_engines_are() -> None:
+def test_no_request_is_refused_on_arrival_while_nothing_waits() -> None:
     rules = admission(dispatch_rate=0.1, unstarted=2)
     assert rules.expected_refusal(RequestTerms(timeout_s=1.0), None, 0.0) is None
     come(rules)
     assert rules.expected_refusal(RequestTerms(timeout_s=1.0), None, 0.0) is not None
 
 
-def test_who_was_let_in_waits_elsewhere_without_being_judged_again() -> None:
+def test_a_dequeued_request_is_enqueued_again_without_a_check() -> None:
     rules = admission(AdmissionConfig(max_waiting_requests=1))
-    let_in = come(rules)
-    rules.dequeue(let_in)
+    admitted = come(rules)
+    rules.dequeue(admitted)
     come(rules)
-    assert rules.enqueue(let_in, 0.0) == []
+    assert rules.enqueue(admitted, 0.0) == []
     assert rules.backlog.requests == 2

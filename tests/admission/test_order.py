@@ -1,4 +1,4 @@
-"""Who goes first: classes, priorities, and tenants by their weights."""
+"""The order of requests: classes, priorities, and tenants by their weights; and who leaves headroom."""
 
 from collections import Counter
 from random import Random
@@ -29,7 +29,7 @@ def test_no_request_of_a_class_goes_before_one_of_a_higher_class(requests: list[
     ("tenant", "priority", "expected"),
     [("", 0, "first"), ("", -5, "first"), ("", 1, "last"), ("slow", 0, "last"), ("quick", 9, "first")],
 )
-def test_the_class_is_the_tenants_or_else_that_of_the_priority(tenant: str, priority: int, expected: str) -> None:
+def test_the_class_is_that_of_the_tenant_or_else_of_the_priority(tenant: str, priority: int, expected: str) -> None:
     tenants = {"slow": TenantSettings(class_name="last"), "quick": TenantSettings(class_name="first")}
     rules = admission(AdmissionConfig(classes=CLASSES, tenants=tenants))
     assert come(rules, tenant, priority=priority).class_name == expected
@@ -44,7 +44,7 @@ def test_a_priority_that_no_class_takes_is_in_the_last_one() -> None:
     st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2),
     st.integers(0, 2**32),
 )
-def test_tenants_that_all_have_work_get_tokens_by_their_weights(weights: dict[str, float], seed: int) -> None:
+def test_busy_tenants_get_tokens_by_their_weights(weights: dict[str, float], seed: int) -> None:
     rng = Random(seed)
     plan = AdmissionConfig(tenants={name: TenantSettings(weight=weight) for name, weight in weights.items()})
     rules = admission(plan)
@@ -66,7 +66,7 @@ def test_tenants_that_all_have_work_get_tokens_by_their_weights(weights: dict[st
         assert got[name] == pytest.approx(40_000 * weight, rel=0.1)
 
 
-def test_a_tenant_that_comes_later_gets_its_share_at_once_and_not_what_it_missed() -> None:
+def test_a_late_tenant_gets_its_share_at_once_but_not_what_it_missed() -> None:
     rules = admission()
     early = [come(rules, "a") for _ in range(100)]
     served(rules, early[:50])
@@ -75,7 +75,7 @@ def test_a_tenant_that_comes_later_gets_its_share_at_once_and_not_what_it_missed
     assert order[:20].count("a") == pytest.approx(10, abs=1)
 
 
-def test_long_answers_count_for_the_requests_that_follow() -> None:
+def test_long_answers_delay_the_tenants_later_requests() -> None:
     rules = admission()
     for _ in range(40):
         served(rules, [come(rules, "long")], output_tokens=900)
@@ -86,7 +86,7 @@ def test_long_answers_count_for_the_requests_that_follow() -> None:
     assert counts["short"] > 4 * counts["long"]
 
 
-def test_an_answer_that_was_longer_than_expected_is_charged_at_its_end() -> None:
+def test_a_longer_answer_than_expected_is_charged_at_its_end() -> None:
     rules = admission()
     running = come(rules, "a")
     rules.started(running)
@@ -96,7 +96,7 @@ def test_an_answer_that_was_longer_than_expected_is_charged_at_its_end() -> None
     assert come(rules, "a").start_tag >= before + 5000
 
 
-def test_what_never_started_costs_its_tenant_nothing() -> None:
+def test_a_request_that_never_started_costs_its_tenant_nothing() -> None:
     rules = admission()
     kept = come(rules, "a")
     given_up = [come(rules, "a") for _ in range(100)]
@@ -105,14 +105,14 @@ def test_what_never_started_costs_its_tenant_nothing() -> None:
     assert come(rules, "a").start_tag == kept.start_tag + kept.virtual_cost
 
 
-def test_an_idle_tenant_saves_nothing_up_and_owes_nothing_for_its_past() -> None:
+def test_an_idle_tenant_neither_saves_nor_owes_anything() -> None:
     rules = admission()
     served(rules, [come(rules, "a", 10_000)])
     served(rules, [come(rules, "b", 100) for _ in range(200)])
     assert come(rules, "a").start_tag == come(rules, "new").start_tag
 
 
-def test_tickets_stay_in_order_whatever_has_started() -> None:
+def test_tickets_keep_their_order_when_requests_start() -> None:
     rules = admission()
     tickets = [come(rules, "a"), come(rules, "b"), come(rules, "a")]
     order = sorted(tickets)
@@ -120,7 +120,7 @@ def test_tickets_stay_in_order_whatever_has_started() -> None:
     assert sorted(tickets) == order
 
 
-def test_ten_thousand_tenants_of_one_client_put_nobody_back() -> None:
+def test_ten_thousand_invented_tenants_delay_no_configured_tenant() -> None:
     plan = AdmissionConfig(tenants={"known": TenantSettings()})
     rules = admission(plan)
     served(rules, [come(rules, "known")])
@@ -132,7 +132,7 @@ def test_ten_thousand_tenants_of_one_client_put_nobody_back() -> None:
     assert come(rules, "known").start_tag == pytest.approx(after.start_tag + 100)
 
 
-def test_tenants_of_clients_cost_bounded_memory_and_push_out_no_configured_one() -> None:
+def test_accounts_of_invented_tenants_are_bounded_and_drop_no_configured_one() -> None:
     accounts = TenantAccounts(AdmissionConfig(tenants={"known": TenantSettings()}))
     known, busy = accounts.get_or_create("known"), accounts.get_or_create("busy")
     accounts.add_in_flight(busy, 0.0)
@@ -143,18 +143,18 @@ def test_tenants_of_clients_cost_bounded_memory_and_push_out_no_configured_one()
     assert max(len(account.name) for account in accounts) == 128
 
 
-def test_standing_says_the_class_and_how_many_go_before() -> None:
+def test_queue_position_has_the_class_and_the_requests_ahead() -> None:
     rules = admission(AdmissionConfig(classes=CLASSES), dispatch_rate=2.0, unstarted=3)
     for _ in range(5):
         come(rules, "a")
     come(rules, "a", priority=1)
     assert rules.queue_position(RequestTerms("b"), 1, 0.0) == ("last", 6.0, 4.5, True)
     assert rules.queue_position(RequestTerms("a"), 0, 0.0) == ("first", 5.0, 4.0, False)
-    # Another tenant's queue is not all before it.
+    # Only some of another tenant's queue starts before it.
     assert rules.queue_position(RequestTerms("b"), 0, 0.0) == ("first", 1.0, 2.0, False)
 
 
-def test_what_ends_twice_or_leaves_twice_counts_once() -> None:
+def test_a_request_that_starts_or_ends_twice_counts_once() -> None:
     rules = admission()
     ticket: Ticket = come(rules, "a")
     rules.started(ticket)
@@ -167,17 +167,17 @@ def test_what_ends_twice_or_leaves_twice_counts_once() -> None:
     assert rules.tenant_reports()[0]["a"] == ((0, 0), 0, 107, 1.0)
 
 
-def test_a_newcomer_goes_before_what_others_have_waiting_for_slower_replicas() -> None:
+def test_a_new_tenant_goes_before_requests_that_wait_for_slower_replicas() -> None:
     rules = admission()
     waiting = [come(rules, "a") for _ in range(10)]
-    # Those of a faster replica start first, out of order.
+    # Requests of a faster replica start first, out of order.
     for ticket in waiting[5:]:
         rules.started(ticket)
     late = come(rules, "b")
     assert sorted([*waiting[:5], late]).index(late) == 1
 
 
-def test_a_tenant_yields_while_it_has_used_more_than_its_share_and_others_may_come() -> None:
+def test_a_tenant_over_its_share_leaves_headroom_while_others_are_active() -> None:
     rules = admission()
     served(rules, [come(rules, "calm")])
     assert not rules.leaves_headroom(come(rules, "flood"), 1.0)
@@ -189,9 +189,9 @@ def test_a_tenant_yields_while_it_has_used_more_than_its_share_and_others_may_co
     assert (rules.leaves_headroom(flood, 61.9), rules.leaves_headroom(flood, 62.1)) == (True, False)
 
 
-def test_a_tenant_that_used_less_than_its_share_does_not_yield_while_its_requests_come_close_together() -> None:
+def test_a_burst_does_not_put_a_tenant_over_its_share() -> None:
     rules = admission()
-    # For half a minute three quarters are the other's; then most of what runs is the calm one's.
+    # For half a minute the flood has three quarters; then most running requests are the calm tenant's.
     for second in range(30):
         for tenant, tokens in (("calm", 100), ("flood", 300)):
             ticket = come(rules, tenant, tokens, now=second)
@@ -202,11 +202,11 @@ def test_a_tenant_that_used_less_than_its_share_does_not_yield_while_its_request
         rules.started(ticket)
     flood, calm = come(rules, "flood", now=30.0), come(rules, "calm", now=30.0)
     assert (rules.leaves_headroom(flood, 30.0), rules.leaves_headroom(calm, 30.0)) == (True, False)
-    # What has run counts for ever less, what runs in full.
+    # Usage of ended requests decays, that of running requests does not.
     assert (rules.leaves_headroom(flood, 70.0), rules.leaves_headroom(calm, 70.0)) == (False, True)
 
 
-def test_what_a_tenant_used_while_it_was_alone_does_not_count_when_another_one_begins() -> None:
+def test_usage_while_alone_does_not_count_when_another_tenant_starts() -> None:
     rules = admission()
     for second in range(30):
         ticket = come(rules, "calm", 100, now=second)
@@ -221,7 +221,7 @@ def test_what_a_tenant_used_while_it_was_alone_does_not_count_when_another_one_b
         True,
         False,
     )
-    # One that had requests in the last minute is none that begins: what it used then counts.
+    # A tenant with requests in the last minute is not new: its earlier usage counts.
     rules.ended(running, 0, 31.0)
     rules.ended(flood[0], 0, 31.0)
     later = come(rules, "calm", 300, now=32.0)
@@ -229,7 +229,7 @@ def test_what_a_tenant_used_while_it_was_alone_does_not_count_when_another_one_b
     assert rules.leaves_headroom(later, 32.0)
 
 
-def test_nothing_of_what_ran_is_left_when_it_has_ended() -> None:
+def test_ended_requests_leave_no_rounding_error_in_the_usage() -> None:
     rules = admission(AdmissionConfig(tenants={"a": TenantSettings(weight=3)}))
     for name in "abcab":
         ticket = come(rules, name, tokens=7)
@@ -242,7 +242,7 @@ def test_nothing_of_what_ran_is_left_when_it_has_ended() -> None:
     assert not rules.leaves_headroom(first, 100.0)
 
 
-def test_a_class_whose_requests_wait_has_room_left_for_it_however_long_ago_the_last_came() -> None:
+def test_lower_classes_leave_headroom_as_long_as_a_higher_class_waits() -> None:
     rules = admission(AdmissionConfig(classes=CLASSES))
     first = come(rules, priority=0)
     last = come(rules, priority=1, now=100.0)

@@ -1,4 +1,4 @@
-"""What metrics say of tenants: few of them by name, and counters that never fall."""
+"""Metrics of tenants: a bounded number of labels, and counters that never decrease."""
 
 import random
 
@@ -11,12 +11,12 @@ from .fakes import admission, come, served
 
 
 def tokens(rules: Admission) -> dict[str | None, int]:
-    """What was served, by tenant; None: all others."""
+    """Served tokens by tenant; None: all others."""
     named, other = rules.tenant_reports()
     return {None: other.served_tokens, **{name: report.served_tokens for name, report in named.items()}}
 
 
-def test_what_was_served_never_falls_whoever_waits_gets_a_name_or_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_never_decrease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenant_accounts, "MAX_ACCOUNTS", 500)
     rules, rng, before, all_served = admission(), random.Random(0), {None: 0}, 0
     for step in range(60):
@@ -36,7 +36,7 @@ def test_what_was_served_never_falls_whoever_waits_gets_a_name_or_is_forgotten(m
         before = now
 
 
-def test_a_tenant_with_twice_the_tokens_takes_the_name_of_the_least_and_counts_from_there() -> None:
+def test_a_tenant_with_twice_the_tokens_takes_the_label_of_the_least_served() -> None:
     rules = admission()
     for number in range(MAX_LABELS):
         served(rules, [come(rules, f"t{number}", 100 + number)])
@@ -47,7 +47,7 @@ def test_a_tenant_with_twice_the_tokens_takes_the_name_of_the_least_and_counts_f
     assert tokens(rules) == {None: 300, "late": 100, **{f"t{number}": 100 + number for number in range(1, MAX_LABELS)}}
 
 
-def test_ten_thousand_tenants_of_one_client_take_no_name_of_the_file_and_few_in_all() -> None:
+def test_ten_thousand_invented_tenants_take_few_labels_and_none_of_the_file() -> None:
     rules, names = admission(), set[str | None]()
     for number in range(10_000):
         served(rules, [come(rules, f"made-up-{number}", number + 1)])
@@ -62,13 +62,13 @@ def test_ten_thousand_tenants_of_one_client_take_no_name_of_the_file_and_few_in_
     assert len(named) == MAX_LABELS
 
 
-def test_no_more_than_fifty_of_the_file_have_names() -> None:
+def test_at_most_fifty_tenants_of_the_file_have_labels() -> None:
     rules = admission(AdmissionConfig(tenants={f"t{number}": TenantSettings() for number in range(60)}))
     served(rules, [come(rules, "t59", 7), come(rules, "other", 8)])
     assert tokens(rules) == {None: 15, **{f"t{number}": 0 for number in range(MAX_LABELS)}}
 
 
-def test_others_are_added_up() -> None:
+def test_all_other_tenants_share_one_counter() -> None:
     rules = admission()
     for number in range(MAX_LABELS + 5):
         come(rules, f"t{number}", 10)

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from http import HTTPStatus
 from itertools import count
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from vllm_omni_plugin.admission.admission_config import AdmissionConfig, RequestClass
@@ -117,23 +117,11 @@ class Admission:
         account.spend(cost, self._stage.heads, now)
         self._accounts.add_in_flight(account, now)
         self._labels.add(account, self.config.tenants)
-        deadline_s, dispatch_s = _deadline_s(terms, request_class), self._dispatch_limit_s(terms, request_class)
-        dispatch_by = None if dispatch_s is None else now + dispatch_s
-        deadline = None if deadline_s is None else now + deadline_s
+        dispatch_by = now + self._dispatch_limit_s(terms, request_class)
+        deadline = now + _deadline_s(terms, request_class)
         queue.last_arrival = now
-        return Ticket(
-            index,
-            priority,
-            start_tag,
-            next(self._numbers),
-            account,
-            tokens,
-            dispatch_by,
-            deadline,
-            name,
-            cost,
-            virtual_cost,
-        )
+        place = index, priority, start_tag, next(self._numbers)
+        return Ticket(*place, account, tokens, dispatch_by, deadline, name, cost, virtual_cost)
 
     def may_refuse(self, terms: RequestTerms) -> bool:
         """Whether such a request can be refused at all, while it waits or by a limit."""
@@ -180,8 +168,7 @@ class Admission:
             return []
         queue, account = self._queue, ticket.tenant
         index = queue.index_of(ticket.class_name)
-        dispatch_s = None if ticket.dispatch_by is None else ticket.dispatch_by - now
-        late_s = _late_s(queue, account, index, ticket.start_tag, dispatch_s)
+        late_s = _late_s(queue, account, index, ticket.start_tag, ticket.dispatch_by - now)
         evicted, excess = ([], 0.0) if late_s else queue.evict_for(ticket)
         refusal = self._queue_refusal(account, ticket.tokens, late_s, excess)
         if refusal is not None:
@@ -266,13 +253,13 @@ class Admission:
     def _leaves_headroom(self, account: TenantAccount, class_name: str, now: float) -> bool:
         return self._accounts.is_over_share(account, now) or self._queue.has_higher_class(class_name, now - ACTIVE_S)
 
-    def _dispatch_limit_s(self, terms: RequestTerms, request_class: RequestClass) -> float | None:
-        """Seconds in which an engine must have a request so that its first token comes in time; None: no deadline.
+    def _dispatch_limit_s(self, terms: RequestTerms, request_class: RequestClass) -> float:
+        """Seconds in which an engine must have a request so that its first token comes in time.
 
         At least half of the deadline: if engines need longer than that, the request may be late, but is not refused.
         """
         deadline_s = _deadline_s(terms, request_class)
-        return None if deadline_s is None else max(deadline_s - self._stage.first_output_s, deadline_s / 2)
+        return max(deadline_s - self._stage.first_output_s, deadline_s / 2)
 
     def _report(self, account: TenantAccount, served_tokens: int) -> TenantReport:
         waiting = self._queue.backlog_of(account.name)
@@ -347,19 +334,17 @@ class Admission:
         self._accounts.remove_in_flight(account, now)
 
 
-def _deadline_s(terms: RequestTerms, request_class: RequestClass) -> float | None:
-    """Seconds from arrival to the first token; None: no deadline."""
-    return min((each for each in (terms.timeout_s, request_class.deadline) if each is not None), default=None)
+def _deadline_s(terms: RequestTerms, request_class: RequestClass) -> float:
+    """Seconds from arrival to the first token; infinity without a deadline."""
+    return min((each for each in (terms.timeout_s, request_class.deadline) if each is not None), default=inf)
 
 
 def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> float:
     return max(queue.virtual_time, account.finish_tags.get(class_name, 0.0))
 
 
-def _late_s(queue: WaitQueue, account: TenantAccount, index: int, start_tag: float, dispatch_s: float | None) -> float:
+def _late_s(queue: WaitQueue, account: TenantAccount, index: int, start_tag: float, dispatch_s: float) -> float:
     """Seconds by which a request would be sent too late; 0 if it would be in time."""
-    if dispatch_s is None:
-        return 0.0
     return max(0.0, queue.dispatch_s(queue.ahead_of(account, index, start_tag)) - dispatch_s)
 
 

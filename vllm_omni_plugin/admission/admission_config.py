@@ -3,10 +3,8 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -100,11 +98,9 @@ class AdmissionConfig(QueueBounds, frozen=True, kw_only=True):
         return len(self.classes) - 1
 
 
-@cache
-def schema() -> Mapping[str, Any]:
+def schema() -> Any:
     """The JSON Schema (2020-12) of the file."""
-    text = files(__package__).joinpath("schema.json").read_text(encoding="utf-8")
-    return MappingProxyType(json.loads(text))
+    return json.loads(files(__package__).joinpath("schema.json").read_text(encoding="utf-8"))
 
 
 def load_admission(path: str | os.PathLike[str]) -> AdmissionConfig:

@@ -1,5 +1,6 @@
 """The waiting requests of one class, by tenant: how many there are, and which tenant has most."""
 
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
@@ -15,15 +16,13 @@ class Backlog(NamedTuple):
     tokens: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class TenantQueue:
     """The waiting requests of one tenant and class, in order of arrival. Exists only while there are any."""
 
-    __slots__ = ("account", "tickets", "tokens")
-
-    def __init__(self, account: TenantAccount) -> None:
-        self.account = account
-        self.tickets: dict[int, Ticket] = {}
-        self.tokens = 0
+    account: TenantAccount
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    tokens: int = 0
 
     @property
     def load(self) -> float:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import ceil, exp2
 
 from vllm_omni_plugin.admission.admission_config import AdmissionConfig, TenantSettings
@@ -20,14 +21,13 @@ _ANSWER_WEIGHT = 1 / 16
 """Weight of the latest answer in the moving average of answer lengths."""
 
 
+@dataclass(slots=True)
 class RecentUsage:
     """Tokens of running requests, plus tokens of ended requests with exponential decay."""
 
-    __slots__ = ("_ended", "_ended_at", "running")
-
-    def __init__(self) -> None:
-        self.running = 0.0
-        self._ended = self._ended_at = 0.0
+    running: float = 0.0
+    _ended: float = 0.0
+    _ended_at: float = 0.0
 
     def end(self, cost: float, tokens: float, now: float, since: float) -> None:
         """A request that counted `cost` while it ran has ended after `tokens`."""
@@ -42,6 +42,7 @@ class RecentUsage:
         return 0.0 if self._ended_at <= since else self._ended * exp2(min(0.0, self._ended_at - now) / _HALF_LIFE_S)
 
 
+@dataclass(slots=True, eq=False)
 class TenantAccount:
     """One tenant at one head.
 
@@ -54,29 +55,16 @@ class TenantAccount:
         mean_output: moving average of answer lengths in tokens; None before the first answer.
     """
 
-    __slots__ = (
-        "_saved",
-        "_saved_at",
-        "finish_tags",
-        "in_flight",
-        "mean_output",
-        "name",
-        "served_tokens",
-        "settings",
-        "usage",
-    )
-
-    def __init__(self, name: str, settings: TenantSettings) -> None:
-        self.name = name
-        self.settings = settings
-        self.in_flight = 0
-        self.usage = RecentUsage()
-        self.served_tokens = 0
-        self.finish_tags: dict[str, float] = {}
-        self.mean_output: float | None = None
-        # The token bucket: negative when the tenant owes tokens, None when it was never used.
-        self._saved: float | None = None
-        self._saved_at = 0.0
+    name: str
+    settings: TenantSettings
+    in_flight: int = 0
+    usage: RecentUsage = field(default_factory=RecentUsage)
+    served_tokens: int = 0
+    finish_tags: dict[str, float] = field(default_factory=dict)
+    mean_output: float | None = None
+    # The token bucket: negative when the tenant owes tokens, None when it was never used.
+    _saved: float | None = None
+    _saved_at: float = 0.0
 
     def is_at_in_flight_limit(self, heads: int) -> bool:
         """Whether this head's part of `max_in_flight` is used up."""

@@ -1,6 +1,7 @@
 """A request's place in the order of all waiting requests, and what its client said of it."""
 
 from enum import IntEnum
+from math import inf
 from typing import Self
 
 from msgspec import Struct
@@ -43,8 +44,8 @@ class Ticket(Struct, order=True):
         start_tag: virtual start time in the fair order of the class, in tokens per weight.
         number: unique at a head, increasing.
         tokens: of the prompt.
-        dispatch_by: monotonic seconds by which an engine must have the request for the first time; None: no limit.
-        deadline: monotonic seconds by which the first token must come; None: no limit.
+        dispatch_by: monotonic seconds by which an engine must have the request for the first time, or infinity.
+        deadline: monotonic seconds by which the first token must come, or infinity.
         cost: estimated tokens of prompt and answer, until the answer's length is known.
         virtual_cost: cost per weight, by which the tenant's next request starts later.
     """
@@ -55,8 +56,8 @@ class Ticket(Struct, order=True):
     number: int
     tenant: TenantAccount
     tokens: int
-    dispatch_by: float | None
-    deadline: float | None
+    dispatch_by: float
+    deadline: float
     class_name: str
     cost: float
     virtual_cost: float
@@ -64,4 +65,4 @@ class Ticket(Struct, order=True):
 
     def for_later_stage(self) -> Self:
         """The same place for a later stage of a pipeline, where no request is refused."""
-        return replace(self, phase=TicketPhase.STARTED, dispatch_by=None, deadline=None)
+        return replace(self, phase=TicketPhase.STARTED, dispatch_by=inf, deadline=inf)

@@ -1,6 +1,7 @@
 """The queue of one stage at one head: which runs wait for their replica, and which run is sent when it has room."""
 
 from collections.abc import Callable, Collection, Iterator
+from math import inf
 from typing import Any
 
 from vllm_omni_plugin.admission import IndexedHeap, Ticket
@@ -60,7 +61,7 @@ class HeadQueue:
         """
         ticket = _ticket(run)
         expires_at = ticket.dispatch_by if run.dispatched_at is None else ticket.deadline
-        if expires_at is not None and not run.produced:
+        if expires_at < inf and not run.produced:
             self._deadlines.add(run, expires_at)
             self._wake_at(expires_at)
 
