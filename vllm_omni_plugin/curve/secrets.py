@@ -56,11 +56,7 @@ class Secrets:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Secrets":
-        """Read a file with one secret per line; empty lines are ignored.
-
-        Raises:
-            ConfigError: The file is unreadable, not regular, not private to this user, or has invalid secrets.
-        """
+        """Read a private file with one secret per line. Raises `ConfigError` for a bad file or invalid secrets."""
         secrets = read_key_file(path, f"{FLAG} {path}", private=True)
         if not secrets:
             raise ConfigError(f"{FLAG} {path}: it is empty")

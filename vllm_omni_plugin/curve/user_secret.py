@@ -22,10 +22,7 @@ def user_secret() -> str:
     """Return this user's secret as a path, see `keep_in_memory`. Creates the secret if there is none.
 
     It is in the user's run-time directory or, without one, in the directory for temporary files. Folders that another
-    user could have created are ignored.
-
-    Raises:
-        ConfigError: There is no folder for it.
+    user could have created are ignored. Raises `ConfigError` without a usable folder.
     """
     problems: list[str] = []
     usable = [folder for folder in _folders() if _is_usable(folder, problems)]

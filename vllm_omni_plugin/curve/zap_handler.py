@@ -27,10 +27,7 @@ class ZapHandler:
 
     Create it before binding these sockets; without it they refuse all peers. It logs refusals with the peer's address,
     counts them, and ends unauthenticated connections that send too much. Messages of an admitted connection carry a
-    unique ``User-Id``.
-
-    Raises:
-        zmq.ZMQError: The context already has a ZAP handler.
+    unique ``User-Id``. Raises `zmq.ZMQError` if the context already has a ZAP handler.
     """
 
     def __init__(
@@ -76,10 +73,7 @@ class ZapHandler:
 
         Call after the socket's mechanism is set and before bind, in the thread that owns it. Close the socket before
         the ZAP handler, unless the context is terminated then: libzmq blocks a monitored socket whose events nobody
-        reads.
-
-        Args:
-            on_last_disconnect: Called in the ZAP handler's thread when the last authenticated peer has disconnected.
+        reads. ``on_last_disconnect`` is called in the ZAP handler's thread when no authenticated peer is left.
         """
         with self._lock:
             if self._closed:

@@ -32,8 +32,6 @@ class CoordinatorLink:
     All methods except `wake` belong to one thread.
 
     Args:
-        address: Address of the coordinator.
-        open_socket: Returns an unconnected socket.
         secrets: Tried in turn. When all were refused, they are tried again after 1 s.
         on_change: Called with the reason whenever the connection is missing for a new reason, and with "" when there is
             a connection.

@@ -81,11 +81,7 @@ class OmniCoordClientForHead:
                 self._link.wake()
 
     def send(self, message: CallMessageFromHead) -> bool:
-        """Send a message about operator calls. Returns False without a session.
-
-        Raises:
-            WireError: The message is too large, or its arguments are not plain JSON.
-        """
+        """Send a message; return False without a session. Raises `WireError` if it is too large or not plain JSON."""
         with self._lock:
             sent = not self._closed and self._session.send(message)
             if sent:

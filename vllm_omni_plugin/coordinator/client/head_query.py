@@ -43,7 +43,6 @@ class HeadQueryResult:
     """The result of a `HeadQuery`.
 
     Attributes:
-        info: The head's answer; None without one.
         problem: Why there is no answer, as a clause.
         refused: Whether the head refused the secret.
         clock_ahead: Lower bound of the seconds by which this machine's clock is ahead of the head's; negative: behind.
@@ -67,14 +66,9 @@ def query_head(
     *,
     wall_clock: Callable[[], float] = time.time,
 ) -> HeadQueryResult:
-    """Query the coordinator at a ZMQ address about a stage. A head that cannot be reached is no error.
+    """Query the coordinator at a ZMQ address about a stage. Raises `ConfigError` only if it is no address.
 
-    Args:
-        listening: Listening sockets by ZMQ address with a numeric host. The head checks whether it reaches the first 32
-            of them.
-
-    Raises:
-        ConfigError: ``address`` is no address.
+    ``listening``: sockets by ZMQ address with a numeric host. The head checks whether it reaches the first 32 of them.
     """
     deadline = time.monotonic() + TIMEOUT_S
     checked = dict(islice((listening or {}).items(), MAX_LISTENING))

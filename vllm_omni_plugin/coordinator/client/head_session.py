@@ -42,13 +42,8 @@ class HeadSession:
     """One session after the other. Times are monotonic seconds; ``number`` of a session: see `Hello`.
 
     A session ends with its connection, after `SILENCE_TIMEOUT`, with an invalid frame, and when more than
-    `HEAD_QUEUE_FRAMES` wait to be sent. A full resync in both directions follows.
-
-    Attributes:
-        frames: Frames to send while there is a connection.
-
-    Raises:
-        WireError: The coordinator would refuse this id.
+    `HEAD_QUEUE_FRAMES` wait to be sent. A full resync in both directions follows. ``frames`` are to be sent while there
+    is a connection. Raises `WireError` if the coordinator would refuse the id.
     """
 
     def __init__(self, head_id: str) -> None:

@@ -40,10 +40,6 @@ class OmniCoordinatorRuntime:
         secret_file: Path of the fleet's secrets. Each new process reads it again.
         answer_timeout: Seconds after which a process that does not answer is killed and restarted.
 
-    Attributes:
-        router_address: Address for replicas and heads.
-        pub_address: Address for subscribers.
-
     Raises:
         ConfigError: The coordinator cannot bind, the timeout is not positive, or the secret file is refused.
         OmniError: The process ended, or did not answer in time, before it was ready.

@@ -42,8 +42,7 @@ class ReplicaEvent(Struct, frozen=True):
     """One registration of one replica. Each is complete, so the next one replaces a lost one.
 
     Attributes:
-        event_type: ``update`` (the replica joins, changes or leaves) or ``heartbeat``. For the log only: the effect
-            depends on the other fields.
+        event_type: ``update`` (the replica joins, changes or leaves) or ``heartbeat``. It does not change the effect.
         status: ``DOWN`` means that the replica leaves.
         queue_length: Requests that wait in the replica.
         incarnation: Grows with each start of the replica. 0: unknown.
@@ -90,11 +89,7 @@ class ReplicaKey(NamedTuple):
 
 
 class ReplicaInfo(Struct, frozen=True):
-    """One row of the replica list. Times are wall-clock seconds since the epoch.
-
-    Attributes:
-        replica_id: Number within the stage, the same for all heads; -1: none.
-    """
+    """One row of the replica list. Times are seconds since the epoch. ``replica_id``: within the stage; -1: none."""
 
     input_addr: Address
     output_addr: Address

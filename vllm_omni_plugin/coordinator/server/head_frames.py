@@ -38,12 +38,7 @@ class HeadFrames:
         self._checks = checks
 
     def receive(self, peer: bytes, frame: bytes, now: float) -> bool:
-        """Handle a frame. Returns False if it needs a session and there is none on this connection.
-
-        Raises:
-            WireError: The frame is invalid, or from a head of another version.
-            TableFullError: There are too many heads.
-        """
+        """Handle a frame. Returns False if it needs a session and there is none. Raises as `ConnectedHeads.handle`."""
         message = decode_from_head(frame)
         if isinstance(message, HeadQuery):
             trying = self._checks.begin(peer, message.listening, message.nonce, now)

@@ -16,17 +16,12 @@ MAX_CONNECTIONS = 256
 
 @dataclass
 class _Check:
-    """The check of one node.
-
-    Attributes:
-        ends_at: When addresses without an answer count as not reached.
-        connections: Number of connections that were started.
-        waiting: Number of connections without a result.
-        unreached: The reason by address.
-    """
+    """The check of one node. ``unreached``: the reason by address."""
 
     nonce: bytes
+    # After this time, addresses without an answer count as not reached.
     ends_at: float
+    # Number of connections, and of those without a result.
     connections: int
     waiting: int
     unreached: dict[str, str] = field(default_factory=dict)
@@ -60,11 +55,7 @@ class ReachabilityChecks:
         return self._epoll.fileno()
 
     def begin(self, peer: bytes, addresses: list[str], nonce: str, now: float) -> bool:
-        """Start a check for a peer. Returns whether `take_reports` will have a report for it.
-
-        Raises:
-            WireError: An address is not numeric tcp.
-        """
+        """Start a check; return whether there will be a report. Raises `WireError` if an address is not numeric tcp."""
         targets = {address: _target(address) for address in addresses}
         begun = sum(check.connections for check in self._checks.values())
         if not (targets and nonce) or peer in self._checks or begun + len(targets) > self._max_connections:

@@ -45,10 +45,7 @@ class OmniCoordinator:
 
     The thread sleeps until a frame comes or the next deadline. Invalid frames are counted in `invalid_frames` and
     dropped; they never stop it.
-
-    Attributes:
-        router_zmq_addr: Bound address for replicas and heads.
-        pub_zmq_addr: Bound address for subscribers. A new subscriber gets the list at once.
+    ``router_zmq_addr`` and ``pub_zmq_addr`` are the bound addresses. A new subscriber gets the list at once.
     """
 
     def __init__(
@@ -126,13 +123,7 @@ class OmniCoordinator:
         return self._sockets.zap_handler.refused
 
     def add_new_replica(self, event: ReplicaEvent) -> None:
-        """Register a replica.
-
-        Raises:
-            WireError: The event is invalid.
-            TableFullError: The table is full.
-            RuntimeError: The coordinator is closed.
-        """
+        """Register a replica. Raises `WireError`, `TableFullError`, or RuntimeError once closed."""
         self._apply_local(event)
 
     def update_replica_info(self, event: ReplicaEvent) -> None:

@@ -68,11 +68,7 @@ class OperatorCalls:
         return FleetState(self._number, stages, sorted(self._drained))
 
     def handle(self, head_id: str, message: CallMessageFromHead, heads: Sequence[str]) -> OutgoingMessages:
-        """Handle a message from a head. ``heads``: ids of all heads.
-
-        Raises:
-            WireError: The message is invalid. Nothing has changed.
-        """
+        """Handle a message. ``heads``: ids of all heads. Raises `WireError` if it is invalid, and changes nothing."""
         match message:
             case OperatorCall():
                 return self._call(head_id, message, heads)

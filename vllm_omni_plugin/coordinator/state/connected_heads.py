@@ -49,12 +49,9 @@ _ANSWER_TO_BEAT = b"[]"
 
 
 class ConnectedHead:
-    """One head: its current connection, and its work in flight, which outlives the connection.
+    """One head: its connection (``peer`` is the ROUTER's id of it), and its work in flight, which outlives it.
 
-    Attributes:
-        peer: The ROUTER's id of the connection.
-        synced: Whether the head has got everything so far. Otherwise it gets nothing before a full resync.
-        synced_at: Time of the last full resync.
+    A head that is not ``synced`` gets nothing before a full resync.
     """
 
     def __init__(self, hello: Hello, peer: bytes, now: float) -> None:
@@ -119,9 +116,7 @@ class ConnectedHeads:
     def handle(self, peer: bytes, message: FromHead, now: float) -> list[OutgoingFrame] | None:
         """Handle a message and return the answers, or None if the connection has no session.
 
-        Raises:
-            TableFullError: There are `MAX_HEADS` heads.
-            WireError: The head has another version, or its message is invalid.
+        Raises `TableFullError` at `MAX_HEADS` heads, and `WireError` for an invalid message or another version.
         """
         if isinstance(message, Hello):
             return self._open(peer, message, now)

@@ -54,11 +54,9 @@ class Member(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True):
-    """A row after a change.
+    """A row after a change. ``alters_list``: not only the time of its last event has changed.
 
-    Attributes:
-        alters_list: Whether anything except the time of the last heartbeat has changed.
-        forgotten: The row that was removed from the table: this one, or one that made room for it.
+    ``forgotten``: the row that was removed from the table: this one, or one that made room for it.
     """
 
     member: Member

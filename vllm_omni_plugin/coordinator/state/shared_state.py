@@ -44,9 +44,7 @@ class SharedState:
 
     Calls overlap. Each recorded call stays open until its result and the results of all previous calls are known. Only
     then is it applied for good, so that a failed call has no effect on the others.
-
-    Attributes:
-        rollbacks: Number of recorded calls or states that were taken back.
+    ``rollbacks`` counts the calls and states that were taken back.
     """
 
     def __init__(self) -> None:
@@ -75,11 +73,7 @@ class SharedState:
         return method in _RECORDERS and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)
 
     def record(self, method: str, args: tuple[Any, ...]) -> Callable[[bool], None]:
-        """Record a call before it is sent to all replicas.
-
-        Returns:
-            A function to call once with whether any replica accepted it.
-        """
+        """Record a call before it is sent. Call the returned function once with whether any replica accepted it."""
         if not self.leaves_state(method, args):
             return lambda taken: None
         call = _RecordedCall(method, args)
