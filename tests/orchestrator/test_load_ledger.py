@@ -36,15 +36,12 @@ def test_a_prompt_is_to_be_computed_until_its_first_output_and_held_from_then_on
     assert ledger.load == ReplicaLoad(prefill_rate=18.0)
 
 
-def test_more_matched_tokens_than_the_prompt_has_are_no_negative_work() -> None:
+@pytest.mark.parametrize(
+    ("task", "matched"), [({"prompt": Prompt(range(10))}, 64), ({}, 0)], ids=["matched", "unknown"]
+)
+def test_a_request_without_tokens_to_compute_still_counts(task: Task, matched: int) -> None:
     ledger = LoadLedger()
-    charged(ledger, prompt=10, matched=64)
-    assert ledger.load.prefill_tokens == 0
-
-
-def test_a_request_of_an_unknown_prompt_still_counts() -> None:
-    ledger = LoadLedger()
-    charge(ledger, {})
+    charge(ledger, task, matched)
     assert ledger.load == ReplicaLoad(requests=1)
 
 

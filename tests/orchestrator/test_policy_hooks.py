@@ -164,38 +164,52 @@ async def test_a_policy_whose_hooks_fail_costs_no_request(
 
 
 class Nonsense(NotingPolicy):
-    """Decides what it was made with."""
+    """Returns or raises what it was made with."""
 
     def __init__(self, answer: object) -> None:
         super().__init__()
         self._answer = answer
 
     def decide(self, task: object, replicas: object) -> Decision:
+        if isinstance(self._answer, Exception):
+            raise self._answer
         return self._answer  # type: ignore[return-value]
 
 
+class Unexplained:
+    """The same, for a policy that only selects."""
+
+    def __init__(self, answer: object) -> None:
+        self.select = Nonsense(answer).decide
+
+
 @pytest.mark.parametrize(
-    "answer",
+    "policy",
     [
-        pytest.param(None, id="nothing"),
-        pytest.param(1, id="a position"),
-        pytest.param(Decision(2, "x"), id="beyond the end"),
-        pytest.param(Decision(-1, "x"), id="before the beginning"),
-        pytest.param(Decision("1", "x"), id="no number"),  # type: ignore[arg-type]
-        pytest.param(Decision(0, ["x"]), id="a reason that labels nothing"),  # type: ignore[arg-type]
-        pytest.param(Decision(0, "x", fallback=None), id="no fallback text"),  # type: ignore[arg-type]
-        pytest.param(Decision(0, "x", matched_tokens=-5), id="less than nothing matched"),
-        pytest.param(Decision(0, "x", matched_tokens=0.5), id="half a token matched"),  # type: ignore[arg-type]
+        pytest.param(Nonsense(None), id="nothing"),
+        pytest.param(Nonsense(1), id="a position"),
+        pytest.param(Nonsense(Decision(2, "x")), id="beyond the end"),
+        pytest.param(Nonsense(Decision(-1, "x")), id="before the beginning"),
+        pytest.param(Nonsense(Decision("1", "x")), id="no number"),  # type: ignore[arg-type]
+        pytest.param(Nonsense(Decision(0, ["x"])), id="a reason that labels nothing"),  # type: ignore[arg-type]
+        pytest.param(Nonsense(Decision(0, "x", fallback=None)), id="no fallback text"),  # type: ignore[arg-type]
+        pytest.param(Nonsense(Decision(0, "x", matched_tokens=-5)), id="less than nothing matched"),
+        pytest.param(Nonsense(Decision(0, "x", matched_tokens=0.5)), id="half a token matched"),  # type: ignore[arg-type]
+        pytest.param(Nonsense(RuntimeError("bug")), id="an error"),
+        *[
+            pytest.param(Unexplained(answer), id=repr(answer))
+            for answer in (RuntimeError("bug"), 2, -1, None, "0", 0.5)
+        ],
     ],
 )
-async def test_an_invalid_decision_costs_no_request(answer: object, caplog: pytest.LogCaptureFixture) -> None:
-    async with FakeFleet(balancer=Nonsense(answer)) as fleet:
+async def test_an_invalid_decision_costs_no_request(policy: LoadBalancer, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeFleet(balancer=policy) as fleet:
         with caplog.at_level(logging.ERROR):
             for name in "abcd":
                 await fleet.submit(name)
         assert fleet.in_flight == [2, 2]
-        assert fleet.orchestrator.metrics.fallbacks == {(0, "Nonsense", POLICY_FAULT): 4}
-        with pytest.raises(NoExplanationError, match="Nonsense"):
+        assert fleet.orchestrator.metrics.fallbacks == {(0, type(policy).__name__, POLICY_FAULT): 4}
+        with pytest.raises(NoExplanationError, match=type(policy).__name__):
             await explain(fleet, {})
     assert len(caplog.records) == 1
 

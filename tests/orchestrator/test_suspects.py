@@ -1,6 +1,6 @@
 """Requests that engines may have crashed of: the culprit gets no third replica, and the others lose nothing."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -43,13 +43,16 @@ def end_isolation(fleet: FakeFleet, request_id: str) -> None:
         fleet.say(request_id, token)
 
 
-async def test_a_request_with_two_crashes_before_its_first_output_gets_no_third_replica() -> None:
+@pytest.mark.parametrize("dies", [die, FakeFleet.lose], ids=["after a while", "at once"])
+async def test_a_request_with_two_crashes_before_its_first_output_gets_no_third_replica(
+    dies: Callable[[FakeFleet, int], object],
+) -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("p")
         first = home(fleet, "p")
-        die(fleet, first or 0)
+        dies(fleet, first or 0)
         second = home(fleet, "p")
-        die(fleet, second or 0)
+        dies(fleet, second or 0)
         [(_, error)] = await fleet.read()
         assert isinstance(error, RequestLostError)
         died = "the engine reported its own death"
@@ -178,15 +181,6 @@ async def test_a_request_that_came_after_the_first_crash_is_no_culprit() -> None
         [(request_id, error)] = await fleet.read()
         assert (request_id, isinstance(error, RequestLostError)) == ("p", True)
         assert fleet.orchestrator.request_states["later"].runs[0].unexplained_crashes == []
-
-
-async def test_a_request_that_kills_at_once_is_found_too() -> None:
-    async with FakeFleet(replicas=4) as fleet:
-        await fleet.submit("p")
-        for _ in range(2):
-            fleet.lose(home(fleet, "p") or 0)
-        assert isinstance(dict(await fleet.read())["p"], RequestLostError)
-        assert len(fleet.pool.serving) == 2
 
 
 async def test_a_replica_that_crashes_twice_gives_no_culprit_while_another_serves() -> None:
