@@ -7,6 +7,7 @@ import pytest
 
 from tests.fakes.engine_api import VOCABULARY
 from tests.fakes.fleet import FakeFleet
+from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
@@ -26,6 +27,13 @@ async def begin(fleet: FakeFleet, move: str, **fields: object) -> None:
     link.output(attempt, *BEGUN[:2])
     link.output(attempt, *BEGUN[2:])
     await fleet.read()
+
+
+async def move_on(fleet: FakeFleet, move: str) -> tuple[FakeLink, str]:
+    """Begin request "a" and lose its replica. Returns the link and the id of the next attempt."""
+    await begin(fleet, move)
+    fleet.attempt("a")[0].say_dead()
+    return fleet.attempt("a")
 
 
 def kill_under(fleet: FakeFleet, request_id: str) -> None:
@@ -56,9 +64,7 @@ async def test_a_resumed_request_goes_on_from_the_tokens_delivered(fleet: FakeFl
 async def test_a_replayed_request_goes_on_where_it_has_repeated_the_tokens_delivered(
     fleet: FakeFleet, cuts: list[int]
 ) -> None:
-    await begin(fleet, "replay")
-    fleet.attempt("a")[0].say_dead()
-    link, attempt = fleet.attempt("a")
+    link, attempt = await move_on(fleet, "replay")
     assert link.prompts[attempt] == [1, 2]
     whole = [*BEGUN, 14, 15]
     for length in cuts:
@@ -72,8 +78,7 @@ async def test_a_replayed_request_goes_on_where_it_has_repeated_the_tokens_deliv
 
 @pytest.mark.parametrize("move", ["resume", "replay"])
 async def test_facts_that_an_engine_reports_once_are_delivered_once(fleet: FakeFleet, move: str) -> None:
-    await begin(fleet, move)
-    fleet.attempt("a")[0].say_dead()
+    await move_on(fleet, move)
     fleet.say("a", *(BEGUN if move == "replay" else []), 14, finish_reason="stop")
     await fleet.read()
     assert fleet.tokens["a"] == [*BEGUN, 14]
@@ -93,8 +98,7 @@ async def test_a_request_that_moves_twice_misses_nothing(fleet: FakeFleet) -> No
 
 
 async def test_a_replay_that_loses_its_replica_halfway_replays_again(fleet: FakeFleet) -> None:
-    await begin(fleet, "replay")
-    fleet.attempt("a")[0].say_dead()
+    await move_on(fleet, "replay")
     fleet.say("a", *BEGUN[:2])
     kill_under(fleet, "a")
     fleet.say("a", *BEGUN, 14, finish_reason="stop")
@@ -111,9 +115,7 @@ async def test_a_replay_that_loses_its_replica_halfway_replays_again(fleet: Fake
 async def test_a_replay_that_diverges_is_aborted_and_fails_once(
     fleet: FakeFleet, outputs: list[list[int]], end: str | None
 ) -> None:
-    await begin(fleet, "replay")
-    fleet.attempt("a")[0].say_dead()
-    link, attempt = fleet.attempt("a")
+    link, attempt = await move_on(fleet, "replay")
     for output in outputs:
         link.output(attempt, *output, finish_reason=end)
     link.output(attempt, 15, finish_reason="stop")
@@ -128,9 +130,7 @@ async def test_a_replay_that_diverges_is_aborted_and_fails_once(
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 async def test_a_replay_that_the_engine_cuts_short_ends_as_the_engine_says(fleet: FakeFleet, reason: str) -> None:
-    await begin(fleet, "replay")
-    fleet.attempt("a")[0].say_dead()
-    link, attempt = fleet.attempt("a")
+    link, attempt = await move_on(fleet, "replay")
     link.output(attempt, BEGUN[0])
     link.output(attempt, 99, finish_reason=reason)
     assert await fleet.read() == [("a", reason)]
@@ -139,8 +139,7 @@ async def test_a_replay_that_the_engine_cuts_short_ends_as_the_engine_says(fleet
 
 
 async def test_a_replay_may_end_right_where_the_delivered_part_did(fleet: FakeFleet) -> None:
-    await begin(fleet, "replay")
-    fleet.attempt("a")[0].say_dead()
+    await move_on(fleet, "replay")
     fleet.say("a", *BEGUN, finish_reason="stop")
     assert await fleet.read() == [("a", "stop")]
     assert fleet.tokens["a"] == BEGUN
@@ -195,9 +194,7 @@ async def test_a_token_that_the_model_does_not_have_does_not_keep_a_request_from
 
 
 async def test_an_abort_during_a_replay_reaches_the_new_replica(fleet: FakeFleet) -> None:
-    await begin(fleet, "replay")
-    fleet.attempt("a")[0].say_dead()
-    link, attempt = fleet.attempt("a")
+    link, attempt = await move_on(fleet, "replay")
     link.output(attempt, BEGUN[0])
     await fleet.abort("a")
     link.output(attempt, BEGUN[1])
