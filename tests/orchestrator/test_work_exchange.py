@@ -75,8 +75,8 @@ def test_work_on_one_incarnation_never_counts_for_another() -> None:
 def test_a_report_in_full_replaces_what_was_known() -> None:
     _, _, b = two_heads()
     first, second = b.attach(0), b.attach(1)
-    b.hear(PeerWork("a", False, [work(3), work(2, replica=1)]))
-    b.hear(PeerWork("a", True, [work(1, replica=1)]))
+    b.receive(PeerWork("a", False, [work(3), work(2, replica=1)]))
+    b.receive(PeerWork("a", True, [work(1, replica=1)]))
     assert (first.load.others, second.load.others) == (0, 1)
 
 
@@ -85,7 +85,7 @@ def test_a_report_does_not_touch_the_replicas_of_this_head_alone() -> None:
     a.charge(a.attach(0, remote=False))
     bus.settle()
     assert all(not rows for _, _, rows, _ in bus.reports)
-    b.hear(PeerWork("a", False, [work(3)]))
+    b.receive(PeerWork("a", False, [work(3)]))
     assert b.attach(0, remote=False).load.others == 0
 
 
@@ -106,7 +106,7 @@ def test_after_a_lost_session_the_engines_reports_count_until_others_report_agai
     mine = b.attach(0)
     a.charge(a.attach(0))
     bus.settle()
-    b.hear(SessionLost())
+    b.receive(SessionLost())
     assert (others_of(mine), mine.load.heads_report) == ((0, 0), False)
     bus.cut_off("b", noticed=False)
     bus.settle()
@@ -128,7 +128,7 @@ def test_the_policy_finds_the_index_of_queues_as_others_have_made_them() -> None
 def test_a_closed_exchange_reports_no_more() -> None:
     bus, _, b = two_heads()
     mine = b.attach(0)
-    b.hear(PeerWork("a", False, [work(3)]))
+    b.receive(PeerWork("a", False, [work(3)]))
     b.charge(mine)
     b.exchange.close()
     b.exchange.close()
@@ -142,7 +142,7 @@ def test_without_the_last_other_head_this_one_is_alone_again(lost: HeadLeft | Se
     a.attach(0)
     a.attach(1)
     assert a.pool.serving.unreported.heads == 2
-    a.hear(lost)
+    a.receive(lost)
     assert a.pool.serving.unreported.heads == 1
     a.charge(a.pool.members[0])
     bus.timers.advance(1.0)

@@ -1,4 +1,4 @@
-"""Heads in miniature, which tell each other of their work over a bus that delivers when it is told to."""
+"""Small heads that report their work to each other over a bus, which delivers messages on demand."""
 
 import asyncio
 from collections import deque
@@ -22,7 +22,7 @@ Message = PeerWork | HeadLeft | SessionLost | Welcome
 
 
 class Timers:
-    """A clock that is moved by hand, and what is to be done by it."""
+    """A clock that is moved by hand, with its timers."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,13 +31,12 @@ class Timers:
         self._cancelled: set[int] = set()
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
-        """As a loop's."""
         number = next(self._order)
         heappush(self._due, (self.now + seconds, number, function))
         return cast(asyncio.TimerHandle, _Handle(partial(self._cancelled.add, number)))
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Let time pass, and do what is due."""
+        """Let time pass, and run the timers."""
         until = self.now + seconds
         while self._due and self._due[0][0] <= until:
             self.now, number, function = heappop(self._due)
@@ -80,7 +79,6 @@ class WorkingHead:
         return run
 
     def begin(self, run: StageRun) -> None:
-        """Its first output comes."""
         assert run.replica_id is not None
         self.pool.add_first_output(self.pool.member(run.replica_id), run, None)
 
@@ -88,8 +86,7 @@ class WorkingHead:
         self.runs.remove(run)
         self.pool.release(run)
 
-    def hear(self, message: Message) -> None:
-        """As the orchestrator does."""
+    def receive(self, message: Message) -> None:
         others_work = self.exchange.take(message)
         self.pool.set_heads(self.exchange.heads)
         for member, work in others_work:
@@ -97,7 +94,7 @@ class WorkingHead:
 
 
 class WorkBus:
-    """What the coordinator does for heads: relays reports, in order, and says who has come and gone."""
+    """The coordinator's part: relays reports, in order, and announces heads."""
 
     def __init__(self) -> None:
         self.timers = Timers()
@@ -107,7 +104,7 @@ class WorkBus:
         self._inboxes: dict[str, deque[Message]] = {}
 
     def join(self, head_id: str) -> WorkingHead:
-        """A head opens a session, and is told of the work of the others."""
+        """A head opens a session, and gets the work of the others."""
         head = self.heads[head_id] = WorkingHead(self.timers, partial(self._report, head_id))
         self._inboxes[head_id] = deque()
         self._welcome(head_id)
@@ -121,9 +118,9 @@ class WorkBus:
             inbox.append(HeadLeft(head_id))
 
     def cut_off(self, head_id: str, noticed: bool) -> None:
-        """A head loses its session and what was on its way there, and has it back; the others may have noticed."""
+        """A head loses its session with all undelivered messages, and opens it again; the others may have noticed."""
         self._inboxes[head_id].clear()
-        self.heads[head_id].hear(SessionLost())
+        self.heads[head_id].receive(SessionLost())
         if noticed:
             self._work.pop(head_id, None)
             for other in self._inboxes.keys() - {head_id}:
@@ -133,10 +130,10 @@ class WorkBus:
     def deliver(self, head_id: str, messages: int = 1) -> None:
         inbox = self._inboxes[head_id]
         for _ in range(min(messages, len(inbox))):
-            self.heads[head_id].hear(inbox.popleft())
+            self.heads[head_id].receive(inbox.popleft())
 
     def settle(self) -> None:
-        """Everything due is done, and everything said arrives."""
+        """Run all timers and deliver all messages."""
         for _ in range(4):
             self.timers.advance(1.0)
             for head_id, inbox in self._inboxes.items():
