@@ -1,4 +1,4 @@
-"""What ends is started again, after pauses that grow while it keeps ending."""
+"""Work that ends is restarted, with exponential backoff."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
@@ -10,7 +10,7 @@ from vllm_omni_plugin.keep_running import Backoff, keep_running
 
 
 class Runs:
-    """What is kept running: each life is so many seconds of service, or an error instead of a start."""
+    """Work to keep running: each entry of `lives` is seconds in service, or an error of the start."""
 
     def __init__(self, *lives: float | Exception) -> None:
         self.lives = list(lives)
@@ -37,7 +37,7 @@ class Runs:
 
     async def pause(self, seconds: float, reason: str | Exception) -> bool:
         self.pauses.append((seconds, str(reason)))
-        # That nothing serves in a pause makes nothing healthy.
+        # Time in a pause does not count as service.
         self.now += 1000.0
         return bool(self.lives)
 
@@ -46,32 +46,30 @@ class Runs:
         return [seconds for seconds, _ in self.pauses]
 
 
-async def test_pauses_double_up_to_the_longest_while_it_keeps_ending() -> None:
-    assert await Runs(*[1.0] * 9).keep() == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+@pytest.mark.parametrize(
+    ("lives", "pauses"),
+    [([1.0] * 9, [1, 2, 4, 8, 16, 32, 60, 60, 60]), ([1.0, 1.0, 60.0, 1.0], [1, 2, 1, 2])],
+    ids=["up to the longest", "again from the first after a minute in service"],
+)
+async def test_pauses_double(lives: list[float], pauses: list[float]) -> None:
+    assert await Runs(*lives).keep() == pauses
 
 
-async def test_one_that_served_for_a_minute_comes_back_as_soon_as_after_its_first_end() -> None:
-    assert await Runs(1.0, 1.0, 60.0, 1.0).keep() == [1, 2, 1, 2]
-
-
-async def test_a_restart_that_fails_is_tried_again_whatever_the_error() -> None:
+async def test_a_failed_restart_is_retried_after_any_error() -> None:
     runs = Runs(1.0, KeyError("a fault of ours"), OSError("no memory"), 1.0)
     assert await runs.keep() == [1, 2, 4, 8]
     assert [reason for _, reason in runs.pauses] == ["ended", "'a fault of ours'", "no memory", "ended"]
     assert runs.left == 2
 
 
-async def test_an_error_of_the_first_start_is_raised() -> None:
+async def test_an_error_of_the_first_start_is_raised_unless_it_may_fail() -> None:
     with pytest.raises(OSError, match="no memory"):
         await Runs(OSError("no memory"), 1.0).keep()
-
-
-async def test_an_error_of_the_first_start_is_tried_again_where_it_need_not_start_at_once() -> None:
     assert await Runs(OSError("no memory"), 1.0).keep(must_start=False) == [1, 2]
 
 
 @pytest.mark.parametrize("fault", [None, OSError("nothing can be freed")])
-async def test_what_runs_is_left_when_it_is_no_longer_to_be_kept(fault: Exception | None) -> None:
+async def test_a_cancellation_frees_the_resources(fault: Exception | None) -> None:
     runs = Runs(1.0, 1.0)
     runs.fault = fault
     never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -83,6 +81,6 @@ async def test_what_runs_is_left_when_it_is_no_longer_to_be_kept(fault: Exceptio
     assert (runs.left, runs.pauses) == (1, [])
 
 
-def test_the_limits_may_be_others() -> None:
+def test_other_limits_of_a_backoff() -> None:
     backoff = Backoff(first=0.1, longest=0.3, healthy_after=10.0)
     assert [backoff.after(served) for served in (9.0, 0.0, 9.0, 10.0)] == [0.1, 0.2, 0.3, 0.1]

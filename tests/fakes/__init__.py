@@ -1,1 +1,1 @@
-"""Stand-ins for the engine and for the ways to it, whose life and timing a test controls."""
+"""Fakes of engines and links, controlled by the test."""

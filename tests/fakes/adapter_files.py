@@ -1,4 +1,4 @@
-"""The files of a LoRA adapter, too small to be one."""
+"""Writes the files of a LoRA adapter, with tiny content."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,6 @@ def write_adapter(
     config: dict[str, Any] | None = None,
     weights_name: str = "adapter_model.safetensors",
 ) -> Path:
-    """Returns `folder`, which is made where it is missing."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config or {"r": 8}))
     (folder / weights_name).write_bytes(weights)

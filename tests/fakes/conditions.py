@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes do, with a deadline."""
+"""Waiting for a condition, with a deadline."""
 
 import asyncio
 import itertools
@@ -12,7 +12,7 @@ async def eventually(condition: Callable[[], object], what: str = "the condition
             for turn in itertools.count():
                 if condition():
                     return
-                # What this loop itself has yet to do takes a few turns; for anything else, leave it the processor.
+                # Work of this loop takes a few iterations; for other threads and processes, release the processor.
                 await asyncio.sleep(0 if turn < 50 else 0.001)
     except TimeoutError:
-        raise AssertionError(f"{what} did not come to hold") from None
+        raise AssertionError(f"{what} was not met within thirty seconds") from None

@@ -1,4 +1,4 @@
-"""The engine's structs and protocol without vLLM: the same names, as JSON."""
+"""The engine's structs and protocol without vLLM: the same names, encoded as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,21 +12,20 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadRepor
 
 DEAD_FRAME = b"DEAD"
 UNREADABLE = b"\xc1"
-"""A ready response that says nothing."""
+"""An invalid ready response."""
 REFUSED = "refused"
-"""The finish reason of an engine that is paused and takes no requests."""
+"""The finish reason of an engine that is paused and refuses requests."""
 VOCABULARY = 10_000
 """Token ids of the model are below this."""
 
 
 class FakeRequest(msgspec.Struct, frozen=True):
-    """What the head reads of an `EngineCoreRequest`, and what vLLM would derive from it.
+    """The fields of an `EngineCoreRequest` that the head reads, and values that vLLM would derive from it.
 
     Attributes:
-        move: how it goes on elsewhere, a value of `Move`.
-        length: tokens it shall produce, 0 for as many as the engine likes.
-        stop: the token at whose text the request stops, of which its engine knows nothing.
-        kv_transfer_params: which cache it fetches from another engine.
+        move: a value of `Move`.
+        length: tokens to produce, 0: decided by the engine.
+        stop: token at which the head ends the request; the engine does not know it.
     """
 
     request_id: str
@@ -49,13 +48,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
 
 
 class FakeOutput(msgspec.Struct):
-    """An `EngineCoreOutput`.
-
-    Attributes:
-        first: stands for all that an engine tells once, with its first output of a request.
-        cached: prompt tokens it had cached; None where it does not say.
-        kv_transfer_params: what it says of a KV cache that it leaves.
-    """
+    """An `EngineCoreOutput`. `first` stands for the fields that only the first output of a request has."""
 
     request_id: str
     new_token_ids: list[int] = []
@@ -80,7 +73,7 @@ class FakeUtilityOutput(msgspec.Struct):
 
 
 class FakeOutputs(msgspec.Struct):
-    """An `EngineCoreOutputs`; the statistics are the number of running requests. None of them wait, or are known to."""
+    """An `EngineCoreOutputs`; the statistics are the number of running requests."""
 
     engine_index: int = 0
     outputs: list[FakeOutput] = []
@@ -89,7 +82,7 @@ class FakeOutputs(msgspec.Struct):
 
 
 class FakeEngineApi:
-    """Satisfies `Codec` and stands for `EngineApi`."""
+    """Implements `Codec` and replaces `EngineApi`."""
 
     pooling_task: str | None = None
     vocabulary: int | None = VOCABULARY

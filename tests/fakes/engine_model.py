@@ -1,4 +1,4 @@
-"""What an engine remembers of operators' calls."""
+"""The state that operator calls leave in an engine."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,12 +7,12 @@ from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
 class RefusedError(Exception):
-    """The engine would have failed the call."""
+    """The engine would fail the call."""
 
 
 @dataclass
 class EngineModel:
-    """What vLLM's engine core and its executor remember of these calls."""
+    """The state in vLLM's engine core and its executor."""
 
     loras: dict[int, Adapter] = field(default_factory=dict)
     pinned: set[int] = field(default_factory=set)
@@ -22,7 +22,7 @@ class EngineModel:
     asleep: set[str] = field(default_factory=set)
 
     def apply(self, method: str, args: tuple[Any, ...]) -> None:
-        """Raises RefusedError where the engine fails the call."""
+        """Raises `RefusedError` if the engine would fail the call."""
         getattr(self, method)(*args)
 
     def add_lora(self, adapter: Adapter) -> None:
@@ -53,7 +53,7 @@ class EngineModel:
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.pause_scheduler(mode)
-        # vLLM's executor does not put away again what sleeps already.
+        # vLLM's executor ignores memory that sleeps already.
         if level >= 1 and "weights" not in self.asleep:
             self.asleep = {"weights", "kv_cache"}
 
@@ -72,4 +72,4 @@ class EngineModel:
             self.resume_scheduler()
 
     def profile(self) -> None:
-        """Leaves nothing behind."""
+        """Leaves no state."""

@@ -1,4 +1,4 @@
-"""Engines on this node that are no processes: real sockets and a real sentinel, but a life the test controls."""
+"""Local engines that are not processes: real sockets and a real sentinel, controlled by the test."""
 
 import os
 import queue
@@ -13,22 +13,18 @@ from vllm_omni_plugin.errors import ReplicaError
 
 READY = b'"ready"'
 UNPROBED = (3600.0, 36000.0)
-"""Heartbeat interval and timeout of engines that are never asked whether they answer."""
+"""Heartbeat interval and timeout of engines that are never probed."""
 
 
 class FakeProcess:
-    """Satisfies `Process`. Its sentinel is a pipe that closes when it ends.
-
-    Attributes:
-        last_words: how it ended, if it says.
-    """
+    """Implements `Process`. Its sentinel is a pipe that closes when it ends. `exit_note` is its exit reason."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.signals: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.shutdowns: list[float | None] = []
         self.killed = False
-        self.last_words = ""
+        self.exit_note = ""
         self.sentinel, self._alive_end = os.pipe()
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -38,7 +34,6 @@ class FakeProcess:
         return self._ended.is_set()
 
     def die(self) -> None:
-        """It ends by itself."""
         with self._lock:
             if self.ended:
                 return
@@ -47,7 +42,7 @@ class FakeProcess:
             os.close(self._alive_end)
 
     def exit_reason(self) -> str:
-        return self.last_words
+        return self.exit_note
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.shutdowns.append(timeout)
@@ -63,10 +58,9 @@ class Plan:
     """How a start goes.
 
     Attributes:
-        spawn_error: raised instead of spawning.
-        spawn_gate: closed, it holds the spawn until the test opens it.
-        ready: whether the engine becomes ready by itself; otherwise it waits for `FakeProcess.signals`.
-        refuse: makes the handshake fail with this text.
+        spawn_gate: blocks the spawn until it is set.
+        ready: the engine becomes ready by itself; otherwise it waits for `FakeProcess.signals`.
+        refuse: the handshake fails with this text.
     """
 
     spawn_error: Exception | None = None
@@ -76,7 +70,7 @@ class Plan:
 
 
 class FakeEngine(FakeProcess):
-    """Satisfies `Process`, and is the peer of the head's sockets from then on."""
+    """Implements `Process`, and is the peer of the head's sockets after `wait`."""
 
     def __init__(self, pid: int, identity: bytes, plan: Plan) -> None:
         super().__init__(pid)
@@ -88,7 +82,6 @@ class FakeEngine(FakeProcess):
 
     @property
     def connected(self) -> bool:
-        """Whether it has come as far as to connect to the head."""
         return bool(self._sockets)
 
     def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
@@ -118,12 +111,7 @@ class FakeEngine(FakeProcess):
 
 @dataclass
 class FakeLauncher:
-    """Satisfies `Launcher`.
-
-    Attributes:
-        plans: how the next starts of each replica go; without one they succeed at once.
-        starts: replica ids whose start was asked for, in order.
-    """
+    """Implements `Launcher`. Starts without a plan succeed at once. `starts` has the replica ids, in order."""
 
     plans: dict[int, deque[Plan]] = field(default_factory=dict)
     engines: list[FakeEngine] = field(default_factory=list)
@@ -147,7 +135,7 @@ class FakeLauncher:
         return engine
 
     def plan(self, replica_id: int, *plans: Plan) -> None:
-        """Say how the next starts of a replica go."""
+        """Set how the next starts of a replica go."""
         self.plans[replica_id] = deque(plans)
 
     def close(self) -> None:
@@ -168,14 +156,14 @@ def connect(input_addr: str, output_addr: str, identity: bytes) -> "list[zmq.Soc
 
 
 def receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
-    """One message, or a failure after ten seconds."""
+    """Return one message, or fail after ten seconds."""
     if not socket.poll(10_000):
-        raise AssertionError("no message came")
+        raise AssertionError("no message arrived")
     return socket.recv_multipart()
 
 
 class GroupLauncher(FakeLauncher):
-    """Satisfies `GroupedLauncher`: its two engines are ranks of one group."""
+    """Implements `GroupedLauncher`: its two engines are ranks of one group."""
 
     def group_of(self, replica_id: int) -> range:
         return range(2)

@@ -1,4 +1,4 @@
-"""An orchestrator over links in memory, and what its client sees."""
+"""An orchestrator of one stage over links in memory, and the view of its client."""
 
 from typing import Any
 
@@ -25,12 +25,12 @@ class FakeFleet(PlayedFleet):
     """One stage of replicas that the test plays. Use it as an asynchronous context manager.
 
     Attributes:
-        now: what the orchestrator's clock shows.
-        ready_response: what the engines of replicas that join said when they were ready.
-        events: what the client was given, as (request id, finish reason, error, or None for an output in the middle).
-        told_first: requests of which the client was told what is told once, in order.
-        changes: replicas that it was told have joined or left.
-        statistics: statistics the client was given, as (replica id, running requests).
+        now: time of the orchestrator's clock.
+        ready_response: ready response of the engines of replicas that join.
+        events: outputs of the client, as (request id, finish reason, error, or None for an unfinished output).
+        told_first: requests of which the client has received the first output, in order.
+        changes: replicas that joined or left.
+        statistics: statistics of the client, as (replica id, running requests).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FakeFleet(PlayedFleet):
             self.join(self.pool.add(replica_id))
 
     def join(self, member: PoolMember, broken: bool = False) -> FakeLink:
-        """The replica serves from now on, over a fresh link, unless that is broken."""
+        """Put a replica into service over a new link."""
         link = self.links[member.replica_id] = FakeLink(f"replica-{member.replica_id}")
         link.broken = broken
         self.serve(member, link, FakeEngineApi(), self.ready_response)
@@ -84,15 +84,14 @@ class FakeFleet(PlayedFleet):
     async def submit(
         self, request_id: str, dispatches: Dispatches | None = None, terms: RequestTerms | None = None, **fields: Any
     ) -> None:
-        """The client hands a request over; returns when the orchestrator has dealt with it."""
+        """Submit a request; returns when the orchestrator has handled it."""
         await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, dispatches, terms=terms))
 
     async def abort(self, *request_ids: str) -> None:
-        """The client gives requests up; returns when the orchestrator has dealt with it."""
         await self.hand_over(AbortRequests(request_ids))
 
     async def read(self) -> list[tuple[str, Any]]:
-        """Take what is there for the client, and return the new events."""
+        """Handle all outputs in the queue and return the new events."""
         first = len(self.events)
         if len(self.orchestrator.output_async_queue):
             for item in await self.orchestrator.output_async_queue.get_batch():
@@ -100,7 +99,7 @@ class FakeFleet(PlayedFleet):
         return self.events[first:]
 
     async def the_error(self, request_id: str) -> Exception:
-        """What a request has ended with, which is all that is new for the client."""
+        """The error of a request, which must be the only new event."""
         [(name, error)] = await self.read()
         assert name == request_id
         assert isinstance(error, Exception)
@@ -112,13 +111,12 @@ class FakeFleet(PlayedFleet):
         return self.links[run.replica_id], run.engine_request_id
 
     def say(self, request_id: str, *tokens: int, **fields: Any) -> None:
-        """The engine that has a request sends an output of it; see `FakeLink.output`."""
+        """Send an output from the engine that runs a request; see `FakeLink.output`."""
         link, attempt = self.attempt(request_id)
         link.output(attempt, *tokens, **fields)
 
     @property
     def in_flight(self) -> list[int]:
-        """Requests charged to each replica."""
         return [member.queue_length for member in self.pool.members]
 
     def _note(self, item: Any) -> None:

@@ -1,17 +1,17 @@
-"""TCP ports that nobody uses yet, for what is to listen later or never."""
+"""Free TCP ports, for listeners that start later or never."""
 
 import itertools
 import secrets
 import socket
 
 _FIRST, _COUNT = 10_000, 10_000
-"""Linux gives none of these to who takes any free port, so nobody else takes one before it is listened on."""
-# Begun anywhere, since several lanes of tests draw from them.
+"""Outside Linux's range of ephemeral ports, so no other process gets one before the test listens on it."""
+# Random start, since several test processes use the range.
 _drawn = itertools.count(secrets.randbelow(_COUNT))
 
 
 def free_port() -> int:
-    """A TCP port that is free now, another one at each call."""
+    """A TCP port that is free now; each call returns another one."""
     while True:
         port = _FIRST + next(_drawn) % _COUNT
         with socket.socket() as probe:

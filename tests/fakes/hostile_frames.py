@@ -1,4 +1,4 @@
-"""What a peer with bad intentions sends: messages through ZMQ, and bytes to ports that speak ZMTP."""
+"""Messages of a hostile peer: through ZMQ sockets, and as raw bytes to ZMTP ports."""
 
 import random
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ _COMMANDS = (b"\x05READY", b"\x05HELLO", b"\x08INITIATE", b"\x05ERROR", b"\x04PI
 
 
 def hostile_message(rng: random.Random, samples: Sequence[bytes]) -> list[bytes]:
-    """Return the frames of one message: random ones, or valid ``samples`` changed at random."""
+    """The frames of one message: random ones, or `samples` changed at random."""
     count = 1 if rng.random() < 0.8 else rng.randrange(2, MAX_FRAMES + 1)
     return [_hostile_frame(rng, samples) for _ in range(count)]
 
 
 def hostile_stream(rng: random.Random, frames: int) -> bytes:
-    """Return what a peer without a handshake sends: a greeting, whole or broken, and ``frames`` frames of its own."""
+    """A greeting, valid or broken, and `frames` frames, as sent by a peer without a handshake."""
     if rng.random() < 0.2:
         return rng.randbytes(rng.randrange(1, MAX_RANDOM_BYTES))
     greeting = (_GREETING_START + rng.choice(_MECHANISMS).ljust(20, b"\x00") + bytes([rng.randrange(2)])).ljust(
@@ -53,6 +53,6 @@ def _wire_frame(rng: random.Random) -> bytes:
     flags = rng.randrange(8)
     body = rng.choice(_COMMANDS) + rng.randbytes(rng.randrange(100)) if flags & 4 else rng.randbytes(rng.randrange(100))
     is_long = bool(flags & 2)
-    # Now and then a length that the body does not have, up to one that no machine could hold.
+    # Sometimes a wrong length, up to one that fits in no memory.
     length = len(body) if rng.random() < 0.9 else rng.randrange(2**63 if is_long else 256)
     return bytes([flags]) + length.to_bytes(8 if is_long else 1, "big") + body

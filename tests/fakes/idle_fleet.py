@@ -1,4 +1,4 @@
-"""What `integration.client.FleetClient` owns."""
+"""A fleet for `FleetClient` that starts nothing."""
 
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -6,7 +6,7 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 
 class IdleFleet:
-    """A fleet of one stage that has started nothing, and counts how often it is closed."""
+    """A fleet of one stage. `closed_after` has the timeouts of its `close` calls."""
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self.orchestrator = orchestrator

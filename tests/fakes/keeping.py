@@ -1,4 +1,4 @@
-"""What a test opens and does not close itself."""
+"""Closes objects at the end of a test."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -13,7 +13,7 @@ _Kept = TypeVar("_Kept", bound=_Closes)
 
 
 class Keep(Protocol):
-    """Closes what it is given at the end of the test, the last first."""
+    """Registers an object to be closed at the end of the test, the last one first."""
 
     def __call__(self, opened: _Kept) -> _Kept: ...
 

@@ -1,4 +1,4 @@
-"""A link in memory: what the head sends is a list, what the engine says is a method call."""
+"""A link in memory: messages of the head are recorded, messages of the engine are method calls."""
 
 import asyncio
 from collections import deque
@@ -12,15 +12,15 @@ from vllm_omni_plugin.errors import MessageTooLargeError, ReplicaError
 
 
 class FakeLink:
-    """Satisfies `Link`, and plays the engine at its other end.
+    """Implements `Link`, and plays the engine at its other end.
 
     Attributes:
-        added: engine-side ids of the requests the head submitted, in order.
-        prompts: prompt of each of them, by that id.
-        aborted: engine-side ids it aborted, in order.
-        calls: call id, method and arguments of its utility calls, in order.
-        broken: makes `send` fail.
-        too_large: makes it refuse what it is given.
+        added: engine-side ids of the submitted requests, in order.
+        prompts: their prompts by engine-side id.
+        aborted: engine-side ids of aborted requests, in order.
+        calls: call id, method and arguments of the utility calls, in order.
+        broken: `send` fails with `ReplicaError`.
+        too_large: `send` fails with `MessageTooLargeError`.
     """
 
     def __init__(self, name: str = "replica") -> None:
@@ -53,7 +53,7 @@ class FakeLink:
         else:
             self.calls.append(tuple(body))
             if self.on_call is not None:
-                # An answer cannot come before the call has been sent.
+                # An answer cannot arrive before the call was sent.
                 asyncio.get_running_loop().call_soon(self.on_call, self, *body)
 
     def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
@@ -83,7 +83,7 @@ class FakeLink:
         self.say(DEAD_FRAME)
 
     def report(self, running: int) -> None:
-        """The engine sends statistics only; so many requests run, none wait, and each takes 1% of the KV memory."""
+        """Send statistics only: `running` requests, none waiting, 1% of the KV memory for each."""
         self.say(msgspec.json.encode(FakeOutputs(scheduler_stats=running)))
 
     def output(
@@ -94,11 +94,8 @@ class FakeLink:
         cached: int | None = None,
         running: int | None = None,
     ) -> None:
-        """The engine sends one output of a request, with one token of no meaning unless told otherwise.
-
-        Args:
-            cached: prompt tokens that were cached, as it says with the first output.
-            running: makes it report, with the same message, that so many requests run.
+        """Send one output of a request, by default with one token. `cached` is sent with the first output of a request;
+        `running` adds statistics to the message.
         """
         first = engine_request_id not in self._answered
         self._answered.add(engine_request_id)
@@ -113,7 +110,7 @@ class FakeLink:
 
 
 def answer_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> None:
-    """An `on_call` that answers each call with its method's name."""
+    """An `on_call` that answers each call with the name of its method."""
     link.answer(call_id, method)
 
 

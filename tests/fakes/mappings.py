@@ -1,4 +1,4 @@
-"""What of this process's memory is shared with another one for frames."""
+"""Mappings and descriptors of shared memory for frames in this process."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from vllm_omni_plugin.replicas.links.shared_memory import MEMORY_NAME
 
 
 def mappings() -> list[range]:
-    """Addresses of each such mapping."""
+    """Address ranges of the shared memory."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if MEMORY_NAME in line]
     return [range(*(int(address, 16) for address in line[0].split("-"))) for line in lines]
 
@@ -16,7 +16,7 @@ def is_shared(address: int) -> bool:
 
 
 def descriptors() -> list[str]:
-    """Such memory that is open."""
+    """Open descriptors of shared memory."""
     return [name for link in Path("/proc/self/fd").iterdir() if MEMORY_NAME in (name := _target(link))]
 
 
@@ -24,5 +24,5 @@ def _target(link: Path) -> str:
     try:
         return str(link.readlink())
     except FileNotFoundError:
-        # That of the listing itself.
+        # The descriptor of the listing itself.
         return ""

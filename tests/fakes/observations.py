@@ -1,10 +1,10 @@
-"""What a histogram of prometheus_client has counted."""
+"""Reads a histogram of prometheus_client."""
 
 from prometheus_client import Histogram
 
 
 def observed(histogram: Histogram) -> tuple[float, float]:
-    """How many values one without further labels has observed, and their sum."""
+    """Count and sum of a histogram without further labels."""
     (family,) = histogram.collect()
     values = {sample.name.rpartition("_")[2]: sample.value for sample in family.samples}
     return values["count"], values["sum"]

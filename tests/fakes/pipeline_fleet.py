@@ -1,4 +1,4 @@
-"""An orchestrator of several stages over links in memory, and what its clients see."""
+"""An orchestrator of several stages over links in memory, and the view of its clients."""
 
 import random
 from collections.abc import Container, Iterator, Sequence
@@ -31,7 +31,7 @@ TRANSFORM = "tests.fakes.transforms:obedient"
 
 
 def stage(stage_id: int, name: str, output: str, *inputs: str, engine: str = "vllm", **fields: Any) -> Stage:
-    """A stage; with inputs, its transform does what the request asks for."""
+    """A stage. If it has inputs, its transform does what the request asks for."""
     if engine == "vllm":
         fields.setdefault("model", name)
     if inputs:
@@ -45,22 +45,14 @@ class FakePipelineFleet(PlayedFleet):
     """Stages of replicas that the test plays. Use it as an asynchronous context manager.
 
     Args:
-        stages: of the pipeline.
-        replicas: of each stage, or of all.
-        migration_limit: see `Orchestrator`.
-        replica_wait: see `Orchestrator`.
-        send_window: when replicas get what is charged to them.
-        plan: who may come in.
+        replicas: number of replicas of each stage, or of all.
 
     Attributes:
-        now: what the orchestrator's clock shows.
-        apis: of the stages.
         links: the current link of each replica, by stage and replica.
-        tokens: what vLLM's server was given of each request.
-        cached: what it was told of cached tokens.
-        ends: how each request ended there: its finish reason or error, in order.
-        events: what each call was told.
-        traces: what traced requests did in their stages.
+        tokens: tokens of each request that vLLM's server received.
+        cached: numbers of cached tokens that it received.
+        ends: finish reason or error of each request in vLLM's server, in order.
+        events: events of each call.
     """
 
     def __init__(
@@ -100,21 +92,17 @@ class FakePipelineFleet(PlayedFleet):
                 self.join(pool.add(replica_id))
 
     def clock(self) -> float:
-        """The orchestrator's time."""
         return self.now
 
     @property
     def states(self) -> dict[str, OrchestratorRequestState]:
-        """Unfinished requests."""
         return dict(self.orchestrator.request_states)
 
     @property
     def in_flight(self) -> int:
-        """Requests charged to replicas."""
         return sum(member.queue_length for pool in self.pools for member in pool.members)
 
     def join(self, member: PoolMember) -> PlayedLink:
-        """The replica serves from now on, over a fresh link."""
         key = (member.stage_id, member.replica_id)
         python = not self.pipeline.stages[member.stage_id].is_vllm
         link = self.links[key] = PlayedLink(f"replica-{member.name}", python)
@@ -144,7 +132,7 @@ class FakePipelineFleet(PlayedFleet):
         settle: bool = True,
         **fields: Any,
     ) -> None:
-        """The client hands a request over, with a call if it names modalities."""
+        """Submit a request, with a `PipelineCall` if modalities are given."""
         call = None
         if modalities:
             events = self.events[request_id] = []
@@ -156,15 +144,10 @@ class FakePipelineFleet(PlayedFleet):
             await self.settle()
 
     async def abort(self, *request_ids: str, whole: bool = False) -> None:
-        """vLLM's server needs these no more, or their clients have left."""
         await self.hand_over(AbortRequests(request_ids, whole))
 
     async def settle(self, blocked: Container[tuple[str, int]] = ()) -> None:
-        """Wait until nothing is being prepared, and read what there is for vLLM's server.
-
-        Args:
-            blocked: requests and stages whose transform is kept from its end.
-        """
+        """Wait until all inputs are prepared, except `blocked` (request, stage) pairs, and read the outputs."""
         await eventually(
             lambda: all(each in blocked for state in self.states.values() for each in _in_preparation(state)),
             "the end of preparations",
@@ -172,30 +155,28 @@ class FakePipelineFleet(PlayedFleet):
         await self.read()
 
     async def read(self) -> None:
-        """Take what there is for vLLM's server."""
         if len(self.orchestrator.output_async_queue):
             for item in await self.orchestrator.output_async_queue.get_batch():
                 self._note(item)
 
     def attempt(self, request_id: str, stage_id: int) -> tuple[PlayedLink, str]:
-        """Link and engine-side id of what a stage does for a request now."""
+        """Link and engine-side id of the current attempt of a stage."""
         run = self.states[request_id].runs[stage_id]
         assert run.replica_id is not None
         return self.links[stage_id, run.replica_id], run.engine_request_id
 
     def tell(self, request_id: str, stage_id: int, *tokens: int, **fields: Any) -> None:
-        """The engine of a stage sends an output of a request that the test has thought of; see `PlayedLink.tell`."""
+        """Send an output from the engine of a stage; see `PlayedLink.tell`."""
         link, attempt = self.attempt(request_id, stage_id)
         link.tell(attempt, *tokens, **fields)
 
     async def step(self, request_id: str, stage_id: int, count: int = 1) -> None:
-        """The engine of a stage works on a request."""
         link, attempt = self.attempt(request_id, stage_id)
         link.step(attempt, count)
         await self.settle()
 
     async def finish(self, *request_ids: str) -> None:
-        """Engines work until these requests, or all, have ended."""
+        """Run the engines until these requests, or all, have ended."""
         while names := [name for name in self.states if name in request_ids or not request_ids]:
             for name, stage_id in list(self.at_work(names)):
                 if name in self.states and self.states[name].runs[stage_id].replica_id is not None:
@@ -206,7 +187,7 @@ class FakePipelineFleet(PlayedFleet):
         await self.read()
 
     def at_work(self, names: Sequence[str]) -> Iterator[tuple[str, int]]:
-        """Requests and stages whose engines have something to say."""
+        """Requests and stages whose engines have outputs to send."""
         for name in names:
             for stage_id, run in list(self.states[name].runs.items()):
                 if run.replica_id is not None and not run.finished:
@@ -216,12 +197,12 @@ class FakePipelineFleet(PlayedFleet):
                         yield name, stage_id
 
     def shown(self, request_id: str, stage: str) -> list[int]:
-        """Tokens of a stage that a call was told."""
+        """Tokens of a stage that a call has received."""
         events = [event for event in self.events[request_id] if isinstance(event, StageEvent) and event.stage == stage]
         return [token for event in events for token in event.output.token_ids]
 
     def call_ends(self, request_id: str) -> list[Exception | None]:
-        """How a call was told that it has ended; once, if all is well."""
+        """The errors (None: success) with which a call has ended; one entry if all is well."""
         return [event.error for event in self.events[request_id] if isinstance(event, PipelineCallEnded)]
 
     def _note(self, item: Any) -> None:

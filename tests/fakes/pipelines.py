@@ -1,4 +1,4 @@
-"""Pipelines that tests run requests through. Python stages are named by what follows their engine's colon."""
+"""Pipelines for tests."""
 
 from tests.fakes.pipeline_fleet import stage
 
@@ -8,14 +8,14 @@ CHAIN = (
     stage(0, "thinker", "text", final=True),
     stage(1, "refiner", "text", "thinker", final=True),
 )
-"""Both answers are wanted of a call; the refiner's goes through vLLM's server."""
+"""A call gets the answers of both stages; the answer of the refiner goes through vLLM's server."""
 
 SPEECH = (
     stage(0, "thinker", "text", final=True),
     stage(1, "talker", "tokens", "thinker", async_chunk=True, chunk_size=2),
     stage(2, "vocoder", "audio", "talker", engine=PYTHON, async_chunk=True, chunk_size=2, final=True),
 )
-"""The front stage is the first one, and the others begin while it runs."""
+"""The first stage is the front stage, and the others start while it runs."""
 
 FAN_OUT = (
     stage(0, "thinker", "text", final=True),

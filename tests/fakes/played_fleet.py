@@ -1,4 +1,4 @@
-"""What fleets whose replicas the test plays have in common."""
+"""Base class of fleets whose replicas are played by the test."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -24,13 +24,7 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 
 class PlayedFleet:
-    """An orchestrator that runs within an asynchronous context manager.
-
-    Attributes:
-        links: the current link of each replica.
-        remote: stands for `RemoteReplicas`.
-        exchange: of a head that has others beside it.
-    """
+    """An orchestrator that runs within an asynchronous context manager. `remote` stands for `RemoteReplicas`."""
 
     orchestrator: Orchestrator
     links: Mapping[Any, FakeLink]
@@ -39,7 +33,6 @@ class PlayedFleet:
 
     @cached_property
     def fleet_calls(self) -> FleetCalls:
-        """Those of a head that nobody can join, unless a fleet says otherwise."""
         return FleetCalls(self.orchestrator)
 
     async def __aenter__(self) -> Self:
@@ -63,30 +56,30 @@ class PlayedFleet:
         self.orchestrator.replica_serves(member, client, link.input_addr, link.output_addr, ready_response)
 
     async def hand_over(self, message: SubmitRequest | AbortRequests) -> None:
-        """Give the orchestrator a message; returns when it has dealt with it."""
+        """Send a message to the orchestrator; returns when it is handled."""
         queue = self.orchestrator.request_async_queue
         queue.force_put(message)
-        # A batch is taken and dealt with in one step of the loop, so an empty queue means that it has been.
-        await eventually(lambda: len(queue) == 0, "the taking of a message")
+        # A batch is read and handled in one step of the loop, so an empty queue means that it was handled.
+        await eventually(lambda: len(queue) == 0, "the reading of a message")
 
     def ask(self, method: str, *args: Any, stages: tuple[int, ...] | None = None) -> Future[list[Any]]:
-        """An operator calls all replicas of all stages, or of some."""
+        """Call all replicas of all stages, or of some, as an operator does."""
         reply: Future[list[Any]] = Future()
         self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
         return reply
 
     async def call(self, method: str, *args: Any, stages: tuple[int, ...] | None = None) -> list[Any]:
-        """As `ask`; returns what they answered."""
+        """As `ask`; returns the answers."""
         async with asyncio.timeout(10):
             return await asyncio.wrap_future(self.ask(method, *args, stages=stages))
 
     def answer_with(self, on_call: Callable[[FakeLink, int, str, list[Any]], None] | None) -> None:
-        """Have all replicas answer calls so from now on, or not at all."""
+        """Set `on_call` of all links."""
         for link in self.links.values():
             link.on_call = on_call
 
     async def replayed(self, stage_id: int = 0, link: FakeLink | None = None) -> list[tuple[str, list[Any]]]:
-        """What a replica that attaches to a stage is told, over this link or one of an engine that takes every call."""
+        """The calls that a replica receives when it attaches to a stage; by default it accepts every call."""
         if link is None:
             link = FakeLink("joiner")
             link.on_call = answer_calls
@@ -97,7 +90,7 @@ class PlayedFleet:
         return [(method, args) for _, method, args in link.calls]
 
     async def manage(self, action: Any, replica_id: int, stage_id: int = 0) -> None:
-        """An operator drains, resumes or removes a replica; returns when that is granted."""
+        """Drain, resume or remove a replica, as an operator does."""
         reply: Future[None] = Future()
         self.orchestrator.rpc_async_queue.force_put(ManageReplica(action, stage_id, replica_id, reply))
         async with asyncio.timeout(10):

@@ -1,4 +1,4 @@
-"""A policy that writes down what it is told."""
+"""A policy that records the calls of its methods."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,12 @@ from vllm_omni_plugin.balancing import CacheChange, Candidate, Decision, Replica
 
 
 class NotingPolicy:
-    """Satisfies `DecidingBalancer` and `PolicyHooks`.
+    """Implements `DecidingBalancer` and `PolicyHooks`.
 
     Attributes:
-        position: which replica it chooses.
-        matched_tokens: what it expects to be cached there.
-        tasks: what it was asked, in order.
-        notes: what it was told, as (method, replica id, what else).
-        fault: raised by every method that tells it something, if set.
+        position: position of the replica that it chooses.
+        notes: calls of the hooks, as (method, replica id, arguments).
+        fault: raised by every hook, if set.
     """
 
     wants_cache_events = True

@@ -1,4 +1,4 @@
-"""A pipeline's stages without vLLM: requests built, outputs read, and an engine that answers by a rule."""
+"""Stages of a pipeline without vLLM: builds requests, reads outputs, and plays an engine that answers by a rule."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
 
 ROOM = 1000
-"""Tokens of the longest input that a stage takes."""
+"""Longest input of a stage, in tokens."""
 
 
 class FakeReader(OutputReader):
@@ -37,12 +37,7 @@ class FakeReader(OutputReader):
 
 
 class FakeStageApi(FakeEngineApi):
-    """Satisfies `StageApi`.
-
-    Attributes:
-        faults: errors that methods raise, by their names.
-        held: what `build` was told of each session, in order.
-    """
+    """Implements `StageApi`. `faults` has errors by the name of the method that raises them."""
 
     def __init__(self, stage: Stage) -> None:
         self.faults: dict[str, Exception] = {}
@@ -127,12 +122,12 @@ class Played:
 
 
 class PlayedLink(FakeLink):
-    """A link whose engine answers each turn with tokens that follow from all that it was asked.
+    """A link whose engine answers each turn with tokens computed from all input so far.
 
     Attributes:
-        python: whether it is a Python stage's, which gives each turn one output and numbers them.
-        attempts: what it works on, by engine-side id.
-        requests: all that it was sent, in order.
+        python: the engine is a Python stage, which gives one numbered output for each turn.
+        attempts: running attempts by engine-side id.
+        requests: all requests, in order.
     """
 
     def __init__(self, name: str, python: bool = False) -> None:
@@ -152,12 +147,12 @@ class PlayedLink(FakeLink):
             self._add(body)
 
     def chunks(self, engine_request_id: str) -> list[list[int]]:
-        """The chunks of a session that were sent, without what closes it."""
+        """The chunks of a session that were sent, without its end."""
         sent = [body for body in self.requests if body["request_id"] == engine_request_id]
         return [body["prompt"] for body in sent if body["resumable"]]
 
     def step(self, engine_request_id: str, count: int = 1) -> None:
-        """The engine puts out so many tokens of the current turn, if there is one, or what is left of it."""
+        """Send `count` tokens of the current turn, or the rest of it."""
         attempt = self.attempts[engine_request_id]
         if not attempt.turns:
             return
@@ -174,7 +169,7 @@ class PlayedLink(FakeLink):
         self.output(engine_request_id, *new, finish_reason="stop" if finish else None)
 
     def tell(self, engine_request_id: str, *tokens: int, finish_reason: str | None = None, **fields: Any) -> None:
-        """The engine sends an output that the test has thought of."""
+        """Send an output with tokens chosen by the test."""
         self.say(
             msgspec.json.encode(
                 FakeOutputs(outputs=[FakeOutput(engine_request_id, list(tokens), finish_reason, **fields)])

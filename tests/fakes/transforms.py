@@ -1,4 +1,4 @@
-"""Transforms that do what the request asks of them."""
+"""Transforms that follow parameters of the request."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,7 @@ from vllm_omni_plugin.pipeline.transfer import StageOutput, Transfer
 
 
 def obedient(outputs: Mapping[str, StageOutput], transfer: Transfer) -> Any:
-    """All tokens that there are, unless the request's parameter of the stage's name says otherwise.
-
-    A callable there is called with the transfer; a value is returned.
-    """
+    """All input tokens, unless the request has a parameter with the stage's name: a value to return, or a callable."""
     wish = transfer.params.get(transfer.stage)
     if callable(wish):
         wish = wish(transfer)
@@ -21,15 +18,12 @@ def obedient(outputs: Mapping[str, StageOutput], transfer: Transfer) -> Any:
 
 
 def raising(transfer: Transfer) -> None:
-    """A wish that fails."""
     raise RuntimeError("no idea")
 
 
 def leaving(transfer: Transfer) -> None:
-    """A wish that would end a process."""
     raise SystemExit(3)
 
 
 def refusing(transfer: Transfer) -> None:
-    """A wish that blames the client."""
     raise StageInputError("no such voice")

@@ -31,7 +31,7 @@ async def test_only_an_engine_that_crashed_by_itself_makes_what_it_had_suspect(
             node.submit(FakeRequest(name, affinity=0))
         await eventually(lambda: len(node.orchestrator.request_states) == 2)
         engine = node.engine_of(0)
-        engine.process.last_words = ended
+        engine.process.exit_note = ended
         if reports:
             engine.say(DEAD_FRAME)
         else:

@@ -1,4 +1,4 @@
-"""An engine's publisher of KV cache events: vLLM's protocol over real sockets, and a life the test controls."""
+"""A publisher of KV cache events: vLLM's protocol over real sockets, controlled by the test."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ class FakePublisher:
     """Publishes on ipc. Lives on the running event loop.
 
     Attributes:
-        asked: numbers from which it was asked to replay, in order.
-        answers: whether it answers who asks.
+        asked: start numbers of the replay requests, in order.
+        answers: whether it answers replay requests.
     """
 
     def __init__(self, folder: Path, name: str = "events") -> None:
@@ -28,7 +28,7 @@ class FakePublisher:
         self._buffer: list[tuple[int, bytes]] = []
         self._next = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # Tells when somebody has subscribed.
+        # XPUB receives subscriptions.
         self._pub = self._context.socket(zmq.XPUB)
         self._subscribed = False
         self._pub.bind(self.endpoint)
@@ -38,7 +38,6 @@ class FakePublisher:
         self._reader.resume()
 
     def ready_response(self, blocks: int = 1000, **other: Any) -> bytes:
-        """What its engine says of itself, as far as it matters here."""
         publisher = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint, "topic": ""}
         return msgspec.msgpack.encode(
             {"max_model_len": 100, "num_gpu_blocks": blocks, "kv_events_config": publisher | other}
@@ -46,29 +45,26 @@ class FakePublisher:
 
     @property
     def is_subscribed(self) -> bool:
-        """Whether somebody has ever subscribed."""
         return self._has_subscriber(within_ms=0)
 
     def publish(self, *events: dict[str, Any]) -> None:
         self.publish_raw(msgspec.msgpack.encode([0.5, events, 0]))
 
     def publish_raw(self, payload: bytes) -> None:
-        # Who asks subscribes, too, but over another connection: without that, this would be lost and noticed too late.
+        # A listener subscribes over another connection than its replay requests; earlier batches would be lost.
         assert not self.asked or self._has_subscriber(within_ms=30_000)
         self._pub.send_multipart((b"", self._next.to_bytes(8, "big"), payload))
         self.lose_raw(payload)
 
     def lose(self, *events: dict[str, Any]) -> None:
-        """One batch that does not arrive, but is remembered."""
+        """Add a batch that is not published, but can be replayed."""
         self.lose_raw(msgspec.msgpack.encode([0.5, events, 0]))
 
     def lose_raw(self, payload: bytes) -> None:
-        """See `lose`."""
         self._buffer.append((self._next, payload))
         self._next += 1
 
-    def say(self, *frames: bytes) -> None:
-        """Send anything to subscribers."""
+    def send_frames(self, *frames: bytes) -> None:
         self._pub.send_multipart(frames)
 
     def forget(self) -> None:
@@ -98,7 +94,6 @@ class FakePublisher:
 
 
 def stored(tokens: list[int], *hashes: int, parent: int | None = None) -> dict[str, Any]:
-    """The event of blocks that follow each other."""
     return {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -120,13 +115,7 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 class Mirror:
-    """What somebody knows who hears of every change.
-
-    Attributes:
-        keys: blocks that are cached.
-        complete: what the last change said; None before any.
-        restarts: changes that began anew.
-    """
+    """The cache content as a receiver of all changes knows it. `complete` is None before the first change."""
 
     def __init__(self) -> None:
         self.keys: set[int] = set()

@@ -1,4 +1,4 @@
-"""The head's own side of a lease, and what it hears."""
+"""The head's side of leases, with a record of its callbacks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -13,7 +13,7 @@ from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, AttachSe
 
 
 class RemoteHead:
-    """A head that attaches as ours do; close it after its replicas."""
+    """A head that attaches with `attach_remote`; close it after its replicas."""
 
     def __init__(self, codec: Any, fingerprint: Mapping[str, str], **settings: Any) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -40,7 +40,6 @@ class RemoteHead:
 
     @asynccontextmanager
     async def attached(self, info: ReplicaInfo) -> AsyncIterator[RemoteReplica]:
-        """Attach, trying again while the server says that this may help."""
         async with asyncio.timeout(10):
             while True:
                 try:

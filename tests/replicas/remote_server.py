@@ -1,4 +1,4 @@
-"""A replica server and its engine on the test's own loop: real sockets, and a life the test controls."""
+"""A replica server and its engine on the test's loop: real sockets, controlled by the test."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +42,7 @@ class TimedOutput(FakeOutput):
 
 
 class TimedOutputs(FakeOutputs):
-    """A `FakeOutputs` of such outputs, with the sender's time."""
+    """A `FakeOutputs` with the sender's time."""
 
     outputs: list[TimedOutput] = msgspec.field(default_factory=list)  # type: ignore[assignment]
     timestamp: float = 0.0
@@ -65,21 +65,19 @@ class FakeServer:
     """Serves one replica to one head.
 
     Attributes:
-        info: as a coordinator would list it.
-        heard: the head's control messages, in order.
+        info: the replica as a coordinator lists it.
+        control_messages: the head's control messages, in order.
         received: the frames that reached the engine, in order.
-        refusal: what to answer to an `Attach` instead of a lease.
-        answers_beats: whether to give signs of life.
-        answers_calls: whether the engine answers utility calls; False: it hangs.
+        refusal: answer to an `Attach` instead of a lease.
+        answers_renewals, answers_calls: whether the server and its engine answer.
         admits: whether the data sockets admit the head.
-        synced: whether another head has told the engine everything.
     """
 
     def __init__(self, secrets: Secrets | None = None) -> None:
-        self.heard: list[ToServer] = []
+        self.control_messages: list[ToServer] = []
         self.received: list[list[bytes]] = []
         self.refusal: AttachRefused | None = None
-        self.answers_attach = self.answers_beats = self.answers_calls = self.admits = True
+        self.answers_attach = self.answers_renewals = self.answers_calls = self.admits = True
         self.synced = False
         self.status = ReplicaStatus.UP
         self._encrypted = secrets is not None
@@ -107,25 +105,22 @@ class FakeServer:
         for reader in self._readers:
             reader.resume()
 
-    def said(self, kind: type) -> bool:
-        """Whether the head has sent a control message of this type."""
-        return any(isinstance(message, kind) for message in self.heard)
+    def has_received(self, kind: type) -> bool:
+        return any(isinstance(message, kind) for message in self.control_messages)
 
-    def tell(self, message: FromServer) -> None:
+    def send_control(self, message: FromServer) -> None:
         self._control.send_multipart([self._head, encode(message)])
 
-    def tell_raw(self, *frames: bytes) -> None:
-        """Send anything to the head's control socket."""
+    def send_frames(self, *frames: bytes) -> None:
         self._control.send_multipart([self._head, *frames])
 
-    def say(self, outputs: TimedOutputs) -> None:
+    def send_outputs(self, outputs: TimedOutputs) -> None:
         self._output.send(msgspec.json.encode(outputs))
 
-    def say_dead(self) -> None:
+    def report_death(self) -> None:
         self._output.send(DEAD_FRAME)
 
     def cut(self) -> None:
-        """The data connections break."""
         self._readers[1].pause()
         self._input.close(linger=0)
         self._output.close(linger=0)
@@ -153,20 +148,20 @@ class FakeServer:
     def _on_control(self, frames: Sequence[Any]) -> None:
         self._head = bytes(frames[0])
         message = decode_to_server(bytes(frames[1]))
-        self.heard.append(message)
+        self.control_messages.append(message)
         if isinstance(message, Attach) and self.answers_attach:
             self._answer(message)
-        elif isinstance(message, RenewLease) and self.answers_beats:
+        elif isinstance(message, RenewLease) and self.answers_renewals:
             lease_known = message.lease == LEASE
-            self.tell(Status(LEASE, self.status) if lease_known else Expired(message.lease))
+            self.send_control(Status(LEASE, self.status) if lease_known else Expired(message.lease))
 
     def _answer(self, attach: Attach) -> None:
         if self.refusal is not None:
-            self.tell(self.refusal)
+            self.send_control(self.refusal)
             return
         if self.admits:
             self.zap_handler.admit(_DATA, attach.credential)
-        self.tell(
+        self.send_control(
             Attached(
                 lease=LEASE,
                 input_addr=self.info.input_addr,
@@ -186,7 +181,7 @@ class FakeServer:
         self.received.append(message)
         if message[1] == b"utility" and self.answers_calls:
             call_id, method, _ = msgspec.json.decode(message[2])
-            self.say(TimedOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(method))))
+            self.send_outputs(TimedOutputs(utility_output=FakeUtilityOutput(call_id, None, FakeResult(method))))
 
 
 def _address(socket: "zmq.Socket[bytes]") -> str:

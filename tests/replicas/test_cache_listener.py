@@ -30,7 +30,7 @@ Listen = Callable[..., Awaitable[Mirror]]
 
 @pytest.fixture
 async def listen(publisher: FakePublisher, keep: Keep) -> Listen:
-    """Follow the publisher's engine; returns once the first of what is published is heard."""
+    """Start a listener; waits until it has received the first replay."""
 
     async def follow(blocks: int = 1000, *, can_ask: bool = True) -> Mirror:
         mirror = Mirror()
@@ -50,7 +50,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_what_was_published_before_we_listened_is_known(publisher: FakePublisher, listen: Listen) -> None:
+async def test_batches_from_before_the_subscription_are_replayed(publisher: FakePublisher, listen: Listen) -> None:
     publisher.publish(stored(TOKENS, 1, 2, 3))
     publisher.publish(removed(3))
     mirror = await listen()
@@ -58,7 +58,7 @@ async def test_what_was_published_before_we_listened_is_known(publisher: FakePub
     assert (mirror.complete, mirror.restarts) == (True, 1)
 
 
-async def test_a_batch_that_got_lost_is_asked_for(
+async def test_a_lost_batch_is_replayed(
     publisher: FakePublisher, listen: Listen, caplog: pytest.LogCaptureFixture
 ) -> None:
     mirror = await listen()
@@ -70,7 +70,7 @@ async def test_a_batch_that_got_lost_is_asked_for(
     assert (mirror.complete, mirror.restarts, warnings(caplog)) == (True, 1, [])
 
 
-async def test_what_is_lost_for_good_leaves_nothing_known_until_the_cache_is_cleared(
+async def test_after_a_permanent_loss_the_cache_is_unknown_until_it_is_cleared(
     publisher: FakePublisher, listen: Listen, caplog: pytest.LogCaptureFixture
 ) -> None:
     mirror = await listen()
@@ -89,7 +89,7 @@ async def test_what_is_lost_for_good_leaves_nothing_known_until_the_cache_is_cle
     assert "estimated" in warning
 
 
-async def test_a_malformed_batch_is_a_loss_that_is_said_once(
+async def test_a_malformed_batch_is_a_loss_and_logged_once(
     publisher: FakePublisher, listen: Listen, caplog: pytest.LogCaptureFixture
 ) -> None:
     mirror = await listen()
@@ -101,7 +101,7 @@ async def test_a_malformed_batch_is_a_loss_that_is_said_once(
     assert (mirror.keys, mirror.complete, len(warnings(caplog))) == (set(), False, 1)
 
 
-async def test_an_event_that_cannot_be_read_is_skipped_and_that_is_said_once(
+async def test_an_invalid_event_is_skipped_and_logged_once(
     publisher: FakePublisher, listen: Listen, caplog: pytest.LogCaptureFixture
 ) -> None:
     mirror = await listen()
@@ -116,26 +116,26 @@ async def test_an_event_that_cannot_be_read_is_skipped_and_that_is_said_once(
 @pytest.mark.parametrize(
     "frames", [(b"",), (b"", b"short", b""), (b"", bytes(8), b"", b"")], ids=["one", "number", "four"]
 )
-async def test_messages_of_the_wrong_shape_are_ignored_and_said_once(
+async def test_malformed_messages_are_ignored_and_logged_once(
     publisher: FakePublisher, listen: Listen, caplog: pytest.LogCaptureFixture, frames: tuple[bytes, ...]
 ) -> None:
     mirror = await listen()
-    publisher.say(*frames)
-    publisher.say(*frames)
+    publisher.send_frames(*frames)
+    publisher.send_frames(*frames)
     publisher.publish(stored(FIRST, 1))
     await eventually(lambda: mirror.keys == {KEYS[0]})
     assert (mirror.complete, mirror.restarts) == (True, 1)
     assert len(warnings(caplog)) == 1
 
 
-async def test_more_blocks_than_the_engine_has_are_a_sign_of_loss(publisher: FakePublisher, listen: Listen) -> None:
+async def test_more_blocks_than_the_engine_has_mean_a_loss(publisher: FakePublisher, listen: Listen) -> None:
     mirror = await listen(blocks=1)
     publisher.publish(stored(TOKENS, 1, 2, 3))
     await eventually(lambda: mirror.complete is False)
     assert mirror.keys == set()
 
 
-async def test_where_nobody_answers_batches_in_order_count_and_a_gap_is_a_loss_in_the_end(
+async def test_a_gap_without_replay_is_a_loss(
     publisher: FakePublisher, listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_listener, "_MOST_MISSED", 3)
@@ -151,9 +151,7 @@ async def test_where_nobody_answers_batches_in_order_count_and_a_gap_is_a_loss_i
     assert (mirror.keys, publisher.asked) == (set(), [0])
 
 
-async def test_what_comes_while_an_answer_is_on_its_way_is_neither_lost_nor_taken_twice(
-    publisher: FakePublisher, listen: Listen
-) -> None:
+async def test_batches_during_a_replay_are_applied_once(publisher: FakePublisher, listen: Listen) -> None:
     mirror = await listen()
     for number in range(30):
         act = publisher.lose if number % 3 == 1 else publisher.publish
@@ -165,9 +163,7 @@ async def test_what_comes_while_an_answer_is_on_its_way_is_neither_lost_nor_take
     assert (mirror.complete, mirror.restarts) == (True, 1)
 
 
-async def test_without_a_replay_endpoint_batches_from_the_first_on_are_complete(
-    publisher: FakePublisher, listen: Listen
-) -> None:
+async def test_without_a_replay_endpoint_a_gap_is_a_loss_at_once(publisher: FakePublisher, listen: Listen) -> None:
     mirror = await listen(can_ask=False)
     assert mirror.complete is None
     publisher.publish(stored(FIRST, 1))
@@ -178,7 +174,7 @@ async def test_without_a_replay_endpoint_batches_from_the_first_on_are_complete(
     assert publisher.asked == []
 
 
-async def test_a_closed_listener_says_nothing_more_and_may_be_closed_again(publisher: FakePublisher) -> None:
+async def test_a_closed_listener_reports_nothing_and_can_be_closed_again(publisher: FakePublisher) -> None:
     mirror = Mirror()
     closed = listen_to_cache(publisher.ready_response(), mirror.take, "replica 3")
     assert closed is not None

@@ -17,7 +17,7 @@ class Reader(Mirror):
         self.parts = 0
 
     def read(self, log: CacheLog, parts: int = 10**6) -> "Reader":
-        """Take in what is new, up to so many parts."""
+        """Read at most `parts` parts."""
         for _ in range(parts):
             part = log.since(self.cursor)
             if part is None:
@@ -36,18 +36,17 @@ def begun(*keys: int) -> CacheLog:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logs that are long soon, and parts that are small."""
     monkeypatch.setattr(cache_log, "MAX_PART", 7)
     monkeypatch.setattr(cache_log, "_SHORTEST_COMPACTED", 30)
 
 
-def test_nothing_is_said_before_the_first_report_but_that_nothing_is_cached_is() -> None:
+def test_an_empty_cache_is_reported_but_no_report_is_not() -> None:
     assert CacheLog().since(BEGINNING) is None
     reader = Reader().read(begun())
     assert (reader.restarts, reader.complete, reader.keys) == (1, True, set())
 
 
-def test_a_reader_gets_all_and_then_what_changes() -> None:
+def test_a_reader_gets_all_blocks_and_then_the_changes() -> None:
     log = begun(1, 2)
     reader = Reader().read(log)
     assert reader.keys == {1, 2}
@@ -59,7 +58,7 @@ def test_a_reader_gets_all_and_then_what_changes() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_what_changes_between_two_parts_is_not_missed() -> None:
+def test_changes_between_two_parts_are_not_lost() -> None:
     log = begun(*range(20))
     reader = Reader().read(log, parts=1)
     log.append(CacheChange(stored=[100], removed=[0, 15]))
@@ -67,7 +66,7 @@ def test_what_changes_between_two_parts_is_not_missed() -> None:
     assert (reader.parts, reader.restarts) == (4, 1)
 
 
-def test_lost_reports_are_a_restart_that_is_not_complete() -> None:
+def test_lost_reports_are_an_incomplete_restart() -> None:
     log = begun(1)
     reader = Reader().read(log)
     log.append(CacheChange(restart=True, complete=False))
@@ -79,14 +78,14 @@ def test_lost_reports_are_a_restart_that_is_not_complete() -> None:
 
 
 @pytest.mark.parametrize("cursor", [Cursor(7, 10**6), Cursor(1, 2), Cursor(1, -1)], ids=["later", "ahead", "none"])
-def test_a_cursor_that_is_none_of_ours_begins_anew(cursor: Cursor) -> None:
+def test_an_unknown_cursor_restarts(cursor: Cursor) -> None:
     part = begun(1).since(cursor)
     assert part is not None
     assert part[1] == CacheChange((1,), (), restart=True)
 
 
 @pytest.mark.usefixtures("small")
-def test_a_log_is_bounded_and_who_had_read_all_of_it_goes_on_where_another_begins_anew() -> None:
+def test_a_log_is_compacted_and_only_slow_readers_restart() -> None:
     log = begun()
     slow, quick = Reader().read(log), Reader().read(log)
     for key in range(1000):
@@ -98,7 +97,7 @@ def test_a_log_is_bounded_and_who_had_read_all_of_it_goes_on_where_another_begin
     assert slow.parts < 15
 
 
-def test_a_change_is_announced_when_it_can_be_read() -> None:
+def test_on_change_is_called_when_the_change_can_be_read() -> None:
     log = CacheLog()
     seen: list[set[int]] = []
     log.on_change = lambda: seen.append(Reader().read(log).keys)
@@ -109,7 +108,7 @@ def test_a_change_is_announced_when_it_can_be_read() -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("seed", range(10))
-def test_readers_of_any_pace_agree_with_the_cache(seed: int) -> None:
+def test_fast_and_slow_readers_agree_with_the_cache(seed: int) -> None:
     rng = random.Random(seed)
     log, truth = begun(), set[int]()
     readers = [Reader() for _ in range(5)]

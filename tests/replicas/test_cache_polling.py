@@ -27,7 +27,7 @@ def changes(since: Cursor, cursor: Cursor, *keys: int, restart: bool = False) ->
     return CacheChanges(LEASE, since, cursor, pack_keys(keys), b"", restart, complete=True)
 
 
-def test_the_second_answer_to_a_question_asked_twice_is_ignored() -> None:
+def test_a_second_answer_to_the_same_poll_is_ignored() -> None:
     sent: list[ToServer] = []
     mirror = Mirror()
     follower = CachePollClient(LEASE, sent.append, mirror.take)
@@ -40,7 +40,7 @@ def test_the_second_answer_to_a_question_asked_twice_is_ignored() -> None:
     assert sent[2:] == [PollCache(LEASE, Cursor(3, 3))]
 
 
-def test_keys_that_are_cut_off_are_no_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_with_incomplete_keys_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     mirror = Mirror()
     follower = CachePollClient(LEASE, lambda _: None, mirror.take)
     follower.take(CacheChanges(LEASE, BEGINNING, Cursor(3, 3), b"1234567", b"", True, complete=True))
@@ -48,12 +48,12 @@ def test_keys_that_are_cut_off_are_no_change(caplog: pytest.LogCaptureFixture) -
     assert "about cached blocks was dropped" in caplog.text
 
 
-def test_a_message_with_more_keys_than_a_part_has_is_refused() -> None:
+def test_a_message_with_too_many_keys_is_refused() -> None:
     with pytest.raises(WireError):
         decode_from_server(encode(changes(BEGINNING, Cursor(1, 1), *range(MAX_PART + 1))))
 
 
-async def test_what_changes_in_the_pause_after_an_answer_is_told_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_in_the_pause_after_an_answer_are_sent_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_polling, "_PAUSE_S", 0.0)
     sent: list[Any] = []
     followers, log = CachePollServer(lambda peer, message: sent.append(message)), CacheLog()

@@ -33,21 +33,21 @@ def ready(**publisher: Any) -> bytes:
         ),
     ],
 )
-def test_a_publisher_on_this_machine_is_found(said: dict[str, Any], found: CacheSource) -> None:
+def test_a_local_publisher_is_found(said: dict[str, Any], found: CacheSource) -> None:
     assert publishes_cache_events(ready(**said))
     assert find_cache_source(ready(**said)) == found
 
 
 @pytest.mark.parametrize("response", [ready(), b"", b'"ready"', msgspec.msgpack.encode([1])])
-def test_an_engine_that_reports_nothing_is_left_alone(response: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_without_a_publisher_is_ignored(response: bytes, caplog: pytest.LogCaptureFixture) -> None:
     assert not publishes_cache_events(response)
     assert listen_to_cache(response, lambda _: None, "replica 0") is None
     assert caplog.records == []
     assert find_cache_source(response) is None
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://collector:5557", "inproc://events", "ipx://nonsense"])
-async def test_a_publisher_that_we_cannot_listen_to_is_said_with_its_address(
+@pytest.mark.parametrize("endpoint", ["tcp://collector:5557", "inproc://events", "ipx://nonsense", "tcp://*:nonsense"])
+async def test_an_unusable_publisher_is_logged_with_its_address(
     endpoint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     response = ready(endpoint=endpoint)
@@ -55,10 +55,4 @@ async def test_a_publisher_that_we_cannot_listen_to_is_said_with_its_address(
     assert listen_to_cache(response, lambda _: None, "replica 0") is None
     (record,) = caplog.records
     assert "replica 0" in record.getMessage()
-    assert endpoint in record.getMessage()
-
-
-async def test_an_address_that_is_none_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert listen_to_cache(ready(endpoint="tcp://*:nonsense"), lambda _: None, "replica 0") is None
-    (record,) = caplog.records
-    assert "tcp://127.0.0.1:nonsense" in record.getMessage()
+    assert endpoint.replace("*", "127.0.0.1") in record.getMessage()

@@ -18,7 +18,7 @@ KEYS = tuple(prompt_keys(Prompt([*TOKENS, 0]), SIZE))
 
 
 def stored(*hashes: int, parent: int | None = None, first: int = 0, **other: object) -> BlockStored:
-    """The blocks of `TOKENS` from the given one on, under these names."""
+    """The event of blocks of `TOKENS` from index `first` on, with these hashes."""
     tokens = TOKENS[first * SIZE : (first + len(hashes)) * SIZE]
     return msgspec.convert(
         {
@@ -48,7 +48,7 @@ def test_blocks_stored_at_once_or_one_after_another_have_the_keys_of_their_promp
     assert names.apply([stored(2, 3, parent=1, first=1)]).stored == KEYS[1:]
 
 
-def test_a_block_with_names_by_what_follows_it_is_reusable_until_the_last_of_them_is_removed() -> None:
+def test_a_block_with_several_hashes_is_reusable_until_the_last_hash_is_removed() -> None:
     names = CachedBlocks()
     names.apply([stored(1, lookahead_token_ids=[[7]]), stored(2, lookahead_token_ids=[[8]])])
     assert names.apply([removed(1)]) == CacheChange()
@@ -56,7 +56,7 @@ def test_a_block_with_names_by_what_follows_it_is_reusable_until_the_last_of_the
     assert names.apply([removed(1)]).removed == KEYS[:1]
 
 
-def test_a_block_is_reusable_until_the_last_of_its_copies_is_removed() -> None:
+def test_a_block_is_reusable_until_its_last_copy_is_removed() -> None:
     names = CachedBlocks()
     names.apply([stored(1, 2)])
     names.apply([stored(1, 2), stored(1)])
@@ -67,13 +67,13 @@ def test_a_block_is_reusable_until_the_last_of_its_copies_is_removed() -> None:
     assert names.copies == 0
 
 
-def test_of_what_happens_to_a_block_in_one_batch_the_last_counts() -> None:
+def test_the_last_event_of_a_block_in_a_batch_counts() -> None:
     names = CachedBlocks()
     assert names.apply([stored(1), removed(1), stored(1)]) == CacheChange(stored=KEYS[:1])
     assert names.apply([removed(1), stored(1), removed(1)]) == CacheChange(removed=KEYS[:1])
 
 
-def test_what_comes_after_a_clearing_is_all_there_is() -> None:
+def test_a_clear_event_drops_all_earlier_blocks() -> None:
     names = CachedBlocks()
     names.apply([stored(1, 2, 3)])
     assert names.apply([removed(3), AllBlocksCleared(), stored(1)]) == CacheChange(stored=KEYS[:1], restart=True)
@@ -93,13 +93,13 @@ def test_what_comes_after_a_clearing_is_all_there_is() -> None:
         pytest.param(removed(7), id="removed and never seen"),
     ],
 )
-def test_what_cannot_be_reused_by_a_prompt_or_not_be_named_changes_nothing(event: BlockStored | BlockRemoved) -> None:
+def test_events_of_unusable_blocks_are_ignored(event: BlockStored | BlockRemoved) -> None:
     names = CachedBlocks()
     assert names.apply([event]) == CacheChange()
     assert names.copies == 0
 
 
-def test_a_removal_from_other_memory_leaves_the_block() -> None:
+def test_a_removal_from_other_memory_is_ignored() -> None:
     names = CachedBlocks()
     names.apply([stored(1)])
     assert names.apply([removed(1, medium="CPU"), removed(1, group_idx=1)]) == CacheChange()
@@ -120,7 +120,7 @@ def test_a_malformed_batch_is_refused(batch: bytes) -> None:
         decode_events(batch)
 
 
-def test_a_batch_with_more_than_we_read_is_read() -> None:
+def test_unknown_fields_of_a_batch_are_ignored() -> None:
     event = msgspec.structs.asdict(stored(1)) | {"type": "BlockStored", "lora_id": None, "session_id": "s", "new": [1]}
     (decoded,) = decode_events(msgspec.msgpack.encode([1.0, [event], 3]))
     assert CachedBlocks().apply([decoded]).stored == KEYS[:1]
@@ -136,7 +136,7 @@ def test_a_batch_with_more_than_we_read_is_read() -> None:
         pytest.param(as_sent(stored(9)) | {"block_hashes": "h"}, "BlockStored: Expected `array`", id="wrong type"),
     ],
 )
-def test_an_event_that_cannot_be_read_leaves_the_others_of_its_batch(event: dict[str, Any], reason: str) -> None:
+def test_an_invalid_event_is_skipped_and_the_others_of_its_batch_are_used(event: dict[str, Any], reason: str) -> None:
     skipped: list[str] = []
     batch = [as_sent(stored(1)), event, as_sent(stored(2, parent=1, first=1)), as_sent(removed(1))]
     events = decode_events(msgspec.msgpack.encode([1.0, batch]), skipped.append)

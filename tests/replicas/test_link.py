@@ -27,8 +27,7 @@ class Ends:
     def on_message(self, frames: list[Any]) -> None:
         self.read.append(bytes(frames[0]))
 
-    def say(self, first: int, last: int) -> None:
-        """The engine sends the numbers of a range."""
+    def send_numbers(self, first: int, last: int) -> None:
         for number in range(first, last):
             self.outputs.send(b"%d" % number)
 
@@ -46,7 +45,7 @@ def ends(tmp_path: Path, keep: Keep) -> Ends:
     return keep(Ends(tmp_path))
 
 
-async def test_a_message_goes_to_the_engine_and_its_ready_response_comes_back(ends: Ends) -> None:
+async def test_messages_pass_in_both_directions(ends: Ends) -> None:
     ends.requests.send(b"ready")
     assert receive(ends.link.input_socket)[1] == b"ready"
     ends.link.send((b"kind", b"body"))
@@ -61,15 +60,15 @@ async def test_sending_to_an_engine_that_never_connected_is_an_error(tmp_path: P
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 1000])
 async def test_a_burst_arrives_whole_and_in_order(ends: Ends, count: int) -> None:
-    ends.say(0, count // 2)
+    ends.send_numbers(0, count // 2)
     ends.link.start_reading(ends.on_message)
-    ends.say(count // 2, count)
+    ends.send_numbers(count // 2, count)
     await eventually(lambda: len(ends.read) == count)
     assert ends.read == ends.expected(count)
 
 
-async def test_a_burst_lets_other_work_have_its_turn(ends: Ends) -> None:
-    ends.say(0, 1000)
+async def test_other_callbacks_run_during_a_burst(ends: Ends) -> None:
+    ends.send_numbers(0, 1000)
     seen_between: list[int] = []
 
     def on_message(frames: list[Any]) -> None:
@@ -82,7 +81,7 @@ async def test_a_burst_lets_other_work_have_its_turn(ends: Ends) -> None:
     assert seen_between[0] < 1000
 
 
-async def test_a_message_that_cannot_be_handled_does_not_keep_those_behind_it_unread(ends: Ends) -> None:
+async def test_an_error_in_handling_a_message_does_not_stop_reading(ends: Ends) -> None:
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
 
@@ -91,19 +90,19 @@ async def test_a_message_that_cannot_be_handled_does_not_keep_those_behind_it_un
         if len(ends.read) == 999:
             raise KeyError("a fault of ours")
 
-    ends.say(0, 1000)
+    ends.send_numbers(0, 1000)
     ends.link.start_reading(on_message)
     await eventually(lambda: len(ends.read) == 1000)
     assert len(reported) == 1
 
 
-async def test_a_pause_from_within_a_burst_stops_at_once_and_loses_nothing(ends: Ends) -> None:
+async def test_a_pause_within_a_burst_stops_at_once_and_loses_nothing(ends: Ends) -> None:
     def on_message(frames: list[Any]) -> None:
         ends.on_message(frames)
         if len(ends.read) == 10:
             ends.link.pause_reading()
 
-    ends.say(0, 300)
+    ends.send_numbers(0, 300)
     ends.link.start_reading(on_message)
     await eventually(lambda: len(ends.read) == 10)
     for _ in range(10):
@@ -119,7 +118,7 @@ async def test_a_pause_from_within_a_burst_stops_at_once_and_loses_nothing(ends:
 async def test_drain_reads_while_paused(ends: Ends) -> None:
     ends.link.start_reading(ends.on_message)
     ends.link.pause_reading()
-    ends.say(0, 150)
+    ends.send_numbers(0, 150)
 
     def all_drained() -> bool:
         ends.link.drain()
@@ -133,7 +132,7 @@ async def test_close_is_idempotent_and_ends_reading_and_sending(ends: Ends) -> N
     ends.link.start_reading(ends.on_message)
     ends.link.close()
     ends.link.close()
-    ends.say(0, 5)
+    ends.send_numbers(0, 5)
     ends.link.drain()
     ends.link.pause_reading()
     ends.link.resume_reading()

@@ -30,7 +30,7 @@ async def start(launcher: ServedFakeLauncher, executor: ThreadPoolExecutor) -> E
     return await start_local_engine(launcher, FakeEngineApi(), executor, 0, lambda _: None)
 
 
-async def test_an_engine_that_does_not_say_in_time_that_it_is_ready_is_ended(
+async def test_an_engine_that_is_not_ready_in_time_is_killed(
     launcher: ServedFakeLauncher, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ServedFakeEngine, "wait", lambda *_: None)
@@ -40,7 +40,7 @@ async def test_an_engine_that_does_not_say_in_time_that_it_is_ready_is_ended(
     assert launcher.engines[0].process.killed
 
 
-async def test_a_local_engine_is_followed_until_its_replica_is_closed(
+async def test_the_cache_of_a_local_engine_is_reported(
     launcher: ServedFakeLauncher, executor: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     publisher, mirror = FakePublisher(tmp_path), Mirror()

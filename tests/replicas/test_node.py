@@ -41,7 +41,7 @@ class FakeServer:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-async def test_the_first_signal_drains_and_the_second_ends(signum: signal.Signals) -> None:
+async def test_the_first_signal_drains_and_the_second_stops(signum: signal.Signals) -> None:
     servers = [FakeServer(), FakeServer()]
     node = asyncio.create_task(run_node(servers, 0, HEAD))
     await asyncio.sleep(0)
@@ -55,7 +55,7 @@ async def test_the_first_signal_drains_and_the_second_ends(signum: signal.Signal
     await node
 
 
-async def test_a_node_ends_when_its_last_replica_has_left() -> None:
+async def test_a_node_ends_with_its_last_replica() -> None:
     servers = [FakeServer(), FakeServer()]
     node = asyncio.create_task(run_node(servers, 0, HEAD))
     servers[0].end.set_result(None)
@@ -65,7 +65,7 @@ async def test_a_node_ends_when_its_last_replica_has_left() -> None:
     await node
 
 
-async def test_a_replica_that_fails_ends_the_others() -> None:
+async def test_a_failed_replica_stops_the_others() -> None:
     servers = [FakeServer(), FakeServer()]
     node = asyncio.create_task(run_node(servers, 0, HEAD))
     await asyncio.sleep(0)
@@ -75,7 +75,7 @@ async def test_a_replica_that_fails_ends_the_others() -> None:
     assert servers[1].cancelled
 
 
-async def test_a_head_that_is_never_found_ends_the_node_with_its_address_and_the_way_to_wait() -> None:
+async def test_a_node_that_never_reaches_the_head_ends_with_an_error() -> None:
     server = FakeServer()
     server.ready.set()
     with pytest.raises(OmniError, match=rf"no head answered at {HEAD} within 0\.01 s.*--omni-join-timeout 0"):
@@ -83,7 +83,7 @@ async def test_a_head_that_is_never_found_ends_the_node_with_its_address_and_the
     assert server.cancelled
 
 
-async def test_the_time_to_join_begins_when_the_engine_is_ready_and_ends_with_the_joining() -> None:
+async def test_the_join_timeout_starts_when_the_engine_is_ready() -> None:
     server = FakeServer()
     node = asyncio.create_task(run_node([server], 0.01, HEAD))
     await asyncio.wait({node}, timeout=0.05)
@@ -127,7 +127,7 @@ async def test_a_node_may_open_as_many_files_as_its_replicas_need() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-async def test_replicas_that_need_more_files_than_there_may_be_are_refused_before_they_start(
+async def test_replicas_that_need_too_many_files_are_refused_before_they_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
@@ -140,7 +140,7 @@ async def test_replicas_that_need_more_files_than_there_may_be_are_refused_befor
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), zmq.ZMQError(errno.EMFILE)])
-async def test_a_replica_that_gets_no_descriptor_ends_the_node_with_what_to_do(error: Exception) -> None:
+async def test_a_replica_without_descriptors_ends_the_node_with_advice(error: Exception) -> None:
     servers = [FakeServer(), FakeServer()]
     servers[0].end.set_exception(error)
     with pytest.raises(OmniError, match=r"Too many open files: .*ulimit -n"):

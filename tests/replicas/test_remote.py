@@ -1,4 +1,4 @@
-"""Attaching to a replica server, staying attached, and every way to lose it. Real sockets, engines in name only."""
+"""Attaching to a replica server, renewing the lease, and every way to lose the replica. Real sockets, fake engines."""
 
 import asyncio
 import re
@@ -45,7 +45,7 @@ OLD, NEW, FOREIGN = "an old secret of ours", "the new secret of ours", "a secret
 
 
 class Wire:
-    """A tcp connection that can be cut so that neither end is told."""
+    """A tcp connection that can be cut without a FIN to either end."""
 
     def __init__(self, address: str) -> None:
         self._port = int(address.rpartition(":")[2])
@@ -54,7 +54,6 @@ class Wire:
         self.cut = False
 
     async def open(self) -> str:
-        """The address to connect to instead."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -76,7 +75,7 @@ class Wire:
 
 
 def stand_still() -> None:
-    """Hold the loop up for longer than a short heartbeat timeout."""
+    """Block the loop for longer than a short heartbeat timeout."""
     time.sleep(2.5)
 
 
@@ -91,47 +90,38 @@ async def server(keep: Keep) -> FakeServer:
     return keep(FakeServer())
 
 
-async def test_attaching_says_who_asks_for_what_and_ends_with_an_answer_of_the_engine(
+async def test_attaching_sends_the_configuration_and_waits_for_an_answer_of_the_engine(
     head: RemoteHead, server: FakeServer
 ) -> None:
     async with head.attached(server.info) as replica:
-        attach = server.heard[0]
+        attach = server.control_messages[0]
         assert isinstance(attach, Attach)
         assert (attach.protocol, attach.incarnation, attach.head_id) == (PROTOCOL_VERSION, 1, "head")
         assert attach.fingerprint == {"dtype": "bfloat16"}
         assert replica.ready_response == b"ready"
-        assert server.received[0][:2] == [IDENTITY, b"utility"]
-        assert b"is_sleeping" in server.received[0][2]
-
-
-async def test_requests_and_calls_carry_the_engines_identity_and_the_leases_client_index(
-    head: RemoteHead, server: FakeServer
-) -> None:
-    async with head.attached(server.info) as replica:
         replica.client.add_request(FakeRequest("a"), "a-1")
         await eventually(lambda: len(server.received) == 2)
         call, add = server.received
+        assert b"is_sleeping" in call[2]
+        assert (call[0], call[1], call[-1]) == (IDENTITY, b"utility", b"%d" % CLIENT_INDEX)
         assert (add[0], add[1], add[-1]) == (IDENTITY, b"add", b"%d" % CLIENT_INDEX)
-        assert call[-1] == b"%d" % CLIENT_INDEX
 
 
-async def test_the_senders_times_are_told_in_our_clock(head: RemoteHead, server: FakeServer) -> None:
+async def test_times_are_converted_to_our_clock(head: RemoteHead, server: FakeServer) -> None:
     async with head.attached(server.info):
-        server.say(TimedOutputs(timestamp=50.0, outputs=[TimedOutput("a-1", events=[FakeEvent(49.0)])]))
+        server.send_outputs(TimedOutputs(timestamp=50.0, outputs=[TimedOutput("a-1", events=[FakeEvent(49.0)])]))
         await eventually(lambda: head.outputs)
         assert head.outputs[0].timestamp == 1000.0
         assert head.outputs[0].outputs[0].events[0].timestamp == 999.0
 
 
-async def test_the_server_hears_that_the_engine_was_told_everything_and_shall_leave_and_gets_the_lease_back(
-    head: RemoteHead, server: FakeServer
-) -> None:
+async def test_synced_drain_and_detach_are_sent_to_the_server(head: RemoteHead, server: FakeServer) -> None:
     replica = await head.attach(server.info)
     replica.report_synced()
     replica.request_drain()
     replica.close()
     replica.close()
-    await eventually(lambda: server.heard[-3:] == [StateSynced(LEASE), DrainReplica(LEASE), Detach(LEASE)])
+    await eventually(lambda: server.control_messages[-3:] == [StateSynced(LEASE), DrainReplica(LEASE), Detach(LEASE)])
     assert (head.deaths, replica.lost.result()) == ([], "closed")
 
 
@@ -143,14 +133,14 @@ async def test_a_refusal_is_an_error_with_the_servers_reason(
     with pytest.raises(AttachRefusedError, match="dtype: head has bfloat16, replica float16") as caught:
         await head.attach(server.info)
     assert caught.value.lasting is lasting
-    assert not server.said(Detach)
+    assert not server.has_received(Detach)
 
 
 async def test_draining_and_its_end_are_reported(head: RemoteHead, server: FakeServer) -> None:
     async with head.attached(server.info):
-        server.tell(Status(LEASE, ReplicaStatus.DRAINING))
+        server.send_control(Status(LEASE, ReplicaStatus.DRAINING))
         await eventually(lambda: ReplicaStatus.DRAINING in head.statuses)
-        server.tell(Status(LEASE, ReplicaStatus.UP))
+        server.send_control(Status(LEASE, ReplicaStatus.UP))
         await eventually(lambda: head.statuses[-1] is ReplicaStatus.UP)
         assert head.deaths == []
 
@@ -168,51 +158,53 @@ async def test_a_server_that_ends_the_lease_is_a_loss(
     head: RemoteHead, server: FakeServer, message: Status | Expired, reason: str, engine_failed: bool
 ) -> None:
     async with head.attached(server.info) as replica:
-        server.tell(message)
+        server.send_control(message)
         await eventually(lambda: head.deaths)
         assert (head.deaths, replica.client.engine_failed) == ([reason], engine_failed)
         with pytest.raises(ReplicaError, match=reason):
             replica.client.add_request(FakeRequest("a"), "a-1")
 
 
-@pytest.mark.parametrize("sign", [FakeServer.say_dead, FakeServer.cut], ids=["its own word", "its connections break"])
-async def test_how_an_engine_ended_is_its_servers_word_though_another_sign_of_it_comes_first(
+@pytest.mark.parametrize(
+    "sign", [FakeServer.report_death, FakeServer.cut], ids=["its own word", "its connections break"]
+)
+async def test_the_servers_reason_counts_even_if_another_sign_of_the_loss_arrives_first(
     head: RemoteHead, server: FakeServer, monkeypatch: pytest.MonkeyPatch, sign: Callable[[FakeServer], None]
 ) -> None:
     monkeypatch.setattr(remote_module, "_GRACE_S", 20.0)
     async with head.attached(server.info) as replica:
         sign(server)
         # The sign comes in less time than these take.
-        beats = len(server.heard)
-        await eventually(lambda: head.deaths or len(server.heard) > beats + 10)
-        server.tell(Status(LEASE, ReplicaStatus.ERROR, "its worker was ended by SIGILL", engine_failed=True))
+        beats = len(server.control_messages)
+        await eventually(lambda: head.deaths or len(server.control_messages) > beats + 10)
+        server.send_control(Status(LEASE, ReplicaStatus.ERROR, "its worker was ended by SIGILL", engine_failed=True))
         await eventually(lambda: head.deaths)
         assert (head.deaths, replica.client.engine_failed) == (["its worker was ended by SIGILL"], True)
 
 
-async def test_messages_about_another_lease_and_garbage_change_nothing(
+async def test_invalid_messages_and_messages_for_another_lease_are_ignored(
     head: RemoteHead, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with head.attached(server.info):
-        server.tell(Expired(LEASE + 1))
-        server.tell(Status(LEASE + 1, ReplicaStatus.DOWN))
-        server.tell_raw(b"\xff{")
-        server.tell_raw(b"one", b"two")
-        server.tell(Status(LEASE, ReplicaStatus.DRAINING))
+        server.send_control(Expired(LEASE + 1))
+        server.send_control(Status(LEASE + 1, ReplicaStatus.DOWN))
+        server.send_frames(b"\xff{")
+        server.send_frames(b"one", b"two")
+        server.send_control(Status(LEASE, ReplicaStatus.DRAINING))
         await eventually(lambda: ReplicaStatus.DRAINING in head.statuses)
         assert head.deaths == []
     assert caplog.text.count("Dropped an invalid frame") == 1
 
 
-async def test_what_the_engine_said_before_its_loss_is_still_delivered(head: RemoteHead, server: FakeServer) -> None:
+async def test_outputs_sent_before_the_loss_are_delivered(head: RemoteHead, server: FakeServer) -> None:
     async with head.attached(server.info) as replica:
         replica.client.pause_reading()
-        server.say(TimedOutputs(timestamp=1.0, outputs=[TimedOutput("a-1")]))
-        server.say(TimedOutputs(timestamp=2.0, outputs=[TimedOutput("a-2")]))
+        server.send_outputs(TimedOutputs(timestamp=1.0, outputs=[TimedOutput("a-1")]))
+        server.send_outputs(TimedOutputs(timestamp=2.0, outputs=[TimedOutput("a-2")]))
         # Later messages of the same sender have been answered, so these have arrived, too.
-        beats = len(server.heard)
-        await eventually(lambda: len(server.heard) > beats + 2)
-        server.tell(Status(LEASE, ReplicaStatus.ERROR, "its engine died"))
+        beats = len(server.control_messages)
+        await eventually(lambda: len(server.control_messages) > beats + 2)
+        server.send_control(Status(LEASE, ReplicaStatus.ERROR, "its engine died"))
         await eventually(lambda: head.deaths)
         assert [output.request_id for outputs in head.outputs for output in outputs.outputs] == ["a-1", "a-2"]
 
@@ -232,29 +224,29 @@ async def test_broken_data_connections_are_a_loss(head: RemoteHead, server: Fake
         assert head.deaths[0].startswith("the data connection to its server broke")
 
 
-async def test_a_server_that_gives_no_sign_of_life_is_a_loss(
+async def test_a_server_that_does_not_answer_renewals_is_a_loss(
     head: RemoteHead, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine libzmq's own check of the connection, after 0.8 s, could be first.
     monkeypatch.setattr(control_link, "_CHECK_TIMEOUT_MS", 60_000)
     head.set(heartbeat_timeout=2.0)
     async with head.attached(server.info):
-        server.answers_beats = False
+        server.answers_renewals = False
         await eventually(lambda: head.deaths)
         assert head.deaths == ["its server has not answered for 2 s"]
 
 
-async def test_a_head_that_was_stopped_itself_blames_nobody(head: RemoteHead, server: FakeServer) -> None:
+async def test_a_head_that_was_blocked_itself_loses_no_replica(head: RemoteHead, server: FakeServer) -> None:
     head.set(heartbeat_timeout=2.0)
     async with head.attached(server.info):
-        heard = len(server.heard)
+        heard = len(server.control_messages)
         # Both stand still, since they share the loop: the next beat is late by more than the timeout.
         stand_still()
-        await eventually(lambda: len(server.heard) > heard + 5)
+        await eventually(lambda: len(server.control_messages) > heard + 5)
         assert head.deaths == []
 
 
-async def test_a_link_that_is_cut_without_a_word_is_a_loss(head: RemoteHead, server: FakeServer) -> None:
+async def test_a_silent_connection_loss_is_a_loss(head: RemoteHead, server: FakeServer) -> None:
     wire = Wire(server.info.control_addr)
     server.info = with_changes(server.info, control_addr=await wire.open())
     try:
@@ -266,33 +258,36 @@ async def test_a_link_that_is_cut_without_a_word_is_a_loss(head: RemoteHead, ser
         await wire.close()
 
 
-async def test_an_engine_that_hangs_is_not_attached_to(head: RemoteHead, server: FakeServer) -> None:
+@pytest.mark.parametrize(
+    ("silent", "reason"),
+    [
+        ("answers_calls", "its engine did not answer within 2 s"),
+        ("answers_attach", r"its server at tcp://127\.0\.0\.1:\d+ did not answer within 2 s"),
+    ],
+)
+async def test_attaching_to_a_hung_engine_or_server_fails(
+    head: RemoteHead, server: FakeServer, silent: str, reason: str
+) -> None:
+    # Long enough for the handshake on a busy machine, which would be the reason instead.
     head.set(heartbeat_timeout=2.0)
-    server.answers_calls = False
-    with pytest.raises(ReplicaError, match="its engine did not answer within 2 s"):
+    setattr(server, silent, False)
+    with pytest.raises(ReplicaError, match=reason):
         await head.attach(server.info)
-    await eventually(lambda: server.said(Detach))
-
-
-async def test_a_server_that_does_not_answer_is_named(head: RemoteHead, server: FakeServer) -> None:
-    # Long enough for the handshake on a busy machine, which would be named instead.
-    head.set(heartbeat_timeout=2.0)
-    server.answers_attach = False
-    with pytest.raises(ReplicaError, match=r"its server at tcp://127\.0\.0\.1:\d+ did not answer within 2 s"):
-        await head.attach(server.info)
+    if silent == "answers_calls":
+        await eventually(lambda: server.has_received(Detach))
 
 
 async def test_an_engine_lost_while_attaching_is_an_error_at_once(head: RemoteHead, server: FakeServer) -> None:
     server.answers_calls = False
     attaching = asyncio.ensure_future(head.attach(server.info))
     await eventually(lambda: server.received)
-    server.tell(Status(LEASE, ReplicaStatus.ERROR, "its engine died"))
+    server.send_control(Status(LEASE, ReplicaStatus.ERROR, "its engine died"))
     with pytest.raises(ReplicaError, match="its engine died"):
         await attaching
 
 
 @pytest.mark.parametrize(("which", "timeout"), [("control_addr", 1.5), ("output_addr", 5.0)])
-async def test_an_address_that_nobody_answers_is_named_with_ours_and_the_systems_reason(
+async def test_an_unreachable_address_is_an_error_with_our_address_and_the_systems_reason(
     head: RemoteHead, server: FakeServer, which: str, timeout: float
 ) -> None:
     head.set(heartbeat_timeout=timeout)
@@ -303,21 +298,22 @@ async def test_an_address_that_nobody_answers_is_named_with_ours_and_the_systems
         await head.attach(server.info)
 
 
-@pytest.mark.parametrize("address", ["tcp://nowhere", "nonsense"])
-async def test_an_address_that_is_none_is_an_error(head: RemoteHead, server: FakeServer, address: str) -> None:
-    server.info = with_changes(server.info, control_addr=address)
-    with pytest.raises(ReplicaError, match=f"cannot connect to '{address}'"):
-        await head.attach(server.info)
-
-
-async def test_a_port_that_is_none_is_named(head: RemoteHead, server: FakeServer) -> None:
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("tcp://nowhere", "cannot connect to 'tcp://nowhere'"),
+        ("nonsense", "cannot connect to 'nonsense'"),
+        ("tcp://127.0.0.1:99999", r"announced tcp://127\.0\.0\.1:99999, which is no tcp address"),
+    ],
+)
+async def test_an_invalid_address_is_an_error(head: RemoteHead, server: FakeServer, address: str, reason: str) -> None:
     head.set(heartbeat_timeout=0.1)
-    server.info = with_changes(server.info, control_addr="tcp://127.0.0.1:99999")
-    with pytest.raises(ReplicaError, match=r"announced tcp://127\.0\.0\.1:99999, which is no tcp address"):
+    server.info = with_changes(server.info, control_addr=address)
+    with pytest.raises(ReplicaError, match=reason):
         await head.attach(server.info)
 
 
-async def test_data_sockets_that_do_not_admit_us_are_named(head: RemoteHead, server: FakeServer) -> None:
+async def test_data_sockets_that_refuse_the_credential_are_an_error(head: RemoteHead, server: FakeServer) -> None:
     server.admits = False
     with pytest.raises(ReplicaError, match=r"tcp://127\.0\.0\.1:\d+ refused the data connection"):
         await head.attach(server.info)
@@ -328,7 +324,7 @@ async def test_data_sockets_that_do_not_admit_us_are_named(head: RemoteHead, ser
     [((NEW,), (NEW,)), ((NEW, OLD), (OLD,)), ((OLD,), (OLD, NEW)), ((OLD, NEW), (NEW, OLD))],
     ids=["same", "head knows the new one first", "server knows the new one too", "both turned around"],
 )
-async def test_ends_that_share_a_secret_work_together_encrypted(
+async def test_ends_with_a_common_secret_connect(
     head: RemoteHead, keep: Keep, ours: tuple[str, ...], theirs: tuple[str, ...]
 ) -> None:
     server = keep(FakeServer(Secrets(theirs)))
@@ -347,11 +343,11 @@ async def test_ends_that_share_a_secret_work_together_encrypted(
     ],
     ids=["another secret", "no secret", "a secret too many"],
 )
-async def test_ends_that_share_no_secret_are_told_why(
+async def test_ends_without_a_common_secret_get_an_error_with_the_reason(
     head: RemoteHead, keep: Keep, ours: tuple[str, ...], theirs: tuple[str, ...], told: str
 ) -> None:
     server = keep(FakeServer(Secrets(theirs) if theirs else None))
     head.set(secrets=Secrets(ours) if ours else None)
     with pytest.raises(ReplicaError, match=f"{server.info.control_addr}: .*({told})"):
         await head.attach(server.info)
-    assert server.heard == []
+    assert server.control_messages == []

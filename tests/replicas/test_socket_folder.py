@@ -39,7 +39,7 @@ class Owner:
         self.process.communicate()
 
 
-def test_what_a_killed_process_leaves_is_swept_by_the_next(short_path: Path) -> None:
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(short_path: Path) -> None:
     with Owner(short_path) as killed:
         killed.process.kill()
         killed.process.wait()
@@ -50,7 +50,7 @@ def test_what_a_killed_process_leaves_is_swept_by_the_next(short_path: Path) -> 
     assert list(short_path.iterdir()) == []
 
 
-def test_sockets_of_a_process_that_runs_are_left(short_path: Path) -> None:
+def test_the_folder_of_a_running_process_stays(short_path: Path) -> None:
     with Owner(short_path) as running:
         assert running.socket.parent.parent == short_path
         sweep(str(short_path))
@@ -58,7 +58,7 @@ def test_sockets_of_a_process_that_runs_are_left(short_path: Path) -> None:
             assert running.socket.exists()
 
 
-def test_only_folders_of_that_name_are_swept(short_path: Path) -> None:
+def test_only_folders_with_the_prefix_are_removed(short_path: Path) -> None:
     other = short_path / "other"
     other.mkdir()
     (other / "file").touch()
@@ -71,7 +71,7 @@ def test_only_folders_of_that_name_are_swept(short_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-def test_folders_of_others_are_left(short_path: Path) -> None:
+def test_folders_of_other_users_stay(short_path: Path) -> None:
     theirs = short_path / "omni-run-theirs"
     theirs.mkdir()
     os.chown(theirs, 65534, 65534)
@@ -79,7 +79,7 @@ def test_folders_of_others_are_left(short_path: Path) -> None:
     assert theirs.exists()
 
 
-def test_a_long_path_is_used_as_it_is(short_path: Path) -> None:
+def test_a_long_base_path_gets_no_folder(short_path: Path) -> None:
     long = short_path / ("x" * 60)
     long.mkdir()
     with Owner(long) as owner:

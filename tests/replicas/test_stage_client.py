@@ -31,7 +31,6 @@ class Peer:
         self.outputs.append(outputs)
 
     async def open_call(self, method: str, *args: Any) -> asyncio.Task[Any]:
-        """Start a call and return it once the engine has it."""
         before = len(self.link.calls)
         task = asyncio.create_task(self.client.call(method, *args))
         await asyncio.sleep(0)
@@ -44,7 +43,7 @@ async def peer() -> Peer:
     return Peer()
 
 
-async def test_calls_are_answered_each_with_its_own_reply(peer: Peer) -> None:
+async def test_each_call_gets_its_own_reply(peer: Peer) -> None:
     first = await peer.open_call("one", 1)
     second = await peer.open_call("two")
     (first_id, *first_call), (second_id, *_) = peer.link.calls
@@ -55,7 +54,7 @@ async def test_calls_are_answered_each_with_its_own_reply(peer: Peer) -> None:
     assert peer.outputs == []
 
 
-async def test_a_call_is_answered_by_its_own_reply_alone_which_may_be_a_refusal(peer: Peer) -> None:
+async def test_replies_with_other_ids_are_ignored_and_a_refusal_is_an_error(peer: Peer) -> None:
     call = await peer.open_call("one")
     call_id = peer.link.calls[0][0]
     peer.link.answer(call_id + 100, "whose?")
@@ -81,7 +80,7 @@ async def test_a_reply_to_a_cancelled_call_is_ignored(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xff\xfe", b"[]", b'{"outputs": 3}', b'{"utility_output": {"call_id": 0}}'])
-async def test_a_message_that_cannot_be_used_is_the_replicas_death(peer: Peer, frame: bytes) -> None:
+async def test_an_invalid_message_marks_the_replica_dead(peer: Peer, frame: bytes) -> None:
     call = await peer.open_call("one")
     call_id = peer.link.calls[0][0]
     peer.link.say(frame.replace(b"0", str(call_id).encode()))
@@ -91,7 +90,7 @@ async def test_a_message_that_cannot_be_used_is_the_replicas_death(peer: Peer, f
         await call
 
 
-async def test_outputs_that_cannot_be_handled_are_the_replicas_death(
+async def test_an_error_in_handling_outputs_marks_the_replica_dead(
     peer: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer.fault = RuntimeError("bug")
@@ -117,7 +116,7 @@ async def test_death_fails_open_calls_and_refuses_new_ones(peer: Peer) -> None:
     assert (len(peer.link.calls), peer.link.added, peer.link.aborted) == (2, [], [])
 
 
-async def test_death_is_told_once_with_its_first_reason(peer: Peer) -> None:
+async def test_on_dead_is_called_once_with_the_first_reason(peer: Peer) -> None:
     peer.client.mark_dead("first")
     peer.client.mark_dead("second")
     peer.link.say_dead()
@@ -127,7 +126,7 @@ async def test_death_is_told_once_with_its_first_reason(peer: Peer) -> None:
     assert "first" in repr(peer.client)
 
 
-async def test_the_engines_own_word_of_its_death_counts_where_nobody_says_more_in_time() -> None:
+async def test_a_reported_death_counts_after_the_grace_time() -> None:
     peer = Peer(grace=0.01)
     peer.link.say_dead()
     peer.link.say_dead()
@@ -136,7 +135,7 @@ async def test_the_engines_own_word_of_its_death_counts_where_nobody_says_more_i
     assert peer.deaths == ["the engine reported its own death"]
 
 
-async def test_a_client_that_is_closed_before_somebody_says_more_tells_of_one_end(
+async def test_closing_the_client_cancels_the_grace_timer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -156,14 +155,14 @@ async def test_a_client_that_is_closed_before_somebody_says_more_tells_of_one_en
     assert peer.deaths == ["closed"]
 
 
-async def test_nothing_is_heard_of_the_dead(peer: Peer) -> None:
+async def test_outputs_of_a_dead_replica_are_ignored(peer: Peer) -> None:
     peer.client.mark_dead("distrusted")
     peer.link.output("a")
     peer.link.report(3)
     assert peer.outputs == []
 
 
-async def test_a_send_that_fails_is_the_replicas_death(peer: Peer) -> None:
+async def test_a_failed_send_marks_the_replica_dead(peer: Peer) -> None:
     peer.link.broken = True
     with pytest.raises(ReplicaError, match="cannot send"):
         peer.client.add_request(FakeRequest("a"), "a-1")
@@ -190,7 +189,7 @@ async def test_close_closes_the_link_and_fails_open_calls(peer: Peer) -> None:
     assert peer.link.closed
 
 
-async def test_what_came_while_paused_is_read_on_resume_or_drain(peer: Peer) -> None:
+async def test_messages_that_arrive_in_a_pause_are_read_on_resume_or_drain(peer: Peer) -> None:
     peer.client.pause_reading()
     peer.link.report(1)
     assert peer.outputs == []
@@ -201,7 +200,7 @@ async def test_what_came_while_paused_is_read_on_resume_or_drain(peer: Peer) -> 
     assert [outputs.scheduler_stats for outputs in peer.outputs] == [1, 2]
 
 
-async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_engine_answers(peer: Peer) -> None:
+async def test_an_interruption_fails_calls_but_not_probes(peer: Peer) -> None:
     alive = asyncio.create_task(peer.client.probe())
     await asyncio.sleep(0)
     call = await peer.open_call("one")
@@ -213,7 +212,7 @@ async def test_an_interruption_fails_calls_and_leaves_the_question_whether_the_e
     assert peer.deaths == []
 
 
-async def test_an_engine_that_refuses_calls_since_it_was_told_to_end_answers_and_may_finish_its_requests(
+async def test_an_engine_that_refuses_calls_during_its_shutdown_is_alive(
     peer: Peer,
 ) -> None:
     alive = asyncio.create_task(peer.client.probe())
@@ -223,7 +222,7 @@ async def test_an_engine_that_refuses_calls_since_it_was_told_to_end_answers_and
     assert peer.deaths == []
 
 
-async def test_what_an_engine_says_between_its_interruption_and_its_reset_is_dropped(peer: Peer) -> None:
+async def test_outputs_between_an_interruption_and_the_reset_are_dropped(peer: Peer) -> None:
     peer.client.interrupt("no answer")
     peer.link.output("a")
     peer.link.report(3)
@@ -238,7 +237,7 @@ async def test_what_an_engine_says_between_its_interruption_and_its_reset_is_dro
     assert [outputs.scheduler_stats for outputs in peer.outputs] == [4]
 
 
-async def test_only_calls_that_may_take_long_make_an_engine_busy(peer: Peer) -> None:
+async def test_only_long_calls_make_an_engine_busy(peer: Peer) -> None:
     question, update = await peer.open_call("is_sleeping"), await peer.open_call("collective_rpc", "update_weights")
     assert peer.client.is_busy
     peer.link.answer(peer.link.calls[1][0])

@@ -1,4 +1,4 @@
-"""A replica server that runs, with the coordinator it announces itself to."""
+"""Fixtures: a running replica server with its coordinator."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -44,12 +44,12 @@ class Node:
 
     @property
     def info(self) -> ReplicaInfo | None:
-        """The replica as heads see it, or None while they see none that takes work."""
+        """The replica in the list, or None if it is not UP."""
         replicas = self.coordinator.get_active_replicas().replicas
         return replicas[0] if replicas else None
 
     async def up(self, *, after: int = 0) -> ReplicaInfo:
-        """The replica once it is announced as UP, under a later incarnation than `after`."""
+        """The replica once it is UP with a later incarnation than `after`."""
         found: list[ReplicaInfo] = []
 
         def is_up() -> bool:
@@ -70,7 +70,6 @@ class Node:
             yield head
 
     def head(self, **other: Any) -> Head:
-        """A head that means this replica."""
         return Head(self.server.control_addr, dict(FINGERPRINT), **({"secrets": self.settings.secrets} | other))
 
 
@@ -79,7 +78,6 @@ StartNode = Callable[..., Awaitable[Node]]
 
 @pytest.fixture
 def socket_folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the ipc sockets lie."""
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_path))
     return short_path
 
@@ -91,7 +89,6 @@ def launcher(socket_folder: Path, keep: Keep) -> ServedFakeLauncher:
 
 @pytest.fixture
 async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
-    """Start a replica server with other settings than the usual; it is ended after the test."""
     nodes: list[Node] = []
 
     async def start(*, launcher_fails: int = 0, **other: Any) -> Node:
@@ -123,13 +120,11 @@ async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
 
 @pytest.fixture
 async def node(start_node: StartNode) -> Node:
-    """One with the usual settings."""
     return await start_node()
 
 
 @pytest.fixture
 async def head(node: Node) -> AsyncIterator[Head]:
-    """A head with a lease of that one."""
     async with node.attached() as head:
         yield head
 
@@ -139,8 +134,6 @@ MakeHead = Callable[..., RemoteHead]
 
 @pytest.fixture
 def make_head(keep: Keep) -> MakeHead:
-    """Heads that attach as ours do; they are closed after the test."""
-
     def make(secrets: Secrets | None = None, max_message_bytes: int = 2**30) -> RemoteHead:
         return keep(RemoteHead(SlotCodec(), FINGERPRINT, secrets=secrets, max_message_bytes=max_message_bytes))
 

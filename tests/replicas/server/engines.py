@@ -1,4 +1,4 @@
-"""Engines behind a replica server: real ipc sockets and a thread that answers, but a life the test controls."""
+"""Engines of a replica server: real ipc sockets and a thread that answers, controlled by the test."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from vllm_omni_plugin.replicas.links.link import Frames
 
 
 class SlotCodec(FakeEngineApi):
-    """Puts the client index on the wire, for engines with several outputs, which have times."""
+    """Sends the client index, for engines with several outputs; outputs have times."""
 
     def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
         return (b"utility", msgspec.json.encode((client_index, call_id, method, args)))
@@ -28,13 +28,13 @@ class SlotCodec(FakeEngineApi):
 
 
 class ServedFakeEngine(FakeProcess):
-    """Satisfies `Process`. Answers utility calls with False; what it says of requests is the test's.
+    """Implements `Process`. Answers utility calls with False.
 
     Attributes:
-        frames: all messages that reached it, in order.
-        aborted: request ids it was told to abort.
-        calls: (client index, method) of its utility calls.
-        failure: what it says instead of a result, if anything.
+        frames: all received messages, in order.
+        aborted: ids of aborted requests.
+        calls: (client index, method) of the utility calls.
+        failure: failure message of utility calls instead of a result.
     """
 
     def __init__(self, pid: int, identity: bytes, fails: bool = False, ready: bytes = READY) -> None:
@@ -48,7 +48,7 @@ class ServedFakeEngine(FakeProcess):
         self._fails = fails
         self._ready = ready
         self._hung = False
-        self._orders: deque[Callable[[], None]] = deque()
+        self._actions: deque[Callable[[], None]] = deque()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC)
         self._over = False
         self._thread: threading.Thread | None = None
@@ -66,26 +66,25 @@ class ServedFakeEngine(FakeProcess):
         self.process.kill()
 
     def hang(self) -> None:
-        """Take nothing in and answer nothing, until `recover`."""
-        self._order(lambda: setattr(self, "_hung", True))
+        """Neither read nor answer until `recover`."""
+        self._run_on_thread(lambda: setattr(self, "_hung", True))
 
     def recover(self) -> None:
-        self._order(lambda: setattr(self, "_hung", False))
+        self._run_on_thread(lambda: setattr(self, "_hung", False))
 
-    def say(self, slot: int, *request_ids: str) -> None:
-        """Send a token of each request, a message each, on one output."""
+    def send_tokens(self, slot: int, *request_ids: str) -> None:
+        """Send one message with one token for each request on the output of a slot."""
         frames = [msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(request_id)])) for request_id in request_ids]
-        self._order(lambda: self._send(self._outputs[slot : slot + 1], frames))
+        self._run_on_thread(lambda: self._send(self._outputs[slot : slot + 1], frames))
 
-    def announce_death(self) -> None:
-        self._order(lambda: self._send(self._outputs, [DEAD_FRAME]))
+    def report_death(self) -> None:
+        self._run_on_thread(lambda: self._send(self._outputs, [DEAD_FRAME]))
 
     def close(self) -> None:
-        """End it and free what the test holds of it."""
         self.process.die()
         os.close(self.process.sentinel)
         if self._thread is not None:
-            self._order(lambda: setattr(self, "_over", True))
+            self._run_on_thread(lambda: setattr(self, "_over", True))
             self._thread.join()
         os.close(self._wakeup)
 
@@ -94,8 +93,8 @@ class ServedFakeEngine(FakeProcess):
             for frame in frames:
                 output.send(frame)
 
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
+    def _run_on_thread(self, action: Callable[[], None]) -> None:
+        self._actions.append(action)
         os.eventfd_write(self._wakeup, 1)
 
     def _run(self) -> None:
@@ -108,8 +107,8 @@ class ServedFakeEngine(FakeProcess):
                     self._take(self._dealer.recv_multipart())
                 else:
                     os.eventfd_read(self._wakeup)
-                    while self._orders:
-                        self._orders.popleft()()
+                    while self._actions:
+                        self._actions.popleft()()
         for socket in (self._dealer, *self._outputs):
             socket.close()
 
@@ -127,12 +126,12 @@ class ServedFakeEngine(FakeProcess):
 
 @dataclass
 class ServedFakeLauncher(FakeLauncher):
-    """A `FakeLauncher` of such engines.
+    """A `FakeLauncher` of `ServedFakeEngine`s.
 
     Attributes:
-        failing: how many of the next starts fail.
-        trouble: what the next starts raise.
-        ready: what the next engines say of themselves.
+        failing: number of next starts that fail.
+        trouble: errors that the next starts raise.
+        ready: ready response of the next engines.
     """
 
     engines: list[ServedFakeEngine] = field(default_factory=list)  # type: ignore[assignment]

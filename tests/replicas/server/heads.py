@@ -32,11 +32,7 @@ _numbers = itertools.count()
 
 
 class Head:
-    """One head process. Use it as an asynchronous context manager.
-
-    Attributes:
-        attached: the last lease.
-    """
+    """One head process with its last lease. Use it as an asynchronous context manager."""
 
     attached: Attached
 
@@ -59,8 +55,8 @@ class Head:
     ) -> None:
         self._context.destroy(linger=0)
 
-    async def ask_to_attach(self, means: int, **other: Any) -> Attached | AttachRefused:
-        """One try, with fields of `Attach` other than the right ones."""
+    async def try_attach(self, means: int, **other: Any) -> Attached | AttachRefused:
+        """One attempt; `other` overrides fields of `Attach`."""
         said: dict[str, Any] = {
             "protocol": PROTOCOL_VERSION,
             "incarnation": means,
@@ -68,20 +64,20 @@ class Head:
             "credential": self.credential,
             "fingerprint": self._fingerprint,
         }
-        await self.say(Attach(**(said | other)))
-        answer = await self.hear()
+        await self.send_control(Attach(**(said | other)))
+        answer = await self.next_message()
         while not isinstance(answer, Attached | AttachRefused):
-            answer = await self.hear()
+            answer = await self.next_message()
         return answer
 
     async def attach(self, incarnation: int) -> Attached:
-        """Attach, trying again while the replica says that this may help, and connect."""
+        """Attach, retrying refusals that are not lasting, and connect the data sockets."""
         for socket in self._data_sockets:
             socket.close(linger=0)
-        # Former connections may yet be made again, and would take what is for the new ones.
+        # Old sockets may reconnect and would receive messages for the new ones.
         self._renew_credential()
         async with asyncio.timeout(20):
-            while isinstance(answer := await self.ask_to_attach(incarnation), AttachRefused):
+            while isinstance(answer := await self.try_attach(incarnation), AttachRefused):
                 assert not answer.lasting, answer
                 await asyncio.sleep(0.002)
         self.attached = answer
@@ -89,7 +85,7 @@ class Head:
         return answer
 
     async def connect(self, attached: Attached, credential: str, **options: int) -> tuple[Any, Any]:
-        """Data sockets with a credential and ZMQ options of the caller's choice."""
+        """Connect data sockets with this credential and these ZMQ options."""
         inputs, outputs = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         for socket, address in ((inputs, attached.input_addr), (outputs, attached.output_addr)):
             if attached.data_key:
@@ -107,30 +103,29 @@ class Head:
         self._public, self._secret = zmq.curve_keypair()
         self.credential = self._public.decode() if self._secrets else random_words.token_hex(20)
 
-    async def say(self, message: ToServer) -> None:
+    async def send_control(self, message: ToServer) -> None:
         await self._control.send(encode(message))
 
-    async def say_frames(self, frames: list[bytes]) -> None:
+    async def send_frames(self, frames: list[bytes]) -> None:
         await self._control.send_multipart(frames)
 
-    async def hear(self) -> FromServer:
+    async def next_message(self) -> FromServer:
         return decode_from_server(await within(self._control.recv()))
 
-    async def hear_status(self) -> Status:
-        """The next message, which must be a status."""
-        status = await self.hear()
+    async def next_status(self) -> Status:
+        status = await self.next_message()
         assert isinstance(status, Status), status
         return status
 
     async def renew(self) -> FromServer:
-        await self.say(RenewLease(self.attached.lease))
-        return await self.hear()
+        await self.send_control(RenewLease(self.attached.lease))
+        return await self.next_message()
 
     async def detach(self) -> None:
-        await self.say(Detach(self.attached.lease))
+        await self.send_control(Detach(self.attached.lease))
 
-    async def leave(self) -> None:
-        await self.say(DrainReplica(self.attached.lease))
+    async def request_drain(self) -> None:
+        await self.send_control(DrainReplica(self.attached.lease))
 
     async def send(self, *frames: bytes) -> None:
         await within(self.inputs.send_multipart([self.attached.identity, *frames]))
@@ -146,6 +141,6 @@ class Head:
 
 
 async def within(awaitable: Any) -> Any:
-    """The result, or a failure after ten seconds."""
+    """Await with a limit of ten seconds."""
     async with asyncio.timeout(10):
         return await awaitable

@@ -19,7 +19,7 @@ def settings(coordinator: OmniCoordinator) -> ServerSettings:
     return ServerSettings("127.0.0.1", None, coordinator.router_zmq_addr, 3, 1.0, 10.0, 60.0, None, {})
 
 
-async def test_a_head_that_refuses_the_secret_is_named_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refused_secret_is_logged_with_the_address_and_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     coordinator = OmniCoordinator("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", secrets=Secrets(["the secret of the head"]))
     joined = asyncio.Event()
     with ThreadPoolExecutor(1) as executor, caplog.at_level(logging.WARNING):

@@ -20,7 +20,7 @@ SECRETS = Secrets(["a secret that both ends know"])
 
 
 def fail_next_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next output that is taken back from a head cannot be."""
+    """Let the next release of an output slot fail."""
     close, failures = DataProxy.close, [OSError(errno.EMFILE, "Too many open files")]
 
     def close_and_fail_once(proxy: DataProxy) -> None:
@@ -34,49 +34,47 @@ def fail_next_close(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_requests_and_outputs_pass_between_head_and_engine(head: Head, node: Node) -> None:
     await head.add("a")
     await eventually(lambda: [b"add", msgspec.json.encode({"request_id": "a"})] in node.engine.frames)
-    node.engine.say(0, "a", "b", "c")
+    node.engine.send_tokens(0, "a", "b", "c")
     assert await head.read_ids(3) == ["a", "b", "c"]
     assert head.attached.ready_response == b'"ready"'
     assert head.attached.client_index == 0
     assert await head.renew() == Status(head.attached.lease, ReplicaStatus.UP)
 
 
-async def test_two_heads_have_slots_of_their_own(node: Node) -> None:
+async def test_two_heads_have_different_slots(node: Node) -> None:
     async with node.attached() as first, node.attached() as second:
         slot = second.attached.client_index
         assert slot != 0
-        node.engine.say(0, *["first"] * 100)
-        node.engine.say(slot, *["second"] * 100)
+        node.engine.send_tokens(0, *["first"] * 100)
+        node.engine.send_tokens(slot, *["second"] * 100)
         assert await second.read_ids(100) == ["second"] * 100
         assert await first.read_ids(100) == ["first"] * 100
 
 
-async def test_the_next_heads_hear_that_an_engine_was_told_everything_until_its_last_head_has_gone(
+async def test_an_engine_stays_synced_until_its_last_head_has_detached(
     node: Node,
 ) -> None:
     async with node.attached() as first:
         assert not first.attached.synced
-        await first.say(StateSynced(first.attached.lease))
+        await first.send_control(StateSynced(first.attached.lease))
         await first.renew()
         async with node.attached() as second:
             assert second.attached.synced
-            await let_go(second)
-        await let_go(first)
+            await detach_and_wait(second)
+        await detach_and_wait(first)
     async with node.attached() as later:
         assert not later.attached.synced
 
 
-async def let_go(head: Head) -> None:
-    """Detach, and return once the replica has read it: the next head's connection may be faster than this one."""
+async def detach_and_wait(head: Head) -> None:
+    """Detach, and wait until the server has read it; the next head's connection may be faster than this one."""
     await head.detach()
     assert await head.renew() == Expired(head.attached.lease)
 
 
-async def test_an_engine_that_is_started_anew_because_an_output_could_not_be_taken_back_was_told_nothing(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_restarted_engine_is_not_synced(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     async with node.attached() as first:
-        await first.say(StateSynced(first.attached.lease))
+        await first.send_control(StateSynced(first.attached.lease))
         before = await node.up()
         fail_next_close(monkeypatch)
         await first.detach()
@@ -94,37 +92,37 @@ async def test_an_engine_that_is_started_anew_because_an_output_could_not_be_tak
         ("fingerprint", {}, True, "model: head has nothing, replica tiny"),
     ],
 )
-async def test_a_head_that_differs_is_refused_with_both_values(
+async def test_a_head_with_another_configuration_is_refused_with_both_values(
     start_node: StartNode, field: str, value: object, lasting: bool, reason: str
 ) -> None:
     node = await start_node(secrets=SECRETS)
     info = await node.up()
     async with node.head() as head:
-        answer = await head.ask_to_attach(info.incarnation, **{field: value})
+        answer = await head.try_attach(info.incarnation, **{field: value})
     assert isinstance(answer, AttachRefused)
     assert answer.lasting is lasting
     assert reason in answer.reason
 
 
 @pytest.mark.parametrize("said", [{"protocol": 99}, {"fingerprint": {}}, {"fingerprint": {"model": "tiny"}}])
-async def test_without_a_secret_only_the_log_says_what_differs(
+async def test_without_a_secret_only_the_log_names_the_difference(
     node: Node, caplog: pytest.LogCaptureFixture, said: dict[str, Any]
 ) -> None:
     info = await node.up()
     async with node.head() as stranger:
-        answers = [await stranger.ask_to_attach(info.incarnation, **said) for _ in range(2)]
+        answers = [await stranger.try_attach(info.incarnation, **said) for _ in range(2)]
     told = encode(answers[0])
     assert answers[0] == answers[1]
     assert not any(word in told for word in (b"tiny", b"model", b"dtype", b"float32", b"99"))
     assert "replica float32" in caplog.text or "head has 99" in caplog.text
 
 
-async def test_a_head_too_many_is_refused_for_now(node: Node) -> None:
+async def test_a_head_is_refused_while_all_slots_are_leased(node: Node) -> None:
     async with AsyncExitStack() as heads:
         attached = [await heads.enter_async_context(node.attached()) for _ in range(HEAD_SLOTS)]
         one_more = await heads.enter_async_context(node.head())
         info = await node.up()
-        answer = await one_more.ask_to_attach(info.incarnation)
+        answer = await one_more.try_attach(info.incarnation)
         assert isinstance(answer, AttachRefused)
         assert not answer.lasting
         await attached[-1].detach()
@@ -135,15 +133,15 @@ async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartN
     node = await start_node(heartbeat_timeout=2.0)
     async with node.attached() as head:
         lease = head.attached.lease
-        message = await head.hear()
+        message = await head.next_message()
         assert message == Expired(lease)
-        node.engine.say(0, "orphan")
+        node.engine.send_tokens(0, "orphan")
         await eventually(lambda: node.engine.aborted == ["orphan"])
         await eventually(lambda: (HEAD_SLOTS, "abort_requests") in node.engine.calls)
         assert await head.renew() == Expired(lease)
 
 
-async def test_a_head_that_cannot_be_let_go_costs_the_engine_and_the_next_silent_head_is_noticed(
+async def test_a_failed_release_restarts_the_engine_and_leases_still_expire(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_next_close(monkeypatch)
@@ -154,31 +152,31 @@ async def test_a_head_that_cannot_be_let_go_costs_the_engine_and_the_next_silent
     assert node.launcher.engines[0].process.ended
     async with node.head() as head:
         attached = await head.attach(after.incarnation)
-        assert await head.hear() == Expired(attached.lease)
+        assert await head.next_message() == Expired(attached.lease)
 
 
-async def test_a_lease_is_good_on_its_own_connection_only(node: Node) -> None:
+async def test_a_lease_is_valid_on_its_own_connection_only(node: Node) -> None:
     async with node.attached() as head, node.head() as other:
         other.attached = head.attached
         assert await other.renew() == Expired(head.attached.lease)
         await other.detach()
-        await other.leave()
+        await other.request_drain()
         assert await head.renew() == Status(head.attached.lease, ReplicaStatus.UP)
 
 
-async def test_outputs_for_a_former_head_never_reach_the_next(node: Node) -> None:
+async def test_outputs_of_a_former_head_never_reach_the_next(node: Node) -> None:
     for turn in range(5):
         async with node.attached() as head:
             slot = head.attached.client_index
-            node.engine.say(slot, *[f"of turn {turn}"] * 3000)
+            node.engine.send_tokens(slot, *[f"of turn {turn}"] * 3000)
             assert await head.read_ids(1) == [f"of turn {turn}"]
             await head.detach()
     async with node.attached() as last:
-        node.engine.say(last.attached.client_index, "mine")
+        node.engine.send_tokens(last.attached.client_index, "mine")
         assert await last.read_ids(1) == ["mine"]
 
 
-async def test_a_head_that_attaches_anew_gives_up_what_it_had(head: Head, node: Node) -> None:
+async def test_a_second_lease_of_a_head_ends_the_first(head: Head, node: Node) -> None:
     info = await node.up()
     former = head.attached
     await head.attach(info.incarnation)
@@ -188,25 +186,25 @@ async def test_a_head_that_attaches_anew_gives_up_what_it_had(head: Head, node: 
     assert isinstance(await head.renew(), Status)
 
 
-async def test_outputs_of_an_unleased_slot_are_taken_and_their_requests_aborted(node: Node) -> None:
+async def test_requests_with_outputs_on_an_unleased_slot_are_aborted(node: Node) -> None:
     await node.up()
-    node.engine.say(2, *[f"r{number}" for number in range(5000)])
+    node.engine.send_tokens(2, *[f"r{number}" for number in range(5000)])
     await eventually(lambda: len(node.engine.aborted) == 5000)
 
 
-async def test_bursts_longer_than_every_queue_arrive_whole_and_in_order(node: Node) -> None:
+async def test_bursts_longer_than_every_queue_arrive_complete_and_in_order(node: Node) -> None:
     ids = [f"r{number}" for number in range(5000)]
     async with node.attached() as head:
         for request_id in ids:
             await head.add(request_id)
-        node.engine.say(0, *ids)
+        node.engine.send_tokens(0, *ids)
         assert await head.read_ids(len(ids)) == ids
         await eventually(lambda: len([frames for frames in node.engine.frames if frames[0] == b"add"]) == len(ids))
         added = [msgspec.json.decode(frames[1])["request_id"] for frames in node.engine.frames if frames[0] == b"add"]
         assert added == ids
 
 
-async def test_messages_of_several_parts_stay_whole_while_leases_come_and_go(node: Node) -> None:
+async def test_multipart_messages_stay_complete_while_leases_end(node: Node) -> None:
     parts = [b"add", b'{"request_id": "r"}', b"second part", b"third part"]
     for _ in range(20):
         async with node.attached() as head:

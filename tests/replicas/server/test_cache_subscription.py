@@ -26,24 +26,23 @@ KEYS = prompt_keys(Prompt([*TOKENS, 0]), BLOCK_SIZE)
 
 @pytest.fixture
 async def publisher(tmp_path: Path, launcher: ServedFakeLauncher, keep: Keep) -> FakePublisher:
-    """That of the engine that will be started."""
     publisher = keep(FakePublisher(tmp_path))
     launcher.ready = publisher.ready_response()
     return publisher
 
 
 async def changes(head: Head) -> CacheChanges:
-    message = await head.hear()
+    message = await head.next_message()
     assert isinstance(message, CacheChanges), message
     return message
 
 
 async def follow(head: Head, cursor: Cursor) -> None:
-    await head.say(PollCache(head.attached.lease, cursor))
+    await head.send_control(PollCache(head.attached.lease, cursor))
 
 
 @pytest.mark.parametrize("secrets", [None, SECRET], ids=["open", "encrypted"])
-async def test_a_head_knows_all_that_is_cached_and_what_changes(
+async def test_a_head_receives_all_cached_blocks_and_later_changes(
     start_node: StartNode, make_head: MakeHead, publisher: FakePublisher, secrets: Secrets | None
 ) -> None:
     node = await start_node(secrets=secrets)
@@ -60,7 +59,9 @@ async def test_a_head_knows_all_that_is_cached_and_what_changes(
         assert (mirror.keys, mirror.complete) == (set(), True)
 
 
-async def test_two_heads_follow_each_at_its_own_pace(publisher: FakePublisher, node: Node, make_head: MakeHead) -> None:
+async def test_two_heads_receive_changes_independently(
+    publisher: FakePublisher, node: Node, make_head: MakeHead
+) -> None:
     info = await node.up()
     first, second = Mirror(), Mirror()
     async with make_head().attached(info) as one:
@@ -74,7 +75,7 @@ async def test_two_heads_follow_each_at_its_own_pace(publisher: FakePublisher, n
             await eventually(lambda: not first.keys and not second.keys)
 
 
-async def test_a_large_cache_comes_in_parts(
+async def test_a_large_cache_is_sent_in_parts(
     start_node: StartNode, make_head: MakeHead, publisher: FakePublisher, launcher: ServedFakeLauncher
 ) -> None:
     blocks = 2 * MAX_PART + 10
@@ -89,7 +90,7 @@ async def test_a_large_cache_comes_in_parts(
     assert [count for count in said if count] == [MAX_PART, MAX_PART, 10]
 
 
-async def test_a_head_that_comes_back_learns_everything_again(
+async def test_a_head_that_attaches_again_receives_all_blocks_again(
     publisher: FakePublisher, node: Node, make_head: MakeHead
 ) -> None:
     head, mirror = make_head(), Mirror()
@@ -102,7 +103,7 @@ async def test_a_head_that_comes_back_learns_everything_again(
         mirror.keys.clear()
 
 
-async def test_of_an_engine_that_was_restarted_nothing_is_known(
+async def test_a_restarted_engine_starts_with_an_empty_cache(
     publisher: FakePublisher, node: Node, make_head: MakeHead, launcher: ServedFakeLauncher, keep: Keep, tmp_path: Path
 ) -> None:
     head, mirror = make_head(), Mirror()
@@ -121,7 +122,7 @@ async def test_of_an_engine_that_was_restarted_nothing_is_known(
         assert (mirror.keys, mirror.complete) == (set(), True)
 
 
-async def test_an_engine_that_reports_nothing_is_said_and_attached_to_all_the_same(
+async def test_an_engine_without_cache_events_is_logged_and_attached(
     start_node: StartNode, make_head: MakeHead, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -134,7 +135,7 @@ async def test_an_engine_that_reports_nothing_is_said_and_attached_to_all_the_sa
     assert "Replica 0.0 does not report what its prefix cache holds." in caplog.text
 
 
-async def test_a_question_is_answered_when_there_is_something_to_say(publisher: FakePublisher, head: Head) -> None:
+async def test_a_poll_is_answered_when_there_are_changes(publisher: FakePublisher, head: Head) -> None:
     await follow(head, BEGINNING)
     beginning = await changes(head)
     assert (beginning.since, beginning.restart, beginning.stored) == (BEGINNING, True, b"")
@@ -146,7 +147,7 @@ async def test_a_question_is_answered_when_there_is_something_to_say(publisher: 
     assert (change.since, change.restart, unpack_keys(change.stored)) == (beginning.cursor, False, tuple(KEYS))
 
 
-async def test_after_its_lease_a_head_is_told_nothing_more(publisher: FakePublisher, head: Head) -> None:
+async def test_a_head_receives_no_changes_after_its_lease(publisher: FakePublisher, head: Head) -> None:
     await follow(head, BEGINNING)
     await follow(head, (await changes(head)).cursor)
     lease = head.attached.lease

@@ -62,7 +62,7 @@ async def test_a_peer_of_an_older_protocol_is_counted_like_any_other(listener: L
     control.close(0.0)
 
 
-async def test_a_fault_in_handling_a_message_does_not_end_the_service(
+async def test_an_error_in_handling_a_message_does_not_stop_later_ones(
     listener: Listener, dealer: "zmq.Socket[bytes]", caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[ToServer] = []
@@ -80,7 +80,7 @@ async def test_a_fault_in_handling_a_message_does_not_end_the_service(
     control.close(0.0)
 
 
-async def test_a_message_that_comes_while_one_is_sent_is_heard(listener: Listener, dealer: "zmq.Socket[bytes]") -> None:
+async def test_a_message_that_arrives_during_a_send_is_read(listener: Listener, dealer: "zmq.Socket[bytes]") -> None:
     heard: list[bytes] = []
     control = ControlServer(listener, None, lambda peer, message: heard.append(peer))
     dealer.send(encode(RenewLease(0)))

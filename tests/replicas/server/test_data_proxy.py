@@ -67,14 +67,13 @@ async def test_a_proxy_that_cannot_be_opened_leaves_nothing_on_the_loop(
 
 
 def fill(writer: "zmq.Socket[bytes]", message: list[bytes], times: int) -> None:
-    """Send until nobody on the way takes any more, or so many times."""
     writer.sndtimeo = 500
     with contextlib.suppress(zmq.Again):
         for _ in range(times):
             writer.send_multipart(message)
 
 
-async def test_a_relay_to_a_head_that_reads_nothing_is_closed_at_once(
+async def test_a_proxy_to_a_head_that_does_not_read_closes_at_once(
     tmp_path: Path, slot: "zmq.Socket[bytes]", open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
     inputs, outputs = listen_on_ports("127.0.0.1", None, 2)
@@ -91,7 +90,7 @@ async def test_a_relay_to_a_head_that_reads_nothing_is_closed_at_once(
     close_all([inputs, outputs])
 
 
-def test_the_hub_of_an_engine_that_reads_nothing_is_closed_at_once(
+def test_the_forwarder_of_an_engine_that_does_not_read_closes_at_once(
     tmp_path: Path, open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
     forwarder = InputForwarder(f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/local")

@@ -19,54 +19,50 @@ from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
 async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(head: Head, node: Node) -> None:
     before = await node.up()
     node.engine.process.die()
-    status = await head.hear_status()
+    status = await head.next_status()
     assert status.status is ReplicaStatus.ERROR
     assert "process 1000 exited" in status.reason
     after = await node.up(after=before.incarnation)
     addresses = (before.input_addr, before.output_addr, before.control_addr)
     assert (after.input_addr, after.output_addr, after.control_addr) == addresses
     await head.attach(after.incarnation)
-    node.engine.say(0, "of the new engine")
+    node.engine.send_tokens(0, "of the new engine")
     assert await head.read_ids(1) == ["of the new engine"]
-    assert node.launcher.engines[0].process.shutdowns == [0.0], "what was lost has nothing to finish"
+    assert node.launcher.engines[0].process.shutdowns == [0.0], "a lost engine gets no time to finish"
 
 
-async def test_heads_hear_of_a_loss_before_the_coordinator_that_cannot_tell_why(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_heads_are_notified_of_a_loss_before_the_coordinator(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     detach_all, announce = AttachedHeads.detach_all, Announcer.announce
     monkeypatch.setattr(AttachedHeads, "detach_all", lambda *args: (told.append("heads"), detach_all(*args)))
     monkeypatch.setattr(Announcer, "announce", lambda *args, **more: (told.append(args[1]), announce(*args, **more)))
     async with node.attached() as head:
         node.engine.process.die()
-        assert (await head.hear_status()).status is ReplicaStatus.ERROR
+        assert (await head.next_status()).status is ReplicaStatus.ERROR
         await eventually(lambda: len(told) >= 2)
     assert told[:2] == ["heads", ReplicaStatus.ERROR]
 
 
 @pytest.mark.parametrize(("ended", "failed"), [("SIGILL", True), ("SIGKILL", False)])
-async def test_heads_are_told_how_an_engine_ended(head: Head, node: Node, ended: str, failed: bool) -> None:
+async def test_heads_receive_the_exit_reason_of_an_engine(head: Head, node: Node, ended: str, failed: bool) -> None:
     await node.up()
-    node.engine.process.last_words = f"its worker VllmWorker-0 was ended by {ended}"
-    node.engine.announce_death()
-    status = await head.hear_status()
+    node.engine.process.exit_note = f"its worker VllmWorker-0 was ended by {ended}"
+    node.engine.report_death()
+    status = await head.next_status()
     assert status.reason == f"the engine reported its own death: its worker VllmWorker-0 was ended by {ended}"
     assert status.engine_failed is failed
 
 
 @pytest.mark.parametrize("reported", [True, False])
-async def test_an_engine_that_is_given_up_has_not_crashed_unless_it_says_so(
-    head: Head, node: Node, reported: bool
-) -> None:
+async def test_a_lost_engine_has_crashed_only_if_it_reported_that(head: Head, node: Node, reported: bool) -> None:
     if reported:
-        node.engine.announce_death()
+        node.engine.report_death()
     else:
         node.engine.failure = "the executor is gone"
-    assert (await head.hear_status()).engine_failed is reported
+    assert (await head.next_status()).engine_failed is reported
 
 
-async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: StartNode) -> None:
+async def test_a_hung_engine_is_reported_kept_and_put_back_into_service(start_node: StartNode) -> None:
     node = await start_node(heartbeat_timeout=2.0)
     before = await node.up()
     async with node.head() as head:
@@ -78,14 +74,14 @@ async def test_an_engine_that_hangs_is_reported_kept_and_taken_back(start_node: 
         assert isinstance(status, Status)
         assert (status.status, status.engine_failed) == (ReplicaStatus.ERROR, False)
         assert "has not answered for" in status.reason
-        refusal = await head.ask_to_attach(before.incarnation)
+        refusal = await head.try_attach(before.incarnation)
         assert isinstance(refusal, AttachRefused)
         assert not refusal.lasting
         node.engine.recover()
         after = await node.up(after=before.incarnation)
         assert len(node.launcher.engines) == 1
         await head.attach(after.incarnation)
-        node.engine.say(0, "alive")
+        node.engine.send_tokens(0, "alive")
         assert await head.read_ids(1) == ["alive"]
 
 

@@ -8,7 +8,7 @@ import zmq
 from vllm_omni_plugin.replicas.links import forwarding
 
 
-def test_a_socket_that_was_said_to_be_readable_and_is_not_does_not_end_the_forwarding(
+def test_a_false_readable_event_does_not_end_the_forwarding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own_proxy, calls = zmq.proxy, []

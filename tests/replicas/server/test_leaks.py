@@ -19,7 +19,7 @@ async def come_and_go(node: Node) -> None:
         await second.detach()
 
 
-async def test_many_heads_leave_threads_descriptors_and_ports_as_they_were(node: Node) -> None:
+async def test_many_heads_leave_no_threads_descriptors_or_ports(node: Node) -> None:
     await come_and_go(node)
     await node.up()
     await eventually(lambda: (HEAD_SLOTS, "is_sleeping") in node.engine.calls)

@@ -4,12 +4,12 @@ from vllm_omni_plugin.replicas.control.leases import Leases
 
 
 def granted(leases: Leases, name: str) -> int:
-    """The slot that a head gets; its connection is called as it is."""
+    """Grant a lease; returns the slot, or -1."""
     lease = leases.grant(name.encode(), name, 0.0)
     return -1 if lease is None else lease.slot
 
 
-def test_a_slot_is_free_again_only_when_cleaned() -> None:
+def test_a_slot_is_free_only_after_its_cleanup() -> None:
     leases = Leases(1, 10.0)
     granted(leases, "a")
     assert leases.end(leases.current[0])
@@ -18,7 +18,7 @@ def test_a_slot_is_free_again_only_when_cleaned() -> None:
     assert granted(leases, "b") == 0
 
 
-def test_a_lease_number_is_never_used_twice() -> None:
+def test_a_lease_id_is_never_reused() -> None:
     leases = Leases(1, 10.0)
     numbers = []
     for _ in range(3):
@@ -30,7 +30,7 @@ def test_a_lease_number_is_never_used_twice() -> None:
     assert len(set(numbers)) == 3
 
 
-def test_a_server_that_was_late_itself_gives_heads_as_much_more_time() -> None:
+def test_leases_are_extended_by_the_delay_of_the_server() -> None:
     leases = Leases(1, 10.0)
     granted(leases, "a")
     assert leases.expired(12.0, late_by=5.0) == []

@@ -24,18 +24,18 @@ def free_ports(count: int) -> PortRange:
     raise AssertionError("no free ports")
 
 
-def test_a_range_is_read() -> None:
+def test_a_range_is_parsed() -> None:
     assert PortRange.parse(" 20000-20100 ") == PortRange(20000, 20100)
     assert PortRange.parse("7000-7000") == PortRange(7000, 7000)
 
 
 @pytest.mark.parametrize("text", ["", "20000", "20100-20000", "0-5", "1-65536", "a-b", "1-2-3", "-1-5", "1--5"])
-def test_what_is_no_range_is_refused_by_the_flags_name(text: str) -> None:
+def test_an_invalid_range_is_an_error_with_the_flags_name(text: str) -> None:
     with pytest.raises(ConfigError, match="--omni-replica-ports"):
         PortRange.parse(text)
 
 
-def test_ports_of_a_range_are_taken_in_order_and_run_out() -> None:
+def test_ports_of_a_range_are_bound_in_order() -> None:
     ports = free_ports(3)
     listeners = listen_on_ports(LOOPBACK, ports, 3)
     try:
@@ -48,7 +48,7 @@ def test_ports_of_a_range_are_taken_in_order_and_run_out() -> None:
         close_all(listeners)
 
 
-def test_all_ports_or_none() -> None:
+def test_all_ports_or_none_are_bound() -> None:
     ports = free_ports(2)
     with pytest.raises(ConfigError, match=f"of {ports} 2 are free on {LOOPBACK}, and 3 are needed"):
         listen_on_ports(LOOPBACK, ports, 3)
@@ -56,7 +56,7 @@ def test_all_ports_or_none() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "::", "no.such.host.invalid"])
-def test_an_address_that_cannot_be_bound_is_refused_by_the_flags_name(host: str) -> None:
+def test_an_address_that_cannot_be_bound_is_an_error_with_the_flags_name(host: str) -> None:
     with pytest.raises(ConfigError, match="--omni-replica-address"):
         listen_on_ports(host, None, 1)
 
@@ -82,7 +82,7 @@ def test_an_ipv6_address_is_announced_in_brackets(host: str) -> None:
         listener.close()
 
 
-def test_a_port_stays_taken_between_the_sockets_that_answer_on_it() -> None:
+def test_a_port_stays_bound_between_two_sockets() -> None:
     (listener,) = listen_on_ports(LOOPBACK, None, 1)
     port = int(listener.address.rpartition(":")[2])
     for _ in range(3):
@@ -96,18 +96,18 @@ def test_a_port_stays_taken_between_the_sockets_that_answer_on_it() -> None:
     close_all(listen_on_ports(LOOPBACK, PortRange(port, port), 1))
 
 
-async def test_a_server_without_ports_says_so_before_it_starts_an_engine(start_node: StartNode) -> None:
+async def test_a_server_without_free_ports_starts_no_engine(start_node: StartNode) -> None:
     node = await start_node(ports=free_ports(2))
     with pytest.raises(ConfigError, match="--omni-replica-ports"):
         await node.running
     assert node.launcher.engines == []
 
 
-async def test_a_head_for_whom_no_port_is_left_is_refused_for_now(start_node: StartNode) -> None:
+async def test_a_head_is_refused_while_no_port_is_free(start_node: StartNode) -> None:
     node = await start_node(ports=free_ports(4))
     async with node.attached() as first, node.head() as second:
         info = await node.up()
-        answer = await second.ask_to_attach(info.incarnation)
+        answer = await second.try_attach(info.incarnation)
         assert isinstance(answer, AttachRefused)
         assert not answer.lasting
         assert "--omni-replica-ports" in answer.reason

@@ -1,4 +1,4 @@
-"""A probe tells an engine that hangs from one that is slow, and gives up one that cannot be asked."""
+"""A probe distinguishes a hung engine from a slow one, and marks an engine lost that refuses probes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,11 +14,11 @@ from vllm_omni_plugin.replicas.engine.engine_keeper import Probe
 
 
 class Engine:
-    """An engine and its client: answers when the test says so. Its clock shows what the test sets.
+    """An engine and its client, answered by the test, with its own clock.
 
     Attributes:
-        ticks: what the clock gains with every look at it.
-        looks: how often the probe has looked whether it is read.
+        ticks: seconds that the clock advances with every reading.
+        looks: how often the probe has checked `is_reading`.
     """
 
     def __init__(self, timeout: float, interval: float = 0.0) -> None:
@@ -53,7 +53,7 @@ class Engine:
         return self.now
 
     async def answer_after(self, seconds: float) -> None:
-        """Answer the open call, as if so much time had passed on the probe's clock."""
+        """Answer the open call after this time on the probe's clock."""
         count = len(self.calls)
         self.now += seconds
         self.calls[-1].set_result(None)
@@ -66,7 +66,6 @@ class Engine:
 
 @asynccontextmanager
 async def probed(timeout: float, **fields: Any) -> AsyncIterator[Engine]:
-    """An engine, with these attributes, that is probed until the block ends."""
     engine = Engine(timeout)
     for name, value in fields.items():
         setattr(engine, name, value)
@@ -76,7 +75,7 @@ async def probed(timeout: float, **fields: Any) -> AsyncIterator[Engine]:
     running.cancel()
 
 
-async def test_an_overdue_answer_is_a_hang_until_it_comes() -> None:
+async def test_an_overdue_answer_is_a_hang_until_it_arrives() -> None:
     async with probed(timeout=0.05) as engine:
         await eventually(lambda: engine.events)
         assert engine.events[0] == "its engine has not answered for 0.1 s"
@@ -86,7 +85,7 @@ async def test_an_overdue_answer_is_a_hang_until_it_comes() -> None:
         assert engine.events[1] == "answered"
 
 
-async def test_what_looked_like_a_hang_may_have_been_a_long_step_and_the_next_is_given_more_time() -> None:
+async def test_the_limit_grows_after_a_hang() -> None:
     async with probed(timeout=0.05) as engine:
         for turn in range(2):
             await eventually(lambda turn=turn: len(engine.events) == 2 * turn + 1)  # type: ignore[misc]
@@ -95,7 +94,7 @@ async def test_what_looked_like_a_hang_may_have_been_a_long_step_and_the_next_is
         assert engine.prober.limit == pytest.approx(16 * 0.05)
 
 
-async def test_silence_is_no_hang_while_nothing_is_read() -> None:
+async def test_a_missing_answer_is_no_hang_while_reading_is_paused() -> None:
     async with probed(timeout=0.01, is_reading=False) as engine:
         await eventually(lambda: engine.looks > 1)
         assert engine.events == []
@@ -106,7 +105,7 @@ async def test_silence_is_no_hang_while_nothing_is_read() -> None:
         assert engine.prober.limit == 0.01
 
 
-async def test_silence_is_no_hang_where_this_process_itself_stood_still() -> None:
+async def test_a_missing_answer_is_no_hang_if_this_process_was_blocked() -> None:
     async with probed(timeout=0.01, ticks=60.0) as engine:
         await eventually(lambda: engine.looks > 1)
         assert engine.events == []
@@ -114,7 +113,7 @@ async def test_silence_is_no_hang_where_this_process_itself_stood_still() -> Non
         await eventually(lambda: engine.events)
 
 
-async def test_an_engine_with_a_call_to_answer_first_is_given_the_time_of_a_long_one(
+async def test_a_long_call_extends_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_keeper, "_LONG_CALL_S", 0.2)
@@ -129,24 +128,19 @@ async def test_an_engine_with_a_call_to_answer_first_is_given_the_time_of_a_long
         assert engine.events == [waited, "answered", overdue]
 
 
-async def test_an_engine_with_long_steps_is_given_more_time() -> None:
+async def test_long_steps_raise_the_limit_for_some_time() -> None:
     async with probed(timeout=10.0) as engine:
         await engine.answer_after(1.0)
         assert engine.prober.limit == 10.0
         await engine.answer_after(6.0)
         assert engine.prober.limit == 24.0
         assert engine.events == []
-
-
-async def test_one_long_step_does_not_hide_every_later_hang() -> None:
-    async with probed(timeout=10.0) as engine:
-        await engine.answer_after(9.0)
         for _ in range(150):
             await engine.answer_after(0.001)
         assert engine.prober.limit == 10.0
 
 
-async def test_an_engine_that_refuses_the_question_is_given_up() -> None:
+async def test_an_engine_that_refuses_a_probe_is_marked_lost() -> None:
     engine = Engine(timeout=10.0)
     running = asyncio.create_task(engine.prober.run())
     await eventually(lambda: engine.calls)

@@ -38,7 +38,7 @@ def ends(fd: int) -> bool:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_killed_owner_takes_its_engines_and_their_workers_with_it(stopped: bool) -> None:
+def test_engines_and_their_workers_are_killed_with_their_parent(stopped: bool) -> None:
     with subprocess.Popen(OWNER, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         fds = [os.pidfd_open(int(pid)) for pid in owner.stdout.readline().split()]
@@ -58,7 +58,7 @@ def test_an_engine_is_killed_when_the_reaper_closes() -> None:
         assert engine.wait(10) == -signal.SIGKILL
 
 
-def test_a_process_of_another_parent_is_left_alone() -> None:
+def test_a_process_of_another_parent_is_not_killed() -> None:
     with subprocess.Popen(PARENT_OF_A_SLEEPER, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -71,7 +71,7 @@ def test_a_process_of_another_parent_is_left_alone() -> None:
         parent.kill()
 
 
-def test_a_reaper_that_was_killed_is_replaced_by_one_that_knows_all_engines() -> None:
+def test_a_killed_reaper_is_replaced_by_one_with_all_engines() -> None:
     with subprocess.Popen(SLEEPER) as first, subprocess.Popen(SLEEPER) as second:
         try:
             others = set(psutil.Process().children())

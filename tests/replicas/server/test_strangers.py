@@ -48,11 +48,11 @@ SAMPLES = [
 
 
 async def works(node: Node, head: Head) -> None:
-    """The lease stands and both directions pass, and only what this head sent has reached the engine."""
+    """The lease is valid, both directions work, and only this head's messages have reached the engine."""
     assert await head.renew() == Status(head.attached.lease, ReplicaStatus.UP)
     await head.add("mine")
     await eventually(lambda: any(b"mine" in frames[-1] for frames in node.engine.frames))
-    node.engine.say(head.attached.client_index, "mine")
+    node.engine.send_tokens(head.attached.client_index, "mine")
     assert await head.read_ids(1) == ["mine"]
     expected = ([b"add", msgspec.json.encode({"request_id": "mine"})],)
     assert all(frames in expected for frames in node.engine.frames if frames[0] != b"utility")
@@ -76,9 +76,9 @@ async def test_random_and_mutated_frames_change_nothing(start_node: StartNode, s
                     with contextlib.suppress(zmq.Again):
                         socket.send_multipart(hostile_message(rng, SAMPLES), zmq.NOBLOCK)
         for _ in range(3000):
-            await stranger.say_frames(hostile_message(rng, SAMPLES))
-        await stranger.say(RenewLease(1))
-        await stranger.hear()
+            await stranger.send_frames(hostile_message(rng, SAMPLES))
+        await stranger.send_control(RenewLease(1))
+        await stranger.next_message()
         await works(node, head)
         context.destroy(linger=0)
 
@@ -103,7 +103,9 @@ async def test_peers_that_speak_no_zmtp_change_nothing(start_node: StartNode, se
             writer.close()
 
 
-async def test_what_is_too_large_before_the_handshake_is_cut_off_on_every_port(start_node: StartNode) -> None:
+async def test_peers_that_send_too_much_before_the_handshake_are_disconnected_on_every_port(
+    start_node: StartNode,
+) -> None:
     node = await start_node(secrets=SECRETS)
     async with node.attached() as head:
         connections = psutil.Process().net_connections("tcp")
@@ -121,7 +123,7 @@ async def test_what_is_too_large_before_the_handshake_is_cut_off_on_every_port(s
 
 
 @MODES
-async def test_a_message_of_the_largest_size_passes_and_a_larger_one_fails_alone_before_it_is_sent(
+async def test_a_message_of_the_size_limit_passes_and_a_larger_one_is_an_error_before_it_is_sent(
     start_node: StartNode, make_head: MakeHead, secrets: Secrets | None
 ) -> None:
     node = await start_node(secrets=secrets, max_message_bytes=2**20)
@@ -138,7 +140,7 @@ async def test_a_message_of_the_largest_size_passes_and_a_larger_one_fails_alone
         assert not head.deaths
 
 
-async def test_a_call_that_heads_may_not_make_is_answered_and_does_not_reach_the_engine(
+async def test_a_forbidden_call_is_answered_with_an_error_and_does_not_reach_the_engine(
     start_node: StartNode, make_head: MakeHead
 ) -> None:
     def reject(frames: Sequence[Any]) -> Rejection | None:
@@ -156,34 +158,38 @@ async def test_a_call_that_heads_may_not_make_is_answered_and_does_not_reach_the
         assert not any(method == "save_sharded_state" for _, method in node.engine.calls)
 
 
-async def test_a_message_of_many_parts_is_no_larger_than_one_of_one(start_node: StartNode) -> None:
+async def test_the_size_limit_holds_for_all_frames_of_a_message_together(start_node: StartNode) -> None:
     node = await start_node(max_message_bytes=2**20)
     async with node.attached() as head:
         await head.send(b"add", b'{"request_id": "too large"}', *[bytes(2**20)] * 2)
         await works(node, head)
 
 
-async def test_outputs_over_the_heads_limit_are_a_loss_that_names_the_flag(node: Node, make_head: MakeHead) -> None:
+async def test_outputs_over_the_heads_limit_are_a_loss_with_the_flag_in_the_reason(
+    node: Node, make_head: MakeHead
+) -> None:
     head = make_head(max_message_bytes=2**20)
     async with head.attached(await node.up()):
-        node.engine.say(0, "x" * 2**20)
+        node.engine.send_tokens(0, "x" * 2**20)
         await eventually(lambda: head.deaths)
     assert "--omni-max-message-size" in head.deaths[0]
 
 
 @pytest.mark.parametrize("stranger_secrets", [None, OTHERS], ids=["no secret", "another secret"])
-async def test_without_the_secret_nobody_attaches(start_node: StartNode, stranger_secrets: Secrets | None) -> None:
+async def test_a_head_without_the_secret_cannot_attach(start_node: StartNode, stranger_secrets: Secrets | None) -> None:
     node = await start_node(secrets=SECRETS)
     info = await node.up()
     async with node.head(secrets=stranger_secrets) as stranger, node.attached() as head:
-        asking = asyncio.create_task(stranger.ask_to_attach(info.incarnation))
+        asking = asyncio.create_task(stranger.try_attach(info.incarnation))
         await works(node, head)
         assert not asking.done()
         asking.cancel()
 
 
 @MODES
-async def test_another_heads_credential_opens_no_data_port(start_node: StartNode, secrets: Secrets | None) -> None:
+async def test_a_credential_is_not_valid_for_the_data_ports_of_another_lease(
+    start_node: StartNode, secrets: Secrets | None
+) -> None:
     node = await start_node(secrets=secrets)
     async with node.attached() as head, node.attached() as other:
         inputs, outputs = await other.connect(head.attached, other.credential)
@@ -194,19 +200,18 @@ async def test_another_heads_credential_opens_no_data_port(start_node: StartNode
 
 
 async def try_to_send(socket: Any, frames: list[bytes]) -> None:
-    """Send, unless the connection has been refused already: then it would never end."""
+    """Send, unless the connection was refused: then the send would block for ever."""
     with contextlib.suppress(zmq.Again):
         await socket.send_multipart(frames, zmq.NOBLOCK)
 
 
 async def works_for_second(node: Node, other: Head) -> None:
-    """The other head's own slot passes messages, too."""
-    node.engine.say(other.attached.client_index, "theirs")
+    node.engine.send_tokens(other.attached.client_index, "theirs")
     assert await other.read_ids(1) == ["theirs"]
 
 
 @MODES
-async def test_a_head_whose_lease_is_over_cannot_write_any_more(start_node: StartNode, secrets: Secrets | None) -> None:
+async def test_a_head_cannot_write_after_its_lease(start_node: StartNode, secrets: Secrets | None) -> None:
     node = await start_node(secrets=secrets)
     async with node.attached() as head:
         await head.add("before")
@@ -223,12 +228,12 @@ async def test_a_head_whose_lease_is_over_cannot_write_any_more(start_node: Star
             assert not any(b"after" in frames[-1] for frames in node.engine.frames)
 
 
-async def test_a_head_that_takes_nothing_loses_its_lease(start_node: StartNode) -> None:
+async def test_a_head_that_does_not_read_loses_its_lease(start_node: StartNode) -> None:
     node = await start_node(heartbeat_timeout=1.0)
     async with node.attached() as head:
         head.outputs.close()
         _, head.outputs = await head.connect(head.attached, head.credential, rcvhwm=1, rcvbuf=4096)
-        node.engine.say(0, *["x" * 10_000] * 3000)
+        node.engine.send_tokens(0, *["x" * 10_000] * 3000)
         answer = await head.renew()
         while isinstance(answer, Status) and answer.status is ReplicaStatus.UP:
             answer = await head.renew()

@@ -38,7 +38,6 @@ async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = Non
 
 
 def added(node: Node) -> list[str]:
-    """Engine-side ids of the requests that reached the engine."""
     return [msgspec.json.decode(frames[1])["request_id"] for frames in node.engine.frames if frames[0] == b"add"]
 
 
@@ -47,7 +46,7 @@ async def serving(fleet: FakeFleet, count: int) -> None:
 
 
 @pytest.mark.parametrize("secrets", [None, SECRET], ids=["open", "encrypted"])
-async def test_a_replica_joins_a_head_that_has_none_and_takes_what_waits(
+async def test_a_replica_joins_a_head_without_replicas_and_gets_the_held_request(
     start_node: StartNode, secrets: Secrets | None
 ) -> None:
     node = await start_node(secrets=secrets)
@@ -55,14 +54,14 @@ async def test_a_replica_joins_a_head_that_has_none_and_takes_what_waits(
         await fleet.submit("a")
         await serving(fleet, 1)
         await eventually(lambda: added(node))
-        node.engine.say(0, *added(node))
+        node.engine.send_tokens(0, *added(node))
         await eventually(
             lambda: len(fleet.orchestrator.output_async_queue) == 2, "the news of the replica and an output"
         )
         assert await fleet.read() == [("a", None)]
 
 
-async def test_a_killed_engine_serves_again_under_the_next_incarnation(node: Node) -> None:
+async def test_a_killed_engine_returns_with_the_next_incarnation(node: Node) -> None:
     async with whole_head(node.coordinator) as fleet:
         await serving(fleet, 1)
         await fleet.submit("a")
@@ -72,7 +71,7 @@ async def test_a_killed_engine_serves_again_under_the_next_incarnation(node: Nod
         await eventually(lambda: node.engine is not engine and added(node), "the request on the new engine")
 
 
-async def test_a_drained_replica_is_gone_without_a_loss(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_drained_replica_is_removed_without_a_loss(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     async with whole_head(node.coordinator) as fleet:
         await serving(fleet, 1)
         node.server.drain()
@@ -83,7 +82,7 @@ async def test_a_drained_replica_is_gone_without_a_loss(node: Node, caplog: pyte
     assert "is lost" not in caplog.text
 
 
-async def test_a_replica_that_is_removed_leaves_and_ends(node: Node) -> None:
+async def test_a_removed_replica_stops(node: Node) -> None:
     async with whole_head(node.coordinator) as fleet:
         await serving(fleet, 1)
         fleet.remote.leave(fleet.pool.members[0])
@@ -91,7 +90,7 @@ async def test_a_replica_that_is_removed_leaves_and_ends(node: Node) -> None:
         assert fleet.pool.members == ()
 
 
-async def test_heads_come_and_go_and_leave_a_serving_replica_and_no_descriptors(node: Node) -> None:
+async def test_many_heads_leave_no_descriptors_or_tasks(node: Node) -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
