@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ _LONG_CALL_S = 300.0
 """Limit of an answer while a long call is open."""
 
 
+@dataclass(eq=False)
 class Probe:
     """Probes an engine periodically, one probe at a time, and reports hangs and recoveries.
 
@@ -30,25 +31,15 @@ class Probe:
         on_answer: awaited when an overdue answer has arrived, before the next probe.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        interval: float,
-        timeout: float,
-        on_hang: Callable[[str], None],
-        on_answer: Callable[[], Awaitable[None]],
-        clock: Callable[[], float],
-    ) -> None:
-        self._engine = engine
-        self._client = engine.client
-        self._interval = interval
-        self._timeout = timeout
-        self._on_hang = on_hang
-        self._on_answer = on_answer
-        self._clock = clock
-        self._longest = 0.0
-        # Whether the time of the current answer measures the engine's steps.
-        self._measures_steps = True
+    engine: Engine
+    interval: float
+    timeout: float
+    on_hang: Callable[[str], None]
+    on_answer: Callable[[], Awaitable[None]]
+    clock: Callable[[], float]
+    _longest: float = field(default=0.0, init=False)
+    _measures_steps: bool = field(default=True, init=False)
+    """Whether the time of the current answer measures the engine's steps."""
 
     @property
     def limit(self) -> float:
@@ -57,48 +48,48 @@ class Probe:
         A later answer counts as one of exactly this time, so the limit grows: the engine may have long steps, and
         otherwise its requests would move from engine to engine without end.
         """
-        return max(self._timeout, _LONG_STEPS * self._longest)
+        return max(self.timeout, _LONG_STEPS * self._longest)
 
     async def run(self) -> str:
         """Probe until the engine is lost; returns the reason. An engine that refuses a probe is marked lost."""
-        lost = self._engine.lost
+        lost = self.engine.lost
         while not lost.done():
-            await asyncio.wait({lost}, timeout=self._interval)
+            await asyncio.wait({lost}, timeout=self.interval)
             if not lost.done():
                 try:
                     await self._probe()
                 except ReplicaError as error:
-                    self._engine.mark_lost(f"its engine cannot be probed: {error}")
+                    self.engine.mark_lost(f"its engine cannot be probed: {error}")
         return lost.result()
 
     async def _probe(self) -> None:
-        asked_at, limit, is_busy = self._clock(), self.limit, self._client.is_busy
+        asked_at, limit, is_busy = self.clock(), self.limit, self.engine.client.is_busy
         timeout = max(limit, _LONG_CALL_S) if is_busy else limit
         self._measures_steps = not is_busy
-        answer = asyncio.ensure_future(self._client.probe())
+        answer = asyncio.ensure_future(self.engine.client.probe())
         try:
             is_overdue = not await self._arrives(answer, timeout)
             if is_overdue:
-                self._on_hang(f"its engine has not answered for {timeout:.1f} s")
+                self.on_hang(f"its engine has not answered for {timeout:.1f} s")
             await answer
-            self._client.answered_at = self._clock()
+            self.engine.client.answered_at = self.clock()
         finally:
             answer.cancel()
         self._longest *= _FADE
         if self._measures_steps:
-            self._longest = max(self._longest, min(self._clock() - asked_at, limit))
+            self._longest = max(self._longest, min(self.clock() - asked_at, limit))
         if is_overdue:
-            await self._on_answer()
+            await self.on_answer()
 
     async def _arrives(self, answer: "asyncio.Future[None]", timeout: float) -> bool:
         """Whether the answer arrives in time. Time in which this process did not read does not count."""
         while True:
-            waits_from = self._clock()
+            waits_from = self.clock()
             answered, _ = await asyncio.wait({answer}, timeout=timeout)
             if answered:
                 return True
-            late_by = self._clock() - waits_from - timeout
-            if self._client.is_reading and late_by <= self._interval:
+            late_by = self.clock() - waits_from - timeout
+            if self.engine.client.is_reading and late_by <= self.interval:
                 return False
             self._measures_steps = False
 
@@ -116,6 +107,7 @@ class Timing:
     delay: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
+@dataclass(eq=False)
 class EngineKeeper(Generic[E]):
     """Starts an engine, probes it, and restarts it when it is lost.
 
@@ -134,35 +126,24 @@ class EngineKeeper(Generic[E]):
         running: done when the engine is not restarted any more, or with the error of the first start.
     """
 
-    ready: "asyncio.Future[E]"
-    running: "asyncio.Task[None]"
-
-    def __init__(
-        self,
-        name: str,
-        start: Callable[[], Awaitable[E]],
-        serve: Callable[[E], Awaitable[None]],
-        suspend: Callable[[E, str, bool], None],
-        on_restart: Callable[[float, str | Exception], None],
-        executor: Executor,
-        timing: Timing,
-    ) -> None:
-        self._name = name
-        self._start = start
-        self._serve = serve
-        self._suspend = suspend
-        self._on_restart = on_restart
-        self._executor = executor
-        self._timing = timing
-        self._restarting = True
-        self._grace: float | None = None
-        self._stopping = False
+    name: str
+    start: Callable[[], Awaitable[E]]
+    serve: Callable[[E], Awaitable[None]]
+    suspend: Callable[[E, str, bool], None]
+    on_restart: Callable[[float, str | Exception], None]
+    executor: Executor
+    timing: Timing
+    ready: "asyncio.Future[E]" = field(init=False)
+    running: "asyncio.Task[None]" = field(init=False)
+    _restarting: bool = field(default=True, init=False)
+    _grace: float | None = field(default=None, init=False)
+    _stopping: bool = field(default=False, init=False)
 
     def begin(self) -> None:
         """Start the engine in the background, on the running loop. Call once."""
         self.ready = asyncio.get_running_loop().create_future()
-        keeping = keep_running(self._engine, Backoff(), self._timing.clock, self._pause)
-        self.running = asyncio.create_task(keeping, name=f"omni-replica-{self._name}")
+        keeping = keep_running(self._engine, Backoff(), self.timing.clock, self._pause)
+        self.running = asyncio.create_task(keeping, name=f"omni-replica-{self.name}")
 
     def disable_restarts(self) -> None:
         self._restarting = False
@@ -176,35 +157,35 @@ class EngineKeeper(Generic[E]):
 
     @asynccontextmanager
     async def _engine(self) -> AsyncIterator[Awaitable[str]]:
-        engine = await self._start()
+        engine = await self.start()
         try:
-            engine.on_lost = lambda reason: self._suspend(engine, reason, False)
-            await self._serve(engine)
+            engine.on_lost = lambda reason: self.suspend(engine, reason, False)
+            await self.serve(engine)
             if not self.ready.done():
                 self.ready.set_result(engine)
-            timing = self._timing
+            timing = self.timing
             yield Probe(
                 engine,
                 timing.heartbeat_interval,
                 timing.heartbeat_timeout,
-                lambda reason: self._suspend(engine, reason, True),
+                lambda reason: self.suspend(engine, reason, True),
                 partial(self._resume, engine),
                 timing.clock,
             ).run()
         finally:
             # A lost engine has no requests to finish, and neither have the other engines of its lockstep group.
-            await finish(engine.close(self._executor, 0.0 if engine.lost.done() else self._grace))
+            await finish(engine.close(self.executor, 0.0 if engine.lost.done() else self._grace))
 
     async def _resume(self, engine: E) -> None:
         try:
-            await self._serve(engine)
+            await self.serve(engine)
         except Exception as error:
             engine.mark_lost(f"it hung, and could not be put back into service: {error}")
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         if self._restarting:
-            self._on_restart(seconds, reason)
-            await self._timing.delay(seconds)
+            self.on_restart(seconds, reason)
+            await self.timing.delay(seconds)
         return self._restarting
 
 
