@@ -14,7 +14,7 @@ async def why_unreachable(address: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
     if not port.isdecimal() or int(port) > _LAST_PORT:
-        return "is no tcp address"
+        return "is not a tcp address"
     try:
         async with asyncio.timeout(_TRIAL_S):
             _, writer = await asyncio.open_connection(host, int(port))
@@ -24,7 +24,7 @@ async def why_unreachable(address: str) -> str:
         why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
     else:
         writer.close()
-        return "takes connections but does not answer as a replica does"
+        return "accepts connections but does not answer like a replica"
     return f"this head cannot reach from {_source_address(host)}: {why}"
 
 

@@ -107,10 +107,10 @@ def _resolve(host: str) -> tuple[int, str]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError(f"{ADDRESS_FLAG}: {host} is no address: {error.strerror}") from error
+        raise ConfigError(f"{ADDRESS_FLAG}: {host} is not an address: {error.strerror}") from error
     numeric = str(address[0])
     if numeric in ("0.0.0.0", "::"):
-        raise ConfigError(f"{ADDRESS_FLAG}: {host} is every address of this machine; heads need one to connect to")
+        raise ConfigError(f"{ADDRESS_FLAG}: {host} is a wildcard; heads need an address to connect to")
     return family, numeric
 
 

@@ -139,7 +139,7 @@ class AttachedHeads:
         late_by = now - due_at
         for lease in self._leases.expired(now, late_by if late_by > self._settings.heartbeat_interval else 0.0):
             self._send(lease.peer, Expired(lease.lease_id))
-            self._end(lease, f"it was silent for {self._settings.heartbeat_timeout:g} s")
+            self._end(lease, f"it did not renew its lease for {self._settings.heartbeat_timeout:g} s")
 
     def handle(self, peer: bytes, message: ToServer) -> None:
         if isinstance(message, Attach):
@@ -201,7 +201,7 @@ class AttachedHeads:
             return AttachRefused(f"it is {self._status}: {self._reason}", lasting=False)
         if message.incarnation != self._incarnation():
             return AttachRefused(
-                f"incarnation: head means {message.incarnation}, replica is {self._incarnation()}", lasting=False
+                f"incarnation: head has {message.incarnation}, replica {self._incarnation()}", lasting=False
             )
         return None
 
