@@ -7,11 +7,7 @@ MIN_KEY_CHARS = 16
 
 
 def read_admin_keys(path: str, flag: str) -> list[str]:
-    """The keys in a file, one per non-empty line.
-
-    Raises:
-        ConfigError: the file cannot be read, is no regular file, or has no key or an unusable one.
-    """
+    """The keys in a file, one per non-empty line. Raises ConfigError if the file or a key is unusable."""
     place = f"argument {flag}: {path}"
     keys = read_key_file(path, place)
     if not keys:

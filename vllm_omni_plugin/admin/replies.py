@@ -10,11 +10,7 @@ T = TypeVar("T")
 
 
 async def result_of(reply: "Future[T]") -> T:
-    """Return the reply's result, or raise its error.
-
-    Raises:
-        QueueClosedError: the orchestrator ended before it replied. This is not a cancellation of the caller.
-    """
+    """Return the reply's result, or raise its error: QueueClosedError if the orchestrator ended before it replied."""
     try:
         return await asyncio.wrap_future(reply)
     except asyncio.CancelledError:

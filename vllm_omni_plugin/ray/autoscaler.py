@@ -26,11 +26,7 @@ class StageLoad(NamedTuple):
 
 
 def fetch_stage_load(url: str, stage: int) -> StageLoad:
-    """Read the load of a stage from the metrics of the head at `url`.
-
-    Raises:
-        ServerUnavailableError: the head does not answer, or does not know the wait yet.
-    """
+    """Read the load of a stage from a head's metrics. Raises ServerUnavailableError if they do not have it (yet)."""
     try:
         # Without the proxies of the environment.
         with build_opener(ProxyHandler({})).open(f"{url}/metrics", timeout=_TIMEOUT_S) as answer:

@@ -13,10 +13,7 @@ from vllm_omni_plugin.replicas.engine.reaper import Reaper
 class NodeProcess:
     """One `vllm serve --headless`, which is killed when the process of this object ends.
 
-    Its methods are called from several threads at once. The node's output goes to this process's output.
-
-    Raises:
-        OSError: there is no `vllm` beside this Python.
+    Its methods are called from several threads at once. Raises OSError if `vllm` is not in the folder of this Python.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:

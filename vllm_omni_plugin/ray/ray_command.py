@@ -23,11 +23,7 @@ _TARGET_WAIT_S = 2.0
 
 
 def run_ray(arguments: Sequence[str]) -> int:
-    """Run the sub-command `ray` with the arguments after its name; returns the exit code.
-
-    Raises:
-        OmniError: Ray is not installed, its cluster cannot be reached, or it has ended on this machine.
-    """
+    """Run the sub-command `ray` with the arguments after its name; returns the exit code. Raises OmniError."""
     args, serve = parse(arguments)
     given = OmniConfig(**parse_fleet_flags(serve, _PROG)[0])
     with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:

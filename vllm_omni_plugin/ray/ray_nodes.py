@@ -24,9 +24,7 @@ class NodeEvent(NamedTuple):
 class RayNodes:
     """Starts, drains and kills nodes on a Ray cluster, and reports their events. `close` makes Ray kill all nodes.
 
-    Raises:
-        ConfigError: Ray is not installed.
-        OmniError: the cluster cannot be reached.
+    Raises ConfigError if Ray is not installed, and OmniError if the cluster cannot be reached.
     """
 
     def __init__(self, address: str, arguments: Sequence[str], gpus: int, cpus: int) -> None:
@@ -66,11 +64,7 @@ class RayNodes:
         self._ray.kill(self._actors[number])
 
     def events(self, timeout: float) -> Iterator[NodeEvent]:
-        """Wait up to `timeout` seconds for events, and yield them.
-
-        Raises:
-            OmniError: Ray has ended on this machine, and with it all actors of this process.
-        """
+        """Wait up to `timeout` seconds for events. Raises OmniError if Ray has ended on this machine."""
         if not self._calls:
             time.sleep(timeout)
             return

@@ -23,7 +23,6 @@ class StageTotals(NamedTuple):
         waiting: requests that no engine works on: not sent yet, or not begun as far as engines have reported.
         running: requests that an engine works on.
         kv_usage: used share of the replicas' KV memory, 0 to 1; None without a replica.
-        hit_ratio: see `StageFlow`.
         expected_wait: seconds until an engine would begin a new request: `waiting` divided by the rate at which
             requests leave the queue; 0 if none waits; None if some wait and the rate is unknown.
     """

@@ -73,8 +73,8 @@ def draw_by_water_filling(levels: Sequence[tuple[float, int]], arrivals: float, 
 class ServingReplicas(tuple[R, ...]):
     """A tuple of replicas with an index of their queue lengths and prefill tokens. Its owner calls `changed`.
 
-    The first use builds the index in O(n). After that a change of one replica and a query are O(1), except for a heap
-    of the distinct queue lengths.
+    A change of membership needs a new object. The first use builds the index in O(n). After that a change of one
+    replica and a query are O(1), except for a heap of the distinct queue lengths.
     """
 
     def __new__(cls, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> "ServingReplicas[R]":
