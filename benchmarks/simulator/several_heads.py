@@ -74,7 +74,7 @@ class SharingHead(Head):
         super().__init__(policy, clock, send, limits)
         self.engines_report = _follows_caches(policy)
 
-    def hear(self, heads: int, others_work: PeerWorkChanges) -> None:
+    def take_reports(self, heads: int, others_work: PeerWorkChanges) -> None:
         """Take reports of the other heads; `heads` includes this one."""
         if self.aware:
             self.unreported.set_heads(heads)
@@ -221,11 +221,13 @@ class SeveralHeads(Head):
         def report(number: int, work: Sequence[ReplicaWork], full: bool) -> None:
             for other, exchange in enumerate(exchanges):
                 if other != number:
-                    after(delay - interval, hear, self._heads[other], exchange, PeerWork(str(number), full, list(work)))
+                    after(
+                        delay - interval, receive, self._heads[other], exchange, PeerWork(str(number), full, list(work))
+                    )
 
-        def hear(head: SharingHead, exchange: WorkExchange, message: PeerWork) -> None:
+        def receive(head: SharingHead, exchange: WorkExchange, message: PeerWork) -> None:
             others_work = exchange.take(message)
-            head.hear(exchange.heads, others_work)
+            head.take_reports(exchange.heads, others_work)
 
         for number, views in enumerate(self._views):
             exchange = WorkExchange(partial(report, number), interval, call_later)

@@ -1,4 +1,4 @@
-"""No schedule is below the bounds, and one queue in front of all engines keeps to the engines' rules."""
+"""No policy beats the bounds, and one queue in front of all engines follows the engines' rules."""
 
 import random
 
@@ -43,7 +43,7 @@ def test_one_queue_is_not_below_the_bound(ahead: bool) -> None:
     assert bounds.bound("bursty", scale) <= bounds.one_queue(scale, ahead)
 
 
-def test_the_contexts_that_come_last_are_those_that_the_fewest_wait_for() -> None:
+def test_the_contexts_with_the_fewest_waiting_requests_come_last() -> None:
     needed_s = 2048 * SETTINGS.prefill_token_s + SETTINGS.step_s
     popular, rare = [0.0] * 99, [0.0]
     assert bounds.bound_contexts(SETTINGS, 1, 2048, [rare, popular]) == pytest.approx(needed_s + 2 * LINK_S, abs=0.001)
@@ -58,7 +58,7 @@ def test_a_request_that_finds_an_idle_engine_takes_as_long_as_alone() -> None:
         assert OneQueue(SETTINGS, 2, 1024, ahead).run(asked_at(0.0, 0.0)) == pytest.approx([alone_s] * 2)
 
 
-def test_a_prompt_that_does_not_fit_into_the_step_before_waits_for_its_own() -> None:
+def test_a_prompt_that_does_not_fit_into_a_step_waits_for_its_own_step() -> None:
     step_s = SETTINGS.duration(1000, 0)
     first, second, third = sorted(OneQueue(SETTINGS, 1, 1024, ahead=False).run(asked_at(0.0, 0.01, 0.02)))
     assert first == pytest.approx(step_s + 2 * LINK_S)

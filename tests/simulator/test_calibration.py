@@ -20,12 +20,12 @@ def test_the_times_of_a_linear_engine_are_found() -> None:
     assert times.error == pytest.approx(0, abs=1e-9)
 
 
-def test_measurements_that_do_not_tell_the_times_apart_are_refused() -> None:
+def test_measurements_that_do_not_determine_the_times_are_refused() -> None:
     with pytest.raises(ValueError, match="several lengths"):
         fit([measured(100, 0), measured(0, 1)])
 
 
-def test_times_that_cannot_be_are_refused() -> None:
+def test_negative_times_are_refused() -> None:
     with pytest.raises(ValueError, match="above 0"):
         fit(
             [Measurement(100, 0, 0.010), Measurement(200, 0, 0.005), Measurement(0, 1, 0.010), Measurement(0, 2, 0.011)]

@@ -1,4 +1,4 @@
-"""The leaping engine against the one that iterates."""
+"""`LeapEngine` against the engine that iterates."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The rules of others, on hand-made fleets."""
+"""The rules of other load balancers, on hand-made fleets."""
 
 import random
 from array import array
@@ -23,16 +23,16 @@ class FakeEngine:
 
 @dataclass
 class FakeReplica:
-    """A replica that says what it is told to say."""
+    """A replica with values of the test."""
 
     replica_id: int
     queue_length: int = 0
-    said: LoadReport = QUIET
+    current: LoadReport = QUIET
     matched: int = 0
     engine: FakeEngine = field(default_factory=FakeEngine)
 
     def report(self) -> LoadReport:
-        return self.said
+        return self.current
 
     def matched_tokens(self, keys: list[int], prompt_tokens: int) -> int:
         return self.matched
@@ -79,7 +79,7 @@ def test_vllm_scores_by_the_larger_count_and_the_pressure(
 ) -> None:
     policy, replicas = VllmDataParallel(rng()), fleet(*in_flight)
     for replica, report in zip(replicas, reports, strict=True):
-        replica.said = LoadReport(*report)
+        replica.current = LoadReport(*report)
     policy.tick(replicas)
     assert policy.select({}, replicas) == chosen
 

@@ -49,7 +49,7 @@ def url() -> Iterator[str]:
         thread.join()
 
 
-def test_servers_on_this_machine_are_asked_without_the_proxy_of_the_environment(url: str, tmp_path: Path) -> None:
+def test_local_servers_are_asked_without_the_environments_proxy(url: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
     environment |= {"HTTP_PROXY": DEAD_PROXY, "http_proxy": DEAD_PROXY, "PYTHONPATH": str(BENCHMARKS)}
     command = [sys.executable, "-c", ASK, url, str(tmp_path / "log")]

@@ -34,7 +34,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 @pytest.mark.parametrize("policy", [pytest.param("prefix", marks=pytest.mark.long), "least-queue-length"])
-def test_heads_that_hear_each_other_late_spread_better_than_heads_that_do_not(policy: str) -> None:
+def test_heads_with_late_reports_spread_load_better_than_heads_without_reports(policy: str) -> None:
     assert of(policy, 8, "100", scale=LARGE).in_flight < of(policy, 8, "none", scale=LARGE).in_flight
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the soak: trends and what they say, and accounts in which no request is missing."""
+"""The arithmetic of the soak: trends, verdicts, and accounts in which no request is missing."""
 
 import asyncio
 import random
@@ -23,33 +23,32 @@ def noisy(slope: float, noise: float, seed: int = 0) -> list[float]:
     return [500 + slope * hour + rng.gauss(0, noise) for hour in HOURS]
 
 
-def test_a_line_has_its_slope_without_doubt() -> None:
+def test_the_slope_of_a_line_is_exact_and_other_bounds_are_those_computed_by_hand() -> None:
     found = trend(HOURS, [3 + 2 * hour for hour in HOURS])
     assert (found.slope, found.low, found.high) == pytest.approx((2, 2, 2))
     assert found.samples == 48
-
-
-def test_the_slope_and_its_bounds_are_those_computed_by_hand() -> None:
-    # Without the first: slopes 1, 2, 3, 3, 4, 5; with so few points, the bounds are the outermost.
+    # Without the first sample: slopes 1, 2, 3, 3, 4, 5. With so few points, the bounds are the outermost slopes.
     found = trend([0, 1, 2, 3, 4], [99, 1, 2, 5, 10])
     assert (found.slope, found.low, found.high) == pytest.approx((3, 1, 5))
     assert (found.first, found.last, found.samples) == (1, 10, 4)
 
 
 @pytest.mark.parametrize("slope", [0.0, 20.0, -20.0])
-def test_the_true_slope_is_within_the_bounds_about_as_often_as_promised(slope: float) -> None:
+def test_the_true_slope_is_within_the_bounds_in_about_95_percent(slope: float) -> None:
     found = [trend(HOURS, noisy(slope, 3.0, seed)) for seed in range(200)]
     assert 180 <= sum(each.low <= slope <= each.high for each in found) <= 199
 
 
-def test_a_few_outliers_do_not_make_what_is_flat_grow() -> None:
-    values = [40.0] * 60
-    values[50:54] = [90.0, 80.0, 95.0, 70.0]
-    assert trend(HOURS, values).verdict(allowed=0.5) == "flat"
-
-
-def test_what_fills_at_first_does_not_grow() -> None:
-    assert trend(HOURS, [min(number, 11) for number in range(60)]).verdict(allowed=0.5) == "flat"
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        pytest.param([40.0] * 50 + [90.0, 80.0, 95.0, 70.0] + [40.0] * 6, "flat", id="outliers"),
+        pytest.param([float(min(number, 11)) for number in range(60)], "flat", id="grows only at first"),
+        pytest.param([40.0 + number // 10 for number in range(60)], "grows", id="one more in every tenth round"),
+    ],
+)
+def test_the_verdict_on_an_hour(values: list[float], expected: str) -> None:
+    assert trend(HOURS, values).verdict(allowed=0.5) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,10 +65,6 @@ def test_what_fills_at_first_does_not_grow() -> None:
 )
 def test_a_verdict_needs_confidence(low: float, high: float, expected: str) -> None:
     assert Trend(9, 1, 1, (low + high) / 2, low, high).verdict(allowed=1) == expected
-
-
-def test_one_descriptor_more_in_every_tenth_round_is_seen() -> None:
-    assert trend(HOURS, [40.0 + number // 10 for number in range(60)]).verdict(allowed=0.5) == "grows"
 
 
 def test_too_few_samples_are_no_trend() -> None:
@@ -158,7 +153,7 @@ async def test_an_answer_that_differs_from_the_one_before_is_wrong() -> None:
     assert not traffic.accounts.is_balanced
 
 
-async def test_who_can_be_answered_must_not_be_refused() -> None:
+async def test_a_request_that_can_be_answered_must_not_be_refused() -> None:
     for kind, status, turned_away in (("stream", 503, 1), ("given up", 503, 1), ("unknown model", 404, 0)):
         accounts = await ends(kind, status, b"")
         assert (accounts.turned_away, accounts.is_balanced) == (turned_away, not turned_away), kind
@@ -184,13 +179,13 @@ def even(*looks: list[dict[str, object]]) -> Evenness:
     return evenness
 
 
-def test_evenness_is_that_of_replicas_with_enough_to_do() -> None:
+def test_evenness_counts_only_busy_replicas() -> None:
     found = even(replicas([3, 1]), replicas([0, 1]), replicas([9, 2, 2], _0="draining"))
     assert found.in_flight == pytest.approx((0.5 + 0.0) / 2)
     assert even(replicas([0, 0])).in_flight == 0
 
 
-def test_what_is_sent_counts_for_replicas_that_served_all_the_time() -> None:
+def test_dispatches_count_for_replicas_that_served_all_the_time() -> None:
     first, last = replicas([0] * 4, [5, 0, 7, 0]), replicas([0] * 4, [8, 1, 9, 3])
     assert even(first, last).dispatched == pytest.approx(((9 + 1 + 4 + 9) / 4 - (9 / 4) ** 2) ** 0.5 / (9 / 4))
     gone = replicas([0] * 4, [6, 0, 7, 0], _2="down")
@@ -208,14 +203,25 @@ def soak_of(descriptors: list[float], counted: float = 0, *left_behind: str) -> 
     return soak
 
 
-def test_a_run_is_sound_if_nothing_grows_is_counted_or_is_left() -> None:
-    assert soak_of([40.0] * 10).exit_code == 0
-    assert soak_of([40.0 + number for number in range(10)]).exit_code == UNSOUND
-    assert soak_of([40.0] * 10, counted=1).exit_code == UNSOUND
-    assert soak_of([40.0] * 10, 0, "a socket").exit_code == UNSOUND
+@pytest.mark.parametrize(
+    ("descriptors", "counted", "left_behind", "exit_code"),
+    [
+        ([40.0] * 10, 0, [], 0),
+        ([40.0 + number for number in range(10)], 0, [], UNSOUND),
+        ([40.0] * 10, 1, [], UNSOUND),
+        ([40.0] * 10, 0, ["a socket"], UNSOUND),
+        pytest.param([40.0, 40.0, 44.0, 36.0, 45.0, 39.0], 0, [], UNCLEAR, id="too short to tell"),
+        pytest.param([40.0] * 3, 0, [], UNCLEAR, id="too few samples"),
+        ([40.0] * 3, 1, [], UNSOUND),
+    ],
+)
+def test_a_run_is_sound_if_nothing_grows_is_counted_or_is_left(
+    descriptors: list[float], counted: float, left_behind: list[str], exit_code: int
+) -> None:
+    assert soak_of(descriptors, counted, *left_behind).exit_code == exit_code
 
 
-def test_what_one_process_had_is_not_compared_with_what_the_next_one_has() -> None:
+def test_trends_do_not_span_a_restart_of_the_process() -> None:
     soak = soak_of([float(number) for number in range(8)] + [20.0] * 8)
     for number, each in enumerate(soak.rounds):
         each.look.pids["head"] = 1 if number < 8 else 2  # type: ignore[index]
@@ -223,7 +229,7 @@ def test_what_one_process_had_is_not_compared_with_what_the_next_one_has() -> No
     assert {found.samples for who, _, found in soak.trends() if who == "head"} == {7}
 
 
-def test_a_request_that_the_head_accepted_and_no_client_had_an_end_of_is_seen() -> None:
+def test_an_accepted_request_without_an_end_at_a_client_is_found() -> None:
     soak = soak_of([40.0] * 10)
     soak.accounts.sent.update({"stream": 5, "given up": 2})
     soak.accounts.ends.update({("stream", End.ANSWERED): 5, ("given up", End.GIVEN_UP): 2})
@@ -233,19 +239,13 @@ def test_a_request_that_the_head_accepted_and_no_client_had_an_end_of_is_seen() 
         assert soak.exit_code == expected, accepted
 
 
-def test_files_in_shared_memory_that_were_there_before_are_not_left() -> None:
+def test_files_in_shared_memory_from_before_the_run_do_not_count() -> None:
     soak = soak_of([40.0] * 10)
     soak.shared_before, soak.shared_after = {"a", "b"}, {"a"}
     assert soak.exit_code == 0
     soak.shared_after = {"a", "c"}
     assert soak.exit_code == UNSOUND
     assert "In /dev/shm: 2 before, 2 after the end, 1 of them new." in report(soak)
-
-
-def test_a_run_that_was_too_short_to_tell_is_not_sound() -> None:
-    assert soak_of([40.0, 40.0, 44.0, 36.0, 45.0, 39.0]).exit_code == UNCLEAR
-    assert soak_of([40.0] * 3).exit_code == UNCLEAR
-    assert soak_of([40.0] * 3, counted=1).exit_code == UNSOUND
 
 
 def test_a_run_whose_requests_were_all_refused_is_not_sound() -> None:
@@ -256,7 +256,7 @@ def test_a_run_whose_requests_were_all_refused_is_not_sound() -> None:
     assert soak.exit_code == UNSOUND
 
 
-def test_a_run_that_was_broken_off_has_its_accounts() -> None:
+def test_an_interrupted_run_has_accounts() -> None:
     soak = soak_of([40.0] * 3)
     soak.accounts.sent["stream"] += 1
     assert "| all | 1 | 0 | 0 | 0 | 0 | 0 |" in report(soak)
@@ -282,7 +282,7 @@ async def test_tasks_are_counted_as_long_as_they_are_alive() -> None:
     assert count()["tasks"] == before
 
 
-def test_what_another_process_holds_is_counted(tmp_path: Path) -> None:
+def test_resources_of_another_process_are_counted(tmp_path: Path) -> None:
     program = "import time; opened = [open('/dev/null') for _ in range(7)]; print('begun', flush=True); time.sleep(60)"
     process = Process("holder", [sys.executable, "-c", program], tmp_path / "log", **COUNTING)
     try:
@@ -298,7 +298,7 @@ def test_what_another_process_holds_is_counted(tmp_path: Path) -> None:
     assert held["objects"] > 1000
 
 
-def test_what_lies_in_a_folder_is_counted_at_any_depth(tmp_path: Path) -> None:
+def test_files_in_a_folder_are_counted_at_any_depth(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").touch()
     (tmp_path / "vllm_dist_1").touch()

@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_hours() -> None:
     assert (first.ends, first.moves, list(first.in_flight)) == (second.ends, second.moves, list(second.in_flight))
 
 
-def test_a_charge_that_is_not_taken_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_charge_that_is_not_released_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     release = LoadLedger.release
 
     def forget_some(ledger: LoadLedger, run: Any, now: float) -> None:
@@ -92,7 +92,7 @@ class EverMoreToTheFirst(LeastQueueLengthBalancer):
         return super().decide(task, replicas)
 
 
-def test_load_that_gets_less_even_is_found() -> None:
+def test_load_that_becomes_less_even_is_found() -> None:
     outcome = simulate(EverMoreToTheFirst(), "drifting", Settings(days=0.35, requests=30, replicas=6, fault=0.0))
     verdicts = {what: verdict for what, *_, verdict in drifts(outcome)}
     assert verdicts["variation of requests in flight"] == "grows"
@@ -136,7 +136,7 @@ def test_virtual_time_passes_at_once_and_in_order() -> None:
     assert (now, seen) == (pytest.approx(86_400), ["sooner", "later"])
 
 
-def test_waiting_for_what_cannot_come_is_an_error() -> None:
+def test_waiting_for_an_impossible_event_is_an_error() -> None:
     loop = VirtualTimeLoop()
     future = loop.create_future()
     with pytest.raises(RuntimeError, match="nothing will bring about"):

@@ -1,4 +1,4 @@
-"""Who waits before whom for an engine, and who is refused: classes, tenants, bounds, deadlines, and their file.
+"""Admission control: the order of waiting requests, and refusals, by classes, tenants, bounds and deadlines.
 
 Uses neither vLLM nor sockets, threads or clocks: time is an argument. Start with `admission`.
 """
