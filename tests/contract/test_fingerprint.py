@@ -125,9 +125,8 @@ def test_a_model_on_the_hub_is_identified_by_the_resolved_commit(hub: Hub, revis
     found = fingerprint(online, 0)
     assert (online.model_config.model, found["model"], found["revision"]) == ("org/name", "org/name", COMMIT)
     assert between(online, vllm_config(hub.snapshot(COMMIT))) == []
-    assert differences(found, fingerprint(hub.online(OTHER, None), 0)) == [
-        f"revision: head has {COMMIT}, replica {OTHER}"
-    ]
+    expected = [f"revision: head has {COMMIT}, replica {OTHER}"]
+    assert differences(found, fingerprint(hub.online(OTHER, None), 0)) == expected
 
 
 def test_a_model_with_weights_elsewhere_is_identified_by_their_address(model: Path) -> None:

@@ -63,9 +63,8 @@ def test_a_mixture_of_experts_has_all_ranks_in_the_engine_config_and_one_in_the_
 def test_the_engines_of_every_group_are_numbered_from_0(experts: Path) -> None:
     launcher = launcher_of(experts, data_parallel_size=RANKS)
     assert isinstance(launcher, GroupLauncher)
-    assert [launcher.identity(replica) for replica in range(4)] == [
-        CoreEngine(index=rank).identity for rank in (0, 1, 0, 1)
-    ]
+    identities = [CoreEngine(index=rank).identity for rank in (0, 1, 0, 1)]
+    assert [launcher.identity(replica) for replica in range(4)] == identities
     assert [list(launcher.group_of(replica)) for replica in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 

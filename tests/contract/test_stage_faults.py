@@ -88,11 +88,7 @@ def test_parameters_out_of_the_models_range_are_faults_of_the_file(generating: A
             ("sampling", "temperature"),
             "unknown parameter 'temperature': use use_activation, dimensions, step_tag_id, returned_token_ids, task",
         ),
-        (
-            SCORES | {"sampling": {"task": "clasify"}},
-            ("sampling", "task"),
-            "Invalid enum value 'clasify'",
-        ),
+        (SCORES | {"sampling": {"task": "clasify"}}, ("sampling", "task"), "Invalid enum value 'clasify'"),
         (SCORES | {"sampling": {"dimensions": "big"}}, ("sampling", "dimensions"), "Expected `int | null`, got `str`"),
     ],
 )

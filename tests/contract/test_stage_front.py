@@ -136,9 +136,8 @@ def test_a_structured_answer_is_for_the_stages_own_backend(
 
 def test_other_parameters_are_those_of_the_client(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
     wish: dict[str, Any] = {"temperature": 0.7, "top_p": 0.5, "seed": 3, "stop": ["green"], "logprobs": 2}
-    front = api(stranger, entry, sampling={"temperature": 0.0, "max_tokens": 1}).build(
-        asked(**wish), GIVEN, {}, for_client=True
-    )
+    stage_api = api(stranger, entry, sampling={"temperature": 0.0, "max_tokens": 1})
+    front = stage_api.build(asked(**wish), GIVEN, {}, for_client=True)
     assert {name: getattr(front.sampling_params, name) for name in wish} == wish
     assert front.sampling_params.max_tokens == 5
 
@@ -191,7 +190,6 @@ def test_a_request_for_another_kind_of_answer_is_refused(entry: Any, cousin: Any
         scoring.build(source(params=PoolingParams(task="embed")), GIVEN, {}, for_client=True)
     with pytest.raises(StageInputError, match="'refiner': it generates"):
         api(cousin, entry).build(source(params=PoolingParams(task="embed")), GIVEN, {}, for_client=True)
-    request = scoring.build(
-        source(params=PoolingParams(task="classify", use_activation=False)), GIVEN, {}, for_client=True
-    )
+    classify = source(params=PoolingParams(task="classify", use_activation=False))
+    request = scoring.build(classify, GIVEN, {}, for_client=True)
     assert request.pooling_params.use_activation is False

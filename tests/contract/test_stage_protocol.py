@@ -45,17 +45,10 @@ def test_our_fields_are_the_first_of_vllms(ours: type[msgspec.Struct], theirs: t
 
 
 def test_type_bytes_reasons_and_extensions_are_vllms() -> None:
-    kinds = EngineCoreRequestType
-    assert (kinds.ADD.value, kinds.ABORT.value, kinds.UTILITY.value) == (
-        stage_protocol.ADD,
-        stage_protocol.ABORT,
-        stage_protocol.UTILITY,
-    )
-    assert (FinishReason.STOP, FinishReason.ABORT, FinishReason.ERROR) == (
-        stage_protocol.STOP,
-        stage_protocol.ABORTED,
-        stage_protocol.ERROR,
-    )
+    for kind in ("ADD", "ABORT", "UTILITY"):
+        assert EngineCoreRequestType[kind].value == getattr(stage_protocol, kind)
+    for reason, ours in (("STOP", "STOP"), ("ABORT", "ABORTED"), ("ERROR", "ERROR")):
+        assert FinishReason[reason] == getattr(stage_protocol, ours)
     assert stage_protocol.RAW_VIEW == CUSTOM_TYPE_RAW_VIEW
 
 
@@ -65,10 +58,8 @@ def test_vllm_reads_outputs_with_tensors_and_statistics(size: int) -> None:
     content = {stage_protocol.CONTENT_KEY: OutputContent("text", [7], {"rate": 24000})}
     said = WireOutput("a", [0], pooling_output=tensor, finish_reason=stage_protocol.STOP, kv_transfer_params=content)
     read = decoded(StageCodec().encode_outputs([said], SchedulerStats(2, 3), 1.5))
-    assert (read.timestamp, read.scheduler_stats) == (
-        1.5,
-        EngineSchedulerStats(num_running_reqs=2, num_waiting_reqs=3),
-    )
+    assert read.timestamp == 1.5
+    assert read.scheduler_stats == EngineSchedulerStats(num_running_reqs=2, num_waiting_reqs=3)
     (output,) = read.outputs
     assert torch.equal(output.pooling_output, tensor)
     assert (output.request_id, output.new_token_ids, output.finish_reason) == ("a", [0], FinishReason.STOP)
@@ -96,7 +87,5 @@ def test_a_stage_reads_what_vllms_encoder_writes(size: int) -> None:
     assert (kind, request.request_id, request.text, request.metadata) == ("add", "a", "x", {"k": [1]})
     assert torch.equal(request.tensor.to_torch(), tensor)
     frames = MsgpackEncoder().encode((1, 2, "sleep", (1, "abort")))
-    assert StageCodec().decode([EngineCoreRequestType.UTILITY.value, *frames]) == (
-        "call",
-        (1, 2, "sleep", [1, "abort"]),
-    )
+    call = StageCodec().decode([EngineCoreRequestType.UTILITY.value, *frames])
+    assert call == ("call", (1, 2, "sleep", [1, "abort"]))

@@ -143,9 +143,8 @@ def test_sampling_of_the_request_overrides_the_transform_which_overrides_the_fil
 def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
     first = stage_api.build(source(), StageInput(token_ids=[3, 4]), {}, for_client=False, part=CHUNK)
-    second = stage_api.build(
-        source(), StageInput(token_ids=[5]), {}, for_client=False, part=CHUNK._replace(session_tokens=8)
-    )
+    later = CHUNK._replace(session_tokens=8)
+    second = stage_api.build(source(), StageInput(token_ids=[5]), {}, for_client=False, part=later)
     assert [(chunk.resumable, chunk.sampling_params.max_tokens) for chunk in (first, second)] == [(True, 6)] * 2
     assert [stage_api.session_tokens(chunk) for chunk in (first, second)] == [8, 7]
     end = stage_api.build_end(source())
@@ -154,9 +153,8 @@ def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
 
 def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    chunk = stage_api.build(
-        source(), StageInput(token_ids=[5] * 4), {}, for_client=False, part=CHUNK._replace(session_tokens=26)
-    )
+    later = CHUNK._replace(session_tokens=26)
+    chunk = stage_api.build(source(), StageInput(token_ids=[5] * 4), {}, for_client=False, part=later)
     assert chunk.sampling_params.max_tokens == 2
     message = refused(stage_api, StageInput(token_ids=[5] * 4), part=InputPart(resumable=True, session_tokens=28))
     assert message.endswith("the input has 4 tokens, after 28 of its session, and its model takes at most 3")
@@ -190,9 +188,7 @@ def test_another_model_without_inputs_gets_the_prompts_text(own: Any, other: Any
     assert request.prompt_token_ids == [1, 8, 6]
 
 
-def test_an_image_is_for_the_stages_that_run_the_model_which_reads_the_prompt(
-    folder: Path, own: Any, other: Any
-) -> None:
+def test_only_stages_with_the_model_of_the_entry_get_images(folder: Path, own: Any, other: Any) -> None:
     features: list[Any] = [object()]
     client = source(mm_features=features)
     decode = api(config(folder / "own"), own, inputs=("prefill",))

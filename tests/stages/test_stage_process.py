@@ -129,9 +129,8 @@ async def test_a_pause_holds_requests_and_one_that_waits_awaits_what_runs(gate: 
         assert [output.request_id for output in head.outputs] == ["awaited"]
         assert (await client.call("is_sleeping"), len(head.outputs)) == (True, 1)
         await client.call("sleep", 1, "abort")
-        assert [(output.request_id, output.finish_reason) for output in head.outputs[1:]] == [
-            ("held", FinishReason.ABORT)
-        ]
+        (held,) = head.outputs[1:]
+        assert (held.request_id, held.finish_reason) == ("held", FinishReason.ABORT)
         assert (await client.call("wake_up", None), await client.call("is_sleeping")) == (True, False)
         head.send("after", "all right")
         assert (await head.answer("after")).text == "all right!"

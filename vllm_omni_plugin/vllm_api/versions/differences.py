@@ -1,7 +1,7 @@
 """The differences between the supported versions of vLLM that matter to this package. Does not import vLLM.
 
-Every difference is listed, also where the code accepts both forms. Code for the older form only can be removed once the
-version with the newer form is the oldest supported one; a test reports that.
+Listed are differences that code or tests check, or for which there is code for the older form only. That code can be
+removed once the version with the newer form is the oldest supported one; a test reports that.
 """
 
 from dataclasses import dataclass
@@ -43,22 +43,10 @@ PROFILER_ARGUMENTS = Difference(
     about="`profile` has a fifth argument, for the profiler",
     older="its shorter form in `call_arguments`",
 )
-EXTERNAL_ELASTIC_EP = Difference(
-    since=(0, 33),
-    about="AsyncLLM calls its engine client for the state of elastic expert parallelism, and may abort it",
-)
-READY_ADDRESSES = Difference(
-    since=(0, 33),
-    about="a ready response has the addresses of the coordinator of its lockstep group, and the port of its store",
-)
 INTERLEAVE_SIZE = Difference(
     since=(0, 33),
     about="workers' `set_kv_cache_layout` has a second argument, the interleave size of context parallelism",
     older="its default in `ModelFreeExecutor`'s worker",
-)
-LOOKAHEAD_TOKENS = Difference(
-    since=(0, 33),
-    about="a block's hash may depend on tokens after the block: `BlockStored.lookahead_token_ids`",
 )
 SELF_STARTED_WAVES = Difference(
     since=(0, 33),
