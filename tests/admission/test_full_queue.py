@@ -42,16 +42,13 @@ def evictions(admission: Admission, tenant: str = "", **request: Any) -> list[tu
     return [(ticket, int(refusal.status)) for ticket, refusal in outcome]
 
 
-def test_a_full_queue_refuses_the_only_tenant_with_503() -> None:
+def test_a_full_queue_refuses_a_tenant_with_429_if_it_has_more_than_its_share_else_with_503() -> None:
     rules = admission(FIVE)
     for _ in range(5):
         come(rules)
     refusal = refused(rules)
     assert (refusal.status, refusal.reason) == (503, RefusalReason.QUEUE_FULL)
     assert rules.backlog.requests == 5
-
-
-def test_a_tenant_with_more_than_its_share_of_a_full_queue_is_refused_with_429() -> None:
     rules = admission(FIVE)
     for name in "aaaab":
         come(rules, name)
@@ -170,12 +167,6 @@ def test_the_time_in_engines_is_part_of_the_deadline() -> None:
     refusal = refused(rules, "a", timeout_s=9.5)
     assert (refusal.reason, refusal.retry_after_s) == (RefusalReason.DEADLINE, 1)
     assert vars(rules.expected_refusal(RequestTerms("a", timeout_s=9.5), None, 0.0)) == vars(refusal)
-    assert come(rules, "a", timeout_s=10.5, now=100.0).dispatch_by == 108.5
-
-
-def test_engines_slower_than_the_deadline_leave_half_of_it() -> None:
-    rules = admission(dispatch_rate=1.0, first_output_s=60.0)
-    assert come(rules, timeout_s=5.0, now=100.0).dispatch_by == 102.5
 
 
 def test_unstarted_requests_in_engines_do_not_make_a_request_late() -> None:
@@ -193,12 +184,24 @@ def test_a_flood_does_not_make_another_tenants_deadline_unreachable() -> None:
     assert refused(rules, "flood", timeout_s=5.0).status == 429
 
 
-def test_the_deadline_is_the_lower_of_the_clients_and_the_classes() -> None:
-    rules = admission(AdmissionConfig(classes=(RequestClass(name="only", deadline=10.0),)))
-    assert come(rules, now=100.0).dispatch_by == 110.0
-    assert come(rules, now=100.0, timeout_s=3.0).dispatch_by == 103.0
-    assert come(rules, now=100.0, timeout_s=30.0).dispatch_by == 110.0
-    assert come(admission(), now=100.0).dispatch_by == inf
+@pytest.mark.parametrize(
+    ("deadline", "timeout_s", "first_output_s", "dispatch_s"),
+    [
+        (10.0, None, 0.0, 10.0),
+        (10.0, 3.0, 0.0, 3.0),
+        (10.0, 30.0, 0.0, 10.0),
+        (None, None, 0.0, inf),
+        pytest.param(None, 10.5, 2.0, 8.5, id="the time in engines is taken off"),
+        pytest.param(None, 5.0, 60.0, 2.5, id="slow engines leave half of the deadline"),
+    ],
+)
+def test_engines_must_have_a_request_in_time_for_the_shorter_deadline(
+    deadline: float | None, timeout_s: float | None, first_output_s: float, dispatch_s: float
+) -> None:
+    config = AdmissionConfig(classes=(RequestClass(name="only", deadline=deadline),))
+    ticket = admission(config, first_output_s=first_output_s).new_ticket(RequestTerms("", timeout_s), 0, 1, 100.0)
+    assert isinstance(ticket, Ticket)
+    assert ticket.dispatch_by == 100.0 + dispatch_s
 
 
 def test_a_request_that_no_engine_has_in_time_is_refused() -> None:
