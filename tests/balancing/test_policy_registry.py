@@ -19,6 +19,10 @@ class Last:
     def select(self, task, replicas):
         return len(replicas) - 1
 
+class Dated(Last):
+    def forgotten(self, replica):
+        pass
+
 class Deaf:
     pass
 
@@ -130,6 +134,7 @@ BAD_CLASSES = [
     pytest.param("acme_policies:last", "is not a class", id="function"),
     pytest.param("acme_policies:Deaf", r"has no method select\(task, replicas\)", id="no select"),
     pytest.param("acme_policies:Numb", r"has no method select\(task, replicas\)", id="select is no method"),
+    pytest.param("acme_policies:Dated", "has a hook forgotten, which is called replica_lost now", id="old hook"),
     pytest.param("acme_policies:Needy", "cannot be built without arguments", id="needs an argument"),
     pytest.param("acme_policies:Failing", r"cannot be built without arguments \(OSError", id="constructor raises"),
     pytest.param(

@@ -23,6 +23,9 @@ ENTRY_POINT_GROUP = "vllm_omni_plugin.lb_policies"
 _NO_OPTION = "rng"
 """By convention the argument for a source of randomness, in tests and simulations; it is not an option."""
 
+_RENAMED_HOOKS = {"forgotten": "replica_lost", "cleared": "cache_cleared"}
+"""Hooks of version 0.1, and what they are called now: under the old names nobody would call them."""
+
 _BUILT_IN: Mapping[str, type[LoadBalancer]] = MappingProxyType(
     {
         LoadBalancingPolicy.RANDOM: RandomBalancer,
@@ -106,6 +109,9 @@ def _load_policy(offender: str, load: Callable[[], object]) -> type[LoadBalancer
         raise ConfigError(f"{offender} is not a class: name a class with a method select(task, replicas)")
     if not callable(getattr(target, "select", None)):
         raise ConfigError(f"{offender} has no method select(task, replicas): add it or name another class")
+    for old, new in _RENAMED_HOOKS.items():
+        if callable(getattr(target, old, None)):
+            raise ConfigError(f"{offender} has a hook {old}, which is called {new} now: rename the method")
     return target
 
 
