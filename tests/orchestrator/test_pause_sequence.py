@@ -85,22 +85,18 @@ async def test_work_between_two_stages_reaches_the_next_stage_before_its_abort(r
         assert fleet.links[1, 0].added == [fleet.attempt("r", 1)[1]]
 
 
-async def test_a_stage_is_aborted_when_its_inputs_have_been_built_and_sent() -> None:
-    gate = threading.Event()
-    try:
-        async with FakePipelineFleet(CHAIN) as fleet:
-            fleet.answer_with(answer_calls)
-            await fleet.submit("r", "text", params={"refiner": lambda transfer: gate.wait(30) and [7]})
-            first, attempt = fleet.attempt("r", 0)
-            first.step(attempt, 9)
-            resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "abort", True))
-            await begun(fleet)
-            assert (calls_of(fleet, 0), calls_of(fleet, 1)) == (["pause_scheduler", "is_sleeping"], ["is_sleeping"])
-            gate.set()
-            assert await results(resting) == ["pause_scheduler"] * 2
-            assert fleet.links[1, 0].added == [fleet.attempt("r", 1)[1]]
-    finally:
+async def test_a_stage_is_aborted_when_its_inputs_have_been_built_and_sent(gate: threading.Event) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        fleet.answer_with(answer_calls)
+        await fleet.submit("r", "text", params={"refiner": lambda transfer: gate.wait(30) and [7]})
+        first, attempt = fleet.attempt("r", 0)
+        first.step(attempt, 9)
+        resting = asyncio.wrap_future(fleet.ask("pause_scheduler", "abort", True))
+        await begun(fleet)
+        assert (calls_of(fleet, 0), calls_of(fleet, 1)) == (["pause_scheduler", "is_sleeping"], ["is_sleeping"])
         gate.set()
+        assert await results(resting) == ["pause_scheduler"] * 2
+        assert fleet.links[1, 0].added == [fleet.attempt("r", 1)[1]]
 
 
 @pytest.mark.parametrize("rest", [("pause_scheduler", "keep", True), ("sleep", 1, "keep"), ("resume_scheduler",)])

@@ -57,7 +57,7 @@ async def test_every_token_arrives_once_and_in_order_however_it_came(count: int)
         assert fleet.call_ends("r") == [None]
 
 
-async def test_chunks_keep_their_order_though_the_transform_is_slow() -> None:
+async def test_chunks_keep_their_order_though_the_transform_is_slow(gate: threading.Event) -> None:
     gate, seen = threading.Event(), list[int]()
 
     def transform(transfer: Any) -> None:
@@ -65,20 +65,17 @@ async def test_chunks_keep_their_order_though_the_transform_is_slow() -> None:
         if transfer.chunk == 0:
             gate.wait(30)
 
-    try:
-        async with FakePipelineFleet(SPEECH) as fleet:
-            await fleet.submit("r", "text", "audio", prompt=[3], params={"talker": transform})
-            link, attempt = fleet.attempt("r", 0)
-            for _ in range(4):
-                link.step(attempt)
-            await fleet.read()
-            assert fleet.ends == [("r", "stop")]
-            gate.set()
-            await fleet.settle()
-            assert seen == [0, 1]
-            assert chunks(fleet, 1) == [[4, 7], [10, 13]]
-    finally:
+    async with FakePipelineFleet(SPEECH) as fleet:
+        await fleet.submit("r", "text", "audio", prompt=[3], params={"talker": transform})
+        link, attempt = fleet.attempt("r", 0)
+        for _ in range(4):
+            link.step(attempt)
+        await fleet.read()
+        assert fleet.ends == [("r", "stop")]
         gate.set()
+        await fleet.settle()
+        assert seen == [0, 1]
+        assert chunks(fleet, 1) == [[4, 7], [10, 13]]
 
 
 async def test_a_session_ends_once_its_input_is_closed_and_its_last_turn_is_over() -> None:

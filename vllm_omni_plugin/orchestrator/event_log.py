@@ -52,9 +52,7 @@ class FleetEvent:
     Attributes:
         id: `<log>-<number>`: the name of the log, and the event's number in it, from 1.
         time: unix seconds.
-        stage: None: the event concerns the whole head.
-        replica: `<stage>.<replica>`; None: the event concerns no single replica.
-        reason: one line of at most `MAX_REASON` characters.
+        replica: `<stage>.<replica>`.
         requests: number of requests concerned.
     """
 

@@ -91,8 +91,7 @@ class Orchestrator:
     """Owns the requests and the pools. Everything but the queues belongs to the loop that runs `run`.
 
     Args:
-        stage_pools: one pool per stage, by stage id.
-        apis: by stage id.
+        stage_pools: by stage id, as are `apis`.
         migration_limit: moves that a request may make in each stage.
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
@@ -103,9 +102,7 @@ class Orchestrator:
         request_async_queue: messages about requests (`RequestMessage`).
         output_async_queue: vLLM's `EngineCoreOutputs`, and messages to AsyncLLM.
         rpc_async_queue: all other messages (`RpcMessage`); `FleetControl` handles them.
-        events: what has happened to replicas.
         drained: replicas that an operator drained, attached to this head or not.
-        serving_signal: wakes coroutines that wait for `can_serve`.
         request_states: unfinished requests by the client's id.
         stage_pools: their `members` and `serving` may be read from any thread.
         stage_calls: operator calls of each stage, by stage id.

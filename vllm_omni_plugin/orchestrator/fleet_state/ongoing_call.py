@@ -47,8 +47,6 @@ class OngoingCall:
 
     Attributes:
         number: the call's number in the fleet; 0 for a call that other heads do not follow.
-        method: method of vLLM's engine core.
-        calls: the call in each of its stages.
         sending: done when all called replicas have answered or failed.
         unreached: engine keys of replicas that other heads left to this head, and that this head has lost since.
     """

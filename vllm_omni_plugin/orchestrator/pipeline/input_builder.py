@@ -25,12 +25,7 @@ _THREADS_PER_STAGE = 2
 
 
 class DaemonThreads:
-    """Runs calls in order on daemon threads: unlike a `ThreadPoolExecutor`, they let the process end.
-
-    Args:
-        count: maximum number of threads.
-        name: prefix of the threads' names.
-    """
+    """Runs calls in order on daemon threads: unlike a `ThreadPoolExecutor`, they let the process end."""
 
     def __init__(self, count: int, name: str) -> None:
         self._name = name

@@ -83,7 +83,6 @@ class OrchestratorRequestState:
     Attributes:
         request: vLLM's `EngineCoreRequest` as the client submitted it.
         submitted_at: monotonic seconds.
-        ticket: its place in the order of admission.
         final_stage_id: the stage that answers through vLLM's server; None: no stage does.
         final_output_stage_ids: stages whose output the client wants.
         finished_final_output_stage_ids: the stages among these that have ended.
@@ -91,8 +90,6 @@ class OrchestratorRequestState:
         stage_submit_ts: monotonic seconds at which each stage got its first input, by stage id.
         pipeline_timings: seconds by stage name and part. `transfer`: transforms and building inputs; `queue`: until
             the dispatch; `first_output`: from there to the first output; `run`: from the dispatch to the end.
-        mm_features: processed multimodal inputs of the prompt.
-        call: None for a plain request.
         runs: by stage id, of the stages that have begun.
     """
 
@@ -129,7 +126,6 @@ class PipelineRequestState(OrchestratorRequestState):
     """A request of a pipeline.
 
     Attributes:
-        dispatches: see `SubmitRequest`, as is `traced`.
         readers: of the stages in `plan.readable` that have begun, by stage id.
         chunked_inputs: of stages that work on chunks, by stage id.
         answered: stages that have produced output.

@@ -30,13 +30,7 @@ HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 class WaitingCounts(NamedTuple):
-    """Requests of one stage that wait to be sent.
-
-    Attributes:
-        held: because no replica serves.
-        paused: because paused engines refuse them.
-        moving: because their replica is lost, and moves are limited in rate.
-    """
+    """Requests of one stage that wait: for any replica, for paused engines, or to be moved to another replica."""
 
     held: int
     paused: int
@@ -55,8 +49,6 @@ class OrchestratorMetrics:
         swallowed_tokens: tokens that replays repeated and clients did not get twice.
         diverged: replays that did not repeat what had been delivered; `lost` includes them.
         lost: requests that ended with an error because their replica was lost.
-        queries_of_death: requests that ended with an error because engines seemed to die of them.
-        waiting_in: by stage, returns how many of its requests wait now.
         queued_in: by stage, returns how many of its requests wait at this head for the replica they are charged to.
         refused: accepted requests that were refused because no replica could serve.
         refused_before_accept: requests refused for the same reason before they were accepted.

@@ -22,12 +22,7 @@ class StageEvent:
 
 @dataclass(frozen=True, slots=True)
 class PipelineCallEnded:
-    """The last event of a `PipelineCall`.
-
-    Attributes:
-        error: why the call ended early; None if all needed stages have finished.
-        timings: seconds by the stage's name; see `OrchestratorRequestState.pipeline_timings`.
-    """
+    """The last event of a `PipelineCall`; `timings`: see `OrchestratorRequestState.pipeline_timings`."""
 
     error: Exception | None
     timings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -38,12 +33,11 @@ class PipelineCall:
     """What a client asks of a pipeline.
 
     Attributes:
-        modalities: the outputs that the client wants, each one of `Pipeline.modalities`.
         put: called on the orchestrator's thread with each `StageEvent` of the stages in `outputs` and of the final
             stages of `modalities` that do not answer through vLLM, and at last with a `PipelineCallEnded`. Must
             not block or raise.
         outputs: names of other stages whose output the client wants to see; those stages run anyway.
-        sampling: sampling parameters by the stage's name.
+        sampling: by the stage's name.
         params: plain data for transforms and Python stages.
     """
 
@@ -65,10 +59,8 @@ class SubmitRequest:
     Attributes:
         request: vLLM's `EngineCoreRequest`; the orchestrator never changes it.
         submitted_at: monotonic seconds.
-        dispatches: a list to which the orchestrator's thread appends until the answer begins; None: not needed.
-        call: None for a plain request.
+        dispatches: a list to which the orchestrator's thread appends until the answer begins.
         traced: whether to send `RequestStages` for this request.
-        terms: None: the defaults of admission.
     """
 
     request: Any
@@ -80,7 +72,6 @@ class SubmitRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, or its embeddings."""
         request = self.request
         return len(request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids)
 
@@ -100,12 +91,7 @@ class AbortRequests:
 
 @dataclass(frozen=True, slots=True)
 class OutputUnusable:
-    """AsyncLLM could not process an output. Comes after the `AbortRequests` of the request.
-
-    Attributes:
-        engine_index: of the replica that sent the output.
-        reason: the exception.
-    """
+    """AsyncLLM could not process an output of this engine. Comes after the `AbortRequests` of the request."""
 
     request_id: str
     engine_index: int
@@ -125,13 +111,7 @@ class RequestFailed:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """When a stage worked for a request.
-
-    Attributes:
-        began_at: monotonic seconds at which the transform of its input began.
-        ended_at: monotonic seconds at which the stage ended or was aborted.
-        parts: seconds; see `OrchestratorRequestState.pipeline_timings`.
-    """
+    """When a stage worked for a request: in monotonic seconds, from its transform to its end or abort."""
 
     stage_id: int
     stage: str
@@ -150,11 +130,7 @@ class RequestStages:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJoined:
-    """A replica that came after the start begins to serve; comes before its first outputs.
-
-    Attributes:
-        ready_response: its engine's, as vLLM encoded it.
-    """
+    """A replica that came after the start begins to serve. Comes before its first outputs."""
 
     stage_id: int
     replica_id: int
@@ -175,7 +151,6 @@ class CallReplicas:
 
     Attributes:
         method: method of vLLM's engine core.
-        args: positional arguments, plain data or structs that vLLM's encoder knows.
         reply: gets the answers of all replicas that accepted the call, in order of stages and replicas, or the error.
         stages: in order; None: all.
     """
@@ -188,12 +163,7 @@ class CallReplicas:
 
 @dataclass(frozen=True, slots=True)
 class RegisterRemoteReplica:
-    """A replica of another process has joined or changed: attach to it, or act on its new status.
-
-    Attributes:
-        info: as the coordinator published it.
-        accepts: whether it takes new requests; False: it is a suspect or draining.
-    """
+    """A replica of another process has joined or changed. If it does not accept requests it is a suspect or drains."""
 
     info: ReplicaInfo
     accepts: bool
@@ -226,11 +196,7 @@ class ManageReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplaceAdmission:
-    """Replaces the admission config.
-
-    Attributes:
-        reply: gets the changed values, one line each.
-    """
+    """Replaces the admission config; `reply` gets the changed values, one line each."""
 
     config: AdmissionConfig
     reply: "Future[list[str]]"
@@ -241,7 +207,6 @@ class Explanation:
     """A decision that a policy would make now.
 
     Attributes:
-        policy: the policy's name.
         replicas: the candidates, as `<stage>.<replica>`, and their loads; `decision.position` is an index into them.
         may_begin: whether the chosen replica has room, so that the request would be sent at once.
         queue_position: where the request would wait otherwise.
@@ -256,12 +221,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """Asks where a request would go now. Nothing is sent or remembered.
-
-    Attributes:
-        reply: the explanation, or a `NoReplicaError` or `NoExplanationError`.
-        priority: OpenAI's; None: unknown.
-    """
+    """Asks where a request would go now; `reply` may get a `NoReplicaError` or `NoExplanationError`."""
 
     stage_id: int
     task: Task
