@@ -243,21 +243,17 @@ async def test_service_goes_on_with_a_replica_that_comes_back(fleet: FakeFleet) 
     assert fleet.in_flight == [0, 1]
 
 
-async def test_a_replica_found_dead_by_the_send_costs_nothing(fleet: FakeFleet) -> None:
-    fleet.links[0].broken = True
-    for name in "abc":
-        await fleet.submit(name)
-    assert await fleet.read() == []
-    assert fleet.in_flight == [0, 3]
-    assert len(fleet.pool.serving) == 1
-
-
-async def test_all_replicas_found_dead_by_the_send_is_one_refusal(fleet: FakeFleet) -> None:
-    for link in fleet.links.values():
-        link.broken = True
+@pytest.mark.parametrize("broken", [1, 2])
+async def test_replicas_found_dead_by_the_send_cost_nothing_while_another_serves(fleet: FakeFleet, broken: int) -> None:
+    for replica_id in range(broken):
+        fleet.links[replica_id].broken = True
     await fleet.submit("a")
-    error = await fleet.the_error("a")
-    assert type(error) is NoReplicaError
+    if broken == 2:
+        assert type(await fleet.the_error("a")) is NoReplicaError
+        return
+    await fleet.submit("b")
+    assert await fleet.read() == []
+    assert (fleet.in_flight, len(fleet.pool.serving)) == ([0, 2], 1)
 
 
 async def test_the_time_until_the_first_dispatch_is_observed_once_per_request(fleet: FakeFleet) -> None:
@@ -267,25 +263,22 @@ async def test_the_time_until_the_first_dispatch_is_observed_once_per_request(fl
     assert observed(fleet.orchestrator.metrics.queue_time) == (1, 0.0)
 
 
-async def test_a_session_stays_on_its_replica_under_one_id_until_its_last_turn(fleet: FakeFleet) -> None:
+@pytest.mark.parametrize("closed_with_turn", [True, False])
+async def test_a_session_stays_on_its_replica_under_one_id_until_it_is_closed_and_its_last_turn_has_ended(
+    fleet: FakeFleet, closed_with_turn: bool
+) -> None:
     await fleet.submit("s", resumable=True)
     link, attempt = fleet.attempt("s")
     link.output(attempt, finish_reason="stop")
     await fleet.submit("s", resumable=True)
-    await fleet.submit("s", resumable=False)
-    assert link.added == [attempt] * 3
     assert sum(fleet.in_flight) == 1
-    link.output(attempt, finish_reason="stop")
+    for close in (closed_with_turn, not closed_with_turn):
+        if close:
+            await fleet.submit("s", resumable=False)
+        else:
+            link.output(attempt, finish_reason="stop")
+    assert link.added == [attempt] * 3
     assert await fleet.read() == [("s", "stop"), ("s", "stop")]
-    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
-
-
-async def test_a_session_closed_after_its_last_turn_ends_in_the_engine_too(fleet: FakeFleet) -> None:
-    await fleet.submit("s", resumable=True)
-    link, attempt = fleet.attempt("s")
-    link.output(attempt, finish_reason="stop")
-    await fleet.submit("s", resumable=False)
-    assert link.added == [attempt] * 2
     assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
 
 

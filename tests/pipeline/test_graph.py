@@ -112,9 +112,9 @@ def test_text_alone_skips_the_stages_that_speak() -> None:
 @pytest.mark.parametrize(
     ("modalities", "message"),
     [
-        (["image"], "'image' asked for, but this pipeline puts out text, audio"),
-        (["text", "video", "tokens"], "'video', 'tokens' asked for, but this pipeline puts out text, audio"),
-        ([], "nothing asked for, but this pipeline puts out text, audio"),
+        (["image"], "'image' asked for, but the outputs of this pipeline are text, audio"),
+        (["text", "video", "tokens"], "'video', 'tokens' asked for, but the outputs of this pipeline are text, audio"),
+        ([], "nothing asked for, but the outputs of this pipeline are text, audio"),
     ],
 )
 def test_asking_for_what_no_final_stage_puts_out_is_an_error(modalities: list[str], message: str) -> None:
@@ -152,8 +152,5 @@ def test_an_error_says_where_among_the_stages_as_they_were_given() -> None:
         Pipeline((stage(1), stage(0, 1, 7)))
     assert raised.value.place == ("stages", 1, "inputs", 1)
     assert str(raised.value) == "stages[1].inputs[1]: there is no stage 's7': use one of s1, s0"
-
-
-def test_no_stages_are_no_pipeline() -> None:
     with pytest.raises(PipelineError, match="no stage is final"):
         Pipeline(())

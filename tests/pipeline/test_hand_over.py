@@ -37,11 +37,11 @@ def test_a_kv_cache_is_handed_over_by_its_own_transform(file: Path) -> None:
     [
         (
             ("output: kv_cache", "output: kv_cache, final: true"),
-            "2: stages[0].final: a KV cache leaves no pipeline: a stage must take it",
+            "2: stages[0].final: a KV cache cannot be final: another stage must take it",
         ),
         (
             ("engine: vllm, model: m, output", "engine: 'a.b:C', output"),
-            "2: stages[0].output: only vLLM's engine puts out a KV cache",
+            "2: stages[0].output: only vLLM's engine can output a KV cache",
         ),
         (
             ("output: kv_cache", "output: kv_cache, sampling: {temperature: 0}"),
@@ -109,7 +109,7 @@ def test_a_kv_cache_goes_from_engine_to_engine_of_one_model(file: Path, change: 
         (
             (vllm(0, "s1", transform="a.b:c"), python(1)),
             ("stages",),
-            "every stage without inputs is a Python engine, but it takes vLLM's to read the request's prompt",
+            "no stage without inputs is a vLLM stage, which is needed to read the prompt",
         ),
     ],
     ids=tail,
@@ -132,7 +132,7 @@ def test_the_first_of_vllms_stages_without_inputs_reads_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("modalities", "front"),
+    ("modalities", "expected"),
     [
         pytest.param(["text"], "s3", id="the last of text"),
         pytest.param(["tokens"], "s2", id="tokens"),
@@ -141,7 +141,7 @@ def test_the_first_of_vllms_stages_without_inputs_reads_the_prompt() -> None:
         pytest.param(["audio"], None, id="speech answers another way"),
     ],
 )
-def test_the_answering_stage_is_the_last_final_stage_with_text(modalities: list[str], front: str | None) -> None:
+def test_the_answering_stage_is_the_last_final_stage_with_text(modalities: list[str], expected: str | None) -> None:
     pipeline = Pipeline(
         (
             vllm(0),
@@ -154,7 +154,7 @@ def test_the_answering_stage_is_the_last_final_stage_with_text(modalities: list[
         )
     )
     found = pipeline.answer_stage_of(modalities)
-    assert (found.name if found is not None else None) == front
+    assert (found.name if found is not None else None) == expected
 
 
 def test_a_request_gets_text_by_default_or_else_everything() -> None:

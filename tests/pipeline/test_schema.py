@@ -21,11 +21,8 @@ def test_the_schema_is_one() -> None:
     Draft202012Validator.check_schema(dict(schema()))
 
 
-def test_the_schema_has_the_keys_that_a_stage_has() -> None:
+def test_the_schema_has_and_requires_the_keys_of_a_stage() -> None:
     assert set(PROPERTIES) == {field.name for field in fields(Stage)}
-
-
-def test_the_schema_requires_what_has_no_default() -> None:
     required = {field.name for field in fields(Stage) if field.default is MISSING and field.default_factory is MISSING}
     assert set(STAGE["required"]) == required
 

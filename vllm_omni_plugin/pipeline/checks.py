@@ -72,7 +72,7 @@ def _check_outputs(stages: Sequence[Stage]) -> None:
 
 def _check_entry(stages: Sequence[Stage]) -> None:
     if not any(stage.is_vllm and not stage.inputs for stage in stages):
-        message = "every stage without inputs is a Python engine, but it takes vLLM's to read the request's prompt"
+        message = "no stage without inputs is a vLLM stage, which is needed to read the prompt"
         raise PipelineError(message, ("stages",))
 
 
@@ -87,8 +87,8 @@ def _check_chunks_and_caches(stages: Sequence[Stage]) -> None:
 def _rules(stage: Stage, upstream: Iterable[Stage]) -> Iterator[tuple[bool, str, str]]:
     """All rules for a stage: whether it breaks the rule, the key at fault, and the message."""
     if stage.output is Modality.KV_CACHE:
-        yield not stage.is_vllm, "output", "only vLLM's engine puts out a KV cache"
-        yield stage.final, "final", "a KV cache leaves no pipeline: a stage must take it"
+        yield not stage.is_vllm, "output", "only vLLM's engine can output a KV cache"
+        yield stage.final, "final", "a KV cache cannot be final: another stage must take it"
         yield bool(stage.inputs), "inputs", "the KV cache is that of the request's own prompt: leave out 'inputs'"
         yield bool(stage.sampling), "sampling", "a stage that only fills a KV cache samples nothing"
     for source in upstream:

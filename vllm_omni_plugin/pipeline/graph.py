@@ -103,7 +103,7 @@ class Pipeline:
         missing = [modality for modality in modalities if modality not in self.modalities]
         if missing or not modalities:
             asked = ", ".join(map(repr, missing)) or "nothing"
-            raise ValueError(f"{asked} asked for, but this pipeline puts out {', '.join(self.modalities)}")
+            raise ValueError(f"{asked} asked for, but the outputs of this pipeline are {', '.join(self.modalities)}")
         inputs = {stage.name: stage.inputs for stage in self.stages}
         names = ancestors(inputs, [stage.name for stage in self.stages if stage.final and stage.output in modalities])
         return tuple(stage for stage in self.order if stage.name in names)
