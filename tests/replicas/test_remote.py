@@ -228,7 +228,7 @@ async def test_a_server_that_does_not_answer_renewals_is_a_loss(
     head: RemoteHead, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine libzmq's own check of the connection, after 0.8 s, could be first.
-    monkeypatch.setattr(control_link, "_CHECK_TIMEOUT_MS", 60_000)
+    monkeypatch.setattr(control_link, "_HEARTBEAT_TIMEOUT_MS", 60_000)
     head.set(heartbeat_timeout=2.0)
     async with head.attached(server.info):
         server.answers_renewals = False

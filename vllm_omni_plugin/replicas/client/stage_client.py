@@ -115,7 +115,7 @@ class StageClient:
         is_long = method in _LONG_CALLS
         self._long_calls += is_long
         try:
-            return await self._ask(self._calls, method, args)
+            return await self._call_and_wait(self._calls, method, args)
         finally:
             self._long_calls -= is_long
 
@@ -124,7 +124,7 @@ class StageClient:
 
         Raises as `call`, but `interrupt` does not fail it, and an engine that refuses calls during shutdown is alive.
         """
-        await self._ask(self._probes, "is_sleeping", ())
+        await self._call_and_wait(self._probes, "is_sleeping", ())
 
     @property
     def is_busy(self) -> bool:
@@ -180,7 +180,9 @@ class StageClient:
         self._link.close()
         self.mark_dead("closed")
 
-    async def _ask(self, open_calls: dict[int, "asyncio.Future[Any]"], method: str, args: tuple[Any, ...]) -> Any:
+    async def _call_and_wait(
+        self, open_calls: dict[int, "asyncio.Future[Any]"], method: str, args: tuple[Any, ...]
+    ) -> Any:
         call_id = next(self._call_ids)
         frames = self._codec.encode_utility(call_id, method, args, self._client_index)
         self._send(frames)

@@ -25,16 +25,16 @@ from vllm_omni_plugin.replicas.links.replica_ports import Listener
 logger = init_logger(__name__)
 
 # The head detects a silent connection loss within about a second, and reconnects as fast.
-_CHECK_MS = 250
-_CHECK_TIMEOUT_MS = 800
+_HEARTBEAT_MS = 250
+_HEARTBEAT_TIMEOUT_MS = 800
 _RECONNECT_MS = 100
 _CONNECT_TIMEOUT_MS = 1000
 # How long a closing head waits for its last messages to leave.
 _LINGER_MS = 500
 _QUEUE_MESSAGES = 64
 # The server detects a silent connection loss after this time; TCP alone would take a quarter of an hour.
-_LINK_CHECK_MS = 5000
-_LINK_TIMEOUT_MS = 15000
+_SERVER_HEARTBEAT_MS = 5000
+_SERVER_HEARTBEAT_TIMEOUT_MS = 15000
 
 
 class ControlClient:
@@ -67,7 +67,7 @@ class ControlClient:
             secure_client(self._socket, secrets, CONTROL_ROLE, attempt)
             self._socket.ipv6 = "[" in address
             self._socket.maxmsgsize = MAX_CONTROL_BYTES
-            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = _CHECK_MS, _CHECK_TIMEOUT_MS
+            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
             self._socket.reconnect_ivl, self._socket.connect_timeout = _RECONNECT_MS, _CONNECT_TIMEOUT_MS
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -115,8 +115,7 @@ async def open_control_link(
 ) -> ControlClient:
     """Connect with the first secret that the server accepts. Waits without limit while no server answers.
 
-    Raises:
-        ReplicaError: the address is not valid, or the server accepts none of the secrets.
+    Raises `ReplicaError` if the address is not valid, or the server accepts none of the secrets.
     """
     refusal: HandshakeRefusedError | None = None
     for attempt in range(secrets.count if secrets else 1):
@@ -154,8 +153,8 @@ class ControlServer:
         self._router.maxmsgsize = MAX_CONTROL_BYTES
         self._router.rcvhwm = self._router.sndhwm = _QUEUE_MESSAGES
         self._router.handshake_ivl = HANDSHAKE_MS
-        self._router.heartbeat_ivl = _LINK_CHECK_MS
-        self._router.heartbeat_timeout = _LINK_TIMEOUT_MS
+        self._router.heartbeat_ivl = _SERVER_HEARTBEAT_MS
+        self._router.heartbeat_timeout = _SERVER_HEARTBEAT_TIMEOUT_MS
         if secrets is not None:
             self._zap_handler = ZapHandler(self._context, secrets)
             self._zap_handler.admit_secret_holders(CONTROL_ROLE)

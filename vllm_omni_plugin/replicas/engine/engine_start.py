@@ -43,7 +43,7 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts engines; such as `vllm_api.launch.engine_launch.EngineLauncher`.
+    """Starts engines, such as `vllm_api.launch.engine_launch.EngineLauncher`.
 
     Attributes:
         ready_timeout: seconds from the handshake to the ready response.

@@ -29,11 +29,7 @@ class Reaper:
         self._closed = False
 
     def watch(self, pid: int) -> None:
-        """Kill this child process and its descendants if it outlives this process or `close`.
-
-        Raises:
-            RuntimeError: the reaper is closed.
-        """
+        """Kill this child process and its descendants if it outlives this process or `close`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reaper is closed")

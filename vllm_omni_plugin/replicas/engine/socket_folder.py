@@ -28,11 +28,7 @@ def new_ipc_address() -> str:
 
 
 def socket_base() -> str:
-    """The folder of this process's sockets, or the parent of that folder.
-
-    Raises:
-        FileNotFoundError: no temporary folder is writable.
-    """
+    """The folder of this process's sockets, or its parent. Raises `FileNotFoundError` if no such folder is writable."""
     return os.environ.get(_BASE_PATH) or tempfile.gettempdir()
 
 

@@ -15,11 +15,7 @@ QUEUE_MESSAGES = 1000
 
 
 def forwarding_context() -> Context:
-    """A context for sockets that `forward` closes: with linger 0.
-
-    With libzmq's default the termination would wait for ever for a peer that does not read, and linger can no longer be
-    set during the termination.
-    """
+    """A context with linger 0 for sockets that `forward` closes. Otherwise the termination would wait for the peers."""
     context: Context = zmq.Context()
     context.setsockopt(zmq.LINGER, 0)
     return context

@@ -73,9 +73,8 @@ class ReplicaServer:
     async def run(self) -> None:
         """Serve until drained, stopped or cancelled.
 
-        Raises:
-            ConfigError: an address or port cannot be bound.
-            ReplicaError: the first start of the engine failed. Later failures are retried.
+        Raises `ConfigError` if a port cannot be bound, and `ReplicaError` if the first start of the engine fails. Later
+        failures are retried.
         """
         async with AsyncExitStack() as stack:
             listeners = listen_on_ports(self._settings.host, self._settings.ports, REPLICA_PORTS)
@@ -128,7 +127,9 @@ class ReplicaServer:
 
     def _open(self, stack: AsyncExitStack, listeners: list[Listener]) -> AttachedHeads:
         control_listener, *first_ports = listeners
-        control = ControlServer(control_listener, self._settings.secrets, lambda peer, said: heads.handle(peer, said))
+        control = ControlServer(
+            control_listener, self._settings.secrets, lambda peer, message: heads.handle(peer, message)
+        )
         stack.callback(control.close, _LINGER_S)
         heads = AttachedHeads(
             self._settings,
@@ -136,7 +137,7 @@ class ReplicaServer:
             control.send,
             lambda: 0 if self._announcer is None else self._announcer.incarnation,
             self.drain,
-            self._alone,
+            self._on_last_disconnect,
             time.monotonic,
         )
         self._heads = heads
@@ -193,7 +194,7 @@ class ReplicaServer:
     def _log_restart(self, seconds: float, reason: str | Exception) -> None:
         logger.warning("Replica %d is restarted in %.0f s: %s", self._index, seconds, reason)
 
-    def _alone(self) -> None:
+    def _on_last_disconnect(self) -> None:
         if self._draining:
             self._finished.set()
 
