@@ -249,7 +249,7 @@ def test_a_package_that_clashes_is_named_with_what_to_do(
     (result,) = check_conflicts()
     assert result.level is Level.WARNING
     assert "vllm-omni is installed" in result.text
-    assert "leave --omni out" in result.text
+    assert "do not use --omni" in result.text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ _GROUP = "vllm.general_plugins"
 _OWN = "omni"
 _OWN_MODULE = "vllm_omni_plugin."
 _CONFLICTS = {
-    "vllm-omni": "it has flags of the same names, and gets every command line with --omni: leave --omni out beside ours"
+    "vllm-omni": "it has flags of the same names, and handles --omni command lines: do not use --omni with our flags"
 }
 """By distribution: the conflict, and what to do."""
 

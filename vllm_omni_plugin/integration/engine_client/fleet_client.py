@@ -222,7 +222,7 @@ class FleetClient(UtilityCallClient):
                 logger.info("Waiting for the first replica to join. The server starts as soon as there is one.")
                 continue
             try:
-                # A prefill stage may be empty while decode, of the same model, serves.
+                # The prefill stage may have no replica while the decode stage, of the same model, serves.
                 tasks = await super().get_supported_tasks_async()
                 return self.stages.supported(tasks)
             except (NoReplicaError, ReplicaError):

@@ -1,4 +1,4 @@
-"""What the orchestrator tells AsyncLLM besides outputs: failures, replicas that come and go, news of other heads."""
+"""Handles the orchestrator's messages that are not outputs: failures, joined or lost replicas, calls of other heads."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy

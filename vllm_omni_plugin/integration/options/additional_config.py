@@ -9,7 +9,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 
 SHARED_DRAIN_FLAG = "omni_drained"
-"""Attribute of the parsed arguments of each API server, if there are several: the argument of `HeadDrain.share`."""
+"""Attribute of the parsed arguments of each of several API servers: the argument of `HeadDrain.use_shared_flag`."""
 
 _EXIT_USAGE = 2
 _KEY = "vllm_omni_plugin"
