@@ -69,15 +69,17 @@ class Flag:
         return f"{self.help}{shown}%(default).0s"
 
 
-def integer(minimum: int, maximum: float = math.inf, reason: str = "") -> Callable[[str], int]:
-    """An argparse type for integers from `minimum` to `maximum`; `reason` ends the error message."""
+def integer(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
+    """An argparse type for integers from `minimum` to `maximum`."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        _require_range(value, minimum, maximum, reason)
+        if not minimum <= value <= maximum:
+            limit = f"below {minimum}" if value < minimum else f"above {maximum}"
+            raise argparse.ArgumentTypeError(f"{value} is {limit}")
         return value
 
     return parse
@@ -91,7 +93,8 @@ def seconds(text: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    _require_range(value, 0, math.inf, "a time cannot be negative")
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} s is below 0")
     return value
 
 
@@ -111,13 +114,6 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"option": 1}}')
     return value
-
-
-def _require_range(value: float, minimum: float, maximum: float, reason: str) -> None:
-    if value < minimum:
-        raise argparse.ArgumentTypeError(f"{value} is below {minimum}{reason and ': ' + reason}")
-    if value > maximum:
-        raise argparse.ArgumentTypeError(f"{value} is above {maximum}{reason and ': ' + reason}")
 
 
 def _flag(default: Any, *about: Any, **more: Any) -> Any:
@@ -161,7 +157,7 @@ class OmniConfig:
         Side.BOTH,
         "Number of replicas that this process runs itself. A head may have none (0).",
         "N",
-        integer(0, reason="there cannot be fewer replicas than none"),
+        integer(0),
     )
     master_address: str | None = _flag(
         None,
@@ -175,7 +171,7 @@ class OmniConfig:
         Side.BOTH,
         "Port of --omni-master-address.",
         "PORT",
-        integer(1, _MAX_PORT, "that is no port"),
+        integer(1, _MAX_PORT),
         ("-omp",),
     )
     join: bool = _flag(
@@ -189,7 +185,7 @@ class OmniConfig:
         Side.HEADLESS,
         "Stage that the replicas of this node serve.",
         "N",
-        integer(0, _MAX_STAGE_ID, "that is no stage"),
+        integer(0, _MAX_STAGE_ID),
         ("--stage-id",),
     )
     replica_address: str | None = _flag(
@@ -256,14 +252,14 @@ class OmniConfig:
         "Largest message between a head and a replica of another process, in MiB. The node's value limits requests, "
         "the head's value limits outputs. A larger request fails before it is sent; no other request is affected.",
         "MIB",
-        integer(1, _MAX_MESSAGE_MIB, "that is no size"),
+        integer(1, _MAX_MESSAGE_MIB),
     )
     migration_limit: int = _flag(
         3,
         Side.HEAD,
         "How often a request may move to another replica because its replica was lost. One more loss fails it.",
         "N",
-        integer(0, reason="a request cannot move a negative number of times"),
+        integer(0),
     )
     replica_wait: float = _flag(
         60.0,

@@ -105,7 +105,7 @@ FLEET_FLAGS = (
     Case(f"{HEAD} --omni-heartbeat-interval 4", "--omni-heartbeat-interval", "under a third of"),
     Case(f"{HEAD} --omni-heartbeat-interval 0", "--omni-heartbeat-interval", "must be positive"),
     Case(f"{HEAD} --omni-heartbeat-timeout nan", "--omni-heartbeat-timeout", "'nan' is not a number of seconds"),
-    Case(f"{HEAD} --omni-replica-wait -1", "--omni-replica-wait", "a time cannot be negative"),
+    Case(f"{HEAD} --omni-replica-wait -1", "--omni-replica-wait", "-1 s is below 0"),
     Case(f"{HEAD} --omni-secret-file /nowhere/secret", "--omni-secret-file", "/nowhere/secret"),
     Case(f"{HEAD} --omni-secret-file /dev/null --omni-insecure", "--omni-insecure", "choose one of them"),
     Case("--omni-secret-file /dev/null", "--omni-secret-file", "there is no link between processes"),

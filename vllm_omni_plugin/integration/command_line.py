@@ -44,10 +44,7 @@ def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
 def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     """The checked options in parsed arguments, or None if none of our flags is given.
 
-    With a pipeline, also sets the model and engine arguments of this process's stage in `args`.
-
-    Raises:
-        ConfigError: a value or a combination is not valid.
+    With a pipeline, also sets the model and engine arguments of this process's stage in `args`. Raises ConfigError.
     """
     given = {
         flag.field: getattr(args, flag.destination)

@@ -58,10 +58,8 @@ def _listening(options: OmniConfig, address: str, count: int) -> Iterator[Sequen
 def require_fitting_head(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadQueryResult:
     """Query the head as `query_head_for_node` does, and log the results. Returns the answer, for `require_same_model`.
 
-    A head that does not answer is no error, since it may start later. Ports that it does not reach are a warning.
-
-    Raises:
-        RefusedByHeadError: the head would refuse the node's replicas, whatever their model is.
+    Raises RefusedByHeadError if the head would refuse the node's replicas, whatever their model is. A head that does
+    not answer is no error, since it may start later. Ports that it does not reach are a warning.
     """
     answer = query_head_for_node(coordinator, options, address, replicas)
     _refuse_errors(check_head(answer, options.stage_id))

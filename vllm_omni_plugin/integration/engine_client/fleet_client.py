@@ -180,7 +180,7 @@ class FleetClient(UtilityCallClient):
                 self._give_up(request.request_id, call, answer.refusal)
                 return
             terms = answer.add_request(request.request_id, now)
-            self._events.answers[request.request_id] = answer
+            self._events.responses[request.request_id] = answer
         message = SubmitRequest(request, now, dispatches, call, traced=spans is not None, terms=terms)
         try:
             await queue.put(message)

@@ -52,7 +52,7 @@ class FleetEventHandler:
     Attributes:
         kv_event_sources: by engine index.
         spans: None without tracing.
-        answers: HTTP responses by request id. The handler of the response holds the only strong reference.
+        responses: HTTP responses by request id. The handler of the response holds the only strong reference.
         sender: index of the engine of the outputs that AsyncLLM processes now.
     """
 
@@ -68,7 +68,7 @@ class FleetEventHandler:
         self._vllm_config = vllm_config
         self._abort = abort
         self._report_unusable = report_unusable
-        self.answers: WeakValueDictionary[str, DeferredResponse] = WeakValueDictionary()
+        self.responses: WeakValueDictionary[str, DeferredResponse] = WeakValueDictionary()
         self.sender = 0
         self._configured: set[int] = set()
         self._output_processor: Any = None
@@ -122,12 +122,12 @@ class FleetEventHandler:
         self._abort([request_id, *forget_request(self._output_processor, request_id)])
 
     def _fail(self, failure: RequestFailed) -> None:
-        answer = self.answers.get(failure.request_id)
-        if answer is None or not answer.refuse(failure.error):
+        response = self.responses.get(failure.request_id)
+        if response is None or not response.refuse(failure.error):
             self._abort(fail_request(self._output_processor, failure))
             return
         # Nothing of the response has been sent, so the middleware sends the error instead.
-        for request_id in answer.request_ids:
+        for request_id in response.request_ids:
             self.forget(request_id)
 
     def _output_failed(self, request_id: str, error: Exception) -> None:

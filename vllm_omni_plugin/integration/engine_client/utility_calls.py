@@ -86,11 +86,7 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
         return COMBINE_ANSWERS[method](answers) if method in COMBINE_ANSWERS else next(iter(answers), None)
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
-        """Like `call_utility_async`, but returns the results of all replicas.
-
-        Raises:
-            UnknownCallError: nodes do not pass on this method.
-        """
+        """Like `call_utility_async`, but returns the results of all replicas. Only for methods that nodes pass on."""
         if method not in ALLOWED_CALLS and method != FORGET_LORA:
             raise UnknownCallError(method)
         reply: Future[list[Any]] = Future()

@@ -52,15 +52,10 @@ class Fleet:
     A head that joins a fleet has a session with the coordinator of another process, and no local replicas. Each of
     several API servers is such a head.
 
-    Args:
-        vllm_config: vLLM's configuration of AsyncLLM, and without a pipeline also of every replica.
-        log_stats: whether engines report scheduler statistics.
+    Raises ConfigError if a stage cannot be served as configured, or the coordinator cannot listen on its address.
 
     Attributes:
-        coordinator: None in a fleet that nobody can join, and in a head that has joined a fleet.
-
-    Raises:
-        ConfigError: a stage cannot be served as configured, or the coordinator cannot listen on its address.
+        coordinator: None in a fleet that no other process can join, and in a head that has joined a fleet.
     """
 
     def __init__(self, options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> None:
@@ -88,8 +83,7 @@ class Fleet:
     def start(self) -> list[list[bytes]]:
         """Start the local replicas, and let others join. Blocks; returns the local ready responses, by stage.
 
-        Raises:
-            ReplicaError: a local replica did not start. Nothing is left running.
+        Raises ReplicaError if a local replica does not start; then nothing is left running.
         """
         try:
             ready_responses = self._thread.start()

@@ -72,14 +72,12 @@ class StagePlan:
 def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> tuple[StagePlan, ...]:
     """The plans of all stages, in the order of their ids; without a pipeline, of one stage. Starts nothing.
 
+    Raises ConfigError if a stage's engine cannot be configured, or needs devices that do not exist.
+
     Args:
         vllm_config: of AsyncLLM, that is, of the stage that gets the prompt. Its default sampling parameters become
             those of the stage to which the client's parameters apply.
-        executor_class: vLLM's executor for that stage.
         log_stats: whether engines report scheduler statistics.
-
-    Raises:
-        ConfigError: a stage's engine cannot be configured as the file says, or needs devices that do not exist.
     """
     command = loaded_pipeline(options)
     if command is None:

@@ -20,14 +20,9 @@ _KEY_IN_PIPELINE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "d
 
 
 def check(options: OmniConfig, given: Collection[str], headless: bool, api_servers: int = 1) -> None:
-    """Check the options against each other and against this machine.
+    """Check the options against each other and against this machine. Raises ConfigError naming the flag and the reason.
 
-    Args:
-        given: the fields of `OmniConfig` whose flags were given.
-        api_servers: number of API server processes.
-
-    Raises:
-        ConfigError: naming the flag, the reason and what to do.
+    `given` has the fields of `OmniConfig` whose flags were given.
     """
     _check_side(given, headless)
     _check_join(options, given)

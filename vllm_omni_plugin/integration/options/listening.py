@@ -14,11 +14,7 @@ logger = init_logger(__name__)
 
 
 def bind_address(options: OmniConfig, headless: bool) -> str:
-    """The numeric address that this process binds for the fleet.
-
-    Raises:
-        ConfigError: a name does not resolve, or there is no route to the head.
-    """
+    """The numeric address to bind. Raises ConfigError if a name does not resolve or there is no route to the head."""
     assert options.master_address is not None
     if not headless:
         return _resolve(options.master_address, "--omni-master-address")
@@ -66,8 +62,7 @@ def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:
 def with_secret(options: OmniConfig, address: str, headless: bool = False) -> OmniConfig:
     """The options with a secret for links at this address: the given one, or on loopback the secret of this user.
 
-    Raises:
-        ConfigError: see `check_exposure`; or the secret of this user cannot be created.
+    Raises ConfigError as `check_exposure` does, or if the secret of this user cannot be created.
     """
     if options.secret_file is not None or options.insecure:
         return options

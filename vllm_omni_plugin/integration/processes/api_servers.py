@@ -62,8 +62,7 @@ class ApiServerSupervisor:
     async def run(self) -> None:
         """Keep all servers running until `stop`. None is left when this returns or raises.
 
-        Raises:
-            OmniError: a server ended before it ever served; a restart would end the same way.
+        Raises OmniError if a server ends before it ever served, since a restart would end the same way.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -165,13 +164,8 @@ async def run_until_signal(
 ) -> None:
     """Run API servers and replicas until SIGTERM or SIGINT. Then end the API servers, and after them the replicas.
 
-    A second signal kills them. A replica that leaves the fleet affects nothing else.
-
-    Args:
-        shutdown_timeout: seconds that requests in flight have to finish.
-
-    Raises:
-        OmniError: the first start of a replica or an API server failed. Nothing is left running.
+    Requests in flight have `shutdown_timeout` seconds to finish; a second signal kills the API servers. A replica that
+    leaves the fleet affects nothing else. Raises OmniError if the first start of a process fails; then none is left.
     """
     signalled = asyncio.Event()
 

@@ -92,26 +92,22 @@ def replica_servers(
     """
     servers: list[ReplicaServer] = []
     for plan in plans:
-        settings = _server_settings(plan, options, address, coordinator)
+        settings = ServerSettings(
+            host=address,
+            ports=None if options.replica_ports is None else PortRange.parse(options.replica_ports),
+            coordinator_addr=coordinator,
+            stage_id=plan.stage_id,
+            heartbeat_interval=options.heartbeat_interval,
+            heartbeat_timeout=options.heartbeat_timeout,
+            drain_timeout=options.drain_timeout,
+            secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
+            fingerprint=plan.fingerprint,
+            max_message_bytes=options.max_message_bytes,
+        )
         # A head that uses the prefix caches may join at any time.
         launcher = plan.make_launcher(on_spawn, report_cache=True, for_others=True)
         servers += [ReplicaServer(settings, launcher, index, plan.api, executor) for index in range(plan.replicas)]
     return servers
-
-
-def _server_settings(plan: StagePlan, options: OmniConfig, address: str, coordinator: str) -> ServerSettings:
-    return ServerSettings(
-        host=address,
-        ports=None if options.replica_ports is None else PortRange.parse(options.replica_ports),
-        coordinator_addr=coordinator,
-        stage_id=plan.stage_id,
-        heartbeat_interval=options.heartbeat_interval,
-        heartbeat_timeout=options.heartbeat_timeout,
-        drain_timeout=options.drain_timeout,
-        secrets=Secrets.from_file(options.secret_file) if options.secret_file else None,
-        fingerprint=plan.fingerprint,
-        max_message_bytes=options.max_message_bytes,
-    )
 
 
 def plan_node(
