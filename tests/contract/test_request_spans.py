@@ -1,4 +1,4 @@
-"""vLLM's own spans of requests tell where the requests went."""
+"""vLLM's spans of requests have the replica and the decision."""
 
 import time
 from typing import Any
@@ -34,7 +34,7 @@ def exporter() -> InMemorySpanExporter:
 
 
 class Traced:
-    """AsyncLLM's `OutputProcessor`, whose requests are traced, and what was told of them."""
+    """AsyncLLM's `OutputProcessor` with tracing, and its finished spans."""
 
     def __init__(self, exporter: InMemorySpanExporter) -> None:
         exporter.clear()
@@ -68,41 +68,38 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
     return {name: value for name, value in (span.attributes or {}).items() if name.startswith("omni.")}
 
 
-def test_the_span_of_a_request_tells_where_it_went_and_why(traced: Traced) -> None:
-    spans = RequestSpans(traced.processor, ["kv-aware"])
+LEAST = Decision(0, "least-load")
+
+
+@pytest.mark.parametrize(
+    ("policies", "dispatches", "expected"),
+    [
+        (["kv-aware"], [("0.0", LEAST), ("0.1", MATCH)], ("0.1", "kv-aware", "match", "no-events", 32)),
+        (
+            ["prefix", "session"],
+            [("0.0", MATCH), ("1.0", LEAST), ("0.1", MATCH), ("1.3", MATCH)],
+            ("0.1, 1.3", "prefix, session", "match, match", "no-events, no-events", 64),
+        ),
+    ],
+    ids=["one stage", "a pipeline"],
+)
+def test_the_span_of_a_request_has_the_last_dispatch_in_each_stage(
+    traced: Traced, policies: list[str], dispatches: Dispatches, expected: tuple[Any, ...]
+) -> None:
+    spans = RequestSpans(traced.processor, policies)
     traced.add("a")
-    dispatches = spans.expect("a", None)
-    dispatches += [("0.0", Decision(0, "least-load")), ("0.1", MATCH)]
+    list_to_fill = spans.expect("a", None)
+    list_to_fill += dispatches
     traced.finish("a")
     (span,) = traced.spans
-    assert attributes(span) == {
-        "omni.replica": "0.1",
-        "omni.policy": "kv-aware",
-        "omni.reason": "match",
-        "omni.fallback": "no-events",
-        "omni.matched_tokens": 32,
-    }
+    names = ("omni.replica", "omni.policy", "omni.reason", "omni.fallback", "omni.matched_tokens")
+    assert attributes(span) == dict(zip(names, expected, strict=True))
     assert (span.name, (span.attributes or {})["gen_ai.request.id"]) == ("llm_request", "client's")
     assert span.context is not None
     assert span.context.trace_id == TRACE_ID
 
 
-def test_the_span_of_a_request_through_a_pipeline_tells_the_last_dispatch_in_each_stage(traced: Traced) -> None:
-    spans = RequestSpans(traced.processor, ["prefix", "session"])
-    traced.add("a")
-    spans.expect("a", [("0.0", MATCH), ("1.0", Decision(0, "least-load")), ("0.1", MATCH), ("1.3", MATCH)])
-    traced.finish("a")
-    (span,) = traced.spans
-    assert attributes(span) == {
-        "omni.replica": "0.1, 1.3",
-        "omni.policy": "prefix, session",
-        "omni.reason": "match, match",
-        "omni.fallback": "no-events, no-events",
-        "omni.matched_tokens": 64,
-    }
-
-
-def test_the_samples_of_one_request_are_told_apart(traced: Traced) -> None:
+def test_each_sample_of_a_request_has_its_own_attributes(traced: Traced) -> None:
     spans = RequestSpans(traced.processor, ["p"])
     for request_id, replica in (("0_a", "0.0"), ("1_a", "0.1")):
         traced.add(request_id)
@@ -111,7 +108,7 @@ def test_the_samples_of_one_request_are_told_apart(traced: Traced) -> None:
     assert [attributes(span)["omni.replica"] for span in traced.spans] == ["0.1", "0.0"]
 
 
-def test_a_later_chunk_of_a_session_does_not_hide_where_the_session_went(traced: Traced) -> None:
+def test_a_later_chunk_of_a_session_keeps_the_first_dispatch(traced: Traced) -> None:
     spans = RequestSpans(traced.processor, ["p"])
     traced.add("a")
     spans.expect("a", [("0.1", MATCH)])
@@ -122,7 +119,7 @@ def test_a_later_chunk_of_a_session_does_not_hide_where_the_session_went(traced:
 
 
 @pytest.mark.parametrize("dispatches", [None, []], ids=["unknown", "not dispatched"])
-def test_a_request_that_went_nowhere_has_its_span_as_ever(traced: Traced, dispatches: Dispatches | None) -> None:
+def test_a_request_without_a_dispatch_has_a_plain_span(traced: Traced, dispatches: Dispatches | None) -> None:
     spans = RequestSpans(traced.processor, ["p"])
     traced.add("a")
     if dispatches is not None:
@@ -175,7 +172,7 @@ def test_each_stage_has_a_span_below_that_of_its_request_whichever_ends_first(tr
     ]
 
 
-def test_the_stages_of_a_request_that_vllm_does_not_trace_are_not_told(traced: Traced) -> None:
+def test_the_stages_of_a_request_that_vllm_does_not_trace_have_no_spans(traced: Traced) -> None:
     spans = RequestSpans(traced.processor, ["prefix", "prefix"])
     traced.add("a")
     spans.expect("a", None)

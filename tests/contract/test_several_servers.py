@@ -1,4 +1,4 @@
-"""What several API servers agree on with vLLM's own processes."""
+"""Several API servers use vLLM's shared values."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervised]:
         signal.signal(signum, handler)
 
 
-def test_engines_of_every_stage_are_told_of_all_api_servers(
+def test_engines_of_every_stage_have_the_number_of_api_servers(
     supervised: Supervised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # By the same number vLLM divides the cores of a CPU, unless the user does.
@@ -100,7 +100,7 @@ def test_a_supervisor_may_open_as_many_sockets_as_its_replicas_need(
     assert supervised.sockets > 30 * 37
 
 
-def test_the_coordinator_is_told_what_the_replicas_of_each_stage_have_in_common(
+def test_the_coordinator_gets_the_fingerprint_of_each_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[Any] = []
@@ -116,11 +116,11 @@ def test_the_coordinator_is_told_what_the_replicas_of_each_stage_have_in_common(
     assert told == [{0: {"model": "a"}, 1: {"model": "b"}}]
 
 
-def test_a_server_that_takes_no_connections_says_so_as_vllm_understands_it() -> None:
+def test_the_value_for_no_connections_is_that_of_vllm() -> None:
     assert NOT_ACCEPTING == launcher._NOT_ACCEPTING
 
 
-def test_what_a_server_that_died_said_last_counts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counts_of_a_server_that_died_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     live: Any = values.MultiProcessValue(process_identifier=lambda: 17)
     live("gauge", "g", "g", (), (), "Help.", multiprocess_mode="livesum").set(3.0)

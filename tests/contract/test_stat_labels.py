@@ -1,4 +1,4 @@
-"""vLLM's own loggers get to know replicas that come, and forget those that go."""
+"""vLLM's loggers get engines that join, and drop engines that leave."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -61,16 +61,11 @@ def record(manager: StatLoggerManager, engine: int) -> None:
     manager.record(report, iteration, MultiModalCacheStats(), engine)
 
 
-def test_a_replica_that_joins_has_the_samples_of_those_that_were_there(manager: StatLoggerManager) -> None:
-    labels = StatLabels(manager)
-    labels.add(5)
-    assert samples(5) == samples(0) != set()
-
-
-def test_its_reports_are_recorded_under_its_own_label_and_logged(
+def test_a_replica_that_joins_has_all_samples_and_its_reports_are_recorded_and_logged(
     manager: StatLoggerManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     StatLabels(manager).add(5)
+    assert samples(5) == samples(0) != set()
     record(manager, 5)
     assert value("vllm:num_requests_running", 5) == 3
     assert value("vllm:request_success_total", 5, finished_reason="stop") == 1
@@ -128,21 +123,15 @@ def test_a_replica_that_was_there_from_the_start_can_leave_and_come_back(manager
     assert samples() >= before
 
 
-def test_adding_and_removing_twice_is_as_once(manager: StatLoggerManager) -> None:
+def test_adding_and_removing_are_idempotent_and_the_last_engine_is_kept_until_another_joins(
+    manager: StatLoggerManager,
+) -> None:
     labels = StatLabels(manager)
-    labels.add(1)
-    labels.add(5)
-    labels.add(5)
+    for index in (1, 5, 5):
+        labels.add(index)
     assert manager.engine_indexes == [0, 1, 5]
-    labels.remove(5)
-    labels.remove(5)
-    assert manager.engine_indexes == [0, 1]
-
-
-def test_the_last_replica_is_kept_until_another_comes(manager: StatLoggerManager) -> None:
-    labels = StatLabels(manager)
-    labels.remove(0)
-    labels.remove(1)
+    for index in (5, 5, 0, 1):
+        labels.remove(index)
     manager.log()
     labels.add(7)
     assert manager.engine_indexes == [7]
@@ -184,7 +173,7 @@ def scraped(name: str, engine: int) -> float | None:
     return found[0] if found else None
 
 
-def test_of_several_api_servers_the_last_one_to_hear_of_an_engine_is_believed(
+def test_of_several_api_servers_the_latest_report_of_an_engine_counts(
     api_server: Callable[[int], StatLoggerManager],
 ) -> None:
     first, second = api_server(1), api_server(2)

@@ -46,12 +46,8 @@ async def test_audio_alone_has_a_transcript_and_no_content(model: Model, speech:
     assert said["audio"]["transcript"] == "Hi."
     with wave.open(io.BytesIO(b64decode(said["audio"]["data"]))) as file:
         assert (file.getframerate(), file.getnframes()) == (8000, 1)
-
-
-async def test_samples_without_a_file_around_them(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, *SPEAKING)
-    said = message(await app.answer(app.chat(modalities=BOTH, audio={"format": "pcm16"})))
-    assert len(b64decode(said["audio"]["data"])) == 3 * 2
+    said = message(await app.answer(app.chat(modalities=["audio"], audio={"format": "pcm16"})))
+    assert len(b64decode(said["audio"]["data"])) == 2, "samples without the header of a file"
 
 
 @pytest.mark.parametrize("asked", [{}, {"modalities": ["text"]}, {"omni": {}}, {"n": 2}])
