@@ -6,6 +6,7 @@ After a stream has started its status is 200, and a refusal could only be an err
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -26,34 +27,27 @@ CLIENT_CLOSED_REQUEST = 499
 """No client reads this status; it keeps clients that disconnected out of the server errors in metrics and logs."""
 
 
+@dataclass(frozen=True, slots=True)
 class Hold:
     """Holds requests while the fleet cannot serve, in bounded number and time. Lives on the server's event loop.
 
-    Args:
+    Attributes:
         until_serving: returns once `orchestrator.can_serve` is true; the orchestrator wakes it.
         replica_wait: seconds for which a request may be held; 0 refuses at once.
         closed_reason: why all requests are refused, because the server shuts down or is drained; "" if they are not.
         until_ending: returns once the server shuts down.
     """
 
-    def __init__(
-        self,
-        orchestrator: Orchestrator,
-        until_serving: Callable[[], Coroutine[Any, Any, None]],
-        replica_wait: float,
-        closed_reason: Callable[[], str],
-        until_ending: Callable[[], Coroutine[Any, Any, None]],
-    ) -> None:
-        self._orchestrator = orchestrator
-        self._until_serving = until_serving
-        self._replica_wait = replica_wait
-        self._closed_reason = closed_reason
-        self._until_ending = until_ending
+    orchestrator: Orchestrator
+    until_serving: Callable[[], Coroutine[Any, Any, None]]
+    replica_wait: float
+    closed_reason: Callable[[], str]
+    until_ending: Callable[[], Coroutine[Any, Any, None]]
 
     @property
     def is_needed(self) -> bool:
         """Whether a request that comes now must be held or refused."""
-        return bool(self._closed_reason()) or not self._orchestrator.can_serve
+        return bool(self.closed_reason()) or not self.orchestrator.can_serve
 
     async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]], has_key: bool) -> bool:
         """Wait until the fleet can serve or the client has disconnected.
@@ -69,22 +63,22 @@ class Hold:
             NoReplicaError: the time is up, too many requests wait, the server shuts down or is drained, or the request
                 may not wait.
         """
-        if reason := self._closed_reason():
+        if reason := self.closed_reason():
             raise self._refuse(reason)
         if not has_key:
             raise self._refuse_without_replica("a request without a valid API key does not wait")
-        metrics = self._orchestrator.metrics
+        metrics = self.orchestrator.metrics
         if metrics.waiting >= MAX_WAITING:
             raise self._refuse_without_replica(f"{MAX_WAITING} requests wait already")
-        waits = (disconnected(), self._until_serving(), self._until_ending())
+        waits = (disconnected(), self.until_serving(), self.until_ending())
         gone, served, ending = tasks = [asyncio.create_task(wait, name="omni-waiting") for wait in waits]
         metrics.waiting += 1
         try:
-            await asyncio.wait(tasks, timeout=self._replica_wait, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, timeout=self.replica_wait, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 raise self._refuse(SHUTTING_DOWN)
             if not gone.done() and not served.done():
-                raise self._refuse_without_replica(f"waited {self._replica_wait:g} s")
+                raise self._refuse_without_replica(f"waited {self.replica_wait:g} s")
             return not gone.done()
         finally:
             metrics.waiting -= 1
@@ -93,12 +87,12 @@ class Hold:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _refuse_without_replica(self, reason: str) -> NoReplicaError:
-        pools = self._orchestrator.needed_pools
+        pools = self.orchestrator.needed_pools
         closed = next((pool for pool in pools if not pool.serving), pools[0])
         return self._refuse(f"{closed.unavailable()} ({reason})")
 
     def _refuse(self, message: str) -> NoReplicaError:
-        self._orchestrator.metrics.refused_before_accept += 1
+        self.orchestrator.metrics.refused_before_accept += 1
         return NoReplicaError(message)
 
 

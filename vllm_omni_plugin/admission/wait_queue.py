@@ -146,13 +146,12 @@ class WaitQueue:
         """
         evicted: list[Ticket] = []
         index = self.index_of(ticket.class_name)
-        while (full := self._first_full(index, ticket.tokens)) is not None:
-            bounded, excess = full
-            victim = _remove_newest_of_longest(bounded.queues, ticket)
+        while (full := next((each for each in self._bounded(index) if each.excess(ticket.tokens)), None)) is not None:
+            victim = _remove_newest_of_longest(full.queues, ticket)
             if victim is None:
                 for each in reversed(evicted):
                     self.of(each.class_name).add(each)
-                return [], excess
+                return [], full.excess(ticket.tokens)
             evicted.append(victim)
         return evicted, 0.0
 
@@ -160,12 +159,6 @@ class WaitQueue:
         """The index of a class among all queues."""
         self.of(class_name)
         return list(self._queues).index(class_name)
-
-    def _first_full(self, index: int, tokens: int) -> tuple[_BoundedQueues, float] | None:
-        for bounded in self._bounded(index):
-            if excess := bounded.excess(tokens):
-                return bounded, excess
-        return None
 
     def _bounded(self, index: int) -> Iterator[_BoundedQueues]:
         """The class at an index, then all classes together.
