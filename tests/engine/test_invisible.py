@@ -71,7 +71,7 @@ def test_no_flag_of_ours_leaves_vllms_own_functions_in_place(with_plugin: Any, w
 
 def test_no_flag_of_ours_imports_only_what_adds_them(with_plugin: Any, without_plugin: Any) -> None:
     entry_point = ("", ".config", ".entrypoints", ".entrypoints.plugin", ".errors")
-    flags = (".command_line", ".patching", ".flags")
+    flags = (".command_line", ".flags", ".patching")
     assert with_plugin["imported"] == [f"vllm_omni_plugin{name}" for name in (*entry_point, ".integration")] + [
         f"vllm_omni_plugin.integration{name}" for name in flags
     ]

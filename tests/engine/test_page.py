@@ -236,7 +236,7 @@ def test_requests_have_time_at_the_end_unless_a_second_signal_comes(plain_sim: S
         stream = load.send(1000, stream=True)
         assert stream.started.wait(60)
         head.tell_to_end()
-        until(lambda: "a second signal ends them" in head.log.read_text(), "it hears of another signal")
+        until(lambda: "a second signal aborts them" in head.log.read_text(), "it handles another signal")
         assert (head.health(), stream.finish_reasons) == (httpx.codes.SERVICE_UNAVAILABLE, [])
         head.process.send_signal(signal.SIGTERM)
         parts: list[str] = []

@@ -102,10 +102,10 @@ def test_a_file_that_is_read_while_they_serve_bounds_what_waits_at_both_api_serv
         plan.write_text(f"{PLAN}max_waiting_requests: {WAITING}\n")
         answer = clients[0].post("/omni/admission")
         assert answer.json() == {"changes": [f"max_waiting_requests: none -> {WAITING}"]}
-        both_have_said(api_servers, "Admission goes by the new", 1)
+        both_have_said(api_servers, "Admission uses the changed file", 1)
         plan.write_text("max_wait: soon\n")
         os.kill(api_servers.process.pid, signal.SIGHUP)
-        both_have_said(api_servers, "is not usable", 1)
+        both_have_said(api_servers, "The admission file has an error", 1)
         http = stack.enter_context(api_servers.http(START_S))
 
         def seen() -> set[int]:
@@ -133,4 +133,4 @@ def test_a_file_that_is_read_while_they_serve_bounds_what_waits_at_both_api_serv
     assert {answer.status_code for answer in answers} == {httpx.codes.OK}
     plan.write_text(PLAN)
     os.kill(api_servers.process.pid, signal.SIGHUP)
-    both_have_said(api_servers, "Admission goes by the new", 2)
+    both_have_said(api_servers, "Admission uses the changed file", 2)
