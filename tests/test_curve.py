@@ -185,9 +185,9 @@ def test_secured_socket_admits_no_peer_without_a_zap_handler(sites: OpenSite) ->
 
 def test_leased_key_is_admitted_to_its_own_domain(sites: OpenSite) -> None:
     site = sites(made(OLD))
-    own_public, user_secret = zmq.curve_keypair()
+    own_public, own_secret = zmq.curve_keypair()
     lease = zmq.curve_keypair()
-    mine, theirs = (site.serve(lambda socket, name=name: require_key(socket, user_secret, name)) for name in "ab")  # type: ignore[misc]
+    mine, theirs = (site.serve(lambda socket, name=name: require_key(socket, own_secret, name)) for name in "ab")  # type: ignore[misc]
     client = with_keys(own_public, *lease)
     assert not site.admits(mine, client)
     site.zap_handler.admit("a", lease[0].decode())

@@ -132,8 +132,9 @@ class OmniConfig:
     pipeline: str | None = _flag(
         None,
         Side.BOTH,
-        "YAML file of a pipeline: its stages, and for each the model, engine arguments, replicas and policy, which are "
-        "then not given on the command line. A headless node runs the stage of --omni-stage-id.",
+        "YAML file of a pipeline: its stages, and the model, replicas, policy and engine arguments of each. Engine "
+        "flags on the command line apply to all vLLM stages, unless the file overrides them. A headless node runs the "
+        "stage of --omni-stage-id.",
         "FILE",
         os.path.abspath,
     )

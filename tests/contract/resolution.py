@@ -1,4 +1,4 @@
-"""CheckResult a symbol of the installed vLLM, and whether it can still be called as we call it."""
+"""Finds a symbol of the installed vLLM, and whether it can still be called as we call it."""
 
 import ast
 import inspect

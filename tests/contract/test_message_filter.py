@@ -18,7 +18,7 @@ from vllm_omni_plugin.errors import NOT_ALLOWED
 from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS, ALLOWED_WORKER_CALLS, reject
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest, adapter_of
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.engine_types import SHUTTING_DOWN
+from vllm_omni_plugin.vllm_api.requests.engine_types import ENGINE_SHUTTING_DOWN
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 API = EngineApi()
@@ -58,7 +58,7 @@ def test_an_engine_that_shuts_down_refuses_calls_with_this_text() -> None:
     engine: Any = SimpleNamespace(shutdown_state=EngineShutdownState.REQUESTED, output_queue=answers)
     assert EngineCoreProc._reject_utility_in_shutdown(engine, 0, 7, "is_sleeping")
     _, outputs = answers.get_nowait()
-    assert outputs.utility_output.failure_message == SHUTTING_DOWN
+    assert outputs.utility_output.failure_message == ENGINE_SHUTTING_DOWN
 
 
 @pytest.mark.parametrize("method", ["save_sharded_state", "shutdown", "abort_requests", "__init__", "", "x" * 10**6])

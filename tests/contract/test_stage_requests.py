@@ -143,7 +143,7 @@ def test_sampling_of_the_request_overrides_the_transform_which_overrides_the_fil
 def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
     first = stage_api.build(source(), StageInput(token_ids=[3, 4]), {}, for_client=False, part=CHUNK)
-    later = CHUNK._replace(session_tokens=8)
+    later = CHUNK._replace(tokens_before=8)
     second = stage_api.build(source(), StageInput(token_ids=[5]), {}, for_client=False, part=later)
     assert [(chunk.resumable, chunk.sampling_params.max_tokens) for chunk in (first, second)] == [(True, 6)] * 2
     assert [stage_api.session_tokens(chunk) for chunk in (first, second)] == [8, 7]
@@ -153,10 +153,10 @@ def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
 
 def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
-    later = CHUNK._replace(session_tokens=26)
+    later = CHUNK._replace(tokens_before=26)
     chunk = stage_api.build(source(), StageInput(token_ids=[5] * 4), {}, for_client=False, part=later)
     assert chunk.sampling_params.max_tokens == 2
-    message = refused(stage_api, StageInput(token_ids=[5] * 4), part=InputPart(resumable=True, session_tokens=28))
+    message = refused(stage_api, StageInput(token_ids=[5] * 4), part=InputPart(resumable=True, tokens_before=28))
     assert message.endswith("the input has 4 tokens, after 28 of its session, and its model takes at most 3")
 
 

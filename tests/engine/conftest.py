@@ -211,24 +211,24 @@ def start_api_servers(model: Path, log: Path) -> ApiServers:
     """Two API servers with admission and two local replicas, each on a core of its own."""
     # All that any of its processes leaves behind is in one folder. Its name is short for the sake of ipc sockets.
     scratch = tempfile.mkdtemp(prefix="api-")
-    plan = admission_plan(model)
-    plan.write_text(PLAN)
+    file = admission_file(model)
+    file.write_text(ADMISSION)
     # What still runs is aborted at the end, as with vLLM alone.
     several = ("--api-server-count", "2", "--omni-drain-timeout", "0")
-    flags = (*TWO_REPLICAS, *FEATURES, *several, "--omni-admission", str(plan))
+    flags = (*TWO_REPLICAS, *FEATURES, *several, "--omni-admission", str(file))
     # A connection that is to a certain process may wait for its turn.
     patient = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
     environment = {**ALL_ROUTES, **patient}
     return ApiServers(model, log, *flags, scratch=scratch, **environment).__enter__()
 
 
-def admission_plan(model: Path) -> Path:
+def admission_file(model: Path) -> Path:
     """The admission file of `api_servers`."""
     return model.with_name("admission.yaml")
 
 
-PLAN = "classes:\n  - name: only\n"
-"""What `admission_plan` says before each test and after it."""
+ADMISSION = "classes:\n  - name: only\n"
+"""Content of `admission_file` before each test and after it."""
 BLOCK = 32
 SMALL_CACHE = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "60")
 KV_AWARE = ("--omni-lb-policy", "kv-aware", "--enable-prompt-tokens-details")

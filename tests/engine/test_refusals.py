@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from .api_servers import ApiServers
-from .conftest import PLAN, admission_plan
+from .conftest import ADMISSION, admission_file
 from .server import MODEL, START_S, Server, until
 
 FILLING = 24
@@ -26,8 +26,8 @@ QUEUED = "vllm_omni_fleet:requests_queued"
 
 
 @pytest.fixture
-def plan(tiny_model: Path) -> Path:
-    return admission_plan(tiny_model)
+def file(tiny_model: Path) -> Path:
+    return admission_file(tiny_model)
 
 
 @pytest.fixture
@@ -95,15 +95,15 @@ def both_have_said(server: ApiServers, text: str, times: int) -> None:
 
 
 def test_a_file_that_is_read_while_they_serve_bounds_what_waits_at_both_api_servers_together(
-    api_servers: ApiServers, plan: Path, threads: ThreadPoolExecutor
+    api_servers: ApiServers, file: Path, threads: ThreadPoolExecutor
 ) -> None:
     with ExitStack() as stack:
         clients = [stack.enter_context(api_servers.connected(number)) for number in (0, 1)]
-        plan.write_text(f"{PLAN}max_waiting_requests: {WAITING}\n")
+        file.write_text(f"{ADMISSION}max_waiting_requests: {WAITING}\n")
         answer = clients[0].post("/omni/admission")
         assert answer.json() == {"changes": [f"max_waiting_requests: none -> {WAITING}"]}
         both_have_said(api_servers, "Admission uses the changed file", 1)
-        plan.write_text("max_wait: soon\n")
+        file.write_text("max_wait: soon\n")
         os.kill(api_servers.process.pid, signal.SIGHUP)
         both_have_said(api_servers, "The admission file has an error", 1)
         http = stack.enter_context(api_servers.http(START_S))
@@ -131,6 +131,6 @@ def test_a_file_that_is_read_while_they_serve_bounds_what_waits_at_both_api_serv
     assert [refusal.status_code for refusal in refusals] == [httpx.codes.SERVICE_UNAVAILABLE] * 3
     assert all("The queue is full." in refusal.text for refusal in refusals)
     assert {answer.status_code for answer in answers} == {httpx.codes.OK}
-    plan.write_text(PLAN)
+    file.write_text(ADMISSION)
     os.kill(api_servers.process.pid, signal.SIGHUP)
     both_have_said(api_servers, "Admission uses the changed file", 2)

@@ -57,7 +57,7 @@ class FakeStageApi(FakeEngineApi):
         part: InputPart = WHOLE,
     ) -> Any:
         self._stumble("build")
-        self.held.append(part.session_tokens)
+        self.held.append(part.tokens_before)
         tokens = list(given.token_ids or map(ord, given.text or ""))
         if len(tokens) > ROOM:
             raise StageInputError(f"Stage {self._stage.name!r}: the input is too long")

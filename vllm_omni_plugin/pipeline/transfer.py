@@ -49,12 +49,12 @@ class InputPart(NamedTuple):
     Attributes:
         resumable: it is a chunk of a streaming-input session.
         last: with `resumable`: no chunk with content follows.
-        session_tokens: with `resumable`: the most tokens that the session can have before this chunk.
+        tokens_before: with `resumable`: the most tokens that the session can have before this chunk.
     """
 
     resumable: bool = False
     last: bool = True
-    session_tokens: int = 0
+    tokens_before: int = 0
 
 
 WHOLE = InputPart()

@@ -39,15 +39,21 @@ def message(answer: dict[str, Any]) -> dict[str, Any]:
 
 async def test_audio_alone_has_a_transcript_and_no_content(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(
-        model, speech, spoken("Hi."), samples(0.1, last=True, sample_rate=8000), ("", "stop"), PipelineCallEnded(None)
+        model,
+        speech,
+        spoken("Hi."),
+        samples(0.1, sample_rate=8000),
+        samples(0.2, last=True, sample_rate=8000),
+        ("", "stop"),
+        PipelineCallEnded(None),
     )
     said = message(await app.answer(app.chat(modalities=["audio"])))
     assert said["content"] is None
     assert said["audio"]["transcript"] == "Hi."
     with wave.open(io.BytesIO(b64decode(said["audio"]["data"]))) as file:
-        assert (file.getframerate(), file.getnframes()) == (8000, 1)
+        assert (file.getframerate(), file.getnframes()) == (8000, 2)
     said = message(await app.answer(app.chat(modalities=["audio"], audio={"format": "pcm16"})))
-    assert len(b64decode(said["audio"]["data"])) == 2, "samples without the header of a file"
+    assert len(b64decode(said["audio"]["data"])) == 4, "samples without the header of a file"
 
 
 @pytest.mark.parametrize("asked", [{}, {"modalities": ["text"]}, {"omni": {}}, {"n": 2}])

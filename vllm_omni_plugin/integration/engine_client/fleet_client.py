@@ -164,7 +164,7 @@ class FleetClient(UtilityCallClient):
             # Only the pipeline sets the parameters of KV transfers.
             drop_transfers(request)
             call = register_request(request.request_id)
-        # A further part of a streaming session is not a new request.
+        # A further part of a streaming session is not new, unless the orchestrator has not taken the first part yet.
         if self.graceful_shutdown.ending and request.request_id not in self.orchestrator.request_states:
             self.graceful_shutdown.refuse(request.request_id, call)
             self.abort_call([request.request_id])

@@ -12,7 +12,7 @@ from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded
 
 _ANSWER_S = 1.0
-"""Seconds that AsyncLLM has to process the last outputs, even if the time for requests is over."""
+"""Seconds at least that AsyncLLM has to process the last outputs, even if less of the time for requests is left."""
 
 
 class GracefulShutdown:

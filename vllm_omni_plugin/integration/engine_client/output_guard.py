@@ -30,7 +30,7 @@ def guard_outputs(output_processor: Any, fail: Callable[[str, Exception], None])
                 end = len(outputs) - length_hint(rest)
                 if end == begin:
                     raise
-                # Requests that have reached a stop string: the engine must still be told to abort them.
+                # Requests that have reached a stop string: the engine must still abort them.
                 done = [output for output in outputs[begin : end - 1] if output.finish_reason is None]
                 stopped += [output.request_id for output in done if output.request_id not in states]
                 fail(outputs[end - 1].request_id, error)

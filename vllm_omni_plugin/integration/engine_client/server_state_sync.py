@@ -44,16 +44,16 @@ class ServerStateSync:
                 own.add(module.name)
                 yield module
 
-    def apply(self, news: EngineStateUpdate) -> None:
-        gone = {name for name, request in self._requests.items() if request.lora_int_id in news.unloaded}
+    def apply(self, update: EngineStateUpdate) -> None:
+        gone = {name for name, request in self._requests.items() if request.lora_int_id in update.unloaded}
         for name in gone:
             del self._requests[name]
-        for adapter in news.loaded:
+        for adapter in update.loaded:
             self._requests[adapter.lora_name] = msgspec.convert(msgspec.to_builtins(adapter), LoRARequest)
-        if news.sleep_level is not None and self.loggers is not None:
-            self.loggers.record_sleep_state(int(news.sleep_level > 0), news.sleep_level)
-        if news.applied.set_running_or_notify_cancel():
-            news.applied.set_result(None)
+        if update.sleep_level is not None and self.loggers is not None:
+            self.loggers.record_sleep_state(int(update.sleep_level > 0), update.sleep_level)
+        if update.applied.set_running_or_notify_cancel():
+            update.applied.set_result(None)
 
 
 class AdapterIdCounter:

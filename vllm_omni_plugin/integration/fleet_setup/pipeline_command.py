@@ -77,8 +77,8 @@ def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int,
 def apply_pipeline_file(args: argparse.Namespace, options: OmniConfig, headless: bool) -> None:
     """Load and check the file, and set the model and engine arguments of one of its stages in `args`. Idempotent.
 
-    On a headless node this is the stage that it serves, on a head the one that gets the prompt. Raises ConfigError if
-    the file has an error (the message names line and key), or a model was given.
+    On a headless node this is the stage that it serves, on a head the one that answers the prompt. Raises ConfigError
+    if the file has an error (the message names line and key), or a model was given.
     """
     assert options.pipeline is not None
     original = getattr(args, _ORIGINAL_ARGS, None)

@@ -75,7 +75,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     Raises ConfigError if a stage's engine cannot be configured, or needs devices that do not exist.
 
     Args:
-        vllm_config: of AsyncLLM, that is, of the stage that gets the prompt. Its default sampling parameters become
+        vllm_config: of AsyncLLM, that is, of the stage that answers the prompt. Its default sampling parameters become
             those of the stage to which the client's parameters apply.
         log_stats: whether engines report scheduler statistics.
     """

@@ -239,7 +239,7 @@ def _cancel_wait(fleet: FleetClient, app: FastAPI) -> None:
 
 
 def _has_one_of(keys: Sequence[str], app: FastAPI) -> KeyCheck:
-    """vLLM's check of a bearer token. Its middleware does not check all paths."""
+    """vLLM's check of a bearer token, in constant time. Its middleware does not check all paths."""
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
     has_key: KeyCheck = AuthenticationMiddleware(app, list(keys)).verify_token

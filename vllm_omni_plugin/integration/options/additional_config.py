@@ -27,7 +27,7 @@ def options_of(vllm_config: Any) -> OmniConfig | None:
 
 
 def without_options(vllm_config: Any) -> Any:
-    """A copy without our options, for engines: they do not need them, and the key of vLLM's compile cache has them."""
+    """A copy without our options, for engines: they do not need them, and vLLM's compile cache depends on them."""
     config = copy.copy(vllm_config)
     if isinstance(config.additional_config, dict):
         config.additional_config = {key: value for key, value in config.additional_config.items() if key != _KEY}

@@ -148,7 +148,7 @@ def _check_heartbeats(options: OmniConfig) -> None:
     if not 0 < interval * _BEATS_PER_TIMEOUT < timeout:
         raise ConfigError(
             f"argument --omni-heartbeat-interval: {interval} s must be positive and under a third of "
-            f"--omni-heartbeat-timeout, {timeout} s, so that a lost heartbeat is not taken for a death"
+            f"--omni-heartbeat-timeout, {timeout} s, so that one lost heartbeat does not count as a dead replica"
         )
 
 

@@ -144,7 +144,7 @@ class ApiServerSupervisor:
     async def _wait_to_restart(self, index: int, seconds: float, reason: str | Exception) -> bool:
         if self._stopping.is_set():
             return False
-        logger.error("API server %d %s; it is started again in %.0f s.", index, reason, seconds)
+        logger.error("API server %d %s; it is restarted in %.0f s.", index, reason, seconds)
         waiting = [asyncio.ensure_future(self._delay(seconds)), asyncio.ensure_future(self._stopping.wait())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from vllm_omni_plugin.errors import NOT_ALLOWED, MessageTooLargeError, NotAllowedError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.link import Frames, Link
-from vllm_omni_plugin.vllm_api.requests.engine_types import SHUTTING_DOWN
+from vllm_omni_plugin.vllm_api.requests.engine_types import ENGINE_SHUTTING_DOWN
 
 logger = init_logger(__name__)
 
@@ -240,7 +240,7 @@ class StageClient:
             return
         if reply.failure_message is None:
             future.set_result(reply.result.result)
-        elif reply.failure_message == SHUTTING_DOWN and reply.call_id in self._probes:
+        elif reply.failure_message == ENGINE_SHUTTING_DOWN and reply.call_id in self._probes:
             # The engine shuts down after its running requests. Its main loop has answered.
             future.set_result(None)
         else:

@@ -33,7 +33,7 @@ class PrefixHash:
 def choose_token(value: int, vocabulary_size: int, allowed: Sequence[int], avoided: Collection[int]) -> int:
     """Choose a token by the hash of all tokens before it: from `allowed`, if there are any, else from the vocabulary.
 
-    Sequence in `avoided` are chosen only if there are no others.
+    Tokens in `avoided` are chosen only if there are no others.
     """
     choices = len(allowed) or vocabulary_size
     token = 0

@@ -65,7 +65,7 @@ def refusal(request_id: str) -> Any:
 
 
 def scheduler_stats(report: Any) -> Any:
-    """The `SchedulerStats` of a `IterationReport`."""
+    """The `SchedulerStats` of an `IterationReport`."""
     return SchedulerStats(
         num_running_reqs=report.running,
         num_waiting_reqs=report.waiting,

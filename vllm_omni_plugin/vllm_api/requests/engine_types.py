@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 Frames = Sequence[Any]
 """Frames of one message; each supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
-SHUTTING_DOWN = "Server shutting down"
+ENGINE_SHUTTING_DOWN = "Server shutting down"
 """An engine that was asked to end answers every call with this error. It finishes the requests that it has."""
 
 

@@ -26,7 +26,6 @@ class PauseState:
     """The state in vLLM's engine core and executor after calls that pause, resume, sleep and wake up.
 
     It is not a list of calls: training loops repeat these calls without end, in many orders.
-
     """
 
     pause_mode: str | None = None

@@ -144,7 +144,7 @@ class VllmStageApi(StageApi):
 
     def _processed(self, source: Any, prompt: Mapping[str, Any], params: Any, part: InputPart = WHOLE) -> Any:
         """The request from vLLM's input processing, with `max_tokens` limited by the model's length."""
-        room = self._room(length_of(prompt), part.session_tokens)
+        room = self._room(length_of(prompt), part.tokens_before)
         if not self._is_pooling:
             params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
             params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -162,11 +162,11 @@ class VllmStageApi(StageApi):
         request.external_req_id = source.external_req_id
         return request
 
-    def _room(self, length: int, session_tokens: int) -> int:
+    def _room(self, length: int, tokens_before: int) -> int:
         """The number of tokens that may follow a prompt."""
-        at_most = self._config.max_model_len - session_tokens - (not self._is_pooling)
+        at_most = self._config.max_model_len - tokens_before - (not self._is_pooling)
         if length > at_most:
-            before = f", after {session_tokens} of its session," if session_tokens else ""
+            before = f", after {tokens_before} of its session," if tokens_before else ""
             raise ValueError(f"the input has {length} tokens{before} and its model takes at most {max(at_most, 0)}")
         return int(at_most - length + 1)
 
