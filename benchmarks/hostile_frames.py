@@ -170,7 +170,7 @@ class Siege:
             self._report_phase(phase)
         for log in sorted(logs.glob("*.log")):
             text = log.read_text(errors="replace")
-            refused, dropped = text.count(": Refused ") + text.count("] Refused "), text.count("Dropped a frame")
+            refused, dropped = text.count(": Refused ") + text.count("] Refused "), text.count("Dropped a")
             print(
                 f"\n{log.stem}: {len(text) // 1024} KiB of log, {refused} lines of refusals, {dropped} of dropped "
                 f"frames, {len(TROUBLE.findall(text))} of trouble"

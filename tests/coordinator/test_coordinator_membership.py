@@ -140,6 +140,13 @@ def test_silent_replica_that_sends_a_new_event_recovers(silent_for: float) -> No
     assert table.expire(16.0) == []
 
 
+def test_suspect_recovers_by_an_event_without_incarnation_and_sequence() -> None:
+    table = table_of(make_event())
+    table.expire(6.0)
+    assert alters_list(table.apply(make_event(), 7.0))
+    assert row(table).liveness == Liveness.ALIVE
+
+
 def test_dead_and_left_rows_are_forgotten_later() -> None:
     table = table_of(make_event("dead"), make_event("left"))
     table.apply(make_event("left", status=DOWN), 0.0)

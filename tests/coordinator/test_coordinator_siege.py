@@ -175,7 +175,7 @@ def test_topics_of_a_closed_connection_do_not_count_for_the_next_one(fleet: Flee
         peer = insider(open_socket, zmq.XSUB, fleet.coordinator.pub_zmq_addr)
         for number in range(MAX_TOPICS_PER_PEER - 1):
             peer.send(b"\x01topic %d" % number)
-        # Lists begin so: when one comes, all before has been listed_queue_length.
+        # Lists begin so: when one comes, all before has been handled.
         peer.send(b"\x01{")
         assert peer.poll(20_000)
         peer.close(linger=0)

@@ -125,7 +125,7 @@ def test_a_wrong_secret_is_refused_within_seconds(serve: Serve, served: Secrets 
     assert answer.refused
     assert answer.info is None
     assert "refused secret" in answer.problem
-    assert time.monotonic() - began < 10 * HANDSHAKE_MS / 1000
+    assert time.monotonic() - began < 2 * HANDSHAKE_MS / 1000
 
 
 @pytest.mark.parametrize("held", [OLD, Secrets([NEW_LINE, OLD_LINE])], ids=["same", "ahead in a rotation"])
@@ -143,7 +143,7 @@ def test_a_zap_handler_that_is_slower_than_the_handshake_timeout_refuses_nobody(
         is_over.set()
     assert not answer.refused, answer.problem
     assert answer.info is None
-    assert time.monotonic() - began < 10 * HANDSHAKE_MS / 1000
+    assert time.monotonic() - began < 2 * HANDSHAKE_MS / 1000
 
 
 def test_a_head_that_is_not_there_costs_no_time_and_refuses_nobody() -> None:

@@ -43,7 +43,7 @@ def end_at_once(nodes: NodeFleet) -> list[Outcome]:
         # Its streams may else be over before the second signal.
         node.engine.suspend()
         node.process.terminate()
-        until(lambda: node.says("leaves when"), "it drains")
+        until(lambda: node.says("drains: it stops when"), "it drains")
         node.process.terminate()
     assert node.process.wait(60) == 0
     assert nodes.head.total(MOVES) > before

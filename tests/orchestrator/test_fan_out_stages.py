@@ -58,7 +58,12 @@ async def test_a_stage_without_replicas_replays_later_what_other_stages_accepted
     fleet.lose(1, 0)
     if refused:
         fleet.answer_with(refuse_calls)
-    await asyncio.gather(fleet.call(*SLEEP), return_exceptions=True)
+    [answer] = await asyncio.gather(fleet.call(*SLEEP), return_exceptions=True)
+    if refused:
+        assert isinstance(answer, ReplicaError), answer
+        assert "refuses sleep" in str(answer)
+    else:
+        assert answer == ["sleep"] * 2
     assert await fleet.replayed(1) == ([] if refused else ASLEEP)
 
 

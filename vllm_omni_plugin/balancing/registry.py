@@ -24,7 +24,7 @@ _NO_OPTION = "rng"
 """By convention the argument for a source of randomness, in tests and simulations; it is not an option."""
 
 _RENAMED_HOOKS = {"forgotten": "replica_lost", "cleared": "cache_cleared"}
-"""Hooks of version 0.1, and what they are called now: under the old names nobody would call them."""
+"""Hooks of version 0.1, and what they are called now: under the old names they are never called."""
 
 _BUILT_IN: Mapping[str, type[LoadBalancer]] = MappingProxyType(
     {
@@ -110,7 +110,7 @@ def _load_policy(offender: str, load: Callable[[], object]) -> type[LoadBalancer
     if not callable(getattr(target, "select", None)):
         raise ConfigError(f"{offender} has no method select(task, replicas): add it or name another class")
     for old, new in _RENAMED_HOOKS.items():
-        if callable(getattr(target, old, None)):
+        if old in vars(target) and new not in vars(target):
             raise ConfigError(f"{offender} has a hook {old}, which is called {new} now: rename the method")
     return target
 

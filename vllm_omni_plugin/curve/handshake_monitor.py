@@ -93,7 +93,7 @@ class HandshakeMonitor:
         self._refusals = refusals
         self._pending = pending
         self._max_sent_before_auth = MAX_SENT_BEFORE_AUTH.get(mechanism)
-        self._on_alone = on_last_disconnect
+        self._on_last_disconnect = on_last_disconnect
         # By descriptor: host, address, and the number of peers authenticated before.
         self._accepted: dict[int, tuple[str, str, int]] = {}
         self._authenticated = 0
@@ -154,8 +154,8 @@ class HandshakeMonitor:
         # The events do not tell which peers are authenticated, but the others last no longer than a handshake.
         if not (self._is_idle or self._accepted):
             self._is_idle = True
-            if self._on_alone is not None:
-                self._on_alone()
+            if self._on_last_disconnect is not None:
+                self._on_last_disconnect()
 
 
 def _peer_of(descriptor: int) -> tuple[str, str]:

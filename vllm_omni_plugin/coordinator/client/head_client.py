@@ -36,8 +36,8 @@ class OmniCoordClientForHead:
         head_id: Unique among all heads; at most 128 characters.
         on_event: Called in the client's thread with each event. Must not block. After a `Welcome` the head must report
             its work in full.
-        heartbeat_interval: Seconds, at most 1.
-        on_unreachable: As for `OmniCoordClientForStage`, and for a missing session.
+        heartbeat_interval: Seconds; more than 1 counts as 1.
+        on_unreachable: Called with the reason while there is no session, and with "" once there is one.
 
     Raises:
         ConfigError: ``coord_zmq_addr`` is no address, or the interval is not positive.

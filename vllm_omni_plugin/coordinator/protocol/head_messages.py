@@ -256,7 +256,7 @@ _DEEPER, _NO_DEEPER = b"[" * 64, b"]" * 64
 
 
 def is_of_head(frame: bytes) -> bool:
-    """Whether a frame to the coordinator comes from a head and not from a replica."""
+    """Whether a frame claims to be from a head, or to be a node's query. Events of replicas begin otherwise."""
     return frame.startswith(_HEAD_PREFIX)
 
 

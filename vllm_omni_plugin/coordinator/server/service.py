@@ -142,7 +142,7 @@ class OmniCoordinator:
     def publish_replica_list_update(self) -> bool:
         """Request that the list is published; return whether this is done at once.
 
-        False when closed, or when the last list is less than 0.1 s old: then one more list follows at that time.
+        False when closed, or when the last list is less than 0.1 s old: then one more list follows 0.1 s after it.
         """
         with self._lock:
             if self._closing:

@@ -1,7 +1,8 @@
 """The table of replicas, without sockets or clocks.
 
 States and rules follow SWIM, as in hashicorp/memberlist: suspect comes before dead, left is not dead, older
-incarnations are ignored, and a late observer extends all deadlines first. Times are monotonic seconds.
+incarnations are ignored, and a late observer extends the deadlines of present rows first. Times are monotonic
+seconds, and never go back from one call to the next.
 """
 
 from collections.abc import Iterator

@@ -149,7 +149,7 @@ class Dispatcher:
             self._queue.unsent.remove(run)
         self._dispatch_suspects()
         # Suspects first, so that the others can avoid the replicas where they are isolated; runs without outputs
-        # before others, since most engines that crash of a request do so at once.
+        # before others, since most engines that crash because of a request do so at once.
         for run in sorted(runs, key=lambda run: (not run.crash_losses, run.has_output)):
             try:
                 if run.sent:

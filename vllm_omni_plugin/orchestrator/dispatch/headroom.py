@@ -71,7 +71,7 @@ class Headroom(Generic[R]):
     def least_loaded(self, chosen: R, may_start: Callable[[R], bool]) -> R:
         """The replica where a request within its share waits for the fewest prompt tokens.
 
-        Looked at are the policy's choice, which is preferred among equals, and one group, another one at each call.
+        Compares the policy's choice, which wins ties, with the replicas of one group. Each call takes the next group.
         """
         self._turn += 1
         serving = self._pool.serving

@@ -1,4 +1,4 @@
-"""Requests that engines may have crashed of: each is run apart from the others, and none gets a third replica."""
+"""Requests that may have crashed engines: each is run apart from the others, and none gets a third replica."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 

@@ -60,7 +60,8 @@ class StageClient:
 
     Attributes:
         engine_failed: the replica is dead because the engine crashed by itself or sent an invalid message.
-        answered_at: monotonic seconds of the last answer to a probe, 0 before the first. Set by the caller that probes.
+        answered_at: monotonic seconds of the last answer of the engine or its replica server, 0 before the first. Set
+            by the caller that probes.
         is_interrupted: outputs of requests are dropped, from `interrupt` to `reset`.
     """
 

@@ -148,7 +148,7 @@ class ControlServer:
         self._context: Context = zmq.Context()
         self._zap_handler: ZapHandler | None = None
         self._router = self._context.socket(zmq.ROUTER)
-        # Before bind, also where `close` gives more: see `Ports` of the coordinator.
+        # Before bind, also where `close` gives more: see `CoordinatorSockets`.
         self._router.linger = 0
         self._router.maxmsgsize = MAX_CONTROL_BYTES
         self._router.rcvhwm = self._router.sndhwm = _QUEUE_MESSAGES

@@ -20,7 +20,7 @@ _LONG_CALL_S = 300.0
 """Limit of an answer while a long call is open."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Probe:
     """Probes an engine periodically, one probe at a time, and reports hangs and recoveries.
 
@@ -107,7 +107,7 @@ class Timing:
     delay: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EngineKeeper(Generic[E]):
     """Starts an engine, probes it, and restarts it when it is lost.
 

@@ -14,7 +14,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @asynccontextmanager
 async def task_group_with_signals(on_signal: Callable[[int], None]) -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose first error is raised as it is. SIGTERM and SIGINT only call `on_signal` meanwhile."""
+    """A task group whose first error is raised, with advice if no descriptor was left.
+
+    SIGTERM and SIGINT only call `on_signal` meanwhile.
+    """
     loop = asyncio.get_running_loop()
     for signum in SIGNALS:
         loop.add_signal_handler(signum, on_signal, signum)
