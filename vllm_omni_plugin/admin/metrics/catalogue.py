@@ -116,7 +116,10 @@ METRICS = (
         "Missing before engines have reported it.",
         "livemostrecent",
     ),
-    _counter("dispatches{stage,replica}", "Requests sent to a replica."),
+    _counter(
+        "dispatches{stage,replica}",
+        "Requests that were given to a replica, including requests that still wait at the head for it.",
+    ),
     _gauge(
         "requests_in_flight{stage,replica}",
         "This head's requests that are charged to a replica; exact. May be summed over heads.",
