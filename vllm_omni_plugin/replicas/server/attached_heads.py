@@ -251,7 +251,7 @@ class AttachedHeads:
             # All other leases end with the engine. A new engine has all its outputs free.
             engine.mark_lost(f"the output slot of head {lease.head_id} could not be released: {error}")
             return
-        cleaning = self._run_cleanup(self._clean(engine, lease.slot))
+        cleaning = self._run_cleanup(self._free_when_clean(engine, lease.slot))
         if not self._leases:
             self._resetting, self._synced = True, False
             self._run_cleanup(self._reset(engine, [*self._cleaning, cleaning]))
@@ -261,9 +261,9 @@ class AttachedHeads:
         if slot:
             close_all(self._ports.pop(slot, ()))
 
-    async def _clean(self, engine: ServedEngine, slot: int) -> None:
+    async def _free_when_clean(self, engine: ServedEngine, slot: int) -> None:
         try:
-            await engine.slots[slot].clean()
+            await engine.slots[slot].wait_until_clean()
         except ReplicaError as error:
             engine.mark_lost(f"an output slot could not be cleaned: {error}")
         else:

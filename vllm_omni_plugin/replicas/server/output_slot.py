@@ -82,7 +82,7 @@ class OutputSlot:
             proxy.close()
             self.client.resume_reading()
 
-    async def clean(self) -> None:
+    async def wait_until_clean(self) -> None:
         """Return when the engine has received all requests of the former head, and its outputs so far were read here.
 
         The engine handles its input in order, so the answer to a call proves both. Raises `ReplicaError` if the engine
