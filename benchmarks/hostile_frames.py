@@ -301,7 +301,7 @@ class Siege:
                 for name, process in self._processes.items():
                     phase.memory[name] = max(phase.memory.get(name, 0), process.memory_info().rss)
                 await asyncio.sleep(0.5 / LOOKS)
-            self._guest.take_answers()
+            self._guest.count_answers()
         phase.guest = f"lost: {lost}" if lost else f"{self._guest.answers - answered} of {asked} calls answered"
 
     async def _replicas(self) -> list[dict[str, Any]]:

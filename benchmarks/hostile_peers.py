@@ -288,7 +288,7 @@ class Guest:
                 return str(getattr(answer, "reason", "") or "expired")
         return ""
 
-    def take_answers(self) -> None:
+    def count_answers(self) -> None:
         """Count the engine's answers that have come."""
         while self._outputs.poll(0):
             self._outputs.recv_multipart()

@@ -51,7 +51,7 @@ async def run_stream(client: httpx.AsyncClient, prompt: str, tokens: int, **opti
                 stream.error = f"{response.status_code} {(await response.aread()).decode()[:300]}"
                 return stream
             async for event in read_events(response):
-                _take(stream, event)
+                _add_event(stream, event)
     except httpx.HTTPError as error:
         stream.error = repr(error)
     if not stream.finished and not stream.error:
@@ -75,7 +75,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
             yield line
 
 
-def _take(stream: Stream, event: dict[str, Any]) -> None:
+def _add_event(stream: Stream, event: dict[str, Any]) -> None:
     if "error" in event:
         stream.error = str(event["error"])
         return

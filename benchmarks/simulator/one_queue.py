@@ -30,7 +30,7 @@ class _Engine(LeapEngine):
         """Sort key: a request that need not wait goes to the engine with the lowest load."""
         return bool(self._chunks), self._to_compute(), self.running
 
-    def takes(self, prompt_tokens: int) -> bool:
+    def has_room(self, prompt_tokens: int) -> bool:
         left = self._to_compute()
         if not self._ahead:
             return not self._chunks and not left
@@ -39,12 +39,12 @@ class _Engine(LeapEngine):
     def _begin(self, now: float) -> None:
         self._chunks = []
         if not self._ahead:
-            self._take()
+            self._fill_step()
         super()._begin(now)
         if self._ahead:
-            self._take()
+            self._fill_step()
 
-    def _take(self) -> None:
+    def _fill_step(self) -> None:
         """Fill a step from the queue. A prompt that does not fit into the rest of a step waits for its own step."""
         left, queue = self._to_compute(), self._queue
         while queue and left < self._step_tokens:
@@ -97,7 +97,7 @@ class OneQueue:
 
     def _arrive(self, request: Request, now: float) -> int | None:
         """Returns the number of the engine that gets the request; None if it waits."""
-        takers = [number for number, engine in enumerate(self._engines) if engine.takes(request.prompt_tokens)]
+        takers = [number for number, engine in enumerate(self._engines) if engine.has_room(request.prompt_tokens)]
         if not takers:
             urgency = request.arrived - _LONG_FIRST * self._settings.prefill_token_s * request.prompt_tokens
             insort(self._queue, (urgency, request.number, request))

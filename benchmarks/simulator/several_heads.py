@@ -74,8 +74,8 @@ class SharingHead(Head):
         super().__init__(policy, clock, send, limits)
         self.engines_report = _follows_caches(policy)
 
-    def take_reports(self, heads: int, others_work: PeerWorkChanges) -> None:
-        """Take reports of the other heads; `heads` includes this one."""
+    def handle_reports(self, heads: int, others_work: PeerWorkChanges) -> None:
+        """Handle reports of the other heads; `heads` includes this one."""
         if self.aware:
             self.unreported.set_heads(heads)
         for member, work in others_work:
@@ -226,8 +226,8 @@ class SeveralHeads(Head):
                     )
 
         def receive(head: SharingHead, exchange: WorkExchange, message: PeerWork) -> None:
-            others_work = exchange.take(message)
-            head.take_reports(exchange.heads, others_work)
+            others_work = exchange.handle(message)
+            head.handle_reports(exchange.heads, others_work)
 
         for number, views in enumerate(self._views):
             exchange = WorkExchange(partial(report, number), interval, call_later)
@@ -235,7 +235,7 @@ class SeveralHeads(Head):
             for replica in views:
                 replica.exchange = exchange
                 replica.ledger.set_peer_work(exchange.add_member(cast(Any, replica)))
-            exchange.take(Welcome([], False))
+            exchange.handle(Welcome([], False))
 
 
 def _follows_caches(policy: Policy) -> bool:

@@ -53,10 +53,10 @@ class _ClientFinder(MetaPathFinder):
 
 
 class _Handover:
-    """Items for another thread's loop, with one wake-up for all that come before it takes them."""
+    """Items for another thread's loop, with one wake-up for all that come before it gets them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[Any], None]) -> None:
-        self._loop, self._take, self._lock = loop, take, threading.Lock()
+    def __init__(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
+        self._loop, self._handle, self._lock = loop, handle, threading.Lock()
         self._items: list[Any] = []
 
     def put(self, item: Any) -> None:
@@ -64,13 +64,13 @@ class _Handover:
             self._items.append(item)
             is_first = len(self._items) == 1
         if is_first:
-            self._loop.call_soon_threadsafe(self._take_all)
+            self._loop.call_soon_threadsafe(self._handle_all)
 
-    def _take_all(self) -> None:
+    def _handle_all(self) -> None:
         with self._lock:
             items, self._items = self._items, []
         for item in items:
-            self._take(item)
+            self._handle(item)
 
 
 def _begin(client: Any) -> None:

@@ -91,13 +91,13 @@ class Clients:
                     self._failed(item)
                 elif isinstance(item, FakeOutputs):
                     for output in item.outputs:
-                        self._take(output)
+                        self._handle_output(output)
 
     def rest(self) -> None:
         """Nothing is on its way: what was given up before says nothing any more."""
         self._given_up.clear()
 
-    def _take(self, output: Any) -> None:
+    def _handle_output(self, output: Any) -> None:
         asked = self.open.get(output.request_id)
         if asked is None:
             # What was on its way when it was given up.

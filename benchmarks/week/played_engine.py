@@ -101,8 +101,8 @@ class PlayedEngine(Link):
     def send(self, frames: Sequence[Any]) -> None:
         if not self._alive:
             raise ReplicaError(f"cannot send on {self.input_addr}")
-        take = self._add if frames[0] == "add" else self._abort
-        self._loop.call_later(LINK_S, take, *frames[1:])
+        handle = self._add if frames[0] == "add" else self._abort
+        self._loop.call_later(LINK_S, handle, *frames[1:])
 
     def die(self) -> None:
         """Announce its death, and be gone."""

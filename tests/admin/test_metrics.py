@@ -87,11 +87,11 @@ def test_a_head_that_can_be_joined_reports_heads_and_coordinator() -> None:
     orchestrator.stage_pools[0].exchange = exchange = WorkExchange(print, call_later=Timers().call_later)
     assert value(orchestrator, "heads") == 1
     assert value(orchestrator, "coordinator_connected") is None
-    exchange.take(PeerWork("another", True, []))
+    exchange.handle(PeerWork("another", True, []))
     orchestrator.metrics.has_session = True
     assert value(orchestrator, "heads") == 2
     assert value(orchestrator, "coordinator_connected") == 1
-    exchange.take(SessionLost())
+    exchange.handle(SessionLost())
     orchestrator.metrics.has_session = False
     assert value(orchestrator, "heads") == 1
     assert value(orchestrator, "coordinator_connected") == 0

@@ -143,18 +143,18 @@ async def test_a_viewer_that_joins_while_the_producer_ends_gets_states(
     monkeypatch.setattr(fleet_broadcast, "_HISTORY", 1)
     monkeypatch.setattr(fleet_broadcast, "_SAMPLE_EVERY", 1)
     broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=0.2)
-    taken: list[int] = []
-    own_turn = FleetBroadcast._take_turn
+    viewers: list[int] = []
+    own_update = FleetBroadcast._update
 
-    def take_turn(broadcast: FleetBroadcast, *, is_sampled: bool) -> None:
-        taken.append(broadcast._count)
-        own_turn(broadcast, is_sampled=is_sampled)
+    def update(broadcast: FleetBroadcast, *, is_sampled: bool) -> None:
+        viewers.append(broadcast._count)
+        own_update(broadcast, is_sampled=is_sampled)
 
-    monkeypatch.setattr(FleetBroadcast, "_take_turn", take_turn)
+    monkeypatch.setattr(FleetBroadcast, "_update", update)
     leaving = broadcast.stream(with_state=True)
     await first(leaving)
     await leaving.aclose()
-    await eventually(lambda: taken == [0], "the last tick alone")
+    await eventually(lambda: viewers == [0], "the last tick alone")
     stream = messages(broadcast.stream(with_state=True))
     assert [(await first(stream))[0] for _ in range(3)] == ["history", "state", "state"]
 

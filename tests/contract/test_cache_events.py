@@ -148,7 +148,7 @@ async def test_vllms_publisher_is_followed_at_the_addresses_that_it_says(publish
     ready = msgspec.msgpack.encode({"num_gpu_blocks": 16, "kv_events_config": published.get_publisher_config()})
     pool, mirror = Pool(request()), Mirror()
     published.publish(KVEventBatch(ts=0.0, events=pool.pool.take_events()))
-    listener = listen_to_cache(ready, mirror.take, "replica 3")
+    listener = listen_to_cache(ready, mirror.apply, "replica 3")
     cached = request()
     keys = prompt_keys(EngineApi().describe(cached)[0]["prompt"], SIZE)
     await eventually(lambda: mirror.keys == set(keys))
@@ -201,7 +201,7 @@ async def test_a_publisher_that_outran_us_is_followed_again(
     monkeypatch.setattr(cache_listener, "_MAX_UNREAD", 10)
     ready = msgspec.msgpack.encode({"num_gpu_blocks": 16, "kv_events_config": publisher.get_publisher_config()})
     pool, mirror = Pool(request()), Mirror()
-    listener = listen_to_cache(ready, mirror.take, "replica 0")
+    listener = listen_to_cache(ready, mirror.apply, "replica 0")
     await eventually(lambda: mirror.complete)
     # More than sockets hold. Nothing is read until the publisher's thread has sent them all.
     padding = [BlockRemoved(block_hashes=[number], medium="GPU") for number in range(10_000)]

@@ -52,7 +52,7 @@ class ReceivedState:
         self.others: dict[str, dict[int, ReplicaWork]] = {}
         self.resyncs = self.losses = 0
 
-    def take(self, event: SessionEvent) -> None:
+    def apply(self, event: SessionEvent) -> None:
         match event:
             case Welcome():
                 self.resyncs += 1
@@ -98,7 +98,7 @@ class Head(ReceivedState):
             elif isinstance(output, WireError):
                 self.dropped.append(output)
             else:
-                self.take(output)
+                self.apply(output)
                 if isinstance(output, Welcome):
                     self.refusals.clear()
                     self.session.report(list(self.in_flight.values()), full=True)

@@ -73,7 +73,7 @@ class RecordingHead(ReceivedState):
         )
 
     def handle(self, event: SessionEvent) -> None:
-        self.take(event)
+        self.apply(event)
         if isinstance(event, Welcome):
             self.client.report_work(self.in_flight, full=True)
         elif isinstance(event, NumberedCall):

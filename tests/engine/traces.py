@@ -7,17 +7,17 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector(ThreadingHTTPServer):
-    """Takes traces as an OpenTelemetry collector does, over HTTP.
+    """Receives traces as an OpenTelemetry collector does, over HTTP.
 
     Attributes:
         spans: attributes of the spans of requests, by trace id.
     """
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Taker)
+        super().__init__(("127.0.0.1", 0), _Receiver)
         self.spans: dict[str, dict[str, str]] = {}
 
-    def take(self, body: bytes) -> None:
+    def receive(self, body: bytes) -> None:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope in resource.scope_spans:
                 for span in scope.spans:
@@ -26,11 +26,11 @@ class Collector(ThreadingHTTPServer):
                         self.spans[span.trace_id.hex()] = attributes
 
 
-class _Taker(BaseHTTPRequestHandler):
+class _Receiver(BaseHTTPRequestHandler):
     server: Collector
 
     def do_POST(self) -> None:
-        self.server.take(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.receive(self.rfile.read(int(self.headers["Content-Length"])))
         self.send_response(200)
         self.end_headers()
 

@@ -60,7 +60,7 @@ class Fleet:
         self.heads[name] = head
         await head.join_fleet()
 
-    async def take(self, step: str, name: str, what: Any) -> None:
+    async def perform(self, step: str, name: str, what: Any) -> None:
         head = self.heads[name]
         match step:
             case "call":
@@ -107,7 +107,7 @@ async def run(steps: list[tuple[str, str, Any]]) -> None:
         for name in HEADS:
             await fleet.start(name)
         for step in steps:
-            await fleet.take(*step)
+            await fleet.perform(*step)
         await asyncio.gather(*fleet.calling, return_exceptions=True)
         for head in fleet.heads.values():
             await head.join_fleet()

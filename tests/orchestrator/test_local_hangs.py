@@ -73,7 +73,7 @@ async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
         yield node
 
 
-async def take_back(engine: FakeEngine) -> None:
+async def bring_up_to_date(engine: FakeEngine) -> None:
     """The engine answers the calls that bring it up to date."""
     assert await answer(engine, "abort_requests") == [None]
     await answer(engine, "is_sleeping", False)
@@ -100,7 +100,7 @@ async def test_an_engine_that_answers_again_is_reset_brought_up_to_date_and_serv
     await answer(node.engine_of(1), "set_weight_version")
     await asyncio.wrap_future(reply)
     ToldProbe.made[0].answers()
-    await take_back(engine)
+    await bring_up_to_date(engine)
     assert await answer(engine, "set_weight_version") == ["v2"]
     await node.until_statuses(UP, UP)
     assert len(node.launcher.engines) == 2
@@ -132,7 +132,7 @@ async def test_late_outputs_of_moved_requests_are_dropped(node: Node) -> None:
     late = FakeOutputs(outputs=[FakeOutput(body["request_id"], [1])], scheduler_stats=7)
     engine.say(msgspec.json.encode(late))
     ToldProbe.made[0].answers()
-    await take_back(engine)
+    await bring_up_to_date(engine)
     await node.until_statuses(UP, UP)
     assert [item.scheduler_stats for item in await node.orchestrator.output_async_queue.get_batch()] == [0]
     assert list(node.orchestrator.request_states["a"].runs[0].produced) == []
@@ -168,7 +168,7 @@ async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(n
     node.orchestrator.prepare_replica = prepare  # type: ignore[method-assign]
     ToldProbe.made[0].hangs()
     ToldProbe.made[0].answers()
-    await take_back(engine)
+    await bring_up_to_date(engine)
     await preparing.wait()
     serving: list[int] = []
     serving_signal = node.orchestrator.serving_signal
@@ -184,7 +184,7 @@ async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwar
     node.pool.hold_back(node.pool.member(0), "admin")
     ToldProbe.made[0].hangs()
     ToldProbe.made[0].answers()
-    await take_back(engine)
+    await bring_up_to_date(engine)
     await node.until_statuses(ReplicaStatus.DRAINING, UP)
 
 
@@ -201,7 +201,7 @@ async def test_an_engine_that_does_not_answer_is_taken_out_until_it_answers() ->
     back: list[ReplicaStatus] = []
     orchestrator.serving_signal.notify = lambda: back.append(member.status)  # type: ignore[method-assign]
     await answer(engine, "is_sleeping", False)
-    await take_back(engine)
+    await bring_up_to_date(engine)
     await eventually(lambda: back)
     assert not engine.process.ended
     await replicas.close(0.0)

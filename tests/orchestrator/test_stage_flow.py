@@ -28,7 +28,7 @@ class Played:
         self.now += after
         self.flow.first_output(self.now, prompt_tokens, cached_tokens, in_engine_s)
 
-    def take(self, *in_engine_s: float, every: float = 0.1) -> None:
+    def begin_each(self, *in_engine_s: float, every: float = 0.1) -> None:
         """Engines begin requests, each after so many seconds."""
         for seconds in in_engine_s:
             self.send()
@@ -123,36 +123,36 @@ def test_nothing_is_known_of_the_time_in_engines_before_one_has_begun(played: Pl
     played.send()
     played.begin(after=1.0)
     assert played.flow.first_output_s == 0.0
-    played.take(2.0)
+    played.begin_each(2.0)
     assert played.flow.first_output_s == 2.0
 
 
 def test_almost_all_begin_within_the_estimate_where_times_differ(played: Played) -> None:
     rng = random.Random(0)
     times = [rng.expovariate(1.0) for _ in range(2000)]
-    played.take(*times)
+    played.begin_each(*times)
     within = [each <= played.flow.first_output_s for each in times]
     assert 0.95 < sum(within) / len(within) < 1.0
 
 
 def test_the_estimate_follows_engines_that_have_become_slow_and_fast_again(played: Played) -> None:
-    played.take(*[0.1] * 100)
+    played.begin_each(*[0.1] * 100)
     assert played.flow.first_output_s == pytest.approx(0.1)
-    played.take(*[2.0] * 100)
+    played.begin_each(*[2.0] * 100)
     assert played.flow.first_output_s > 2.0
-    played.take(*[0.1] * 500)
+    played.begin_each(*[0.1] * 500)
     assert played.flow.first_output_s == pytest.approx(0.1, abs=0.05)
 
 
 def test_a_slow_minute_long_ago_is_forgotten_at_the_next_request(played: Played) -> None:
-    played.take(*[10.0] * 20)
+    played.begin_each(*[10.0] * 20)
     played.now += 600.0
-    played.take(0.1)
+    played.begin_each(0.1)
     assert played.flow.first_output_s == pytest.approx(0.1, abs=0.2)
 
 
 def test_an_aborted_request_counts_only_if_it_took_longer_than_the_estimate(played: Played) -> None:
-    played.take(*[0.1] * 20)
+    played.begin_each(*[0.1] * 20)
     played.send(2)
     played.drop(after=0.0, in_engine_s=0.05)
     assert played.flow.first_output_s == pytest.approx(0.1)
@@ -161,8 +161,8 @@ def test_an_aborted_request_counts_only_if_it_took_longer_than_the_estimate(play
 
 
 def test_first_outputs_of_one_message_all_count_and_do_not_displace_those_before(played: Played) -> None:
-    played.take(*[0.1] * 100)
-    played.take(*[1.0] * 80, every=0.0)
+    played.begin_each(*[0.1] * 100)
+    played.begin_each(*[1.0] * 80, every=0.0)
     assert 1.0 < played.flow.first_output_s < 3.0
-    played.take(*[0.1] * 80, every=0.0)
+    played.begin_each(*[0.1] * 80, every=0.0)
     assert played.flow.first_output_s > 1.0

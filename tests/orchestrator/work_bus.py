@@ -87,7 +87,7 @@ class WorkingHead:
         self.pool.release(run)
 
     def receive(self, message: Message) -> None:
-        others_work = self.exchange.take(message)
+        others_work = self.exchange.handle(message)
         self.pool.set_heads(self.exchange.heads)
         for member, work in others_work:
             self.pool.set_peer_work(member, work)

@@ -122,7 +122,7 @@ class Mirror:
         self.complete: bool | None = None
         self.restarts = 0
 
-    def take(self, change: CacheChange) -> None:
+    def apply(self, change: CacheChange) -> None:
         if change.restart:
             self.restarts += 1
             self.keys.clear()

@@ -35,7 +35,7 @@ async def listen(publisher: FakePublisher, keep: Keep) -> Listen:
     async def follow(blocks: int = 1000, *, can_ask: bool = True) -> Mirror:
         mirror = Mirror()
         other = {} if can_ask else {"replay_endpoint": None}
-        listener = listen_to_cache(publisher.ready_response(blocks, **other), mirror.take, "replica 3")
+        listener = listen_to_cache(publisher.ready_response(blocks, **other), mirror.apply, "replica 3")
         assert listener is not None
         keep(listener)
         await eventually(lambda: publisher.is_subscribed, "a subscription")
@@ -176,7 +176,7 @@ async def test_without_a_replay_endpoint_a_gap_is_a_loss_at_once(publisher: Fake
 
 async def test_a_closed_listener_reports_nothing_and_can_be_closed_again(publisher: FakePublisher) -> None:
     mirror = Mirror()
-    closed = listen_to_cache(publisher.ready_response(), mirror.take, "replica 3")
+    closed = listen_to_cache(publisher.ready_response(), mirror.apply, "replica 3")
     assert closed is not None
     closed.close()
     closed.close()

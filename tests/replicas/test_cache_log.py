@@ -24,7 +24,7 @@ class Reader(Mirror):
                 break
             self.cursor, change = part
             self.parts += 1
-            self.take(change)
+            self.apply(change)
         return self
 
 

@@ -30,20 +30,20 @@ def changes(since: Cursor, cursor: Cursor, *keys: int, restart: bool = False) ->
 def test_a_second_answer_to_the_same_poll_is_ignored() -> None:
     sent: list[ToServer] = []
     mirror = Mirror()
-    follower = CachePollClient(LEASE, sent.append, mirror.take)
+    follower = CachePollClient(LEASE, sent.append, mirror.apply)
     follower.poll()
     assert sent == [PollCache(LEASE, BEGINNING)] * 2
     answer = changes(BEGINNING, Cursor(3, 3), 1, restart=True)
-    follower.take(answer)
-    follower.take(answer)
+    follower.handle(answer)
+    follower.handle(answer)
     assert mirror.restarts == 1
     assert sent[2:] == [PollCache(LEASE, Cursor(3, 3))]
 
 
 def test_a_message_with_incomplete_keys_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     mirror = Mirror()
-    follower = CachePollClient(LEASE, lambda _: None, mirror.take)
-    follower.take(CacheChanges(LEASE, BEGINNING, Cursor(3, 3), b"1234567", b"", True, complete=True))
+    follower = CachePollClient(LEASE, lambda _: None, mirror.apply)
+    follower.handle(CacheChanges(LEASE, BEGINNING, Cursor(3, 3), b"1234567", b"", True, complete=True))
     assert mirror.restarts == 0
     assert "about cached blocks was dropped" in caplog.text
 

@@ -47,7 +47,7 @@ async def test_the_cache_of_a_local_engine_is_reported(
     launcher.ready = publisher.ready_response()
     publisher.publish(stored([1, 2, 3, 4], 1))
     replica = await start(launcher, executor)
-    replica.subscribe_cache(mirror.take)
+    replica.subscribe_cache(mirror.apply)
     await eventually(lambda: len(mirror.keys) == 1 and mirror.complete)
     await replica.close(executor, 0.0)
     publisher.close()

@@ -38,13 +38,13 @@ def test_large_frames_are_not_sent_but_arrive_unchanged(ends: Ends, swapped: boo
     message = [b"\x00", b"body", b"a" * MIB, b"b" * 1000, bytearray(b"c" * (3 * MIB + 5))]
     sent = sender.lend(message)
     assert sent_bytes(sent) < 1100
-    assert [bytes(frame) for frame in receiver.take(sent)] == [bytes(frame) for frame in message]
+    assert [bytes(frame) for frame in receiver.restore(sent)] == [bytes(frame) for frame in message]
 
 
 @pytest.mark.parametrize("message", [[b"body"], [b"\x00", b""], [b"a", b"b" * 100_000], [b"body", LARGE + b"x"]])
 def test_small_and_too_large_frames_are_sent_unchanged(ends: Ends, message: list[bytes]) -> None:
     assert ends[0].lend(message) == message
-    assert ends[1].take(message) == message
+    assert ends[1].restore(message) == message
 
 
 @pytest.mark.parametrize("message", [[b"", b""], [b""]])
@@ -54,7 +54,7 @@ def test_empty_frames_are_sent_unchanged(ends: Ends, message: list[bytes]) -> No
 
 def test_large_frames_are_sent_while_the_memory_is_full(ends: Ends) -> None:
     sender, receiver = ends
-    held = [receiver.take(sender.lend([b"body", LARGE])) for _ in range(ALL_LARGE)]
+    held = [receiver.restore(sender.lend([b"body", LARGE])) for _ in range(ALL_LARGE)]
     full = sender.lend([b"body", LARGE])
     assert full == [b"body", LARGE]
     view = memoryview(held.pop()[1])
@@ -74,7 +74,7 @@ def test_held_frames_never_change(ends: Ends) -> None:
         frame[:4] = frame[-4:] = mark
         sent = sender.lend([b"body", frame])
         lent += sent_bytes(sent) < 100
-        held.append((receiver.take(sent)[1], mark, size))
+        held.append((receiver.restore(sent)[1], mark, size))
         while len(held) > 10 or (held and rng.random() < 0.4):
             data, mark, size = held.pop(rng.randrange(len(held)))
             view = memoryview(data)
@@ -100,12 +100,12 @@ FORGED = {
 
 @pytest.mark.parametrize("loans", FORGED.values(), ids=FORGED.keys())
 def test_an_invalid_loan_gives_an_empty_frame(ends: Ends, loans: bytes) -> None:
-    assert ends[1].take([b"", loans, b""]) == [b""]
+    assert ends[1].restore([b"", loans, b""]) == [b""]
 
 
 def test_a_fork_of_the_receiver_frees_no_memory(ends: Ends) -> None:
     sender, receiver = ends
-    held = [receiver.take(sender.lend([b"body", LARGE])) for _ in range(ALL_LARGE)]
+    held = [receiver.restore(sender.lend([b"body", LARGE])) for _ in range(ALL_LARGE)]
     child = os.fork()
     if child == 0:
         held.clear()
@@ -121,7 +121,7 @@ def test_the_memory_is_freed_after_the_last_reference() -> None:
     fd = new_shared_memory()
     sender, receiver = SharedMemory(fd, 0), SharedMemory(fd, 1)
     os.close(fd)
-    message = receiver.take(sender.lend([b"body", LARGE]))
+    message = receiver.restore(sender.lend([b"body", LARGE]))
     del sender, receiver
     assert bytes(memoryview(message[1])[-1:]) == b"x", "it ended before what was taken from it"
     del message

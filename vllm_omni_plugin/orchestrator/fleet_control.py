@@ -161,7 +161,7 @@ class FleetControl:
     def _handle_coordinator_message(self, message: CoordinatorMessage) -> None:
         assert self._exchange is not None
         if isinstance(message, PeerUpdate):
-            others_work = self._exchange.take(message)
+            others_work = self._exchange.handle(message)
             for pool in self._pools:
                 pool.set_heads(self._exchange.heads)
             for member, work in others_work:

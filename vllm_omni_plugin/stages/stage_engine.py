@@ -68,7 +68,7 @@ class StageEngine(SocketEngine):
         return bool(self._batch)
 
     def _receive(self, frames: list[Any]) -> None:
-        super()._receive(frames if self._memory is None else self._memory.take(frames))
+        super()._receive(frames if self._memory is None else self._memory.restore(frames))
 
     def _put(self, client_index: int, frames: Frames) -> None:
         super()._put(client_index, frames if self._memory is None else self._memory.lend(frames))

@@ -82,7 +82,9 @@ class FrontEnd:
         async with asyncio.timeout(_ANSWER_S):
             while True:
                 try:
-                    replica = await attach_remote(info, rank, settings, partial(self._take, rank), lambda status: None)
+                    replica = await attach_remote(
+                        info, rank, settings, partial(self._receive, rank), lambda status: None
+                    )
                     replica.on_lost = lambda reason: self._lose(rank)
                     return replica
                 except AttachRefusedError as error:
@@ -95,7 +97,7 @@ class FrontEnd:
         if len(self._lost) == RANKS:
             self._all_lost.set()
 
-    def _take(self, rank: int, outputs: Any) -> None:
+    def _receive(self, rank: int, outputs: Any) -> None:
         if outputs.scheduler_stats is not None:
             self.reports.append((rank, outputs.scheduler_stats))
         for output in outputs.outputs:

@@ -104,7 +104,7 @@ class ServedFakeEngine(FakeProcess):
             poller.register(self._dealer, 0 if self._hung else zmq.POLLIN)
             for source, _ in poller.poll():
                 if source is self._dealer:
-                    self._take(self._dealer.recv_multipart())
+                    self._receive(self._dealer.recv_multipart())
                 else:
                     os.eventfd_read(self._wakeup)
                     while self._actions:
@@ -112,7 +112,7 @@ class ServedFakeEngine(FakeProcess):
         for socket in (self._dealer, *self._outputs):
             socket.close()
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _receive(self, frames: list[bytes]) -> None:
         self.frames.append(frames)
         body = msgspec.json.decode(frames[1])
         if frames[0] == b"abort":

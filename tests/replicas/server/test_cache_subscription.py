@@ -49,7 +49,7 @@ async def test_a_head_receives_all_cached_blocks_and_later_changes(
     publisher.publish(stored(TOKENS, 1, 2))
     mirror = Mirror()
     async with make_head(secrets).attached(await node.up()) as replica:
-        replica.subscribe_cache(mirror.take)
+        replica.subscribe_cache(mirror.apply)
         await eventually(lambda: mirror.keys == set(KEYS))
         assert (mirror.complete, mirror.restarts) == (True, 1)
         publisher.publish(removed(2))
@@ -65,11 +65,11 @@ async def test_two_heads_receive_changes_independently(
     info = await node.up()
     first, second = Mirror(), Mirror()
     async with make_head().attached(info) as one:
-        one.subscribe_cache(first.take)
+        one.subscribe_cache(first.apply)
         publisher.publish(stored(TOKENS, 1, 2))
         await eventually(lambda: first.keys == set(KEYS))
         async with make_head().attached(info) as other:
-            other.subscribe_cache(second.take)
+            other.subscribe_cache(second.apply)
             await eventually(lambda: second.keys == set(KEYS))
             publisher.publish(removed(1, 2))
             await eventually(lambda: not first.keys and not second.keys)
@@ -97,7 +97,7 @@ async def test_a_head_that_attaches_again_receives_all_blocks_again(
     publisher.publish(stored(TOKENS, 1, 2))
     for attachments in (1, 2):
         async with head.attached(await node.up()) as replica:
-            replica.subscribe_cache(mirror.take)
+            replica.subscribe_cache(mirror.apply)
             await eventually(lambda: mirror.keys == set(KEYS) and mirror.complete)
             assert mirror.restarts == attachments
         mirror.keys.clear()
@@ -110,14 +110,14 @@ async def test_a_restarted_engine_starts_with_an_empty_cache(
     info = await node.up()
     publisher.publish(stored(TOKENS, 1, 2))
     async with head.attached(info) as replica:
-        replica.subscribe_cache(mirror.take)
+        replica.subscribe_cache(mirror.apply)
         await eventually(lambda: mirror.keys)
         successor = keep(FakePublisher(tmp_path, "successor"))
         launcher.ready = successor.ready_response()
         node.engine.process.kill()
         await eventually(lambda: head.deaths)
     async with head.attached(await node.up(after=info.incarnation)) as replica:
-        replica.subscribe_cache(mirror.take)
+        replica.subscribe_cache(mirror.apply)
         await eventually(lambda: mirror.restarts == 2)
         assert (mirror.keys, mirror.complete) == (set(), True)
 
@@ -129,7 +129,7 @@ async def test_an_engine_without_cache_events_is_logged_and_attached(
     node = await start_node()
     mirror = Mirror()
     async with make_head().attached(await node.up()) as replica:
-        replica.subscribe_cache(mirror.take)
+        replica.subscribe_cache(mirror.apply)
         assert await replica.client.call("is_sleeping") is False
     assert mirror.restarts == 0
     assert "Replica 0.0 does not report what its prefix cache holds." in caplog.text

@@ -130,7 +130,7 @@ class FleetBroadcast:
             while not self._is_over() and (self._count or alone < _HISTORY * _SAMPLE_EVERY):
                 alone = 0 if self._count else alone + 1
                 try:
-                    self._take_turn(is_sampled=turns % _SAMPLE_EVERY == 0)
+                    self._update(is_sampled=turns % _SAMPLE_EVERY == 0)
                     failing = False
                 except Exception:
                     if not failing:
@@ -145,7 +145,7 @@ class FleetBroadcast:
             self._view.rates.reset()
             self._notify()
 
-    def _take_turn(self, *, is_sampled: bool) -> None:
+    def _update(self, *, is_sampled: bool) -> None:
         sample = None
         if is_sampled or self._count:
             self._view.rates.read()

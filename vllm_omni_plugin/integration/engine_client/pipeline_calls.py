@@ -62,7 +62,7 @@ class ActivePipelineCall:
         """
         context = copy_context()
         context.run(_current.set, self)
-        response = self._loop.create_task(self._take(chunks), context=context)
+        response = self._loop.create_task(self._put_chunks(chunks), context=context)
         response.add_done_callback(lambda _: self._items.put_nowait(None))
         try:
             while not (response.done() and self._ended == len(self.request_ids) and self._items.empty()):
@@ -82,7 +82,7 @@ class ActivePipelineCall:
                 await asyncio.gather(response, return_exceptions=True)
             await chunks.aclose()
 
-    async def _take(self, chunks: AsyncGenerator[T, None]) -> None:
+    async def _put_chunks(self, chunks: AsyncGenerator[T, None]) -> None:
         async for chunk in chunks:
             self._items.put_nowait(chunk)
 

@@ -92,8 +92,8 @@ class WorkExchange:
             self._members.pop(key, None)
         self._mark_changed(key)
 
-    def take(self, message: PeerUpdate) -> PeerWorkChanges:
-        """Take a message about other heads. Returns the changes of their work."""
+    def handle(self, message: PeerUpdate) -> PeerWorkChanges:
+        """Handle a message about other heads. Returns the changes of their work."""
         match message:
             case PeerWork():
                 return self._peer_work(message)

@@ -248,7 +248,7 @@ class RemoteReplica:
                 else:
                     self._lose(message.reason or f"its server reports {message.status.value}", message.engine_failed)
             case CacheChanges(lease=lease) if lease == self._lease and self._cache_polls is not None:
-                self._cache_polls.take(message)
+                self._cache_polls.handle(message)
             case Expired(lease=lease) if lease == self._lease:
                 self._lose("its server has ended this head's lease")
 

@@ -76,7 +76,7 @@ class CachePollClient:
         self._cursor = BEGINNING
         self.poll()
 
-    def take(self, message: CacheChanges) -> None:
+    def handle(self, message: CacheChanges) -> None:
         """Handle an answer. A second answer to the same poll is ignored."""
         if message.since != self._cursor:
             return

@@ -161,7 +161,7 @@ class ControlServer:
             secure_server(self._router, secrets, CONTROL_ROLE)
             self._zap_handler.watch(self._router, f"control {listener.address}")
         listener.bind(self._router)
-        self._reader = SocketReader(self._router, self._take)
+        self._reader = SocketReader(self._router, self._receive)
         self._reader.resume()
 
     @property
@@ -181,7 +181,7 @@ class ControlServer:
             self._zap_handler.close()
         self._context.term()
 
-    def _take(self, frames: list[Any]) -> None:
+    def _receive(self, frames: list[Any]) -> None:
         address = peer_of(frames[-1])
         if len(frames) != 2:
             self._drops.record(DropReason.MULTIPART, address, f"{len(frames) - 1} frames instead of one")

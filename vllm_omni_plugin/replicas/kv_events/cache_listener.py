@@ -87,7 +87,7 @@ class CacheListener:
                 if self._replay_socket is not None and missed > 0 and (missed <= _MOST_MISSED or not self._started):
                     self._request_replay(self._replay_socket)
                 else:
-                    self._take(missed, bytes(payload))
+                    self._handle(missed, bytes(payload))
             case _:
                 self._warn("malformed message", "the engine sent a malformed message, which is ignored")
 
@@ -98,7 +98,7 @@ class CacheListener:
                 if not self._started:
                     self._notify(CacheChange())
             case [_, _, number, payload] if len(number) == _NUMBER_BYTES:
-                self._take(int.from_bytes(bytes(number), "big") - self._expected, bytes(payload))
+                self._handle(int.from_bytes(bytes(number), "big") - self._expected, bytes(payload))
             case _:
                 self._warn("malformed message", "the engine sent a malformed message, which is ignored")
 
@@ -112,7 +112,7 @@ class CacheListener:
         for _, reader in self._sockets:
             reader.look_again()
 
-    def _take(self, missed: int, payload: bytes) -> None:
+    def _handle(self, missed: int, payload: bytes) -> None:
         """Handle a batch. `missed`: batches lost before it; negative for a batch that was handled before."""
         if missed < 0:
             return

@@ -99,7 +99,7 @@ class IpcLink(Link):
 
     def start_reading(self, on_message: Callable[[list[Any]], None]) -> None:
         memory = self._memory
-        super().start_reading(on_message if memory is None else lambda frames: on_message(memory.take(frames)))
+        super().start_reading(on_message if memory is None else lambda frames: on_message(memory.restore(frames)))
 
     def send(self, frames: Frames) -> None:
         super().send(frames if self._memory is None else self._memory.lend(frames))

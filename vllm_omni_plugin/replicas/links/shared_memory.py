@@ -66,8 +66,8 @@ class SharedMemory:
                 loans.append((index, unit, data.nbytes))
         return [b"", msgspec.msgpack.encode(loans), *sent] if loans else sent
 
-    def take(self, frames: Sequence[Any]) -> list[Any]:
-        """The original of a received message. Its frames stay in the memory until the last reference is dropped.
+    def restore(self, frames: Sequence[Any]) -> list[Any]:
+        """Return the original of a received message. Its frames stay in the memory until the last reference is dropped.
 
         A frame with an invalid loan stays empty; a tensor in a frame is never empty.
         """
