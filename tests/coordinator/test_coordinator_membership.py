@@ -120,17 +120,17 @@ def test_replica_that_left_does_not_become_dead() -> None:
     assert row(table).liveness is Liveness.LEFT
 
 
-def test_silent_replica_is_suspect_before_it_is_dead() -> None:
+def test_silent_replica_is_late_before_it_is_dead() -> None:
     table = table_of(make_event())
     assert table.expire(4.99) == []
-    assert livenesses(table.expire(5.0)) == [Liveness.SUSPECT]
+    assert livenesses(table.expire(5.0)) == [Liveness.LATE]
     assert (row(table).takes_new_work, row(table).may_finish_work) == (False, True)
     assert table.expire(9.99) == []
     assert livenesses(table.expire(10.0)) == [Liveness.DEAD]
     assert (row(table).takes_new_work, row(table).may_finish_work) == (False, False)
 
 
-@pytest.mark.parametrize("silent_for", [6.0, TIMEOUT], ids=["suspect", "dead"])
+@pytest.mark.parametrize("silent_for", [6.0, TIMEOUT], ids=["late", "dead"])
 def test_silent_replica_that_sends_a_new_event_recovers(silent_for: float) -> None:
     table = table_of(make_event(incarnation=1, sequence=1))
     table.expire(silent_for)
@@ -140,7 +140,7 @@ def test_silent_replica_that_sends_a_new_event_recovers(silent_for: float) -> No
     assert table.expire(16.0) == []
 
 
-def test_suspect_recovers_by_an_event_without_incarnation_and_sequence() -> None:
+def test_late_replica_recovers_by_an_event_without_incarnation_and_sequence() -> None:
     table = table_of(make_event())
     table.expire(6.0)
     assert alters_list(table.apply(make_event(), 7.0))
@@ -162,7 +162,7 @@ def test_late_coordinator_extends_deadlines_instead_of_expiring_everyone() -> No
     table = table_of(make_event("a"), make_event("b"))
     assert table.expire(1000.0, late_by=996.0) == []
     assert len([member for member in table if member.takes_new_work]) == 2
-    assert livenesses(table.expire(1001.0)) == [Liveness.SUSPECT] * 2
+    assert livenesses(table.expire(1001.0)) == [Liveness.LATE] * 2
     # No event moves into the future.
     table = table_of(make_event())
     table.expire(3.0, late_by=100.0)
@@ -232,7 +232,7 @@ def test_table_stays_consistent_over_any_history(history: list[tuple[ReplicaEven
             try:
                 table.apply(event, now)
             except TableFullError:
-                assert all(member.liveness in (Liveness.ALIVE, Liveness.SUSPECT) for member in table)
+                assert all(member.liveness in (Liveness.ALIVE, Liveness.LATE) for member in table)
         table.expire(now)
         keys = [ReplicaKey.of(member.event) for member in table]
         assert len(keys) == len(set(keys)) == len(table) <= 4

@@ -54,7 +54,7 @@ def test_list_shows_only_replicas_that_may_work() -> None:
     shown = replica_list(
         [
             member("up", ReplicaStatus.UP, Liveness.ALIVE),
-            member("suspect", ReplicaStatus.UP, Liveness.SUSPECT),
+            member("late", ReplicaStatus.UP, Liveness.LATE),
             member("draining", ReplicaStatus.DRAINING, Liveness.ALIVE),
             member("error", ReplicaStatus.ERROR, Liveness.ALIVE),
             member("dead", ReplicaStatus.UP, Liveness.DEAD),
@@ -65,4 +65,4 @@ def test_list_shows_only_replicas_that_may_work() -> None:
         0.0,
     )
     assert [info.input_addr for info in shown.replicas] == ["tcp://up:1"]
-    assert [info.input_addr for info in shown.no_new_work] == ["tcp://draining:1", "tcp://suspect:1"]
+    assert [info.input_addr for info in shown.no_new_work] == ["tcp://draining:1", "tcp://late:1"]

@@ -121,7 +121,7 @@ def test_publish_reports_whether_the_list_goes_out_at_once() -> None:
     assert not coordinator.publish_replica_list_update()
 
 
-def test_silent_replica_is_suspected_then_gone(keep: Keep) -> None:
+def test_silent_replica_is_late_then_gone(keep: Keep) -> None:
     slowly = Slowly(keep, 10.0)
     # In steps below the tolerance, or the coordinator would take itself for the one that is late.
     published = [slowly.advance(0.5) for _ in range(24)]

@@ -109,7 +109,7 @@ class ReplicaList(Struct, frozen=True):
     Attributes:
         replicas: Replicas that are UP and take requests.
         timestamp: Wall-clock seconds since the epoch; 0.0 before the first list.
-        no_new_work: Suspect or draining replicas. They finish their requests and get no new ones. A replica in neither
+        no_new_work: Late or draining replicas. They finish their requests and get no new ones. A replica in neither
             list is gone.
     """
 

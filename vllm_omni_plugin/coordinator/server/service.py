@@ -64,7 +64,7 @@ class OmniCoordinator:
         """Bind both addresses (port 0 or ``*``: any free port) and start.
 
         Args:
-            heartbeat_timeout: Seconds of silence after which a replica is dead. After half of it, it is suspect.
+            heartbeat_timeout: Seconds of silence after which a replica is dead. After half of it, it is late.
             settle_time: Seconds without publishing. A restarted coordinator gives replicas time to register again,
                 so that heads get no empty list.
             first_replica_ids: By stage, the lowest replica id. Lower ids are the head's own engines, which do not
@@ -135,7 +135,7 @@ class OmniCoordinator:
         self._apply_local(replace(event, event_type="update", status=ReplicaStatus.DOWN))
 
     def get_active_replicas(self) -> ReplicaList:
-        """Return the current list; ``replicas`` has those that are UP and not suspect."""
+        """Return the current list; ``replicas`` has those that are UP and not late."""
         with self._lock:
             return self._snapshot(self._clock())
 

@@ -1,7 +1,7 @@
 """The table of replicas, without sockets or clocks.
 
-States and rules follow SWIM, as in hashicorp/memberlist: suspect comes before dead, left is not dead, older
-incarnations are ignored, and a late observer extends the deadlines of present rows first. Times are monotonic
+States and rules follow SWIM, as in hashicorp/memberlist: late (there: "suspect") comes before dead, left is not dead,
+older incarnations are ignored, and a late observer extends the deadlines of present rows first. Times are monotonic
 seconds, and never go back from one call to the next.
 """
 
@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaEvent, ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import OmniError
 
-# A heartbeat interval is under a third of the timeout, so a suspect has missed at least one.
-SUSPECT_AFTER_FRACTION = 0.5
+# A heartbeat interval is under a third of the timeout, so a late replica has missed at least one.
+LATE_AFTER_FRACTION = 0.5
 # A row that is dead or left refuses replayed events for this time, in heartbeat timeouts.
 FORGET_AFTER_TIMEOUTS = 4.0
 DEFAULT_MAX_REPLICAS = 4096
@@ -29,7 +29,7 @@ class Liveness(StrEnum):
     """The coordinator's view of a replica, apart from the status that the replica reports."""
 
     ALIVE = "alive"
-    SUSPECT = "suspect"
+    LATE = "late"
     DEAD = "dead"
     LEFT = "left"
 
@@ -50,7 +50,7 @@ class Member(Struct, frozen=True):
     @property
     def may_finish_work(self) -> bool:
         """Whether it takes no new requests but may still answer its current ones."""
-        present = self.liveness in (Liveness.ALIVE, Liveness.SUSPECT)
+        present = self.liveness in (Liveness.ALIVE, Liveness.LATE)
         return present and not self.takes_new_work and self.event.status in (ReplicaStatus.UP, ReplicaStatus.DRAINING)
 
 
@@ -74,23 +74,23 @@ class MembershipTable:
 
     def __init__(self, heartbeat_timeout: float, max_replicas: int = DEFAULT_MAX_REPLICAS) -> None:
         self._dead_after = heartbeat_timeout
-        self._suspect_after = heartbeat_timeout * SUSPECT_AFTER_FRACTION
+        self._late_after = heartbeat_timeout * LATE_AFTER_FRACTION
         self._forget_after = heartbeat_timeout * FORGET_AFTER_TIMEOUTS
         self._max_replicas = max_replicas
         self._alive: dict[ReplicaKey, Member] = {}
-        self._suspect: dict[ReplicaKey, Member] = {}
+        self._late: dict[ReplicaKey, Member] = {}
         self._gone: dict[ReplicaKey, Member] = {}
 
     def __len__(self) -> int:
-        return len(self._alive) + len(self._suspect) + len(self._gone)
+        return len(self._alive) + len(self._late) + len(self._gone)
 
     def __iter__(self) -> Iterator[Member]:
         yield from self._alive.values()
-        yield from self._suspect.values()
+        yield from self._late.values()
         yield from self._gone.values()
 
     def get(self, key: ReplicaKey) -> Member | None:
-        return self._alive.get(key) or self._suspect.get(key) or self._gone.get(key)
+        return self._alive.get(key) or self._late.get(key) or self._gone.get(key)
 
     def apply(self, event: ReplicaEvent, now: float, *, authoritative: bool = False) -> Change | None:
         """Apply one event and return the change, or None if the event was ignored.
@@ -123,9 +123,9 @@ class MembershipTable:
         if late_by > 0:
             self._extend_deadlines(now, late_by)
         changes = []
-        while (row := _first(self._alive)) and row.last_event_at + self._suspect_after <= now:
-            changes.append(self._store(replace(row, liveness=Liveness.SUSPECT, changed_at=now)))
-        while (row := _first(self._suspect)) and row.last_event_at + self._dead_after <= now:
+        while (row := _first(self._alive)) and row.last_event_at + self._late_after <= now:
+            changes.append(self._store(replace(row, liveness=Liveness.LATE, changed_at=now)))
+        while (row := _first(self._late)) and row.last_event_at + self._dead_after <= now:
             changes.append(self._store(replace(row, liveness=Liveness.DEAD, changed_at=now)))
         while (row := _first(self._gone)) and row.changed_at + self._forget_after <= now:
             del self._gone[ReplicaKey.of(row.event)]
@@ -136,8 +136,8 @@ class MembershipTable:
         """Return the next time at which `expire` has something to do; None if the table is empty."""
         deadlines = []
         if row := _first(self._alive):
-            deadlines.append(row.last_event_at + self._suspect_after)
-        if row := _first(self._suspect):
+            deadlines.append(row.last_event_at + self._late_after)
+        if row := _first(self._late):
             deadlines.append(row.last_event_at + self._dead_after)
         if row := _first(self._gone):
             deadlines.append(row.changed_at + self._forget_after)
@@ -155,16 +155,16 @@ class MembershipTable:
     def _store(self, member: Member) -> Change:
         key = ReplicaKey.of(member.event)
         self._remove(key)
-        buckets = {Liveness.ALIVE: self._alive, Liveness.SUSPECT: self._suspect}
+        buckets = {Liveness.ALIVE: self._alive, Liveness.LATE: self._late}
         buckets.get(member.liveness, self._gone)[key] = member
         return Change(member)
 
     def _remove(self, key: ReplicaKey) -> None:
-        for bucket in (self._alive, self._suspect, self._gone):
+        for bucket in (self._alive, self._late, self._gone):
             bucket.pop(key, None)
 
     def _extend_deadlines(self, now: float, late_by: float) -> None:
-        for bucket in (self._alive, self._suspect):
+        for bucket in (self._alive, self._late):
             for key, row in bucket.items():
                 bucket[key] = replace(row, last_event_at=min(now, row.last_event_at + late_by))
 
