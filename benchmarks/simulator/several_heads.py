@@ -80,7 +80,7 @@ class SharingHead(Head):
             self.unreported.set_heads(heads)
         for member, work in others_work:
             member.ledger.set_peer_work(work)
-            self.serving.changed(cast(Any, member))
+            self._update(cast(Any, member))
             self.fill(cast(Any, member))
 
     def dispatch(self, request: Request) -> None:

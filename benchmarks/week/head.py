@@ -115,14 +115,13 @@ class Head:
         yield "prefill tokens of all", sum(map(abs, tokens))
         yield "sent and unfinished", pool.serving.unreported.in_flight
         yield "in the flow", pool.flow.queued
-        yield (
-            "queued at the head",
-            sum(map(sum, admission.backlog_by_class().values())) + metrics.queued_in[pool.stage_id](),
-        )
-        named, others = admission.tenant_reports()
-        for report in (*named.values(), others):
-            yield "of tenants", sum(report.waiting) + report.in_flight
-        yield "expected waits", sum(admission.expected_waits().values())
+        yield "queued at the head", metrics.queued_in[pool.stage_id]()
+        if admission is not None:
+            yield "queued by class", sum(map(sum, admission.backlog_by_class().values()))
+            named, others = admission.tenant_reports()
+            for report in (*named.values(), others):
+                yield "of tenants", sum(report.waiting) + report.in_flight
+            yield "expected waits", sum(admission.expected_waits().values())
         yield "held, paused, moving", metrics.held + metrics.paused + metrics.moves_waiting
         yield "requests", len(orchestrator.request_states)
         yield "queued", len(orchestrator.request_async_queue) + len(orchestrator.output_async_queue)

@@ -11,7 +11,7 @@ from tests.admin.asgi import app_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.admission_file import AdmissionFile
-from vllm_omni_plugin.admission import RequestTerms, Ticket, load_admission
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, Ticket, load_admission
 
 GOOD = "max_waiting_requests: 5\n"
 
@@ -22,7 +22,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet(replicas=1) as fleet:
+    async with FakeFleet(replicas=1, plan=AdmissionConfig()) as fleet:
         yield fleet
 
 

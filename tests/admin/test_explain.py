@@ -91,7 +91,7 @@ async def test_the_answer_says_where_and_why_with_every_candidate_and_its_load(
         "fallback": "",
         "chosen": "0.1",
         "prompt_tokens": 5,
-        "queue": {"waits": False, "class": "default", "ahead": 0, "wait_s": 0.0},
+        "queue": {"waits": False, "class": "", "ahead": 0, "wait_s": 0.0},
     }
     idle = fleet.pool.member(0).load._asdict()
     assert first == {"replica": "0.0", "score": 2.5, "matched_tokens": 0, **idle}

@@ -37,13 +37,20 @@ class Broken:
         raise RuntimeError("broken")
 
 
-def empty_orchestrator() -> Orchestrator:
-    return Orchestrator([StagePool(0, LeastQueueLengthBalancer())], [FakeEngineApi()], 3, lambda: 0.0)
+def empty_orchestrator(plan: AdmissionConfig | None = None) -> Orchestrator:
+    pools = [StagePool(0, LeastQueueLengthBalancer())]
+    return Orchestrator(pools, [FakeEngineApi()], 3, lambda: 0.0, admission_config=plan)
+
+
+def test_without_admission_control_there_are_no_metrics_of_classes_and_tenants() -> None:
+    families = {family.name.removeprefix(PREFIX) for family in FleetCollector(empty_orchestrator()).collect()}
+    of_admission = {metric.name for metric in METRICS if {"class", "tenant"} & set(metric.labels)}
+    assert not families & of_admission
 
 
 async def test_the_families_are_those_of_the_catalogue() -> None:
     exchange = WorkExchange(print, call_later=Timers().call_later)
-    async with FakeFleet(replicas=1, balancer=Broken(), exchange=exchange) as fleet:
+    async with FakeFleet(replicas=1, balancer=Broken(), exchange=exchange, plan=AdmissionConfig()) as fleet:
         fleet.orchestrator.metrics.has_session = True
         await fleet.submit("a", prompt=[1] * 10, terms=RequestTerms("tenant"))
         fleet.say("a", 1, cached=4)
@@ -61,20 +68,20 @@ async def test_the_families_are_those_of_the_catalogue() -> None:
 
 @pytest.mark.parametrize(("tenant", "label"), [("", "none"), ("acme", "acme"), ("other", "other_"), ("none", "none_")])
 async def test_a_tenant_with_a_reserved_name_gets_a_suffix(tenant: str, label: str) -> None:
-    async with FakeFleet(replicas=1) as fleet:
+    async with FakeFleet(replicas=1, plan=AdmissionConfig()) as fleet:
         await fleet.submit("a", prompt=[1], terms=RequestTerms(tenant))
         in_flight = by(fleet.orchestrator, "tenant", "tenant_requests_in_flight")
         assert (in_flight[label], in_flight["other"]) == (1, 0)
 
 
 def test_ten_thousand_tenants_are_fifty_labels_and_one_for_all_others() -> None:
-    orchestrator = empty_orchestrator()
-    orchestrator.admission.replace(AdmissionConfig(tenants={"known": TenantSettings()}))
+    orchestrator = empty_orchestrator(AdmissionConfig(tenants={"known": TenantSettings()}))
+    admission = orchestrator.admission
     for number in range(10_000):
-        ticket = orchestrator.admission.new_ticket(RequestTerms(f"made-up-{number}"), 0, 10, 0.0)
+        ticket = admission.new_ticket(RequestTerms(f"made-up-{number}"), 0, 10, 0.0)
         assert isinstance(ticket, Ticket)
-        orchestrator.admission.started(ticket)
-        orchestrator.admission.ended(ticket, 5, 0.0)
+        admission.started(ticket)
+        admission.ended(ticket, 5, 0.0)
     for name in ("requests_waiting", "requests_in_flight", "tokens_total"):
         assert len(tenants := by(orchestrator, "tenant", f"tenant_{name}")) == 50 + 1
         assert {"known", "other"} <= tenants.keys()

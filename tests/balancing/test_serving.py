@@ -30,7 +30,7 @@ def serving(*queue_lengths: int) -> ServingReplicas[Changing]:
 
 def change(replicas: ServingReplicas[Changing], place: int, length: int) -> None:
     replicas[place].queue_length = length
-    replicas.changed(replicas[place])
+    replicas.update(replicas[place], length, 0)
 
 
 LENGTHS = st.one_of(st.integers(0, 5), st.integers(0, 10**6))
@@ -80,5 +80,5 @@ def test_the_work_is_up_to_date_after_changes() -> None:
     replicas[0].charge(2, prefill_tokens=70)
     assert [list(each) for each in replicas.work] == [[2, 0], [70, 0]]
     replicas[1].charge(1, prefill_tokens=9)
-    replicas.changed(replicas[1])
+    replicas.update(replicas[1], 1, 9)
     assert [list(each) for each in replicas.work] == [[2, 1], [70, 9]]

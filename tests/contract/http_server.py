@@ -23,6 +23,7 @@ from vllm.v1.executor import Executor
 
 from tests.admin.asgi import Client
 from tests.fakes.idle_fleet import IdleFleet
+from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
@@ -111,7 +112,9 @@ class _Client(FleetClient):
 
 def one_stage(config: Any) -> Orchestrator:
     """An orchestrator of one stage without replicas, whatever the model."""
-    return Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
+    return Orchestrator(
+        [StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic, admission_config=AdmissionConfig()
+    )
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from tests.contract.stage_models import model
 from tests.fakes.conditions import eventually
 from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
+from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
@@ -61,7 +62,9 @@ class Fleet(PlayedFleet):
             StagePool(stage.id, RandomBalancer(), send_window=SendWindow(limited=True)) for stage in PIPELINE.stages
         ]
         input_builder = StageInputBuilder(PIPELINE, apis, str)
-        self.orchestrator = Orchestrator(pools, apis, 0, time.monotonic, input_builder=input_builder)
+        self.orchestrator = Orchestrator(
+            pools, apis, 0, time.monotonic, input_builder=input_builder, admission_config=AdmissionConfig()
+        )
         self.links = [SilentLink(stage.name) for stage in PIPELINE.stages]
         for pool, link, api in zip(pools, self.links, apis, strict=True):
             self.serve(pool.add(), link, api, ready_response(config, 0, kv_blocks=100, block_size=16))

@@ -52,6 +52,8 @@ class FakeFleet(PlayedFleet):
             send_window=send_window,
         )
         apis = [FakeEngineApi()]
+        if plan is None and send_window.limited:
+            plan = AdmissionConfig()
         self.exchange = exchange
         self.orchestrator = Orchestrator(
             [self.pool], apis, migration_limit, lambda: self.now, replica_wait, admission_config=plan

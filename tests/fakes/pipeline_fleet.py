@@ -66,6 +66,8 @@ class FakePipelineFleet(PlayedFleet):
     ) -> None:
         self.now = 0.0
         self.pipeline = Pipeline(tuple(stages))
+        if plan is None and send_window.limited:
+            plan = AdmissionConfig()
         self.apis = [FakeStageApi(stage) for stage in self.pipeline.stages]
         self.pools = [
             StagePool(stage.id, LeastQueueLengthBalancer(random.Random(0)), clock=self.clock, send_window=send_window)

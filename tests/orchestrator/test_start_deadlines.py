@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admission import RequestTerms, Ticket
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, Ticket
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.dispatch import hold_queue
 from vllm_omni_plugin.orchestrator.dispatch.paused_runs import RETRY_S
@@ -41,7 +41,7 @@ async def goes_on(fleet: FakeFleet, name: str) -> None:
 
 
 async def test_while_no_replica_serves() -> None:
-    async with FakeFleet(replicas=0, replica_wait=LONG) as fleet:
+    async with FakeFleet(replicas=0, replica_wait=LONG, plan=AdmissionConfig()) as fleet:
         await submit(fleet, "a")
         assert fleet.orchestrator.metrics.held == 1
         await refused(fleet, "a")
@@ -51,7 +51,7 @@ async def test_while_no_replica_serves() -> None:
 
 
 async def test_where_its_replica_turned_out_to_be_dead() -> None:
-    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+    async with FakeFleet(replicas=1, replica_wait=LONG, plan=AdmissionConfig()) as fleet:
         fleet.links[0].broken = True
         await submit(fleet, "a")
         await refused(fleet, "a")
@@ -74,7 +74,7 @@ async def test_where_it_waits_since_its_first_replica_is_drained() -> None:
 async def test_while_the_moves_of_others_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 1)
     monkeypatch.setattr(hold_queue, "MOVES_PER_S", 1.0)
-    async with FakeFleet(replicas=1) as fleet:
+    async with FakeFleet(replicas=1, plan=AdmissionConfig()) as fleet:
         await submit(fleet, "a", "b")
         fleet.join(fleet.pool.add())
         fleet.kill(0)
@@ -85,7 +85,7 @@ async def test_while_the_moves_of_others_go_first(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_while_other_suspects_are_isolated() -> None:
-    async with FakeFleet(replicas=1) as fleet:
+    async with FakeFleet(replicas=1, plan=AdmissionConfig()) as fleet:
         await submit(fleet, "a", "b")
         fleet.join(fleet.pool.add())
         fleet.lose(0)
@@ -95,7 +95,7 @@ async def test_while_other_suspects_are_isolated() -> None:
 
 
 async def test_while_all_engines_are_paused() -> None:
-    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+    async with FakeFleet(replicas=1, replica_wait=LONG, plan=AdmissionConfig()) as fleet:
         await submit(fleet, "a")
         fleet.kill(0)
         fleet.join(fleet.pool.member(0))
@@ -160,7 +160,7 @@ async def test_the_time_in_engines_is_taken_off_the_deadline() -> None:
 
 
 async def test_a_request_whose_engine_was_lost_has_until_its_full_deadline() -> None:
-    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+    async with FakeFleet(replicas=1, replica_wait=LONG, plan=AdmissionConfig()) as fleet:
         await fleet.submit("slow", prompt=[1])
         fleet.now += 1.0
         fleet.say("slow", 1)

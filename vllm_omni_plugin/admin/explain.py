@@ -34,7 +34,8 @@ class DecisionReport:
         candidates: for each compared replica its id as `replica`, its `score` (the lowest wins; None if not finite),
             the `matched_tokens` that are expected to be cached, and all fields of its `ReplicaLoad`.
         queue: `waits`: whether the request would wait at the head, because the chosen replica cannot begin it yet;
-            `class`: its class; `ahead`: approximate number of requests before it; `wait_s`: the expected wait.
+            `class`: its class, empty without admission control; `ahead`: approximate number of requests before it;
+            `wait_s`: the expected wait.
     """
 
     policy: str

@@ -3,7 +3,7 @@
 Uses neither vLLM nor sockets, threads or clocks: time is an argument. Start with `admission`.
 """
 
-from vllm_omni_plugin.admission.admission import Admission, QueuePosition, RefusalReason, TenantReport
+from vllm_omni_plugin.admission.admission import NO_QUEUE, Admission, QueuePosition, RefusalReason, TenantReport
 from vllm_omni_plugin.admission.admission_config import (
     AdmissionConfig,
     QueueBounds,
@@ -18,6 +18,7 @@ from vllm_omni_plugin.admission.ticket import RequestTerms, Ticket, TicketPhase
 from vllm_omni_plugin.admission.wait_queue import StageView
 
 __all__ = [
+    "NO_QUEUE",
     "Admission",
     "AdmissionConfig",
     "Backlog",

@@ -44,6 +44,10 @@ class QueuePosition(NamedTuple):
     leaves_headroom: bool
 
 
+NO_QUEUE = QueuePosition("", 0.0, 0.0, False)
+"""The position of every request without admission control."""
+
+
 class TenantReport(NamedTuple):
     """Metrics of one tenant, or of several together.
 

@@ -122,6 +122,7 @@ class FleetControl:
                     self._manage(message)
                 case ReplaceAdmission():
                     admission = self._orchestrator.admission
+                    assert admission is not None
                     before = admission.config
                     admission.replace(message.config)
                     message.reply.set_result(config_changes(before, message.config))

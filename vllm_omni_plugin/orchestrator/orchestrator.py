@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.admission import AdmissionConfig
+from vllm_omni_plugin.admission import NO_QUEUE, AdmissionConfig
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
@@ -96,7 +96,8 @@ class Orchestrator:
         clock: monotonic seconds.
         replica_wait: seconds that a request waits while no replica serves.
         input_builder: of the pipeline whose stages have these pools; None: one stage answers all requests.
-        admission_config: limits and order of requests; None: no limits, order of arrival.
+        admission_config: limits and order of requests; None: no admission control, each request is sent at
+            once.
 
     Attributes:
         request_async_queue: messages about requests (`RequestMessage`).
@@ -107,7 +108,7 @@ class Orchestrator:
         stage_pools: their `members` and `serving` may be read from any thread.
         stage_calls: operator calls of each stage, by stage id.
         pause_sequence: the order in which a pipeline's stages are paused; None without a pipeline.
-        admission: the rules of admission; see `AdmissionGate`.
+        admission: the rules of admission, see `AdmissionGate`; None without admission control.
         entry_pool: of the stage where requests are admitted, unless they skip it.
         needed_pools: the pools that a plain request needs.
         async_chunk: whether any stage may start on parts of its input.
@@ -150,8 +151,10 @@ class Orchestrator:
             needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
             self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
             self.entry_pool = stage_pools[pipeline.entry.id]
-        gate = AdmissionGate(self.entry_pool, admission_config or AdmissionConfig(), self.metrics, clock)
-        self.admission = gate.admission
+        gate = None
+        if admission_config is not None:
+            gate = AdmissionGate(self.entry_pool, admission_config, self.metrics, clock)
+        self.admission = None if gate is None else gate.admission
         self._dispatchers = []
         for pool, api in zip(stage_pools, apis, strict=True):
             # A prefill that cannot be dispatched at once is skipped: the decode stage computes the prompt.
@@ -208,7 +211,7 @@ class Orchestrator:
     def outputs_received(self, member: PoolMember, outputs: Any) -> None:
         """Release the finished requests among a replica's outputs, restore the client's ids, send them to AsyncLLM."""
         stage_id, requests = member.stage_id, self._requests
-        accepted, ended = self._dispatchers[stage_id].accept(member, outputs.outputs)
+        accepted, ended = self._dispatchers[stage_id].outcomes.accept(member, outputs.outputs)
         if ended:
             self._runs_ended(stage_id, ended)
         outputs.outputs = requests.accept_outputs(stage_id, accepted) if accepted else []
@@ -221,7 +224,7 @@ class Orchestrator:
         elif outputs.scheduler_stats is not None:
             self.output_async_queue.give_later(outputs)
         # Last, because sending may show that the replica is dead, which may end the requests of these outputs.
-        if ended := self._dispatchers[stage_id].send_waiting(member):
+        if self.admission is not None and (ended := self._dispatchers[stage_id].send_waiting(member)):
             self._runs_ended(stage_id, ended)
 
     async def prepare_replica(
@@ -317,7 +320,9 @@ class Orchestrator:
 
     def explain(self, question: Explain) -> Explanation:
         """Where a request would go now, or stand in the queue; see `StagePool.explain`."""
-        queue_position = self.admission.queue_position(question.terms, question.priority, self._clock())
+        queue_position = NO_QUEUE
+        if self.admission is not None:
+            queue_position = self.admission.queue_position(question.terms, question.priority, self._clock())
         return self.stage_pools[question.stage_id].explain(question.task, queue_position)
 
     def _wake_at(self, time: float) -> None:

@@ -22,9 +22,9 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
     """Gives each request to the dispatcher of the only stage."""
 
     def __init__(
-        self, api: "EngineApi", dispatcher: Dispatcher, gate: AdmissionGate, put: Callable[[Any], None]
+        self, api: "EngineApi", dispatcher: Dispatcher, gate: AdmissionGate | None, put: Callable[[Any], None]
     ) -> None:
-        super().__init__(put, gate.request_ended)
+        super().__init__(put, None if gate is None else gate.request_ended)
         self._api = api
         self._gate = gate
         self._dispatcher = dispatcher
@@ -42,7 +42,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
         streaming = StreamingInputState() if request.resumable else None
         movable = self._api.make_movable(request)
         try:
-            ticket = self._gate.issue_ticket(message)
+            ticket = None if self._gate is None else self._gate.issue_ticket(message)
         except RequestRefusedError as error:
             refuse(message, error, self._put)
             return

@@ -108,8 +108,9 @@ class FleetCollector(Collector):
             numbers = [(each.stage_id, of_stage(each)) for each in totals]
             yield _family(name, [((stage_id,), number) for stage_id, number in numbers if number is not None])
         yield from self._heads()
-        for name, labelled in _admission(self._orchestrator.admission):
-            yield _family(name, labelled)
+        if self._orchestrator.admission is not None:
+            for name, labelled in _admission(self._orchestrator.admission):
+                yield _family(name, labelled)
         metrics = self._orchestrator.metrics
         for name, samples in _counts(metrics):
             yield _family(name, samples)

@@ -71,7 +71,7 @@ def draw_by_water_filling(levels: Sequence[tuple[float, int]], arrivals: float, 
 
 
 class ServingReplicas(tuple[R, ...]):
-    """A tuple of replicas with an index of their queue lengths and prefill tokens. Its owner calls `changed`.
+    """A tuple of replicas with an index of their queue lengths and prefill tokens. Its owner calls `update`.
 
     A change of membership needs a new object. The first use builds the index in O(n). After that a change of one
     replica and a query are O(1), except for a heap of the distinct queue lengths.
@@ -119,18 +119,23 @@ class ServingReplicas(tuple[R, ...]):
                 del buckets[heappop(heap)]
         return bucket[int(rng.random() * len(bucket))]
 
-    def changed(self, replica: R) -> None:
-        """Update the index for a replica. Replicas that are not in this tuple, such as draining ones, are ignored."""
+    def update(self, replica: R, queue_length: int, prefill_tokens: int) -> None:
+        """A replica's load has changed. Replicas that are not in this tuple, such as draining ones, are ignored."""
         place = self._places.get(id(replica))
         if place is None:
             return
-        length = replica.queue_length
-        self._prefill_tokens[place] = load_of(replica).prefill_tokens
+        self._prefill_tokens[place] = prefill_tokens
         before = self._lengths[place]
-        if length != before:
-            self._take(place, self._buckets[before])
-            self._put(place, length)
-            self._total += length - before
+        if queue_length != before:
+            bucket = self._buckets[before]
+            # The last place of the bucket gets the rank of the removed one.
+            last = bucket.pop()
+            if last != place:
+                rank = self._ranks[place]
+                bucket[rank] = last
+                self._ranks[last] = rank
+            self._put(place, queue_length)
+            self._total += queue_length - before
 
     def _gather(self) -> None:
         self._places = {id(replica): place for place, replica in enumerate(self)}
@@ -149,11 +154,3 @@ class ServingReplicas(tuple[R, ...]):
         self._ranks[place] = len(bucket)
         self._lengths[place] = length
         bucket.append(place)
-
-    def _take(self, place: int, bucket: list[int]) -> None:
-        # The last place of the bucket takes the rank of the removed one.
-        last = bucket.pop()
-        if last != place:
-            rank = self._ranks[place]
-            bucket[rank] = last
-            self._ranks[last] = rank

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, cast
 
-from vllm_omni_plugin.admission import load_admission
+from vllm_omni_plugin.admission import AdmissionConfig, load_admission
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork
@@ -124,7 +124,9 @@ class Fleet:
             reader = apis[self.stages.prompt_stage]
             assert isinstance(reader, VllmStageApi)
             input_builder = StageInputBuilder(pipeline, cast(list[StageApi], apis), reader.prompt_text)
-        admission_config = None if options.admission is None else load_admission(options.admission)
+        admission_config = AdmissionConfig() if options.tenant_header is not None else None
+        if options.admission is not None:
+            admission_config = load_admission(options.admission)
         return Orchestrator(
             self._pools,
             apis,

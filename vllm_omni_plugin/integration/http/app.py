@@ -153,6 +153,7 @@ class FleetEndpoints:
         headers = tenant_headers(options.tenant_header, options.admission)
         if headers:
             admission = fleet.orchestrator.admission
+            assert admission is not None
             count = partial(_count_refusal, fleet)
             state.omni_admission = HttpAdmission(
                 admission.expected_refusal, admission.may_refuse, count, headers, time.monotonic

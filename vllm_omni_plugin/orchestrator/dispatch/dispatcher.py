@@ -21,7 +21,7 @@ from vllm_omni_plugin.orchestrator.dispatch.paused_runs import PausedRuns
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, WaitingCounts, count_reason
-from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, Loss, RunEnded, StageRun
+from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded, StageRun
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 if TYPE_CHECKING:
@@ -39,7 +39,11 @@ class Dispatcher:
         replica_wait: seconds that a request waits while no replica serves.
         moves: limits the moves of all stages.
         wake_at: asks for a call of `tick` at this time or before, in monotonic seconds.
+        gate: None without admission control: then no run waits for room at a replica.
         has_upstream: see `PausedRuns`.
+
+    Attributes:
+        outcomes: accepts the outputs of the stage's replicas.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class Dispatcher:
         metrics: OrchestratorMetrics,
         moves: MoveBudget,
         wake_at: Callable[[float], None],
-        gate: AdmissionGate,
+        gate: AdmissionGate | None,
         has_upstream: bool = False,
     ) -> None:
         self._pool = pool
@@ -80,8 +84,16 @@ class Dispatcher:
         # Makes engine-side ids unique: several heads, or a head before and after its restart, may share an engine.
         self._head_tag = secrets.token_hex(4)
         self._attempts = itertools.count(1)
-        self._outcomes = Outcomes(
-            pool, api, metrics, self._queue, self._paused, self._head_tag, self._remove, self._send_waiting_later
+        self.outcomes = Outcomes(
+            pool,
+            api,
+            metrics,
+            self._queue,
+            self._paused,
+            self._suspects,
+            self._head_tag,
+            self._remove,
+            self._send_waiting_later,
         )
 
     @property
@@ -89,9 +101,10 @@ class Dispatcher:
         return bool(self._pool.serving)
 
     def submit(self, run: StageRun) -> Sequence[RunEnded]:
-        self._queue.watch_deadline(run)
+        if run.ticket is not None:
+            self._queue.watch_deadline(run)
         self._dispatch(run)
-        return self._outcomes.take_ended()
+        return self.outcomes.take_ended()
 
     def add_chunk(self, run: StageRun, chunk: Any) -> Sequence[RunEnded]:
         """Add a chunk to a streaming-input session; a chunk that is not resumable closes the input."""
@@ -101,19 +114,19 @@ class Dispatcher:
         run.add_chunk(chunk)
         waits = run in self._queue.unsent
         if run.finished:
-            self._outcomes.complete(run)
+            self.outcomes.complete(run)
         if member is not None and not waits:
             session.note_sent(chunk)
             self._send(member, run, chunk)
         else:
             session.unsent.append(chunk)
-        return self._outcomes.take_ended()
+        return self.outcomes.take_ended()
 
     def send_waiting(self, member: PoolMember) -> Sequence[RunEnded]:
         """Send what waits to a replica that may have room, after an output or a report of it."""
         if len(self._queue.unsent):
             self._send_waiting(member)
-        return self._outcomes.take_ended()
+        return self.outcomes.take_ended()
 
     def recall_waiting(self, member: PoolMember) -> Sequence[RunEnded]:
         """A replica is held back: the runs that wait for it go to other replicas, if any serve."""
@@ -121,18 +134,11 @@ class Dispatcher:
             # Sending the previous run may have shown that the other replicas are dead.
             if self._pool.serving:
                 self._recall(run)
-        return self._outcomes.take_ended()
+        return self.outcomes.take_ended()
 
     def abort(self, runs: Iterable[StageRun]) -> None:
         """End these runs, and abort them at their replicas. Ignores runs that have ended."""
-        self._outcomes.abort(runs)
-
-    def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
-        """Take the outputs of a message. Returns also the outputs to be delivered, see `Outcomes.accept`."""
-        accepted = self._outcomes.accept(member, outputs)
-        if member.replica_id in self._suspects.isolated:
-            self._suspects.count_outputs(member, accepted)
-        return accepted, self._outcomes.take_ended()
+        self.outcomes.abort(runs)
 
     def move(self, runs: Sequence[StageRun], lost: PoolMember, loss: Loss, engine_failed: bool) -> Sequence[RunEnded]:
         """A replica is lost, and these runs are no longer charged to it: each moves or fails.
@@ -158,9 +164,9 @@ class Dispatcher:
                     run.undo_dispatch()
                     self._to_redispatch[run] = None
             except Exception as error:
-                self._outcomes.fail_unexpectedly(run, error)
+                self.outcomes.fail_unexpectedly(run, error)
         self._dispatch_moving()
-        return self._outcomes.take_ended()
+        return self.outcomes.take_ended()
 
     def dispatch_held(self) -> Sequence[RunEnded]:
         """A replica serves again: dispatch the held runs, in order."""
@@ -173,7 +179,7 @@ class Dispatcher:
         self._dispatch_suspects()
         for member in self._pool.serving if len(self._queue.unsent) else ():
             self._send_waiting(member)
-        return self._outcomes.take_ended()
+        return self.outcomes.take_ended()
 
     def tick(self) -> Sequence[RunEnded]:
         """Time has passed: refuse runs that have waited too long, and dispatch others that may go on."""
@@ -181,14 +187,14 @@ class Dispatcher:
             self._metrics.hold_time.observe(self._held.wait)
             self._refuse(run, waited=self._held.wait)
         for run, error in self._queue.take_expired():
-            self._outcomes.fail(run, error)
+            self.outcomes.fail(run, error)
         self._dispatch_moving()
         self._dispatch_suspects()
         while (run := self._paused.take_ready()) is not None:
             self._dispatch(run)
         while self._freed:
             self._send_waiting(self._freed.popitem()[0])
-        return self._outcomes.take_ended()
+        return self.outcomes.take_ended()
 
     def _send_waiting(self, member: PoolMember) -> None:
         """Send a replica the runs that wait for it, as far as it has room; then recall runs that wait for others."""
@@ -223,7 +229,7 @@ class Dispatcher:
             if run.move is not Move.RESTART:
                 request = self._api.continuation(request, run.move, run.produced)
             member = self._choose(run, request, chosen)
-            if request.abort_immediately or not self._queue.must_wait(member, run):
+            if run.ticket is None or request.abort_immediately or not self._queue.must_wait(member, run):
                 self._start(member, run, request)
             else:
                 self._queue.enqueue(run, member, request, self._evict)
@@ -235,12 +241,12 @@ class Dispatcher:
         except NoReplicaError:
             self._hold(run)
         except (RequestRefusedError, RequestLostError) as error:
-            self._outcomes.fail(run, error)
+            self.outcomes.fail(run, error)
         except Exception as error:
-            self._outcomes.fail_unexpectedly(run, error)
+            self.outcomes.fail_unexpectedly(run, error)
 
     def _evict(self, run: StageRun, error: RequestRefusedError) -> None:
-        self._outcomes.fail(run, error)
+        self.outcomes.fail(run, error)
         # The request that takes its place may be at another stage; then only `tick` returns the ended run.
         self._wake_at(self._clock())
 
@@ -256,7 +262,7 @@ class Dispatcher:
                 self._send(member, run, chunk)
         if request.abort_immediately:
             # vLLM submits such a request only for its clean-up in the engine, which sends no output for it.
-            self._outcomes.complete(run)
+            self.outcomes.complete(run)
 
     def _choose(self, run: StageRun, request: Any, chosen: Choice | None) -> PoolMember:
         if not run.task or run.move is not Move.RESTART:
@@ -265,7 +271,8 @@ class Dispatcher:
             is_pinned = run.affinity_key is not None and self._api.how_to_move(request) is Move.PINNED
             avoided = self._avoided(run)
             chosen = self._pool.decide(run.task, run.affinity_key, avoided, is_pinned)
-            chosen = self._queue.prefer_headroom(run, chosen, avoided)
+            if run.ticket is not None:
+                chosen = self._queue.prefer_headroom(run, chosen, avoided)
         member, decision = chosen
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
         run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())
@@ -301,18 +308,17 @@ class Dispatcher:
             if not run.sent:
                 self._note_sent(member, run)
         except MessageTooLargeError as error:
-            self._outcomes.fail(run, error)
+            self.outcomes.fail(run, error)
         except ReplicaError:
             # The client has already reported the loss, and with it every run charged to the replica.
             return
         except Exception as error:
-            self._outcomes.fail_unexpectedly(
-                run, OmniError(f"The request could not be encoded for the engine: {error}")
-            )
+            self.outcomes.fail_unexpectedly(run, OmniError(f"The request could not be encoded for the engine: {error}"))
 
     def _note_sent(self, member: PoolMember, run: StageRun) -> None:
         member.ledger.mark_sent(run)
-        self._queue.mark_sent(run)
+        if run.ticket is not None:
+            self._queue.mark_sent(run)
         if run.dispatched_at is None:
             run.dispatched_at = self._clock()
             self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
@@ -325,16 +331,17 @@ class Dispatcher:
             self._refuse(run, waited=0.0)
 
     def _refuse(self, run: StageRun, waited: float) -> None:
-        self._outcomes.fail(run, run.fail_without_replica(self._pool.unavailable(waited)), refused=True)
+        self.outcomes.fail(run, run.fail_without_replica(self._pool.unavailable(waited)), refused=True)
 
     def _move(self, run: StageRun, lost: PoolMember, loss: Loss) -> None:
         move = self._api.how_to_move(run.request)
         error = run.lose_replica(loss, self._migration_limit, move, self._api.vocabulary)
         if error is not None:
-            self._outcomes.fail(run, error)
+            self.outcomes.fail(run, error)
         elif not self._end_if_complete(run, lost):
             self._metrics.moves_by_way[run.move] += 1
-            self._queue.watch_deadline(run)
+            if run.ticket is not None:
+                self._queue.watch_deadline(run)
             self._moving[run] = None
 
     def _dispatch_moving(self) -> None:
@@ -363,14 +370,15 @@ class Dispatcher:
         # A session's parameters bound a turn, and not the whole answer.
         if outputs is None or run.streaming is not None:
             return False
-        self._outcomes.complete(run, outputs)
+        self.outcomes.complete(run, outputs)
         return True
 
     def _remove(self, run: StageRun) -> None:
         self._moving.pop(run, None)
         self._to_redispatch.pop(run, None)
         self._held.remove(run)
-        self._queue.run_ended(run)
+        if run.ticket is not None:
+            self._queue.run_ended(run)
         if run.crash_losses:
             self._suspects.remove(run)
         self._paused.remove(run)

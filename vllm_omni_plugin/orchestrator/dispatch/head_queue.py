@@ -29,6 +29,8 @@ class HeadQueue:
     A run is charged to the replica that the policy chose, and waits here until the replica has room (`SendWindow`). The
     order is that of the tickets. `AdmissionGate` decides which waiting requests are refused.
 
+    Only runs with a ticket come here. Without admission control no run has one, and `gate` is None.
+
     Args:
         wake_at: asks for a call of `take_expired` at this time, in monotonic seconds.
 
@@ -39,13 +41,13 @@ class HeadQueue:
     def __init__(
         self,
         pool: StagePool,
-        gate: AdmissionGate,
+        gate: AdmissionGate | None,
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
         wake_at: Callable[[float], None],
     ) -> None:
         self._pool = pool
-        self._gate = gate
+        self._admission_gate = gate
         self._metrics = metrics
         self._clock = clock
         self._wake_at = wake_at
@@ -182,6 +184,11 @@ class HeadQueue:
             if other is not charged_to and self._may_start(run, other, decision):
                 self._metrics.recalls += 1
                 yield run, (other, decision)
+
+    @property
+    def _gate(self) -> AdmissionGate:
+        assert self._admission_gate is not None
+        return self._admission_gate
 
     def _may_start(self, run: StageRun, member: PoolMember, decision: Decision) -> bool:
         tokens = run.prompt_tokens - decision.matched_tokens

@@ -8,6 +8,7 @@ from vllm_omni_plugin.errors import OmniError, ReplicaError, RequestLostError, R
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import HeadQueue
 from vllm_omni_plugin.orchestrator.dispatch.paused_runs import PausedRuns
+from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count_reason
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RequestPhase, RunEnded, StageRun
@@ -35,6 +36,7 @@ class Outcomes:
         metrics: OrchestratorMetrics,
         queue: HeadQueue,
         paused: PausedRuns,
+        suspects: Suspects,
         head_tag: str,
         remove: Callable[[StageRun], None],
         freed: Callable[[PoolMember], None],
@@ -44,17 +46,18 @@ class Outcomes:
         self._metrics = metrics
         self._queue = queue
         self._paused = paused
+        self._suspects = suspects
         self._head_tag = head_tag
         self._remove = remove
         self._freed = freed
         self._ended: list[RunEnded] = []
 
-    def accept(self, member: PoolMember, outputs: Iterable[Any]) -> list[Accepted]:
-        """Take the outputs of a message of a replica.
+    def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
+        """Accept the outputs of a message of a replica.
 
         Returns:
             The outputs to be delivered, under the client's ids: those of current attempts that are new to the client.
-            Finished runs are released.
+            Finished runs are released. And the runs that have ended otherwise, see `take_ended`.
         """
         accepted = []
         for output in outputs:
@@ -75,7 +78,9 @@ class Outcomes:
                 accepted.append((run, output))
             except Exception as error:
                 self.fail_unexpectedly(run, error)
-        return accepted
+        if member.replica_id in self._suspects.isolated:
+            self._suspects.count_outputs(member, accepted)
+        return accepted, self.take_ended() if self._ended else ()
 
     def take_ended(self) -> Sequence[RunEnded]:
         """The runs that have ended otherwise than by an output or an abort, since the last call."""
@@ -144,7 +149,8 @@ class Outcomes:
         may_move = not run.has_output and self._api.refused(output) and not self._api.transfers_cache(run.request)
         if not may_move or not self._paused.add(run, member):
             return False
-        self._queue.watch_deadline(run)
+        if run.ticket is not None:
+            self._queue.watch_deadline(run)
         return True
 
     def _take_first(self, member: PoolMember, run: StageRun, output: Any) -> None:

@@ -45,12 +45,12 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self,
         input_builder: StageInputBuilder,
         dispatchers: Sequence[Dispatcher],
-        gate: AdmissionGate,
+        gate: AdmissionGate | None,
         put: Callable[[Any], None],
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(put, gate.request_ended)
+        super().__init__(put, None if gate is None else gate.request_ended)
         pipeline = self._pipeline = input_builder.pipeline
         self.pause_sequence = PauseSequence(pipeline, self.states.values)
         self._apis = input_builder.apis
@@ -139,7 +139,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         plan = self._default_plan if message.call is None else plan_request(self._pipeline, message.call)
         if plan.answer_stage is not None:
             self._apis[plan.answer_stage].check_answerable(message.request)
-        return PipelineRequestState.of(message, plan, self._gate.issue_ticket(message), self._pipeline.stages)
+        ticket = None if self._gate is None else self._gate.issue_ticket(message)
+        return PipelineRequestState.of(message, plan, ticket, self._pipeline.stages)
 
     def _is_unfinished(self, state: PipelineRequestState) -> bool:
         """Safe to call from any thread."""

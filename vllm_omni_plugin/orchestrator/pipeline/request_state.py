@@ -95,7 +95,7 @@ class OrchestratorRequestState:
 
     request: Any
     submitted_at: float
-    ticket: Ticket
+    ticket: Ticket | None
     final_stage_id: int | None = 0
     final_output_stage_ids: frozenset[int] = frozenset((0,))
     finished_final_output_stage_ids: set[int] = field(default_factory=set)
@@ -148,7 +148,7 @@ class PipelineRequestState(OrchestratorRequestState):
 
     @classmethod
     def of(
-        cls, message: SubmitRequest, plan: RequestPlan, ticket: Ticket, stages: Sequence[Stage]
+        cls, message: SubmitRequest, plan: RequestPlan, ticket: Ticket | None, stages: Sequence[Stage]
     ) -> "PipelineRequestState":
         request, call = message.request, message.call
         sampling = {} if call is None else call.sampling
@@ -171,11 +171,12 @@ class PipelineRequestState(OrchestratorRequestState):
         run = self.runs.get(self.plan.entries[-1])
         return 0 if run is None else len(run.produced)
 
-    def ticket_at(self, stage: Stage) -> Ticket:
+    def ticket_at(self, stage: Stage) -> Ticket | None:
         """The request's ticket at a stage. Only at an entry stage may the request still be refused."""
-        if stage.id in self.plan.entries and self.ticket.phase is not TicketPhase.STARTED:
-            return self.ticket
-        return self.ticket.for_later_stage()
+        ticket = self.ticket
+        if ticket is None or (stage.id in self.plan.entries and ticket.phase is not TicketPhase.STARTED):
+            return ticket
+        return ticket.for_later_stage()
 
     def stage_times(self, stages: Sequence[Stage], now: float) -> tuple[StageTimes, ...]:
         """The times of the stages that have begun, in that order; `now` is the end of unended stages."""

@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 class RequestState(Protocol):
     """An unfinished request."""
 
-    ticket: Ticket
+    ticket: Ticket | None
 
     @property
     def answer_tokens(self) -> int:
@@ -40,13 +40,14 @@ class RequestOwner(ABC, Generic[S]):
 
     Args:
         put: sends an item to AsyncLLM.
-        left: takes the ticket of an ended request, and the number of tokens of its answer.
+        left: takes the ticket of an ended request, and the number of tokens of its answer; None without admission
+            control.
 
     Attributes:
         states: unfinished requests by the client's id; only `_drop` removes entries.
     """
 
-    def __init__(self, put: Callable[[Any], None], left: Callable[[Ticket, int], None]) -> None:
+    def __init__(self, put: Callable[[Any], None], left: Callable[[Ticket, int], None] | None) -> None:
         self.states: dict[str, S] = {}
         self._put = put
         self._left = left
@@ -102,7 +103,7 @@ class RequestOwner(ABC, Generic[S]):
 
     def _drop(self, request_id: str) -> S | None:
         state = self.states.pop(request_id, None)
-        if state is not None:
+        if self._left is not None and state is not None and state.ticket is not None:
             self._left(state.ticket, state.answer_tokens)
         if not self.states and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)

@@ -120,7 +120,7 @@ class StageRun:
         skipping_delivered: whether outputs of the current attempt may still repeat delivered tokens.
         dispatches: see `SubmitRequest`.
         first_request: what the first replica gets in place of `request`.
-        ticket: the request's place in the order of all; None in simulations without admission.
+        ticket: the request's place in the order of all; None without admission control.
         dispatched_at: when it was sent for the first time.
         losses: the lost replicas that had got the request.
         excused_losses: losses that do not count for the migration limit: crashes that a request of another head has
