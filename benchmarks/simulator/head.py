@@ -44,7 +44,7 @@ class Head:
 
     Attributes:
         unsent: requests that wait here for their replicas.
-        bubbles: times an engine had started everything it had, while a request waited here for it.
+        reserve_bubbles: times an engine had started everything it had, while a request waited here for it.
         recalls: requests that waited for a replica and went to another one.
     """
 
@@ -52,7 +52,7 @@ class Head:
         self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
     ) -> None:
         self.unsent = UnsentQueue(self._run_leaves_headroom)
-        self.bubbles = self.recalls = 0
+        self.reserve_bubbles = self.recalls = 0
         self._send_window = (
             SendWindow(limits, limited=True, recalls=True) if getattr(policy, "binds_late", False) else SEND_AT_ONCE
         )
@@ -156,7 +156,7 @@ class Head:
         for run, waiting in self.unsent.take_sendable(
             member, lambda run: self._headroom.has_room(run, replica, run.prefill_tokens)
         ):
-            self.bubbles += idle and not self._run_leaves_headroom(run)
+            self.reserve_bubbles += idle and not self._run_leaves_headroom(run)
             idle = False
             del self._runs[self._jobs.pop(run).request]
             replica.ledger.mark_sent(run)

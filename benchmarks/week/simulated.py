@@ -127,13 +127,13 @@ class _Week:
             outcome.sent, outcome.ends, outcome.wrong = clients.sent, clients.ends, clients.wrong
             outcome.examples, outcome.waits = clients.examples, clients.waits
             outcome.moves, outcome.happened = head.orchestrator.metrics.moves, head.happened
-            outcome.recalls = head.orchestrator.metrics.recalls
+            outcome.recalls = head.orchestrator.metrics.requests_recalled
         return outcome
 
     async def _burst(self, head: Head, clients: Clients) -> None:
         """Requests that come almost at once, a few that follow, and a rest."""
         loop, rng, outcome = asyncio.get_running_loop(), self._rng, self._outcome
-        began, before = loop.time(), {member: member.dispatched for member in head.pool.serving}
+        began, before = loop.time(), {member: member.dispatches for member in head.pool.serving}
         mean = self._settings.requests * (1 + 0.8 * sin(tau * began / DAY_S))
         count = max(1, min(20 * self._settings.requests, round(rng.expovariate(1 / mean))))
         for _ in range(count):
@@ -148,7 +148,7 @@ class _Week:
         await asyncio.sleep(PERIOD_S)
         outcome.hours.append(began / 3600)
         outcome.in_flight.append(statistics.mean(self._looks) if self._looks else -1.0)
-        sent = [member.dispatched - before[member] for member in head.pool.serving if member in before]
+        sent = [member.dispatches - before[member] for member in head.pool.serving if member in before]
         outcome.dispatched.append(_variation(sent) if sum(sent) >= _BUSY * len(sent) > _BUSY else -1.0)
 
     def _look(self, head: Head) -> None:

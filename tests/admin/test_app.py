@@ -255,7 +255,7 @@ async def test_requests_without_a_key_take_no_place_in_the_hold(
         strangers = [asyncio.create_task(client.post(path, json={})) for _ in range(3)]
         assert [answer.status_code for answer in await asyncio.gather(*strangers)] == [503] * 3
         known = asyncio.create_task(client.post("/v1/completions", json={}, headers={"Authorization": "Bearer right"}))
-        await eventually(lambda: fleet.orchestrator.metrics.waiting == 1, "the waiting of who has a key")
+        await eventually(lambda: fleet.orchestrator.metrics.held_before_accept == 1, "the waiting of who has a key")
         known.cancel()
 
 

@@ -40,7 +40,7 @@ async def test_new_requests_are_refused_and_those_in_flight_finish() -> None:
         assert (await early).json() == "whole"
         assert (await client.post("/omni/resume")).status_code == 204
         assert (await client.post("/v1/completions")).status_code == 200
-        assert fleet.orchestrator.metrics.refused_before_accept == 1
+        assert fleet.orchestrator.metrics.requests_failed_before_accept == 1
 
 
 async def test_a_server_without_a_fleet_cannot_be_drained() -> None:

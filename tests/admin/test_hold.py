@@ -81,7 +81,7 @@ class Server:
 
     async def has_waiting(self, number: int) -> None:
         """Return when so many requests wait."""
-        await eventually(lambda: self.metrics.waiting == number, f"the waiting of {number} requests")
+        await eventually(lambda: self.metrics.held_before_accept == number, f"the waiting of {number} requests")
 
     async def _until_serving(self) -> None:
         await self._serving.wait()
@@ -103,8 +103,8 @@ async def test_a_request_waits_until_a_replica_serves() -> None:
     server.serve()
     assert await client.status() == 200
     assert client.body == b"prompt"
-    assert server.metrics.waiting == 0
-    assert server.metrics.refused_before_accept == 0
+    assert server.metrics.held_before_accept == 0
+    assert server.metrics.requests_failed_before_accept == 0
 
 
 async def test_a_request_passes_at_once_while_a_replica_serves_also_without_a_key() -> None:
@@ -145,7 +145,7 @@ async def test_a_refusal_has_retry_after_and_the_format_of_openai() -> None:
     }
     assert "No replica of stage 0 can serve right now (replica 0 is down)" in client.error["message"]
     assert "waited 0.01 s" in client.error["message"]
-    assert (server.metrics.waiting, server.metrics.refused_before_accept) == (0, 1)
+    assert (server.metrics.held_before_accept, server.metrics.requests_failed_before_accept) == (0, 1)
 
 
 async def test_the_number_of_held_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ async def test_a_server_that_shuts_down_refuses_held_and_new_requests() -> None:
         assert await client.status() == 503
         assert client.error["message"] == "The server is shutting down."
         assert client.headers["retry-after"] == str(RETRY_AFTER_S)
-    assert server.metrics.waiting == 0
+    assert server.metrics.held_before_accept == 0
 
 
 async def test_a_client_that_disconnects_frees_its_place() -> None:
@@ -183,7 +183,7 @@ async def test_a_client_that_disconnects_frees_its_place() -> None:
     await server.has_waiting(1)
     client.disconnect()
     assert await client.status() == CLIENT_CLOSED_REQUEST
-    assert (server.metrics.waiting, server.metrics.refused_before_accept) == (0, 0)
+    assert (server.metrics.held_before_accept, server.metrics.requests_failed_before_accept) == (0, 0)
 
 
 async def test_a_request_that_is_cancelled_frees_its_place() -> None:
@@ -193,7 +193,7 @@ async def test_a_request_that_is_cancelled_frees_its_place() -> None:
     client.request.cancel()
     with pytest.raises(asyncio.CancelledError):
         await client.request
-    assert server.metrics.waiting == 0
+    assert server.metrics.held_before_accept == 0
 
 
 async def test_a_body_that_comes_in_parts_before_and_after_the_wait_is_complete() -> None:

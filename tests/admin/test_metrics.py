@@ -51,11 +51,11 @@ def test_without_admission_control_there_are_no_metrics_of_classes_and_tenants()
 async def test_the_families_are_those_of_the_catalogue() -> None:
     exchange = WorkExchange(print, call_later=Timers().call_later)
     async with FakeFleet(replicas=1, balancer=Broken(), exchange=exchange, plan=AdmissionConfig()) as fleet:
-        fleet.orchestrator.metrics.has_session = True
+        fleet.orchestrator.metrics.coordinator_connected = True
         await fleet.submit("a", prompt=[1] * 10, terms=RequestTerms("tenant"))
         fleet.say("a", 1, cached=4)
-        fleet.orchestrator.metrics.refusals[(0, "deadline", "503")] = 1
-        fleet.orchestrator.metrics.refused_on_arrival[(0, "deadline", "503")] = 2
+        fleet.orchestrator.metrics.requests_refused[(0, "deadline", "503")] = 1
+        fleet.orchestrator.metrics.requests_refused_before_accept[(0, "deadline", "503")] = 2
         fleet.orchestrator.metrics.observe_stage(0, "talker", "run", 1.0)
         shown = {
             family.name.removeprefix(PREFIX): (family.type, family.documentation, {*family.samples[0].labels} - {"le"})
@@ -95,11 +95,11 @@ def test_a_head_that_can_be_joined_reports_heads_and_coordinator() -> None:
     assert value(orchestrator, "heads") == 1
     assert value(orchestrator, "coordinator_connected") is None
     exchange.handle(PeerWork("another", True, []))
-    orchestrator.metrics.has_session = True
+    orchestrator.metrics.coordinator_connected = True
     assert value(orchestrator, "heads") == 2
     assert value(orchestrator, "coordinator_connected") == 1
     exchange.handle(SessionLost())
-    orchestrator.metrics.has_session = False
+    orchestrator.metrics.coordinator_connected = False
     assert value(orchestrator, "heads") == 1
     assert value(orchestrator, "coordinator_connected") == 0
 
@@ -174,7 +174,7 @@ async def test_waiting_and_running_requests_are_counted_everywhere() -> None:
         assert by(fleet.orchestrator, "stage", "requests_running") == {"0": 2}
         for replica in (0, 1):
             fleet.kill(replica)
-        fleet.orchestrator.metrics.waiting = 7
+        fleet.orchestrator.metrics.held_before_accept = 7
         assert by(fleet.orchestrator, "stage", "requests_waiting") == {"0": 4 + 7}
         assert by(fleet.orchestrator, "stage", "requests_running") == {"0": 0}
 
@@ -266,8 +266,11 @@ async def test_held_and_refused_requests_are_counted() -> None:
     async with FakeFleet(replicas=1, replica_wait=60.0) as fleet:
         fleet.lose(0)
         await fleet.submit("a")
-        fleet.orchestrator.metrics.waiting = 7
-        fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.refused_before_accept = 1, 2
+        fleet.orchestrator.metrics.held_before_accept = 7
+        (
+            fleet.orchestrator.metrics.requests_failed["no_replica"],
+            fleet.orchestrator.metrics.requests_failed_before_accept,
+        ) = 1, 2
         assert by(fleet.orchestrator, "where", "requests_held") == {
             "http": 7,
             "fleet": 1,

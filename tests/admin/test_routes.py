@@ -29,7 +29,7 @@ async def replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 
 async def test_every_replica_is_listed_with_all_fields(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
     member = fleet.pool.member(1)
-    member.dispatched, member.restarts, member.remote, member.changed_at = 7, 2, True, 3.0
+    member.dispatches, member.restarts, member.remote, member.changed_at = 7, 2, True, 3.0
     fleet.now = 10.5
     first, second = await replicas(client)
     assert first["id"] == "0.0"

@@ -53,7 +53,7 @@ async def test_it_ends_with_its_replica_and_is_sent_to_no_other(fleet: FakeFleet
     fleet.lose(replica_id)
     assert await is_lost(fleet)
     assert fleet.links[1 - replica_id].added == []
-    assert fleet.orchestrator.metrics.lost == 1
+    assert fleet.orchestrator.metrics.requests_failed["replica_lost"] == 1
 
 
 async def test_a_replica_that_joins_in_between_gets_none_of_it(fleet: FakeFleet) -> None:

@@ -22,7 +22,7 @@ async def test_requests_are_held_in_order_until_a_replica_serves() -> None:
         link = fleet.join(fleet.pool.member(0))
         assert [fleet.attempt(name)[1] for name in "abc"] == link.added
         metrics = fleet.orchestrator.metrics
-        assert (metrics.held, observed(metrics.hold_time)) == (0, (3, 12.0))
+        assert (metrics.held, observed(metrics.hold_time_seconds)) == (0, (3, 12.0))
 
 
 async def test_a_request_held_in_vain_is_refused_with_the_time_it_waited() -> None:
@@ -34,7 +34,7 @@ async def test_a_request_held_in_vain_is_refused_with_the_time_it_waited() -> No
         error = await fleet.the_error("a")
         assert type(error) is NoReplicaError
         assert "the request waited 0 s" in str(error)
-        assert (fleet.orchestrator.metrics.refused, fleet.orchestrator.metrics.held) == (1, 0)
+        assert (fleet.orchestrator.metrics.requests_failed["no_replica"], fleet.orchestrator.metrics.held) == (1, 0)
 
 
 async def test_each_held_request_waits_its_own_time() -> None:

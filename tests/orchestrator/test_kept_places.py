@@ -90,7 +90,7 @@ async def test_an_unsent_request_of_a_lost_replica_goes_on_without_a_move(monkey
         assert (list(states), metrics.moves_waiting, metrics.held) == (["a", "b", "s"], 2, 1)
         fleet.join(fleet.pool.member(0))
         assert (got(fleet.links[0]), states["s"].runs[0].attempts) == ("ss", 1)
-        assert sum(metrics.moves_by_way.values()) == 2
+        assert sum(metrics.request_moves.values()) == 2
         told = [(event.kind.value, event.requests) for event in fleet.orchestrator.events.after()]
         assert told == [("lost", 2), ("move", 2)]
 
@@ -235,7 +235,7 @@ async def isolate(fleet: FakeFleet) -> None:
     fleet.say("c", 1)
     assert got(fleet.links[1]) == "abpc"
     fleet.say("p", 1)
-    assert (got(fleet.links[1]), fleet.orchestrator.metrics.bubbles) == ("abpc", 0)
+    assert (got(fleet.links[1]), fleet.orchestrator.metrics.reserve_bubbles) == ("abpc", 0)
 
 
 async def test_requests_that_wait_for_a_replica_are_sent_after_the_isolation_there() -> None:

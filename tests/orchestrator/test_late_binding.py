@@ -35,7 +35,7 @@ async def test_the_next_request_is_sent_at_the_first_output_of_one_and_not_befor
         fleet.say("b", 1, finish_reason="stop")
         fleet.say("c", 1)
         assert got(link) == "abcde"
-        assert fleet.orchestrator.metrics.bubbles == 0
+        assert fleet.orchestrator.metrics.reserve_bubbles == 0
 
 
 async def test_an_engine_gets_prompts_for_two_steps_behind_the_one_that_it_computes() -> None:
@@ -141,7 +141,7 @@ async def test_a_replica_with_room_recalls_requests_of_another_one() -> None:
         assert dispatches == []
         fleet.orchestrator.release_hold(fleet.pool.member(1), ADMIN_HOLD)
         assert got(fleet.links[1]) == "c"
-        assert (fleet.in_flight, fleet.orchestrator.metrics.recalls) == ([2, 1], 1)
+        assert (fleet.in_flight, fleet.orchestrator.metrics.requests_recalled) == ([2, 1], 1)
         assert [name for name, _ in dispatches] == ["0.1"]
 
 

@@ -135,7 +135,7 @@ async def test_a_rate_that_is_taken_for_a_load(fleet: FakeFleet) -> None:
         fleet.now += 10.0
         await fleet.submit(f"r{index}")
         fleet.say(f"r{index}", finish_reason="stop")
-    dispatched = [member.dispatched for member in fleet.pool.members]
+    dispatched = [member.dispatches for member in fleet.pool.members]
     assert dispatched.pop(stuck) == 1
     assert sum(dispatched) == 30
 
@@ -147,6 +147,6 @@ async def test_a_fixed_tie_break_that_favours_one_replica(replicas: int) -> None
         for index in range(40 * replicas):
             await fleet.submit(f"r{index}")
             fleet.say(f"r{index}", finish_reason="stop")
-        picks = Counter({member.replica_id: member.dispatched for member in fleet.pool.members})
+        picks = Counter({member.replica_id: member.dispatches for member in fleet.pool.members})
     # Four standard deviations around 40; the seed makes the counts the same in every run.
     assert all(15 <= picks[replica_id] <= 65 for replica_id in range(replicas)), picks

@@ -41,7 +41,7 @@ def kill_under(fleet: FakeFleet, request_id: str) -> None:
 
 
 def moves(fleet: FakeFleet) -> dict[Move, int]:
-    return {move: count for move, count in fleet.orchestrator.metrics.moves_by_way.items() if count}
+    return {move: count for move, count in fleet.orchestrator.metrics.request_moves.items() if count}
 
 
 async def test_a_resumed_request_goes_on_from_the_tokens_delivered(fleet: FakeFleet) -> None:
@@ -73,7 +73,7 @@ async def test_a_replayed_request_goes_on_where_it_has_repeated_the_tokens_deliv
     assert (await fleet.read())[-1] == ("a", "stop")
     assert fleet.tokens["a"] == [*BEGUN, 14, 15]
     assert fleet.in_flight == [0, 0, 0]
-    assert (moves(fleet), fleet.orchestrator.metrics.swallowed_tokens) == ({Move.REPLAY: 1}, 3)
+    assert (moves(fleet), fleet.orchestrator.metrics.tokens_swallowed) == ({Move.REPLAY: 1}, 3)
 
 
 @pytest.mark.parametrize("move", ["resume", "replay"])
@@ -125,7 +125,10 @@ async def test_a_replay_that_diverges_is_aborted_and_fails_once(
     assert link.aborted == [attempt]
     assert fleet.tokens["a"] == BEGUN
     assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0, 0], {})
-    assert (fleet.orchestrator.metrics.diverged, fleet.orchestrator.metrics.lost) == (1, 1)
+    assert (
+        fleet.orchestrator.metrics.replays_diverged,
+        fleet.orchestrator.metrics.requests_failed["replica_lost"],
+    ) == (1, 1)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -135,7 +138,7 @@ async def test_a_replay_that_the_engine_cuts_short_ends_as_the_engine_says(fleet
     link.output(attempt, 99, finish_reason=reason)
     assert await fleet.read() == [("a", reason)]
     assert fleet.tokens["a"] == BEGUN
-    assert fleet.orchestrator.metrics.diverged == 0
+    assert fleet.orchestrator.metrics.replays_diverged == 0
 
 
 async def test_a_replay_may_end_right_where_the_delivered_part_did(fleet: FakeFleet) -> None:
@@ -155,7 +158,7 @@ async def test_a_request_that_never_moves_fails_once(fleet: FakeFleet) -> None:
     assert "died" in str(error) or "death" in str(error)
     assert "part of the answer had been delivered" in str(error)
     assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0, 0], {})
-    assert fleet.orchestrator.metrics.lost == 1
+    assert fleet.orchestrator.metrics.requests_failed["replica_lost"] == 1
 
 
 async def test_a_request_without_its_last_output_only_ends_without_another_replica(fleet: FakeFleet) -> None:
@@ -181,7 +184,7 @@ async def test_a_token_that_the_model_does_not_have_becomes_no_prompt(fleet: Fak
     assert [prompt for other in fleet.links.values() if other is not link for prompt in other.prompts.values()] == [
         [VOCABULARY - 1]
     ]
-    assert fleet.orchestrator.metrics.lost == 1
+    assert fleet.orchestrator.metrics.requests_failed["replica_lost"] == 1
 
 
 async def test_a_token_that_the_model_does_not_have_does_not_keep_a_request_from_replaying(fleet: FakeFleet) -> None:

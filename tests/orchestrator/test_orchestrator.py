@@ -203,7 +203,7 @@ async def test_a_request_moves_no_more_often_than_the_limit() -> None:
             fleet.kill(fleet.orchestrator.request_states["a"].runs[0].replica_id or 0)
         error = await fleet.the_error("a")
         assert "moved 2 times" in str(error)
-        assert (fleet.orchestrator.metrics.moves, fleet.orchestrator.metrics.lost) == (2, 1)
+        assert (fleet.orchestrator.metrics.moves, fleet.orchestrator.metrics.requests_failed["replica_lost"]) == (2, 1)
 
 
 async def test_replicas_found_dead_by_the_send_do_not_count_for_the_limit() -> None:
@@ -231,7 +231,7 @@ async def test_a_request_without_any_replica_left_is_refused_once(fleet: FakeFle
     await fleet.submit("b")
     error = await fleet.the_error("b")
     assert type(error) is NoReplicaError
-    assert (fleet.orchestrator.request_states, fleet.orchestrator.metrics.refused) == ({}, 2)
+    assert (fleet.orchestrator.request_states, fleet.orchestrator.metrics.requests_failed["no_replica"]) == ({}, 2)
 
 
 async def test_service_goes_on_with_a_replica_that_comes_back(fleet: FakeFleet) -> None:
@@ -260,7 +260,7 @@ async def test_the_time_until_the_first_dispatch_is_observed_once_per_request(fl
     await fleet.submit("a")
     fleet.now = 5.0
     fleet.attempt("a")[0].say_dead()
-    assert observed(fleet.orchestrator.metrics.queue_time) == (1, 0.0)
+    assert observed(fleet.orchestrator.metrics.queue_time_seconds) == (1, 0.0)
 
 
 @pytest.mark.parametrize("closed_with_turn", [True, False])

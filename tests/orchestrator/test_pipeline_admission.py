@@ -154,7 +154,7 @@ async def test_a_tenant_at_its_limit_is_refused_until_a_request_of_its_has_ended
         assert await refusals(fleet) == {"b": "in_flight"}
         [error] = fleet.call_ends("b")
         assert isinstance(error, RequestRefusedError)
-        assert fleet.orchestrator.metrics.refusals == {(0, "in_flight", "429"): 1}
+        assert fleet.orchestrator.metrics.requests_refused == {(0, "in_flight", "429"): 1}
         await fleet.finish("a")
         await fleet.submit("c")
         assert sent(fleet, 0) == "ac"

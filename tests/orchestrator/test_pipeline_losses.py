@@ -106,9 +106,9 @@ async def test_a_moved_session_keeps_all_chunks_including_those_that_came_withou
         assert [body["prompt"] for body in link.requests] == [[4, 7], [10, 13], []]
         assert [body["resumable"] for body in link.requests] == [True, True, False]
         assert len({body["request_id"] for body in link.requests}) == 1
-        swallowed = fleet.orchestrator.metrics.swallowed_tokens
+        swallowed = fleet.orchestrator.metrics.tokens_swallowed
         await fleet.finish()
-        assert fleet.orchestrator.metrics.swallowed_tokens == swallowed + 1
+        assert fleet.orchestrator.metrics.tokens_swallowed == swallowed + 1
         assert fleet.call_ends("r") == [None]
 
 
@@ -205,7 +205,7 @@ async def test_a_replay_that_diverges_fails_the_request() -> None:
         error = fleet.ends[-1][1]
         assert isinstance(error, RequestLostError)
         assert fleet.call_ends("r") == [error]
-        assert fleet.orchestrator.metrics.diverged == 1
+        assert fleet.orchestrator.metrics.replays_diverged == 1
         assert fleet.in_flight == 0
 
 

@@ -89,7 +89,7 @@ async def test_a_request_that_kills_in_the_second_stage_kills_two_of_three_engin
     assert [type(end) for end in fleet.call_ends(POISON)] == [QueryOfDeathError]
     assert ends == dict.fromkeys(NEIGHBOURS, "stop")
     assert [fleet.tokens[name] for name in NEIGHBOURS] == [undisturbed.tokens[name] for name in NEIGHBOURS]
-    assert fleet.orchestrator.metrics.queries_of_death == 1
+    assert fleet.orchestrator.metrics.requests_failed["query_of_death"] == 1
     [event] = [event for event in fleet.orchestrator.events.after() if event.kind == "query_of_death"]
     assert f"replica 1.{deaths[0]} with " in event.reason
     # The stage in front has lost nothing, and nothing was asked of it again.

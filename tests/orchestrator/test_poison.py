@@ -123,7 +123,7 @@ async def test_a_request_that_kills_in_the_middle_of_its_answer_gets_no_third_re
         ends = await engines.run()
         assert isinstance(ends["p"], RequestLostError)
         assert len(engines.deaths) == len(set(engines.deaths)) == 2
-        assert fleet.orchestrator.metrics.queries_of_death == 1
+        assert fleet.orchestrator.metrics.requests_failed["query_of_death"] == 1
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ async def test_requests_common_to_two_crashes_get_no_third_replica_and_one_error
         ends = dict(event for event in await fleet.read() if event[1] is not None)
         assert {name: type(end) for name, end in ends.items()} == dict.fromkeys("ab", QueryOfDeathError)
         assert fleet.links[other].added == []
-        assert fleet.orchestrator.metrics.queries_of_death == 2
+        assert fleet.orchestrator.metrics.requests_failed["query_of_death"] == 2
 
 
 async def crash_twice(fleet: FakeFleet, late: str) -> tuple[int, int]:

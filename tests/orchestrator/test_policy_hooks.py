@@ -208,7 +208,7 @@ async def test_an_invalid_decision_costs_no_request(policy: LoadBalancer, caplog
             for name in "abcd":
                 await fleet.submit(name)
         assert fleet.in_flight == [2, 2]
-        assert fleet.orchestrator.metrics.fallbacks == {(0, type(policy).__name__, POLICY_FAULT): 4}
+        assert fleet.orchestrator.metrics.decision_fallbacks == {(0, type(policy).__name__, POLICY_FAULT): 4}
         with pytest.raises(NoExplanationError, match=type(policy).__name__):
             await explain(fleet, {})
     assert len(caplog.records) == 1
@@ -221,7 +221,7 @@ async def test_every_dispatch_is_one_counted_decision() -> None:
         await fleet.submit("b", affinity=7)
         metrics = fleet.orchestrator.metrics
         assert metrics.decisions == {(0, "NotingPolicy", "noted"): 2, (0, "NotingPolicy", BOUND): 1}
-        assert sum(metrics.decisions.values()) == sum(member.dispatched for member in fleet.pool.members)
+        assert sum(metrics.decisions.values()) == sum(member.dispatches for member in fleet.pool.members)
         state = fleet.orchestrator.request_states["b"].runs[0]
         assert state.decision == Decision(0, BOUND, by_policy=False)
 

@@ -56,7 +56,7 @@ def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
 def dispatch(pool: StagePool) -> PoolMember:
     member, decision = pool.decide({})
     state = StageRun("r", FakeRequest("r"), 0.0)
-    state.dispatch(member.replica_id, f"r-{member.dispatched}", {}, decision, 0.0)
+    state.dispatch(member.replica_id, f"r-{member.dispatches}", {}, decision, 0.0)
     pool.charge(member, state)
     return member
 

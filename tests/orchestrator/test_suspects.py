@@ -62,7 +62,10 @@ async def test_a_request_with_two_crashes_before_its_first_output_gets_no_third_
         )
         (third,) = fleet.pool.serving
         assert fleet.links[third.replica_id].added == []
-        assert (fleet.orchestrator.metrics.queries_of_death, fleet.orchestrator.metrics.lost) == (1, 0)
+        assert (
+            fleet.orchestrator.metrics.requests_failed["query_of_death"],
+            fleet.orchestrator.metrics.requests_failed["replica_lost"],
+        ) == (1, 0)
         assert fleet.orchestrator.request_states == {}
 
 
@@ -105,7 +108,7 @@ async def test_a_loss_without_a_crash_gives_no_culprit(fleet: FakeFleet) -> None
     fleet.orchestrator.replica_lost(fleet.pool.member(home(fleet, "a") or 0), "cut off")
     errors = dict(event for event in await fleet.read() if event[1] is not None)
     assert "moved 1 times" in str(errors["a"])
-    assert fleet.orchestrator.metrics.queries_of_death == 0
+    assert fleet.orchestrator.metrics.requests_failed["query_of_death"] == 0
 
 
 async def test_a_crash_counts_against_a_request_to_its_end() -> None:

@@ -68,11 +68,11 @@ class Hold:
         if not has_key:
             raise self._refuse_without_replica("a request without a valid API key does not wait")
         metrics = self.orchestrator.metrics
-        if metrics.waiting >= MAX_WAITING:
+        if metrics.held_before_accept >= MAX_WAITING:
             raise self._refuse_without_replica(f"{MAX_WAITING} requests wait already")
         waits = (disconnected(), self.until_serving(), self.until_ending())
         gone, served, ending = tasks = [asyncio.create_task(wait, name="omni-waiting") for wait in waits]
-        metrics.waiting += 1
+        metrics.held_before_accept += 1
         try:
             await asyncio.wait(tasks, timeout=self.replica_wait, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
@@ -81,7 +81,7 @@ class Hold:
                 raise self._refuse_without_replica(f"waited {self.replica_wait:g} s")
             return not gone.done()
         finally:
-            metrics.waiting -= 1
+            metrics.held_before_accept -= 1
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -92,7 +92,7 @@ class Hold:
         return self._refuse(f"{closed.unavailable()} ({reason})")
 
     def _refuse(self, message: str) -> NoReplicaError:
-        self.orchestrator.metrics.refused_before_accept += 1
+        self.orchestrator.metrics.requests_failed_before_accept += 1
         return NoReplicaError(message)
 
 

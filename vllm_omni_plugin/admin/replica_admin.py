@@ -102,7 +102,7 @@ def _report(member: PoolMember, now: float) -> ReplicaReport:
         input_addr=member.input_addr,
         output_addr=member.output_addr,
         in_flight=member.queue_length,
-        dispatched=member.dispatched,
+        dispatched=member.dispatches,
         restarts=member.restarts,
         since_seconds=now - member.changed_at if member.changed_at else None,
     )

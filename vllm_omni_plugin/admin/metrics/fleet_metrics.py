@@ -40,7 +40,7 @@ def all_totals(orchestrator: Orchestrator) -> Iterator[StageTotals]:
     metrics, first = orchestrator.metrics, orchestrator.needed_pools[0]
     for pool in orchestrator.stage_pools:
         unsent = sum(metrics.waiting_in[pool.stage_id]())
-        yield _totals(pool, unsent + (metrics.waiting if pool is first else 0))
+        yield _totals(pool, unsent + (metrics.held_before_accept if pool is first else 0))
 
 
 def _totals(pool: StagePool, unsent: int) -> StageTotals:
@@ -74,7 +74,7 @@ Samples = Iterable[tuple[tuple[object, ...], float]]
 """Pairs of label values and a number."""
 
 _BY_REPLICA: tuple[tuple[str, Callable[[PoolMember], float]], ...] = (
-    ("dispatches", lambda member: member.dispatched),
+    ("dispatches", lambda member: member.dispatches),
     ("replica_restarts", lambda member: member.restarts),
     ("requests_in_flight", lambda member: len(member.in_flight)),
     # Without the load of other heads, which report it themselves.
@@ -114,7 +114,7 @@ class FleetCollector(Collector):
         metrics = self._orchestrator.metrics
         for name, samples in _counts(metrics):
             yield _family(name, samples)
-        for histogram in (metrics.queue_time, metrics.hold_time, metrics.stage_seconds):
+        for histogram in (metrics.queue_time_seconds, metrics.hold_time_seconds, metrics.stage_seconds):
             yield from histogram.collect()
 
     def _replicas(self) -> Iterator[Metric]:
@@ -132,9 +132,10 @@ class FleetCollector(Collector):
             yield _family(name, [((member.stage_id, member.replica_id), value(member)) for member in members])
 
     def _heads(self) -> Iterator[Metric]:
-        has_session, exchange = self._orchestrator.metrics.has_session, self._orchestrator.stage_pools[0].exchange
-        if has_session is not None:
-            yield _family("coordinator_connected", [((), has_session)])
+        connected = self._orchestrator.metrics.coordinator_connected
+        if connected is not None:
+            yield _family("coordinator_connected", [((), connected)])
+        exchange = self._orchestrator.stage_pools[0].exchange
         if exchange is not None:
             yield _family("heads", [((), exchange.heads)])
 
@@ -158,28 +159,26 @@ def _label(tenant: str) -> str:
 
 def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
     held = {
-        "http": metrics.waiting,
+        "http": metrics.held_before_accept,
         "fleet": metrics.held,
         "move": metrics.moves_waiting,
         "paused": metrics.paused,
     }
     yield "requests_held", [((where,), count) for where, count in held.items()]
-    yield "request_moves", [((way.value,), count) for way, count in metrics.moves_by_way.items()]
-    failed = {
-        "replica_lost": metrics.lost,
-        "query_of_death": metrics.queries_of_death,
-        "no_replica": metrics.refused + metrics.refused_before_accept,
-    }
+    yield "request_moves", [((way.value,), count) for way, count in metrics.request_moves.items()]
+    failed = metrics.requests_failed.copy()
+    failed["no_replica"] += metrics.requests_failed_before_accept
     yield "requests_failed", [((reason,), count) for reason, count in failed.items()]
     # Copies, since the orchestrator's thread may add a key meanwhile.
-    yield "requests_refused", (Counter(metrics.refusals.copy()) + Counter(metrics.refused_on_arrival)).items()
+    refused = Counter(metrics.requests_refused.copy()) + Counter(metrics.requests_refused_before_accept)
+    yield "requests_refused", refused.items()
     yield "decisions", metrics.decisions.copy().items()
-    yield "decision_fallbacks", metrics.fallbacks.copy().items()
+    yield "decision_fallbacks", metrics.decision_fallbacks.copy().items()
     for name, count in (
-        ("requests_recalled", metrics.recalls),
-        ("reserve_bubbles", metrics.bubbles),
-        ("tokens_swallowed", metrics.swallowed_tokens),
-        ("replays_diverged", metrics.diverged),
+        ("requests_recalled", metrics.requests_recalled),
+        ("reserve_bubbles", metrics.reserve_bubbles),
+        ("tokens_swallowed", metrics.tokens_swallowed),
+        ("replays_diverged", metrics.replays_diverged),
         ("matched_tokens", metrics.matched_tokens),
         ("cached_tokens", metrics.cached_tokens),
     ):

@@ -38,19 +38,19 @@ class FleetView:
             "head": {
                 **self.head,
                 "state": "ending" if self.is_ending() else "draining" if self.drain.active else "up",
-                "coordinator": metrics.has_session,
+                "coordinator": metrics.coordinator_connected,
                 "others": [] if exchange is None else sorted(exchange.others),
             },
             "requests": {
                 "unfinished": len(self.orchestrator.request_states),
                 "queued": len(self.orchestrator.request_async_queue),
-                "held_http": metrics.waiting,
+                "held_http": metrics.held_before_accept,
                 "held_fleet": metrics.held,
                 "held_move": metrics.moves_waiting,
                 "held_paused": metrics.paused,
                 "moved": metrics.moves,
-                "lost": metrics.lost + metrics.queries_of_death,
-                "refused": metrics.refused + metrics.refused_before_accept,
+                "lost": metrics.requests_failed["replica_lost"] + metrics.requests_failed["query_of_death"],
+                "refused": metrics.requests_failed["no_replica"] + metrics.requests_failed_before_accept,
             },
             "stages": [self._stage(pool, now) for pool in self.orchestrator.stage_pools],
         }
@@ -62,7 +62,7 @@ class FleetView:
         return {
             "time": self.wall_clock(),
             "unfinished": len(self.orchestrator.request_states),
-            "held": metrics.waiting + metrics.held + metrics.moves_waiting + metrics.paused,
+            "held": metrics.held_before_accept + metrics.held + metrics.moves_waiting + metrics.paused,
             "tokens_per_second": sum(self.rates.rates_of(member.name)[0] or 0.0 for member in members),
             "kv_usage": max((member.load.kv_usage for member in members), default=0.0),
         }
@@ -97,7 +97,7 @@ class FleetView:
             else max(0.0, now - client.answered_at),
             "since_seconds": now - member.changed_at if member.changed_at else None,
             "restarts": member.restarts,
-            "dispatched": member.dispatched,
+            "dispatched": member.dispatches,
         }
 
 

@@ -170,7 +170,7 @@ class Fleet:
         )
 
     def _on_session(self, problem: str) -> None:
-        self.orchestrator.metrics.has_session = not problem
+        self.orchestrator.metrics.coordinator_connected = not problem
         if problem:
             logger.warning("%s. Attached replicas go on serving; trying again.", problem)
         else:

@@ -215,7 +215,7 @@ def _broadcast(fleet: FleetClient) -> FleetBroadcast:
 def _count_refusal(fleet: FleetClient, refusal: RequestRefusedError) -> None:
     orchestrator = fleet.orchestrator
     key = (orchestrator.entry_pool.stage_id, str(refusal.reason), str(int(refusal.status)))
-    count_reason(orchestrator.metrics.refused_on_arrival, key)
+    count_reason(orchestrator.metrics.requests_refused_before_accept, key)
 
 
 def _why_closed(fleet: FleetClient) -> str:

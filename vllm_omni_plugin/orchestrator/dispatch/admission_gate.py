@@ -73,7 +73,7 @@ class AdmissionGate:
         terms, priority = message.terms or _NO_TERMS, message.request.priority
         ticket = self.admission.new_ticket(terms, priority, message.prompt_tokens, self._clock())
         if isinstance(ticket, RequestRefusedError):
-            count_reason(self._metrics.refusals, (self._pool.stage_id, ticket.reason, str(ticket.status)))
+            count_reason(self._metrics.requests_refused, (self._pool.stage_id, ticket.reason, str(ticket.status)))
             raise ticket
         return ticket
 

@@ -174,7 +174,7 @@ class Dispatcher:
             # Dispatching may show that the replica is dead, and may evict another run.
             if self._pool.serving and not run.closed and self._suspects.has_replica_for(run):
                 self._held.remove(run)
-                self._metrics.hold_time.observe(self._clock() - run.waiting_since)
+                self._metrics.hold_time_seconds.observe(self._clock() - run.waiting_since)
                 self._dispatch(run)
         self._dispatch_suspects()
         for member in self._pool.serving if len(self._queue.unsent) else ():
@@ -184,7 +184,7 @@ class Dispatcher:
     def tick(self) -> Sequence[RunEnded]:
         """Time has passed: refuse runs that have waited too long, and dispatch others that may go on."""
         while (run := self._held.take_overdue(self._clock())) is not None:
-            self._metrics.hold_time.observe(self._held.wait)
+            self._metrics.hold_time_seconds.observe(self._held.wait)
             self._refuse(run, waited=self._held.wait)
         for run, error in self._queue.take_expired():
             self.outcomes.fail(run, error)
@@ -279,7 +279,7 @@ class Dispatcher:
         self._pool.charge(member, run)
         count_reason(self._metrics.decisions, (member.stage_id, self._pool.policy, decision.reason))
         if decision.fallback:
-            count_reason(self._metrics.fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
+            count_reason(self._metrics.decision_fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
         if run.crash_losses:
             self._suspects.dispatched(run, member)
         return member
@@ -321,7 +321,7 @@ class Dispatcher:
             self._queue.mark_sent(run)
         if run.dispatched_at is None:
             run.dispatched_at = self._clock()
-            self._metrics.queue_time.observe(run.dispatched_at - run.submitted_at)
+            self._metrics.queue_time_seconds.observe(run.dispatched_at - run.submitted_at)
         if run.dispatches is not None and not run.produced:
             run.dispatches.append((member.name, run.decision))
 
@@ -339,7 +339,7 @@ class Dispatcher:
         if error is not None:
             self.outcomes.fail(run, error)
         elif not self._end_if_complete(run, lost):
-            self._metrics.moves_by_way[run.move] += 1
+            self._metrics.request_moves[run.move] += 1
             if run.ticket is not None:
                 self._queue.watch_deadline(run)
             self._moving[run] = None

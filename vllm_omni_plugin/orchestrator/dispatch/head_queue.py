@@ -142,7 +142,7 @@ class HeadQueue:
         idle = not member.ledger.pending
         for run, unsent in self.unsent.take_sendable(member, may_send):
             # Over-share runs are sent to idle replicas on purpose.
-            self._metrics.bubbles += idle and not self._leaves_headroom(run)
+            self._metrics.reserve_bubbles += idle and not self._leaves_headroom(run)
             idle = False
             yield run, unsent.request
 
@@ -182,7 +182,7 @@ class HeadQueue:
                 # The policy counts work that this run overtakes.
                 other, decision = member, HEADROOM_DECISION
             if other is not charged_to and self._may_start(run, other, decision):
-                self._metrics.recalls += 1
+                self._metrics.requests_recalled += 1
                 yield run, (other, decision)
 
     @property

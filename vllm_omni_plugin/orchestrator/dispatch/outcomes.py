@@ -114,7 +114,7 @@ class Outcomes:
         if run.closed:
             return
         if isinstance(error, RequestRefusedError):
-            count_reason(self._metrics.refusals, (self._pool.stage_id, error.reason, str(error.status)))
+            count_reason(self._metrics.requests_refused, (self._pool.stage_id, error.reason, str(error.status)))
         elif refused or isinstance(error, RequestLostError):
             self._metrics.count_failure(error, refused)
         self.abort((run,))
@@ -166,10 +166,10 @@ class Outcomes:
         try:
             skip = len(tokens) if cut_short else run.skip_delivered(tokens, finished)
         except RequestLostError as error:
-            self._metrics.diverged += 1
+            self._metrics.replays_diverged += 1
             self.fail(run, error)
             return False
-        self._metrics.swallowed_tokens += skip
+        self._metrics.tokens_swallowed += skip
         if run.finished:
             # It was the last turn of a session, and all of it was delivered.
             self.complete(run)

@@ -249,7 +249,7 @@ class StagePool:
 
     def charge(self, member: PoolMember, run: StageRun) -> None:
         member.in_flight[run.engine_request_id] = run
-        member.dispatched += 1
+        member.dispatches += 1
         member.ledger.charge(run, run.charged_at)
         self._unreported.in_flight += 1
         self.flow.sent(run.charged_at)

@@ -40,54 +40,53 @@ class WaitingCounts(NamedTuple):
 class OrchestratorMetrics:
     """Counters of one orchestrator since its start.
 
-    AsyncLLM's thread writes `waiting`, `refused_before_accept` and `refused_on_arrival`; the client of the coordinator
-    writes `has_session`; the orchestrator's thread writes all others.
+    A field has the name of its metric. AsyncLLM's thread writes the fields that end in `_before_accept`: they count
+    requests that the orchestrator has not got. The client of the coordinator writes `coordinator_connected`; the
+    orchestrator's thread writes all others.
 
     Attributes:
-        queue_time: see `HISTOGRAMS`, as are `hold_time` and `stage_seconds`.
-        moves_by_way: requests sent again to another replica because theirs was lost.
-        swallowed_tokens: tokens that replays repeated and clients did not get twice.
-        diverged: replays that did not repeat what had been delivered; `lost` includes them.
-        lost: requests that ended with an error because their replica was lost.
+        queue_time_seconds: see `HISTOGRAMS`, as are `hold_time_seconds` and `stage_seconds`.
+        request_moves: requests sent again to another replica because theirs was lost, by way.
+        tokens_swallowed: tokens that replays repeated and clients did not get twice.
+        replays_diverged: replays that did not repeat what had been delivered; the reason `replica_lost` of
+            `requests_failed` includes them.
+        requests_failed: accepted requests that ended with an error of the fleet, by reason.
+        requests_failed_before_accept: requests refused for the reason `no_replica` before they were accepted.
         queued_in: by stage, returns how many of its requests wait at this head for the replica they are charged to.
-        refused: accepted requests that were refused because no replica could serve.
-        refused_before_accept: requests refused for the same reason before they were accepted.
         decisions: dispatches by stage, policy and reason.
-        fallbacks: dispatches where a policy could not apply its main rule, by stage, policy and fallback.
-        bubbles: times a replica had begun all its requests while others waited here for it.
-        recalls: requests that waited for a replica and went to another that could begin them earlier.
-        refusals: requests refused by admission, by stage, reason and HTTP status.
-        refused_on_arrival: the `refusals` that were clear before the request was accepted.
+        decision_fallbacks: dispatches where a policy could not apply its main rule, by stage, policy and fallback.
+        reserve_bubbles: times a replica had begun all its requests while others waited here for it.
+        requests_recalled: requests that waited for a replica and went to another that could begin them earlier.
+        requests_refused: requests refused by admission, by stage, reason and HTTP status.
+        requests_refused_before_accept: those whose refusal was clear before they were accepted.
         matched_tokens: prompt tokens that policies expected in the caches of the chosen replicas. Counts only attempts
             whose engine reported its cached tokens.
         cached_tokens: prompt tokens that these engines reported as cached.
-        has_session: whether this head has a session with the coordinator; None without a coordinator.
-        waiting: requests that are held before they are accepted.
+        coordinator_connected: whether this head has a session with the coordinator; None without a coordinator.
+        held_before_accept: requests that are held before they are accepted.
     """
 
     def __init__(self) -> None:
-        self.queue_time = _histogram("queue_time_seconds")
-        self.hold_time = _histogram("hold_time_seconds")
+        self.queue_time_seconds = _histogram("queue_time_seconds")
+        self.hold_time_seconds = _histogram("hold_time_seconds")
         self.stage_seconds = _histogram("stage_seconds")
         self.waiting_in: dict[int, Callable[[], WaitingCounts]] = {}
         self.queued_in: dict[int, Callable[[], int]] = {}
-        self.moves_by_way = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
-        self.swallowed_tokens = 0
-        self.diverged = 0
-        self.lost = 0
-        self.queries_of_death = 0
-        self.refused = 0
-        self.refused_before_accept = 0
+        self.request_moves = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
+        self.tokens_swallowed = 0
+        self.replays_diverged = 0
+        self.requests_failed = dict.fromkeys(("replica_lost", "query_of_death", "no_replica"), 0)
+        self.requests_failed_before_accept = 0
         self.decisions: dict[tuple[int, str, str], int] = {}
-        self.fallbacks: dict[tuple[int, str, str], int] = {}
-        self.refusals: dict[tuple[int, str, str], int] = {}
-        self.refused_on_arrival: dict[tuple[int, str, str], int] = {}
-        self.bubbles = 0
-        self.recalls = 0
+        self.decision_fallbacks: dict[tuple[int, str, str], int] = {}
+        self.requests_refused: dict[tuple[int, str, str], int] = {}
+        self.requests_refused_before_accept: dict[tuple[int, str, str], int] = {}
+        self.reserve_bubbles = 0
+        self.requests_recalled = 0
         self.matched_tokens = 0
         self.cached_tokens = 0
-        self.has_session: bool | None = None
-        self.waiting = 0
+        self.coordinator_connected: bool | None = None
+        self.held_before_accept = 0
 
     def observe_stage(self, stage_id: int, name: str, part: str, seconds: float) -> None:
         """Observe the time of a request in one part of a stage, see `HISTOGRAMS`."""
@@ -95,12 +94,9 @@ class OrchestratorMetrics:
 
     def count_failure(self, error: Exception, refused: bool = False) -> None:
         """Count a request that ends with this error; `refused`: it found no replica, or no place to wait."""
-        if isinstance(error, QueryOfDeathError):
-            self.queries_of_death += 1
-        elif refused:
-            self.refused += 1
-        else:
-            self.lost += 1
+        is_query_of_death = isinstance(error, QueryOfDeathError)
+        reason = "query_of_death" if is_query_of_death else "no_replica" if refused else "replica_lost"
+        self.requests_failed[reason] += 1
 
     @property
     def held(self) -> int:
@@ -120,7 +116,7 @@ class OrchestratorMetrics:
 
     @property
     def moves(self) -> int:
-        return sum(self.moves_by_way.values())
+        return sum(self.request_moves.values())
 
 
 def _histogram(name: str) -> Histogram:
