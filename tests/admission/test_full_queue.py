@@ -18,6 +18,7 @@ from vllm_omni_plugin.admission import (
     RequestTerms,
     TenantSettings,
     Ticket,
+    TicketPhase,
 )
 from vllm_omni_plugin.errors import RequestRefusedError
 
@@ -339,7 +340,7 @@ def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: py
         evictions(rules, f"new-{number}")
     assert steps["steps"] / 2000 < 120
     steps.clear()
-    leaving = [ticket for ticket in tickets if ticket.phase == 1][::7]
+    leaving = [ticket for ticket in tickets if ticket.phase is TicketPhase.WAITING][::7]
     for ticket in leaving:
         rules.ended(ticket, 0, 0.0)
     assert steps["steps"] / len(leaving) < 60
@@ -354,8 +355,8 @@ def test_no_request_is_refused_on_arrival_while_nothing_waits() -> None:
 
 def test_a_dequeued_request_is_enqueued_again_without_a_check() -> None:
     rules = admission(AdmissionConfig(max_waiting_requests=1))
-    admitted = come(rules)
-    rules.dequeue(admitted)
+    waited = come(rules)
+    rules.dequeue(waited)
     come(rules)
-    assert rules.enqueue(admitted, 0.0) == []
+    assert rules.enqueue(waited, 0.0) == []
     assert rules.backlog.requests == 2

@@ -36,7 +36,7 @@ def break_link(fleet: FakeFleet) -> None:
 
 
 @pytest.mark.parametrize("happens", [drain, lose, break_link])
-async def test_an_admitted_request_is_not_judged_again_when_it_waits_for_another_replica(
+async def test_a_request_that_has_waited_is_not_judged_again_when_it_waits_for_another_replica(
     happens: Callable[[FakeFleet], None],
 ) -> None:
     async with late(replicas=2, plan=AdmissionConfig(max_waiting_requests=4)) as fleet:

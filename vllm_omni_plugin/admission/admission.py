@@ -165,7 +165,7 @@ class Admission:
         Returns:
             Why it is refused; or the requests that are evicted for it. The tickets of refused requests are ended.
         """
-        if ticket.phase is TicketPhase.ADMITTED:
+        if ticket.phase is TicketPhase.HAS_WAITED:
             ticket.phase = TicketPhase.WAITING
             self._queue.of(ticket.class_name).add(ticket)
         if ticket.phase is not TicketPhase.NEW:
@@ -189,7 +189,7 @@ class Admission:
     def dequeue(self, ticket: Ticket) -> None:
         """Take a request out of the queue if it waits. It may be enqueued again."""
         if ticket.phase is TicketPhase.WAITING:
-            ticket.phase = TicketPhase.ADMITTED
+            ticket.phase = TicketPhase.HAS_WAITED
             self._queue.of(ticket.class_name).remove(ticket)
 
     def expire(self, ticket: Ticket, now: float) -> RequestRefusedError:
@@ -209,7 +209,7 @@ class Admission:
     def started(self, ticket: Ticket) -> None:
         """An engine has the request, for the first time or again."""
         self.dequeue(ticket)
-        if ticket.phase in (TicketPhase.NEW, TicketPhase.ADMITTED):
+        if ticket.phase in (TicketPhase.NEW, TicketPhase.HAS_WAITED):
             ticket.phase = TicketPhase.STARTED
             self._accounts.add_running(ticket.tenant, ticket.cost)
             self._queue.of(ticket.class_name).started(ticket)

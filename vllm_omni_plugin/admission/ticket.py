@@ -25,14 +25,14 @@ class RequestTerms(Struct, frozen=True):
 class TicketPhase(IntEnum):
     """How far a request has come.
 
-    ADMITTED: it has waited. It may go on, or wait for another replica, without being checked again.
+    HAS_WAITED: it may go on, or wait again for another replica; it is not checked again.
     """
 
     NEW = 0
     WAITING = 1
-    STARTED = 2
-    ENDED = 3
-    ADMITTED = 4
+    HAS_WAITED = 2
+    STARTED = 3
+    ENDED = 4
 
 
 class Ticket(Struct, order=True):

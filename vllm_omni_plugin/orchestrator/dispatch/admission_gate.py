@@ -86,7 +86,7 @@ class AdmissionGate:
         Raises:
             RequestRefusedError: the request may not wait.
         """
-        if ticket.phase not in (TicketPhase.NEW, TicketPhase.ADMITTED):
+        if ticket.phase not in (TicketPhase.NEW, TicketPhase.HAS_WAITED):
             return
         outcome = self.admission.enqueue(ticket, self._clock())
         if isinstance(outcome, RequestRefusedError):
