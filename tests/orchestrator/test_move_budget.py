@@ -24,17 +24,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_moves_beyond_the_budget_wait(clock: Clock) -> None:
     budget = MoveBudget(clock)
-    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+    assert [budget.spend() for _ in range(4)] == [True, True, True, False]
     assert budget.next_at == pytest.approx(0.1)
     clock.now = 0.35
-    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+    assert [budget.spend() for _ in range(4)] == [True, True, True, False]
     assert budget.next_at == pytest.approx(0.45)
 
 
 def test_a_quiet_time_allows_a_burst_of_moves(clock: Clock) -> None:
     budget = MoveBudget(clock)
     clock.now = 3600.0
-    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+    assert [budget.spend() for _ in range(4)] == [True, True, True, False]
 
 
 async def test_requests_of_lost_replicas_wait_for_the_budget_in_order_and_may_be_aborted_meanwhile(

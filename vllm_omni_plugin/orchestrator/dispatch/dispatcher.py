@@ -351,7 +351,7 @@ class Dispatcher:
         self._is_moving = True
         try:
             # Runs that were sent first, since suspects are among them.
-            while runs := self._moving if self._moving and self._moves.take() else self._to_redispatch:
+            while runs := self._moving if self._moving and self._moves.spend() else self._to_redispatch:
                 run = next(iter(runs))
                 del runs[run]
                 self._dispatch(run)

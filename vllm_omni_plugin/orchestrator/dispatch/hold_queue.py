@@ -65,7 +65,7 @@ class MoveBudget:
         self._moves = float(MOVES_AT_ONCE)
         self._counted_at = clock()
 
-    def take(self) -> bool:
+    def spend(self) -> bool:
         """Spend one move. Returns False if there is none."""
         now = self._clock()
         self._moves = min(MOVES_AT_ONCE, self._moves + (now - self._counted_at) * MOVES_PER_S)

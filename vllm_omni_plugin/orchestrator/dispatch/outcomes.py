@@ -73,7 +73,7 @@ class Outcomes:
                     # Most outputs are in the middle of an answer.
                     member.ledger.add_tokens(run, len(output.new_token_ids))
                     run.produced.extend(output.new_token_ids)
-                elif not self._take(member, run, output):
+                elif not self._accept_output(member, run, output):
                     continue
                 accepted.append((run, output))
             except Exception as error:
@@ -125,13 +125,13 @@ class Outcomes:
         logger.error("Request %s has failed: %s", run.request_id, error, exc_info=error)
         self.fail(run, error if isinstance(error, OmniError) else OmniError(f"The request failed: {error!r}"))
 
-    def _take(self, member: PoolMember, run: StageRun, output: Any) -> bool:
+    def _accept_output(self, member: PoolMember, run: StageRun, output: Any) -> bool:
         tokens, finished = output.new_token_ids, output.finish_reason is not None
         cut_short = finished and self._api.cut_short(output)
         if cut_short and self._retries_elsewhere(member, run, output):
             return False
         if not (run.has_output or cut_short):
-            self._take_first(member, run, output)
+            self._note_first_output(member, run, output)
         # Counted even if the client has these tokens already.
         member.ledger.add_tokens(run, len(tokens))
         if run.skipping_delivered and not self._skip_delivered(run, output, cut_short):
@@ -153,7 +153,7 @@ class Outcomes:
             self._queue.watch_deadline(run)
         return True
 
-    def _take_first(self, member: PoolMember, run: StageRun, output: Any) -> None:
+    def _note_first_output(self, member: PoolMember, run: StageRun, output: Any) -> None:
         cached_tokens = self._api.cached_tokens(output)
         self._pool.add_first_output(member, run, cached_tokens)
         if cached_tokens is not None:

@@ -92,7 +92,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
                 self._close_request(state, StageError("The request was aborted."))
 
     def accept_outputs(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
-        answers = [self._take_one(stage_id, run, output) for run, output in accepted]
+        answers = [self._handle_or_fail(stage_id, run, output) for run, output in accepted]
         return [answer for answer in answers if answer is not None]
 
     def runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
@@ -243,19 +243,19 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             logger.exception("Stage %r failed request %s.", stage.name, state.request_id)
             self._stage_failed(state, stage, StageError(f"Stage {stage.name!r}: its input could not be made: {error}"))
 
-    def _take_one(self, stage_id: int, run: StageRun, output: Any) -> Any | None:
+    def _handle_or_fail(self, stage_id: int, run: StageRun, output: Any) -> Any | None:
         """Handle one output; returns the output for AsyncLLM, if any."""
         state, stage = self._state_of(stage_id, run), self._pipeline.stages[stage_id]
         if state is None:
             return None
         try:
-            return self._take(state, stage, run, output)
+            return self._handle_output(state, stage, run, output)
         except Exception as error:  # must not stop other requests
             logger.exception("Stage %r failed request %s.", stage.name, state.request_id)
             self._fail(state, StageError(f"Stage {stage.name!r}: its output could not be read: {error}"))
             return None
 
-    def _take(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any) -> Any | None:
+    def _handle_output(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any) -> Any | None:
         api = self._apis[stage.id]
         if stage.id not in state.answered and run.dispatched_at is not None:
             state.answered.add(stage.id)

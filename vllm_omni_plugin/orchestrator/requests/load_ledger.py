@@ -215,7 +215,7 @@ class LoadLedger:
             self._count_others()
 
     def report(self, report: LoadReport) -> bool:
-        """Take a report of the engine; attempts that it finished before have been released. Ignored without requests.
+        """Apply a report of the engine; attempts that it finished before have been released. Ignored without requests.
 
         Requests charged after the report was taken are not in it. So it can hide other heads' requests, but no own one.
 

@@ -79,7 +79,7 @@ class RequestOwner(ABC, Generic[S]):
 
     @abstractmethod
     def submit(self, message: SubmitRequest) -> None:
-        """Take a new request, or a further chunk of a streaming-input session."""
+        """Accept a new request, or a further chunk of a streaming-input session."""
 
     @abstractmethod
     def fail(self, message: SubmitRequest, error: OmniError) -> None:
@@ -91,11 +91,11 @@ class RequestOwner(ABC, Generic[S]):
 
     @abstractmethod
     def accept_outputs(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
-        """Take outputs of a stage; returns the outputs that go to AsyncLLM."""
+        """Handle outputs of a stage; returns the outputs that go to AsyncLLM."""
 
     @abstractmethod
     def runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
-        """Take the runs that the stage's dispatcher has ended."""
+        """Handle the runs that the stage's dispatcher has ended."""
 
     def close(self) -> None:
         for request_id in list(self.states):

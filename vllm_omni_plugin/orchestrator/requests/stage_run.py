@@ -86,7 +86,7 @@ class StreamingInputState:
         return self.input_closed and self.open_turns == 0
 
     def take_unsent(self) -> list[Any]:
-        """Return the unsent chunks, and count them as sent."""
+        """Remove and return the unsent chunks, and count them as sent."""
         chunks, self.unsent = self.unsent, []
         self.note_sent(*chunks)
         return chunks
