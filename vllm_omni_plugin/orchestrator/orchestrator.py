@@ -291,7 +291,7 @@ class Orchestrator:
         loss = Loss(member, reason, len(sent), others)
         self.events.record(EventKind.LOST, reason, member, requests=len(sent))
         ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
-        moved = sum(not run.closed for run in sent)
+        moved = sum(not run.ended for run in sent)
         if moved:
             self.events.record(EventKind.MOVE, reason, member, requests=moved)
         self._runs_ended(member.stage_id, ended)

@@ -73,7 +73,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
         outputs = []
         for run, output in accepted:
             outputs.append(output)
-            if run.closed:
+            if run.ended:
                 self._drop(run.request_id)
         return outputs
 

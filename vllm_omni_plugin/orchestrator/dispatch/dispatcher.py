@@ -172,7 +172,7 @@ class Dispatcher:
         """A replica serves again: dispatch the held runs, in order."""
         for run in list(self._held):
             # Dispatching may show that the replica is dead, and may evict another run.
-            if self._pool.serving and not run.closed and self._suspects.has_replica_for(run):
+            if self._pool.serving and not run.ended and self._suspects.has_replica_for(run):
                 self._held.remove(run)
                 self._metrics.hold_time_seconds.observe(self._clock() - run.waiting_since)
                 self._dispatch(run)
@@ -254,7 +254,7 @@ class Dispatcher:
         """Send a run to the replica that it is charged to, or to the next one if that replica turns out to be dead."""
         attempt = run.engine_request_id
         self._send(member, run, request)
-        if run.closed or run.engine_request_id != attempt:
+        if run.ended or run.engine_request_id != attempt:
             # The replica turned out to be dead, so the run has moved, or waits with its unsent chunks.
             return
         if run.streaming is not None:

@@ -92,7 +92,7 @@ class Outcomes:
     def abort(self, runs: Iterable[StageRun]) -> None:
         """End these runs, and abort them at their replicas. Ignores runs that have ended."""
         by_member: dict[PoolMember, list[str]] = {}
-        for run in [run for run in runs if not run.closed]:
+        for run in [run for run in runs if not run.ended]:
             if run.replica_id is not None and run.sent:
                 by_member.setdefault(self._pool.member(run.replica_id), []).append(run.engine_request_id)
             self._end(run)
@@ -111,7 +111,7 @@ class Outcomes:
         Args:
             refused: whether the reason is that no replica serves.
         """
-        if run.closed:
+        if run.ended:
             return
         if isinstance(error, RequestRefusedError):
             count_reason(self._metrics.requests_refused, (self._pool.stage_id, error.reason, str(error.status)))
@@ -186,7 +186,7 @@ class Outcomes:
                 member.client.abort_requests(engine_request_ids)
 
     def _end(self, run: StageRun) -> None:
-        run.abort()
-        run.closed = True
+        run.finish()
+        run.ended = True
         self._pool.release(run)
         self._remove(run)

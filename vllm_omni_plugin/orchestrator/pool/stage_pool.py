@@ -302,7 +302,7 @@ class StagePool:
         self.serving.update(member, member.ledger.requests, member.ledger.prefill_tokens)
         if self.exchange is not None:
             self.exchange.changed(member)
-        if run.closed and not run.sent and run.decision.by_policy:
+        if run.ended and not run.sent and run.decision.by_policy:
             # Not for a recalled run: its prompt keeps counting as cached there, see `decide_again`.
             self._policy.notify("dispatch_cancelled", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]

@@ -26,7 +26,7 @@ class RequestPhase(Enum):
     MOVING = "moving"
     """Its replica was lost, and it has no other replica yet."""
     FINISHED = "finished"
-    """It has ended, in whatever way."""
+    """No output follows, for whatever reason."""
 
 
 _UNDECIDED = Decision(0, "")
@@ -127,6 +127,8 @@ class StageRun:
             more likely caused.
         crash_losses: losses by crashes of engines that had got the request, see `Suspects`.
         outputs_since_crash: new outputs since the last crash, counted while the request is isolated.
+        ended: whether `Outcomes` has ended the run: it is charged to no replica and waits nowhere. Before that it has
+            `finished`: no output follows.
         charged_at: when the attempt was charged to its replica.
         resumed_tokens: how many tokens of `produced` are part of the attempt's prompt.
         prefill_tokens: tokens of the attempt's prompt that count as still to be computed until the first output.
@@ -154,7 +156,7 @@ class StageRun:
     excused_losses: list[Loss] = field(default_factory=list)
     crash_losses: list[Loss] = field(default_factory=list)
     outputs_since_crash: int = 0
-    closed: bool = field(default=False, init=False)
+    ended: bool = field(default=False, init=False)
     affinity_key: int | None = field(default=None, init=False)
     task: Task = field(default_factory=Task, init=False)
     decision: Decision = field(default=_UNDECIDED, init=False)
@@ -205,7 +207,7 @@ class StageRun:
             How many of its tokens the client has already.
 
         Raises:
-            RequestLostError: the replay differs. The request has ended with this error.
+            RequestLostError: the replay differs. The run has finished with this error.
         """
         assert self.phase is RequestPhase.DISPATCHED, self
         skip = min(self._to_skip, len(tokens))
@@ -261,14 +263,14 @@ class StageRun:
         if self.streaming.over:
             self.phase = RequestPhase.FINISHED
 
-    def abort(self) -> None:
-        """End the request, whatever its phase. Idempotent."""
+    def finish(self) -> None:
+        """No output follows, whatever the phase was. Idempotent."""
         self.phase = RequestPhase.FINISHED
 
     def lose_replica(
         self, loss: Loss, migration_limit: int, on_delivered: Move, vocabulary: int | None = None
     ) -> RequestLostError | None:
-        """The replica is lost that had got the current attempt: the request has to move, or ends.
+        """The replica is lost that had got the current attempt: the run has to move, or finishes.
 
         Args:
             loss: which replica, and why.
@@ -278,7 +280,7 @@ class StageRun:
             vocabulary: see `EngineApi`.
 
         Returns:
-            The error with which the request has ended, if it cannot move.
+            The error with which the run has finished, if it cannot move.
         """
         assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
         self.losses.append(loss)
@@ -310,7 +312,7 @@ class StageRun:
             self.streaming.rewind()
 
     def fail_without_replica(self, error: NoReplicaError) -> OmniError:
-        """End the request, since no replica can take it. Returns the error for its client."""
+        """Finish the run, since no replica can take it. Returns the error for its client."""
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.FINISHED
         if self.confined_to:
