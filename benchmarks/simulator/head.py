@@ -78,7 +78,7 @@ class Head:
             replica.engine.cache.record_changes()
             self._tell("cache_changed", replica, CacheChange(restart=True))
 
-    def hold_back(self, replica: SimReplica) -> None:
+    def cordon(self, replica: SimReplica) -> None:
         """Send no new requests to the replica."""
         if replica in self.serving:
             replica.serves(False)
@@ -91,7 +91,7 @@ class Head:
 
     def lose(self, replica: SimReplica) -> list[Job]:
         """The engine of the replica is lost. Returns the jobs that ran there."""
-        self.hold_back(replica)
+        self.cordon(replica)
         self._tell("replica_lost", replica)
         for run in replica.in_flight.values():
             self.unsent.remove(run)

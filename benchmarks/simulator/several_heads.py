@@ -157,13 +157,13 @@ class SeveralHeads(Head):
                 view.attach(replica)
             head.serve(view)
 
-    def hold_back(self, replica: SimReplica) -> None:
-        super().hold_back(replica)
+    def cordon(self, replica: SimReplica) -> None:
+        super().cordon(replica)
         for head, view in self._views_of(replica):
-            head.hold_back(view)
+            head.cordon(view)
 
     def lose(self, replica: SimReplica) -> list[Job]:
-        self.hold_back(replica)
+        self.cordon(replica)
         lost = [job for head, view in self._views_of(replica) for job in head.lose(view)]
         for job in lost:
             self._owners.pop(job, None)

@@ -172,7 +172,7 @@ class Simulation:
             replica.alive = False
             self._after(DETECTION_S, self._lose, replica)
         else:
-            self._head.hold_back(replica)
+            self._head.cordon(replica)
         self._at(incident.until, self._return, replica)
 
     def _lose(self, replica: SimReplica) -> None:

@@ -13,7 +13,7 @@ from vllm_omni_plugin.balancing import LoadBalancer
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, DRAIN_HOLD, SUSPECT_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, DRAIN_CORDON, LATE_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -67,7 +67,7 @@ class Head:
             "a replica is lost and another one joins": (3, self._replace),
             "a replica ends in order and another one joins": (3, self._end),
             "an operator drains a replica and resumes it": (3, self._drain),
-            "heartbeats of a replica are late": (3, self._suspect),
+            "heartbeats of a replica are late": (3, self._delay_heartbeats),
             "replicas join for an hour": (2, self._scale),
             "all replicas are lost": (1, self._lose_all),
         }
@@ -197,7 +197,7 @@ class Head:
         if member is None:
             return
         self._befallen.add(member)
-        self.orchestrator.hold_back(member, DRAIN_HOLD)
+        self.orchestrator.cordon(member, DRAIN_CORDON)
         await self.pool.when_idle(member)
         self._leave(member)
         self._befallen.discard(member)
@@ -205,19 +205,19 @@ class Head:
         self._join(self.pool.add())
 
     async def _drain(self) -> None:
-        await self._hold(ADMIN_HOLD, 300)
+        await self._cordon(ADMIN_CORDON, 300)
 
-    async def _suspect(self) -> None:
-        await self._hold(SUSPECT_HOLD, 10)
+    async def _delay_heartbeats(self) -> None:
+        await self._cordon(LATE_CORDON, 10)
 
-    async def _hold(self, reason: str, at_most_s: float) -> None:
+    async def _cordon(self, reason: str, at_most_s: float) -> None:
         member = self._pick()
         if member is None:
             return
         self._befallen.add(member)
-        self.orchestrator.hold_back(member, reason)
+        self.orchestrator.cordon(member, reason)
         await asyncio.sleep(self._rng.uniform(1, at_most_s))
-        self.orchestrator.release_hold(member, reason)
+        self.orchestrator.uncordon(member, reason)
         self._befallen.discard(member)
 
     async def _scale(self) -> None:
@@ -227,7 +227,7 @@ class Head:
             self._join(member)
         await asyncio.sleep(3600)
         for member in joined:
-            self.orchestrator.hold_back(member, DRAIN_HOLD)
+            self.orchestrator.cordon(member, DRAIN_CORDON)
         for member in joined:
             await self.pool.when_idle(member)
             self._leave(member)

@@ -19,7 +19,7 @@ async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> No
     client_of_one = fleet.pool.member(0).client
     assert client_of_one is not None
     client_of_one.answered_at = 9.5
-    fleet.orchestrator.hold_back(fleet.pool.member(1), "suspect")
+    fleet.orchestrator.cordon(fleet.pool.member(1), "suspect")
     app.state.omni_drain.begin()
     async with client_of(app) as client:
         state = (await client.get("/omni/fleet")).json()

@@ -71,7 +71,7 @@ async def test_a_drained_replica_gets_no_new_requests_until_it_is_resumed(
 
 
 async def test_only_a_drained_replica_can_be_resumed(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
-    fleet.pool.hold_back(fleet.pool.member(1), "suspect")
+    fleet.pool.cordon(fleet.pool.member(1), "suspect")
     answer = await client.post("/omni/replicas/0.1/resume")
     assert answer.status_code == 409
     assert answer.json()["detail"] == (

@@ -60,7 +60,7 @@ async def next_state(stream: AsyncIterator[tuple[str, Any]]) -> Any:
 
 async def test_events_are_listed_oldest_first_after_a_given_one(fleet: FakeFleet) -> None:
     fleet.kill(1)
-    fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
+    fleet.orchestrator.cordon(fleet.pool.member(0), "admin")
     async with client_of(app_of(fleet)) as client:
         events = (await client.get("/omni/events")).json()["events"]
         known = {"Last-Event-ID": str(events[0]["id"])}
@@ -77,7 +77,7 @@ async def test_a_stream_has_the_kept_events_and_then_new_ones(fleet: FakeFleet, 
     fleet.kill(1)
     stream = messages(broadcast.stream())
     assert (await first(stream))[0] == "lost"
-    fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
+    fleet.orchestrator.cordon(fleet.pool.member(0), "admin")
     kind, event = await first(stream)
     assert (kind, event["reason"]) == ("drain", "an operator drains it")
 
@@ -300,7 +300,7 @@ async def test_the_fleet_stream_has_states_and_events_and_continues_after_the_la
     fleet: FakeFleet, broadcast: FleetBroadcast
 ) -> None:
     fleet.kill(1)
-    fleet.orchestrator.hold_back(fleet.pool.member(0), "admin")
+    fleet.orchestrator.cordon(fleet.pool.member(0), "admin")
     events = broadcast.events()
     kinds = [(await first(stream))[0] for stream in [messages(broadcast.stream(with_state=True))] for _ in range(4)]
     assert kinds == ["history", "lost", "drain", "state"]

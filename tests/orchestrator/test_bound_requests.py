@@ -86,8 +86,8 @@ async def test_it_ends_when_its_replica_was_lost_in_between_and_may_have_come_ba
 async def test_it_follows_to_a_replica_that_gets_nothing_else_any_more(fleet: FakeFleet, others_serve: bool) -> None:
     replica_id = await send_first(fleet)
     await end_first(fleet)
-    for held_back in [replica_id] if others_serve else fleet.links:
-        fleet.pool.hold_back(fleet.pool.member(held_back), "admin")
+    for cordoned in [replica_id] if others_serve else fleet.links:
+        fleet.pool.cordon(fleet.pool.member(cordoned), "admin")
     await send_next(fleet)
     assert home(fleet, "next") == replica_id
 

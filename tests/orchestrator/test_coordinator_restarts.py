@@ -70,7 +70,7 @@ async def test_a_call_of_one_head_holds_for_all_heads_and_survives_the_coordinat
     await eventually(lambda: late.adapters == {"story": STORY})
     await late.call("resume_scheduler")
     assert first.replay == second.replay == [("add_lora", (STORY,))]
-    assert [head.pool.member(1).held_back for head in (first, second, late)] == [{"admin"}] * 3
+    assert [head.pool.member(1).cordons for head in (first, second, late)] == [{"admin"}] * 3
 
 
 async def test_an_attaching_replica_waits_until_its_head_is_synced_again(

@@ -90,7 +90,7 @@ async def test_after_a_quiet_time_the_first_sender_is_taken_for_broken_again(fle
 
 
 async def test_the_only_replica_that_serves_is_kept(fleet: FakeFleet) -> None:
-    fleet.pool.hold_back(fleet.pool.member(0), "drain")
+    fleet.pool.cordon(fleet.pool.member(0), "drain")
     fleet.kill(2)
     await poison(fleet, 1)
     assert [member.replica_id for member in fleet.pool.serving] == [1]

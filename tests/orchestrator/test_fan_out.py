@@ -269,6 +269,6 @@ async def test_caches_are_reset_and_adapters_forgotten_where_there_is_no_replica
             await fleet.call("pause_scheduler", "abort", True)
 
 
-async def test_a_replica_that_is_held_back_is_called_too(fleet: FakeFleet) -> None:
-    fleet.pool.hold_back(fleet.pool.member(1), "admin")
+async def test_a_cordoned_replica_is_called_too(fleet: FakeFleet) -> None:
+    fleet.pool.cordon(fleet.pool.member(1), "admin")
     assert len(await fleet.call("is_sleeping")) == 3

@@ -67,7 +67,7 @@ class Fleet:
                 await asyncio.gather(head.call(*what), return_exceptions=True)
             case "call at once with what follows":
                 self.calling.append(asyncio.ensure_future(head.call(*what)))
-            case "drain" | "resume" if step == "drain" or "admin" in head.pool.member(what).held_back:
+            case "drain" | "resume" if step == "drain" or "admin" in head.pool.member(what).cordons:
                 await asyncio.gather(head.manage(step, what), return_exceptions=True)
             case "cut":
                 self.bus.cut(head)
@@ -118,8 +118,8 @@ async def run(steps: list[tuple[str, str, Any]]) -> None:
 
 def agree(fleet: Fleet) -> bool:
     heads = list(fleet.heads.values())
-    holds = [[member.held_back for member in head.pool.members] for head in heads]
-    return all(head.replay == heads[0].replay for head in heads) and all(hold == holds[0] for hold in holds)
+    cordons = [[member.cordons for member in head.pool.members] for head in heads]
+    return all(head.replay == heads[0].replay for head in heads) and all(each == cordons[0] for each in cordons)
 
 
 def joiner(fleet: Fleet) -> EngineModel:

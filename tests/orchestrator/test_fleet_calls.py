@@ -16,7 +16,7 @@ from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, FleetState, NumberedCall, StageState
 from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorUnavailableError, NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
@@ -282,11 +282,11 @@ async def test_the_servers_of_all_heads_are_notified_of_the_sleep_level(heads: l
     assert heads[1].sleep_level == 0
 
 
-async def test_a_drained_replica_is_held_back_by_all_heads_until_any_resumes_it(heads: list[FakeHead]) -> None:
+async def test_a_drained_replica_is_cordoned_by_all_heads_until_any_resumes_it(heads: list[FakeHead]) -> None:
     await heads[0].manage("drain", 1)
-    assert [head.pool.member(1).held_back for head in heads] == [{ADMIN_HOLD}] * 3
+    assert [head.pool.member(1).cordons for head in heads] == [{ADMIN_CORDON}] * 3
     await heads[2].manage("resume", 1)
-    assert [head.pool.member(1).held_back for head in heads] == [frozenset()] * 3
+    assert [head.pool.member(1).cordons for head in heads] == [frozenset()] * 3
     assert [head.orchestrator.drained for head in heads] == [set()] * 3
 
 
@@ -306,7 +306,7 @@ async def test_a_replica_that_is_resumed_while_a_head_is_cut_off_is_resumed_ther
     bus.cut(heads[2])
     await heads[0].manage("resume", 1)
     await heads[2].join_fleet()
-    await eventually(lambda: heads[2].pool.member(1).held_back == frozenset())
+    await eventually(lambda: heads[2].pool.member(1).cordons == frozenset())
     assert heads[2].orchestrator.drained == set()
 
 
@@ -322,7 +322,7 @@ async def test_a_private_replica_is_drained_by_its_own_head_only(bus: HeadBus, h
     await heads[0].manage("drain", 4)
     assert (bus.calls, heads[0].orchestrator.drained) == ([], set())
     await heads[0].join_fleet()
-    assert heads[0].pool.member(4).held_back == {ADMIN_HOLD}, "what others drained is no matter of it"
+    assert heads[0].pool.member(4).cordons == {ADMIN_CORDON}, "what others drained is no matter of it"
 
 
 class Keeper:
@@ -374,7 +374,7 @@ async def test_closing_answers_an_operator_whose_action_other_heads_have_not_fol
     member = heads[0].pool.member(1)
     heads[0].fleet_calls.share_replica_action("drain", ReplicaKey(0, member.input_addr, member.output_addr), reply)
     if when == "while others follow":
-        await eventually(lambda: heads[2].pool.member(1).held_back)
+        await eventually(lambda: heads[2].pool.member(1).cordons)
     await heads[0].fleet_calls.close()
     with pytest.raises(QueueClosedError, match="about to end"):
         reply.result(timeout=0)

@@ -13,7 +13,7 @@ from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallOutcome, OperatorCall
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, ReplicaError
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
@@ -24,7 +24,7 @@ async def test_a_late_head_gets_the_whole_state(stack: AsyncExitStack, bus: Head
     late = await joined(stack, bus, "late")
     assert late.replay == heads[0].replay
     await eventually(lambda: (late.adapters, late.sleep_level) == ({"story": STORY}, 1))
-    assert late.pool.member(1).held_back == {ADMIN_HOLD}
+    assert late.pool.member(1).cordons == {ADMIN_CORDON}
     assert late.orchestrator.drained == heads[0].orchestrator.drained != set()
     assert late.calls(0) == [], "the other heads have called it"
 
@@ -136,7 +136,7 @@ async def test_a_single_head_needs_no_coordinator_and_reports_its_state_later(
     await alone.join_fleet()
     late = await joined(stack, bus, "late")
     await late.until(PAUSED)
-    assert late.pool.member(1).held_back == {ADMIN_HOLD}
+    assert late.pool.member(1).cordons == {ADMIN_CORDON}
 
 
 async def test_a_call_is_refused_without_a_coordinator_if_there_are_other_heads(
@@ -148,7 +148,7 @@ async def test_a_call_is_refused_without_a_coordinator_if_there_are_other_heads(
         with pytest.raises(CoordinatorUnavailableError, match="coordinator"):
             await attempt
     assert heads[0].calls(0) == []
-    assert heads[0].pool.member(1).held_back == frozenset()
+    assert heads[0].pool.member(1).cordons == frozenset()
     assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
     assert await heads[0].bring_up(4) == []
     for head in heads:
@@ -166,7 +166,7 @@ async def test_a_new_coordinator_gets_the_fleets_state_from_the_heads(bus: HeadB
     for head in reversed(heads):
         await head.join_fleet()
     bus.settle()
-    await eventually(lambda: heads[2].pool.member(1).held_back == {ADMIN_HOLD})
+    await eventually(lambda: heads[2].pool.member(1).cordons == {ADMIN_CORDON})
     await heads[2].call("set_weight_version", "v2")
     assert [head.replay for head in heads] == [[("add_lora", (STORY,)), ("set_weight_version", ("v2",))]] * 3
 

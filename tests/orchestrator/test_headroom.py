@@ -12,7 +12,7 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.unsent_queue import UnsentQueue, UnsentRun
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -144,11 +144,11 @@ SMALL_STEPS = SendWindow(BatchLimits(tokens=16, sequences=100), limited=True, re
 
 async def test_a_request_within_its_share_overtakes_over_share_work() -> None:
     async with late(replicas=2, send_window=SMALL_STEPS, plan=EQUALS) as fleet:
-        fleet.pool.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+        fleet.pool.cordon(fleet.pool.member(0), ADMIN_CORDON)
         await answer_first(fleet, "0", CALM)
         for name in "abcdef":
             await fleet.submit(name, prompt=list(range(100)), terms=FLOOD)
-        fleet.orchestrator.release_hold(fleet.pool.member(0), ADMIN_HOLD)
+        fleet.orchestrator.uncordon(fleet.pool.member(0), ADMIN_CORDON)
         await fleet.submit("1", prompt=list(range(100)), terms=CALM)
         assert fleet.in_flight == [3, 4]
         fleet.say("a", 1)
@@ -237,12 +237,12 @@ async def test_a_replica_with_waiting_requests_of_its_own_recalls_none() -> None
 async def test_a_request_is_not_recalled_from_a_large_cached_prefix() -> None:
     cached = list(range(2000))
     async with FakeFleet(2, PrefixBalancer(), send_window=SMALL_STEPS, plan=EQUALS) as fleet:
-        fleet.pool.hold_back(fleet.pool.member(1), ADMIN_HOLD)
+        fleet.pool.cordon(fleet.pool.member(1), ADMIN_CORDON)
         await fleet.submit("0", prompt=cached, terms=CALM)
         fleet.say("0", 1)
         for name in "12":
             await fleet.submit(name, prompt=[int(name)] * 100, terms=CALM)
-        fleet.orchestrator.release_hold(fleet.pool.member(1), ADMIN_HOLD)
+        fleet.orchestrator.uncordon(fleet.pool.member(1), ADMIN_CORDON)
         await fleet.submit("3", prompt=cached, terms=CALM)
         assert fleet.in_flight == [4, 0]
         fleet.links[1].report(running=0)

@@ -16,7 +16,7 @@ from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE
 
 from .late_fleet import TWO_AT_MOST
@@ -144,12 +144,12 @@ class Histories(RuleBasedStateMachine):
     @rule(replica_id=st.integers(0, REPLICAS - 1))
     def drain_and_resume(self, replica_id: int) -> None:
         self.remember_attempts()
-        self.run(self.hold_back(replica_id))
+        self.run(self.cordon(replica_id))
 
-    async def hold_back(self, replica_id: int) -> None:
+    async def cordon(self, replica_id: int) -> None:
         member = self.fleet.pool.member(replica_id)
-        self.fleet.orchestrator.hold_back(member, ADMIN_HOLD)
-        self.fleet.orchestrator.release_hold(member, ADMIN_HOLD)
+        self.fleet.orchestrator.cordon(member, ADMIN_CORDON)
+        self.fleet.orchestrator.uncordon(member, ADMIN_CORDON)
         # What an abort has made room for is sent in a later turn of the loop.
         await asyncio.sleep(0)
 

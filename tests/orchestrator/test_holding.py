@@ -132,17 +132,17 @@ async def test_a_held_session_keeps_its_chunks_in_order() -> None:
         assert fleet.orchestrator.request_states == {}
 
 
-@pytest.mark.parametrize("held_back", [True, False])
-async def test_a_replica_that_is_held_back_gets_what_is_held_only_after_its_release(held_back: bool) -> None:
+@pytest.mark.parametrize("cordoned", [True, False])
+async def test_a_cordoned_replica_gets_what_is_held_only_after_its_release(cordoned: bool) -> None:
     async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
         member = fleet.pool.member(0)
         fleet.lose(0)
-        if held_back:
-            fleet.pool.hold_back(member, "admin")
+        if cordoned:
+            fleet.pool.cordon(member, "admin")
         await fleet.submit("a")
         link = fleet.join(member)
-        assert len(link.added) == (0 if held_back else 1)
-        fleet.orchestrator.release_hold(member, "admin")
+        assert len(link.added) == (0 if cordoned else 1)
+        fleet.orchestrator.uncordon(member, "admin")
         assert len(link.added) == 1
 
 
@@ -154,6 +154,6 @@ async def test_waiters_for_a_replica_are_notified() -> None:
         member = fleet.pool.member(0)
         fleet.lose(0)
         fleet.join(member)
-        fleet.pool.hold_back(member, "admin")
-        fleet.orchestrator.release_hold(member, "admin")
+        fleet.pool.cordon(member, "admin")
+        fleet.orchestrator.uncordon(member, "admin")
         assert told == [True, True]

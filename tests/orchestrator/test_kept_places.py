@@ -13,7 +13,7 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.errors import MessageTooLargeError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch import hold_queue
 from vllm_omni_plugin.orchestrator.dispatch.suspects import CLEARING_OUTPUTS
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 
 from .late_fleet import TWO_AT_MOST, got, late, submit_all
@@ -22,7 +22,7 @@ LONG = 600.0
 
 
 def drain(fleet: FakeFleet) -> None:
-    fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+    fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
 
 
 def lose(fleet: FakeFleet) -> None:
@@ -137,16 +137,16 @@ async def test_a_recall_after_a_move_does_not_change_the_recorded_dispatches() -
         await fleet.submit("a", dispatches, prompt=[1, 2])
         fleet.say("a", 1)
         other = fleet.pool.add()
-        other.held_back = frozenset([ADMIN_HOLD])
+        other.cordons = frozenset([ADMIN_CORDON])
         fleet.join(other)
         # The answer goes on behind two others there, and then at a third.
-        fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
-        fleet.orchestrator.release_hold(other, ADMIN_HOLD)
+        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
+        fleet.orchestrator.uncordon(other, ADMIN_CORDON)
         await submit_all(fleet, "bcd")
         lose(fleet)
         assert got(fleet.links[1]) == "bc"
         fleet.join(fleet.pool.add())
-        fleet.orchestrator.hold_back(other, ADMIN_HOLD)
+        fleet.orchestrator.cordon(other, ADMIN_CORDON)
         assert set(got(fleet.links[2])) == {"a", "d"}
         assert [name for name, _ in dispatches] == ["0.0"]
 
@@ -172,9 +172,9 @@ async def test_a_replica_that_turns_out_to_be_dead_gets_no_more_recalls() -> Non
         await submit_all(fleet, "abcde")
         drain(fleet)
         other = fleet.pool.add()
-        other.held_back = frozenset([ADMIN_HOLD])
+        other.cordons = frozenset([ADMIN_CORDON])
         fleet.join(other).broken = True
-        fleet.orchestrator.release_hold(other, ADMIN_HOLD)
+        fleet.orchestrator.uncordon(other, ADMIN_CORDON)
         # One was to go there, and waits for the next that serves; the others have not noticed.
         assert (fleet.orchestrator.metrics.held, fleet.in_flight) == (1, [4, 0])
         for name in "ab":
@@ -213,9 +213,9 @@ async def test_requests_that_wait_for_a_replica_with_an_isolated_suspect_go_else
     async with late(replicas=3, send_window=SendWindow(limited=True)) as fleet:
         await fleet.submit("p", affinity=0)
         for replica_id in (0, 2):
-            fleet.pool.hold_back(fleet.pool.member(replica_id), ADMIN_HOLD)
+            fleet.pool.cordon(fleet.pool.member(replica_id), ADMIN_CORDON)
         await submit_all(fleet, "abc")
-        fleet.orchestrator.release_hold(fleet.pool.member(2), ADMIN_HOLD)
+        fleet.orchestrator.uncordon(fleet.pool.member(2), ADMIN_CORDON)
         fleet.lose(0)
         assert (got(fleet.links[1]), got(fleet.links[2])) == ("abp", "c")
 
@@ -224,14 +224,14 @@ async def isolate(fleet: FakeFleet) -> None:
     """ "p" is isolated at the second of two replicas, which others wait for, and the first one serves again."""
     await fleet.submit("p", affinity=0)
     first = fleet.pool.member(0)
-    fleet.pool.hold_back(first, ADMIN_HOLD)
+    fleet.pool.cordon(first, ADMIN_CORDON)
     await submit_all(fleet, "abcde")
     fleet.lose(0)
     fleet.say("a", 1)
     fleet.say("b", 1)
     assert got(fleet.links[1]) == "abpc", "nobody else served"
     fleet.join(first)
-    fleet.orchestrator.release_hold(first, ADMIN_HOLD)
+    fleet.orchestrator.uncordon(first, ADMIN_CORDON)
     fleet.say("c", 1)
     assert got(fleet.links[1]) == "abpc"
     fleet.say("p", 1)

@@ -12,7 +12,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings
 from vllm_omni_plugin.balancing import PrefixBalancer, Prompt
 from vllm_omni_plugin.errors import RequestRefusedError
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, SubmitRequest
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
@@ -100,9 +100,9 @@ def test_a_request_with_a_deadline_can_follow_an_abort_on_the_loop_that_the_orch
 
 async def test_requests_that_wait_for_a_lost_replica_neither_move_nor_become_suspects() -> None:
     async with late(replicas=2, migration_limit=0) as fleet:
-        fleet.pool.hold_back(fleet.pool.member(1), ADMIN_HOLD)
+        fleet.pool.cordon(fleet.pool.member(1), ADMIN_CORDON)
         await submit_all(fleet, "abcd")
-        fleet.orchestrator.release_hold(fleet.pool.member(1), ADMIN_HOLD)
+        fleet.orchestrator.uncordon(fleet.pool.member(1), ADMIN_CORDON)
         # One went to the replica that is there again, since it has room.
         fleet.lose(0)
         failed = {name for name, error in await fleet.read() if isinstance(error, Exception)}
@@ -117,7 +117,7 @@ async def test_requests_that_wait_for_a_drained_replica_go_to_another_one() -> N
         drained = fleet.pool.member(0)
         waiting = [run.request_id for run in drained.in_flight.values() if not run.sent]
         assert len(waiting) == 1
-        fleet.orchestrator.hold_back(drained, ADMIN_HOLD)
+        fleet.orchestrator.cordon(drained, ADMIN_CORDON)
         assert all(run.sent for run in drained.in_flight.values())
         assert fleet.in_flight == [2, 4]
 
@@ -125,7 +125,7 @@ async def test_requests_that_wait_for_a_drained_replica_go_to_another_one() -> N
 async def test_requests_that_wait_for_the_only_replica_are_finished_there_although_it_drains() -> None:
     async with late() as fleet:
         await submit_all(fleet, "abc")
-        fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
         fleet.say("a", 1, finish_reason="stop")
         assert got(fleet.links[0]) == "abc"
         assert fleet.orchestrator.metrics.held == 0
@@ -133,13 +133,13 @@ async def test_requests_that_wait_for_the_only_replica_are_finished_there_althou
 
 async def test_a_replica_with_room_recalls_requests_of_another_one() -> None:
     async with late(replicas=2) as fleet:
-        fleet.pool.hold_back(fleet.pool.member(1), ADMIN_HOLD)
+        fleet.pool.cordon(fleet.pool.member(1), ADMIN_CORDON)
         dispatches: list[Any] = []
         await submit_all(fleet, "ab")
         await fleet.submit("c", dispatches, prompt=[1, 2])
         assert fleet.in_flight == [3, 0]
         assert dispatches == []
-        fleet.orchestrator.release_hold(fleet.pool.member(1), ADMIN_HOLD)
+        fleet.orchestrator.uncordon(fleet.pool.member(1), ADMIN_CORDON)
         assert got(fleet.links[1]) == "c"
         assert (fleet.in_flight, fleet.orchestrator.metrics.requests_recalled) == ([2, 1], 1)
         assert [name for name, _ in dispatches] == ["0.1"]
@@ -151,9 +151,9 @@ async def test_a_cached_prompt_is_computed_elsewhere_only_if_no_other_prompt_wai
 
         async def submit_to(replica: int, name: str, prompt: list[int]) -> None:
             other = fleet.pool.member(1 - replica)
-            fleet.orchestrator.hold_back(other, ADMIN_HOLD)
+            fleet.orchestrator.cordon(other, ADMIN_CORDON)
             await fleet.submit(name, prompt=prompt)
-            fleet.orchestrator.release_hold(other, ADMIN_HOLD)
+            fleet.orchestrator.uncordon(other, ADMIN_CORDON)
 
         await submit_to(0, "0", cached)
         fleet.say("0", 1)

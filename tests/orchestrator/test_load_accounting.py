@@ -65,8 +65,8 @@ async def test_counters_that_are_reset_by_health_checks_and_reports(fleet: FakeF
     before = loads(fleet)
     for member, link in zip(fleet.pool.members, fleet.links.values(), strict=True):
         link.report(running=0)
-        fleet.pool.hold_back(member, "suspect")
-        fleet.pool.release_hold(member, "suspect")
+        fleet.pool.cordon(member, "suspect")
+        fleet.pool.uncordon(member, "suspect")
     assert loads(fleet) == before
     assert [load.requests for load in before] == [3, 3, 3]
 

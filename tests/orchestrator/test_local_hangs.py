@@ -81,10 +81,10 @@ async def bring_up_to_date(engine: FakeEngine) -> None:
 
 async def test_requests_of_an_engine_that_hangs_move_and_it_is_neither_killed_nor_restarted(node: Node) -> None:
     first, second = node.pool.members
-    node.pool.hold_back(second, "admin")
+    node.pool.cordon(second, "admin")
     node.submit(FakeRequest("a"))
     await eventually(lambda: first.queue_length == 1)
-    node.orchestrator.release_hold(second, "admin")
+    node.orchestrator.uncordon(second, "admin")
     ToldProbe.made[0].hangs()
     assert node.statuses == [ERROR, UP]
     assert (first.queue_length, second.queue_length) == (0, 1)
@@ -123,11 +123,11 @@ async def test_a_call_fails_on_an_engine_that_hangs_and_returns_the_other_answer
 
 async def test_late_outputs_of_moved_requests_are_dropped(node: Node) -> None:
     second = node.pool.member(1)
-    node.pool.hold_back(second, "admin")
+    node.pool.cordon(second, "admin")
     node.submit(FakeRequest("a"))
     engine = node.engine_of(0)
     _, body = await received(engine)
-    node.orchestrator.release_hold(second, "admin")
+    node.orchestrator.uncordon(second, "admin")
     ToldProbe.made[0].hangs()
     late = FakeOutputs(outputs=[FakeOutput(body["request_id"], [1])], scheduler_stats=7)
     engine.say(msgspec.json.encode(late))
@@ -181,7 +181,7 @@ async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(n
 
 async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwards(node: Node) -> None:
     engine = node.engine_of(0)
-    node.pool.hold_back(node.pool.member(0), "admin")
+    node.pool.cordon(node.pool.member(0), "admin")
     ToldProbe.made[0].hangs()
     ToldProbe.made[0].answers()
     await bring_up_to_date(engine)

@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 
@@ -118,8 +118,8 @@ class History:
                 fleet.kill(replica_id)
         else:
             fleet = self._draw.choice(self._heads)
-            fleet.orchestrator.hold_back(fleet.pool.member(replica_id), ADMIN_HOLD)
-            fleet.orchestrator.release_hold(fleet.pool.member(replica_id), ADMIN_HOLD)
+            fleet.orchestrator.cordon(fleet.pool.member(replica_id), ADMIN_CORDON)
+            fleet.orchestrator.uncordon(fleet.pool.member(replica_id), ADMIN_CORDON)
 
     def _compute(self, replica_id: int) -> None:
         running = [

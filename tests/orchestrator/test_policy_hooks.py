@@ -19,7 +19,7 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.errors import NoExplanationError, NoReplicaError, OmniError
 from vllm_omni_plugin.orchestrator.pool.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
@@ -91,7 +91,7 @@ async def test_an_unsent_attempt_that_ends_is_cancelled_and_a_recalled_one_is_no
         for name in "abcd":
             await fleet.submit(name)
         await fleet.abort("c")
-        fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
     assert policy.notes[4:] == [
         ("dispatch_cancelled", 0, "c", "noted"),
         ("ended", 0, "c", 0.0, 0, []),

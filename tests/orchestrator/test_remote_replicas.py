@@ -1,4 +1,4 @@
-"""Replicas of other processes: attached while listed, held back, lost, detached. Links in memory."""
+"""Replicas of other processes: attached while listed, cordoned, lost, detached. Links in memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     LONGEST_PAUSE_S,
 )
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplicaJoined,
@@ -115,7 +115,7 @@ async def test_an_unknown_unlisted_replica_is_no_error(fleet: Fleet) -> None:
     await fleet.joined(row(2))
 
 
-async def test_a_suspect_gets_no_new_requests_and_keeps_those_it_has(fleet: Fleet) -> None:
+async def test_a_late_replica_gets_no_new_requests_and_keeps_those_it_has(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     await fleet.submit("a")
     fleet.register(row(1), accepts=False)
@@ -270,14 +270,14 @@ async def test_a_removed_replica_does_not_come_back_in_that_incarnation(fleet: F
     assert len(fleet.attachments[1].link.added) == 1
 
 
-async def test_a_replica_that_an_operator_drained_is_held_back_when_it_is_listed_again(fleet: Fleet) -> None:
+async def test_a_replica_that_an_operator_drained_is_cordoned_when_it_is_listed_again(fleet: Fleet) -> None:
     await fleet.joined(row(1))
     await fleet.manage("drain", 0)
     for incarnation in (2, 3):
         fleet.unregister(row(1))
         fleet.register(row(1, incarnation=incarnation))
         await eventually(lambda incarnation=incarnation: len(fleet.attachments) == incarnation)  # type: ignore[misc]
-        assert fleet.pool.members[0].held_back == {ADMIN_HOLD}
+        assert fleet.pool.members[0].cordons == {ADMIN_CORDON}
     await fleet.manage("resume", 0)
     fleet.unregister(row(1))
     await fleet.joined(row(1, incarnation=4))

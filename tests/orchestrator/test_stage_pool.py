@@ -79,7 +79,7 @@ def test_the_serving_replicas_are_the_same_object_while_membership_stands() -> N
     serving = pool.serving
     state = charge(pool, members[0], "a")
     pool.release(state)
-    pool.hold_back(members[3], "admin")
+    pool.cordon(members[3], "admin")
     assert serving is not pool.serving
     assert len(serving) == 12
     serving = pool.serving
@@ -94,12 +94,12 @@ def test_the_lengths_of_all_queues_are_known_through_charges_releases_and_holds(
     assert pool.serving.total_queue_length == 33
     for state in states[:11:5]:
         pool.release(state)
-    pool.hold_back(members[11], "admin")
+    pool.cordon(members[11], "admin")
     assert pool.serving.total_queue_length == 30
     assert {pick(pool, {}).replica_id for _ in range(100)} == {0, 5, 10}
     pool.release(states[11])
     assert pick(pool, {}) is members[0]
-    pool.release_hold(members[11], "admin")
+    pool.uncordon(members[11], "admin")
     assert pick(pool, {}) is members[11]
 
 
@@ -167,25 +167,25 @@ def test_a_replica_that_serves_cannot_be_removed_and_is_lost_once() -> None:
     assert pool.members == ()
 
 
-def test_a_replica_held_back_for_two_reasons_serves_after_both_are_released() -> None:
+def test_a_replica_cordoned_for_two_reasons_serves_after_both_are_gone() -> None:
     pool, (first, second) = make_pool(2)
     charge(pool, first, "a")
-    pool.hold_back(first, "admin")
-    pool.hold_back(first, "suspect")
+    pool.cordon(first, "admin")
+    pool.cordon(first, "suspect")
     assert (first.status, pool.serving, first.queue_length) == (ReplicaStatus.DRAINING, (second,), 1)
-    pool.release_hold(first, "admin")
-    pool.release_hold(first, "never placed")
-    assert (pool.serving, first.held_back) == ((second,), {"suspect"})
-    pool.release_hold(first, "suspect")
+    pool.uncordon(first, "admin")
+    pool.uncordon(first, "never placed")
+    assert (pool.serving, first.cordons) == ((second,), {"suspect"})
+    pool.uncordon(first, "suspect")
     assert pool.serving == (first, second)
 
 
 def test_a_hold_outlives_the_loss_of_its_replica() -> None:
     pool, (member,) = make_pool(1)
-    pool.hold_back(member, "admin")
+    pool.cordon(member, "admin")
     pool.lose(member, ReplicaStatus.DOWN)
     assert member.status is ReplicaStatus.DOWN
-    pool.release_hold(member, "suspect")
+    pool.uncordon(member, "suspect")
     assert member.status is ReplicaStatus.DOWN
     serve(pool, member)
     assert (member.status, pool.serving) == (ReplicaStatus.DRAINING, ())
@@ -207,10 +207,10 @@ async def test_waiters_for_idleness_are_notified_once_nothing_is_in_flight() -> 
     assert idle.done()
 
 
-async def test_a_replica_that_is_held_back_ends_what_it_has_while_others_are_chosen() -> None:
+async def test_a_cordoned_replica_ends_what_it_has_while_others_are_chosen() -> None:
     pool, (first, second) = make_pool(2, PrefixBalancer())
     state = charge(pool, first, "a")
-    pool.hold_back(first, "drain")
+    pool.cordon(first, "drain")
     idle = pool.when_idle(first)
     assert dispatch(pool) is second
     # The policy has looked at all that serve by now, and the first is none of these.

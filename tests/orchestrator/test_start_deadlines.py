@@ -11,7 +11,7 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, Ticket
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.dispatch import hold_queue
 from vllm_omni_plugin.orchestrator.dispatch.paused_runs import RETRY_S
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 
 from .late_fleet import got, late
 
@@ -64,7 +64,7 @@ async def test_where_it_waits_since_its_first_replica_is_drained() -> None:
         for name in "abcd":
             await fleet.submit(name, prompt=[1])
         await submit(fleet, "e", "f")
-        fleet.orchestrator.hold_back(fleet.pool.member(0), ADMIN_HOLD)
+        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
         assert fleet.in_flight == [2, 4]
         fleet.now = DUE_S
         await eventually(lambda: len(fleet.orchestrator.request_states) == 4, "the refusals")

@@ -3,7 +3,7 @@
 from collections.abc import MutableSequence
 
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, HOLDS
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, CORDON_REASONS
 
 DRAINING = "This server is drained by an operator and takes no new requests. Please send it to another one."
 """The message of requests that are refused meanwhile."""
@@ -29,10 +29,10 @@ class HeadDrain:
         """Take no new requests. Idempotent."""
         if not self.active:
             self._flag[0] = 1
-            self._events.record(EventKind.DRAIN, HOLDS[ADMIN_HOLD][0])
+            self._events.record(EventKind.DRAIN, CORDON_REASONS[ADMIN_CORDON][0])
 
     def end(self) -> None:
         """Take new requests again. Idempotent."""
         if self.active:
             self._flag[0] = 0
-            self._events.record(EventKind.RESUME, HOLDS[ADMIN_HOLD][1])
+            self._events.record(EventKind.RESUME, CORDON_REASONS[ADMIN_CORDON][1])

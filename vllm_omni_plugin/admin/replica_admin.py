@@ -9,7 +9,7 @@ from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, OmniError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 
 Action = Literal["drain", "resume", "remove"]
@@ -78,9 +78,9 @@ class FleetAdmin:
         if replica not in members:
             raise UnknownReplicaError(f"There is no replica {replica}. There are: {', '.join(members) or 'none'}.")
         member = members[replica]
-        if action == "resume" and ADMIN_HOLD not in member.held_back:
-            holds = f", held back: {', '.join(sorted(member.held_back))}" if member.held_back else ""
-            state = f"it is {member.status.value}{holds}"
+        if action == "resume" and ADMIN_CORDON not in member.cordons:
+            reasons = f", held back: {', '.join(sorted(member.cordons))}" if member.cordons else ""
+            state = f"it is {member.status.value}{reasons}"
             raise ReplicaError(f"Replica {replica} is not drained by an operator ({state}).")
         reply: Future[None] = Future()
         self.orchestrator.rpc_async_queue.force_put(ManageReplica(action, member.stage_id, member.replica_id, reply))
@@ -97,7 +97,7 @@ def _report(member: PoolMember, now: float) -> ReplicaReport:
         stage=member.stage_id,
         replica=member.replica_id,
         status=member.status.value,
-        held_back=sorted(member.held_back),
+        held_back=sorted(member.cordons),
         remote=member.remote,
         input_addr=member.input_addr,
         output_addr=member.output_addr,

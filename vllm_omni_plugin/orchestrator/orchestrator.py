@@ -19,7 +19,7 @@ from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
-from vllm_omni_plugin.orchestrator.pool.pool_member import HOLDS
+from vllm_omni_plugin.orchestrator.pool.pool_member import CORDON_REASONS
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -257,7 +257,7 @@ class Orchestrator:
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
     ) -> None:
-        """A replica takes requests from now on, over this client, unless it is held back."""
+        """A replica takes requests from now on, over this client, unless it is cordoned."""
         member.changed_at = self._clock()
         cache = self._apis[member.stage_id].cache_size(ready_response)
         serves = self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, cache)
@@ -265,18 +265,18 @@ class Orchestrator:
         if serves:
             self._began_to_serve(member)
 
-    def hold_back(self, member: PoolMember, reason: str) -> None:
+    def cordon(self, member: PoolMember, reason: str) -> None:
         """Send a replica no new requests; those in flight go on. Idempotent for each reason."""
-        if reason not in member.held_back:
-            self.stage_pools[member.stage_id].hold_back(member, reason)
+        if reason not in member.cordons:
+            self.stage_pools[member.stage_id].cordon(member, reason)
             self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].recall_waiting(member))
-            self.events.record(EventKind.DRAIN, HOLDS[reason][0], member)
+            self.events.record(EventKind.DRAIN, CORDON_REASONS[reason][0], member)
 
-    def release_hold(self, member: PoolMember, reason: str) -> None:
-        """End a hold; the replica takes requests again unless it is held back for another reason."""
-        if reason in member.held_back:
-            self.events.record(EventKind.RESUME, HOLDS[reason][1], member)
-        if self.stage_pools[member.stage_id].release_hold(member, reason):
+    def uncordon(self, member: PoolMember, reason: str) -> None:
+        """Remove a reason; the replica takes requests again unless it is cordoned for another one."""
+        if reason in member.cordons:
+            self.events.record(EventKind.RESUME, CORDON_REASONS[reason][1], member)
+        if self.stage_pools[member.stage_id].uncordon(member, reason):
             self._began_to_serve(member)
 
     def replica_lost(self, member: PoolMember, reason: str, status: ReplicaStatus = ReplicaStatus.DOWN) -> None:

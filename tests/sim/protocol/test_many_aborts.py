@@ -16,7 +16,6 @@ from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
 AT_ONCE = 40
 HEADS = 3
-HELD = "admin"
 ENDLESS = 90_000
 """Tokens that no engine produces before somebody tells it to stop."""
 NEVER = 10**6
@@ -67,7 +66,7 @@ async def one_lot(head: WholeHead, draw: random.Random, prefix: str) -> None:
     moments = drawn(draw, AT_ONCE, prefix)
     how = draw.choice(("together", "held", "sent"))
     if how == "held":
-        head.pool.hold_back(head.member, HELD)
+        head.pool.cordon(head.member, "admin")
     submit(head, draw, moments)
     at_once = [name for name, moment in moments.items() if moment == 0]
     if how != "together":
@@ -75,7 +74,7 @@ async def one_lot(head: WholeHead, draw: random.Random, prefix: str) -> None:
     head.abort(*at_once)
     if how == "held":
         await eventually(lambda: head.orchestrator.request_states.keys().isdisjoint(at_once))
-        head.orchestrator.release_hold(head.member, HELD)
+        head.orchestrator.uncordon(head.member, "admin")
     await abort_each_in_its_moment(head, {name: moment for name, moment in moments.items() if moment})
     assert set(head.ended.values()) <= {"length"}
     head.forget()

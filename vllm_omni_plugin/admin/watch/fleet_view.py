@@ -81,7 +81,7 @@ class FleetView:
         return {
             "id": member.name,
             "status": member.status.value,
-            "held_back": sorted(member.held_back),
+            "held_back": sorted(member.cordons),
             "remote": member.remote,
             "address": member.input_addr if member.remote else "",
             "requests": load.requests,

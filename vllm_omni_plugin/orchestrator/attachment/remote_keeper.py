@@ -14,7 +14,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_HOLD, SUSPECT_HOLD, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_CORDON, LATE_CORDON, PoolMember
 from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
 
 logger = init_logger(__name__)
@@ -79,7 +79,7 @@ class RemoteReplicaKeeper:
         if not changed:
             return
         self._changed.set()
-        self._place_holds()
+        self._update_cordons()
         if restarted and self._replica is not None:
             self._replica.client.mark_dead("its server has started it again")
 
@@ -93,7 +93,7 @@ class RemoteReplicaKeeper:
         drains = status is ReplicaStatus.DRAINING
         if drains is not self._server_drains:
             self._server_drains = drains
-            self._place_holds()
+            self._update_cordons()
 
     def _on_lost(self, reason: str) -> None:
         # Ignored before the replica serves, and if this head ends the attachment itself.
@@ -137,7 +137,7 @@ class RemoteReplicaKeeper:
         if not self.joined:
             self.joined = True
             self._orchestrator.replica_joined(member, replica.ready_response)
-        self._place_holds()
+        self._update_cordons()
         self._orchestrator.replica_serves(
             member, replica.client, self.info.input_addr, self.info.output_addr, replica.ready_response
         )
@@ -147,23 +147,23 @@ class RemoteReplicaKeeper:
         self._last_failure = ""
         self._orchestrator.events.record(EventKind.ATTACH, f"attached to {self.info.control_addr}", member)
 
-    def _place_holds(self) -> None:
+    def _update_cordons(self) -> None:
         drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
-        suspected = not self._accepts and not drains
-        for reason, held in ((DRAIN_HOLD, drains), (SUSPECT_HOLD, suspected)):
-            if held:
-                self._orchestrator.hold_back(self.member, reason)
+        late = not self._accepts and not drains
+        for reason, holds in ((DRAIN_CORDON, drains), (LATE_CORDON, late)):
+            if holds:
+                self._orchestrator.cordon(self.member, reason)
             else:
-                self._orchestrator.release_hold(self.member, reason)
+                self._orchestrator.uncordon(self.member, reason)
         self._await_drain()
 
     def _await_drain(self) -> None:
-        if DRAIN_HOLD in self.member.held_back and self.member.client is not None:
+        if DRAIN_CORDON in self.member.cordons and self.member.client is not None:
             self._pool.when_idle(self.member).add_done_callback(self._detach_if_drained)
 
     def _detach_if_drained(self, idle: "asyncio.Future[None]") -> None:
         member, client = self.member, self.member.client
-        if idle.cancelled() or client is None or member.in_flight or DRAIN_HOLD not in member.held_back:
+        if idle.cancelled() or client is None or member.in_flight or DRAIN_CORDON not in member.cordons:
             return
         logger.info("Replica %s has drained.", member.name)
         self._pool.lose(member, ReplicaStatus.DRAINING)

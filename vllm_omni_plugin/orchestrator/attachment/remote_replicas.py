@@ -13,7 +13,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_keeper import RemoteReplica
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
 from vllm_omni_plugin.replicas.client.remote import (
     AttachRefusedError,
@@ -127,7 +127,7 @@ class RemoteReplicas:
         member.remote, member.leave = True, partial(self.leave, member)
         member.input_addr, member.output_addr = info.input_addr, info.output_addr
         if key in self._orchestrator.drained:
-            self._orchestrator.hold_back(member, ADMIN_HOLD)
+            self._orchestrator.cordon(member, ADMIN_CORDON)
         keeper = self._keepers[key] = RemoteReplicaKeeper(
             self._orchestrator, self._fleet_calls, member, info, message.accepts, self._settings.clock, self._delay
         )

@@ -129,7 +129,7 @@ class Dispatcher:
         return self.outcomes.take_ended()
 
     def recall_waiting(self, member: PoolMember) -> Sequence[RunEnded]:
-        """A replica is held back: the runs that wait for it go to other replicas, if any serve."""
+        """A replica is cordoned: the runs that wait for it go to other replicas, if any serve."""
         for run in self._queue.unsent.runs_of(member):
             # Sending the previous run may have shown that the other replicas are dead.
             if self._pool.serving:

@@ -11,7 +11,7 @@ from vllm_omni_plugin.coordinator.state.call_log import update_drained
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate, notify_state_change
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_HOLD, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
@@ -23,9 +23,9 @@ def manage(orchestrator: Orchestrator, action: str, member: PoolMember) -> None:
         ReplicaError: the replica cannot be removed.
     """
     if action == "drain":
-        orchestrator.hold_back(member, ADMIN_HOLD)
+        orchestrator.cordon(member, ADMIN_CORDON)
     elif action == "resume":
-        orchestrator.release_hold(member, ADMIN_HOLD)
+        orchestrator.uncordon(member, ADMIN_CORDON)
     else:
         assert member.leave is not None
         member.leave()

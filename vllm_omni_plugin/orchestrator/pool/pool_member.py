@@ -10,18 +10,18 @@ from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
-ADMIN_HOLD = "admin"
+ADMIN_CORDON = "admin"
 """An operator drains the replica."""
-DRAIN_HOLD = "drain"
+DRAIN_CORDON = "drain"
 """The replica's server shuts down."""
-SUSPECT_HOLD = "suspect"
+LATE_CORDON = "suspect"
 """The replica's heartbeats are late."""
-HOLDS = {
-    ADMIN_HOLD: ("an operator drains it", "an operator resumes it"),
-    DRAIN_HOLD: ("its server shuts down", "its server is back"),
-    SUSPECT_HOLD: ("its heartbeats are late", "its heartbeats come in time again"),
+CORDON_REASONS = {
+    ADMIN_CORDON: ("an operator drains it", "an operator resumes it"),
+    DRAIN_CORDON: ("its server shuts down", "its server is back"),
+    LATE_CORDON: ("its heartbeats are late", "its heartbeats come in time again"),
 }
-"""Why each hold is placed, and why it is released, in words."""
+"""Why a replica is cordoned and uncordoned, in words."""
 
 _STAGE_STRIDE = 10_000
 """More than the replicas that one head can have sockets for."""
@@ -49,8 +49,8 @@ class PoolMember:
         restarts: how often its engine was started again.
         remote: whether its engine belongs to another process, which this head attaches to.
         incarnation: the incarnation that this head is or was attached to, of a remote replica.
-        held_back: the holds for which the replica gets no new requests. Replaced and never changed, since other
-            threads read it.
+        cordons: the reasons for which the replica gets no new requests; users see them as `held_back`. Replaced and
+            never changed, since other threads read it.
         changed_at: monotonic seconds at which the replica last began to serve or was lost.
         leave: removes the replica for good, moves its requests and frees its id. Returns at once; raises
             `ReplicaError` if the replica cannot be reached. Set by the owner of the replica.
@@ -71,7 +71,7 @@ class PoolMember:
     restarts: int = 0
     remote: bool = False
     incarnation: int = 0
-    held_back: frozenset[str] = frozenset()
+    cordons: frozenset[str] = frozenset()
     changed_at: float = 0.0
     leave: Callable[[], None] | None = None
     idle: "asyncio.Future[None] | None" = None

@@ -65,7 +65,7 @@ class StageCalls:
     """Utility calls to one stage, and the shared state that they leave.
 
     Args:
-        pool: its replicas are called, also those that are held back.
+        pool: its replicas are called, also those that are cordoned.
         distrust: called with a replica that failed a call which another replica accepted, and the reason.
 
     Attributes:

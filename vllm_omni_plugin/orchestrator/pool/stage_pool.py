@@ -125,7 +125,7 @@ class StagePool:
         output_addr: str,
         cache: CacheSize = UNKNOWN_CACHE,
     ) -> bool:
-        """The replica takes requests over this client from now on, unless it is held back. Returns whether it does."""
+        """The replica takes requests over this client from now on, unless it is cordoned. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
         member.ledger = LoadLedger(cache)
         if self.exchange is not None:
@@ -152,22 +152,22 @@ class StagePool:
         member.notify_if_idle()
         return orphans
 
-    def hold_back(self, member: PoolMember, reason: str) -> None:
+    def cordon(self, member: PoolMember, reason: str) -> None:
         """Give a replica no new requests; requests in flight go on.
 
-        Holds of different reasons add up. A hold outlives the loss of the replica, until its reason is released.
+        Reasons add up. A reason outlives the loss of the replica, until `uncordon`.
         """
-        member.held_back |= {reason}
+        member.cordons |= {reason}
         if member.client is not None:
             self._enter_service(member)
 
-    def release_hold(self, member: PoolMember, reason: str) -> bool:
-        """Undo `hold_back` with the same reason. Returns whether the replica takes requests from now on."""
-        member.held_back -= {reason}
+    def uncordon(self, member: PoolMember, reason: str) -> bool:
+        """Undo `cordon` for the same reason. Returns whether the replica takes requests from now on."""
+        member.cordons -= {reason}
         return member.client is not None and self._enter_service(member)
 
     def when_idle(self, member: PoolMember) -> "asyncio.Future[None]":
-        """Done as soon as nothing is in flight on a replica; it may get more unless it is held back."""
+        """Done as soon as nothing is in flight on a replica; it may get more unless it is cordoned."""
         if member.idle is None or member.idle.done():
             member.idle = asyncio.get_running_loop().create_future()
         member.notify_if_idle()
@@ -181,7 +181,7 @@ class StagePool:
         Args:
             affinity_key: requests with the same key go to the same replica while membership stands.
             avoid: ids of replicas that do not get the request while others serve, whatever policy and key say.
-            pinned: the request can only go where the first request of its key went, even if that replica is held back.
+            pinned: the request can only go where the first request of its key went, even if that replica is cordoned.
 
         Raises:
             NoReplicaError: no replica serves.
@@ -331,8 +331,8 @@ class StagePool:
             self._policy.notify("cache_cleared", member)
 
     def _enter_service(self, member: PoolMember) -> bool:
-        self._set_status(member, ReplicaStatus.DRAINING if member.held_back else ReplicaStatus.UP)
-        return not member.held_back
+        self._set_status(member, ReplicaStatus.DRAINING if member.cordons else ReplicaStatus.UP)
+        return not member.cordons
 
     def _set_status(self, member: PoolMember, status: ReplicaStatus) -> None:
         served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP

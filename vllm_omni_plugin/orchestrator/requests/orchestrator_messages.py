@@ -163,7 +163,7 @@ class CallReplicas:
 
 @dataclass(frozen=True, slots=True)
 class RegisterRemoteReplica:
-    """A replica of another process has joined or changed. If it does not accept requests it is a suspect or drains."""
+    """A replica of another process has joined or changed. If it does not accept requests it is late or drains."""
 
     info: ReplicaInfo
     accepts: bool
