@@ -96,7 +96,7 @@ class Service:
         member, decision = self._pool.decide(task)
         picked = perf_counter_ns()
         charge = perf_counter_ns()
-        state.dispatch(member.replica_id, task["request_id"], task, decision, picked / 1e9)
+        state.assign(member.replica_id, task["request_id"], task, decision, picked / 1e9)
         self._pool.charge(member, state)
         charged = perf_counter_ns()
         self.pick_ns.append(picked - begin)

@@ -40,7 +40,7 @@ class NotAllowedError(ReplicaError):
 
 
 class NoReplicaError(OmniError):
-    """No replica of the stage can serve now. The request was never dispatched, so the client may retry it."""
+    """No replica of the stage can serve now. The request was never sent to a replica, so the client may retry it."""
 
 
 class RequestRefusedError(OmniError):

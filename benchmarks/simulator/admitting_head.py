@@ -26,7 +26,7 @@ class _Stage:
     heads: int = 1
 
     @property
-    def dispatch_rate(self) -> float:
+    def send_rate(self) -> float:
         return self.flow.leaving_rate or 0.0
 
     @property
@@ -66,7 +66,7 @@ class AdmittingHead(Head):
         self._by_number: dict[int, Request] = {}
         self._sent_at: dict[Request, float] = {}
 
-    def dispatch(self, request: Request) -> None:
+    def submit(self, request: Request) -> None:
         now = self._clock.now
         ticket = self._admission.new_ticket(request.terms, 0, request.prompt_tokens, now)
         if isinstance(ticket, RequestRefusedError):
@@ -74,7 +74,7 @@ class AdmittingHead(Head):
             return
         self._tickets[request] = ticket
         self._by_number[ticket.number] = request
-        super().dispatch(request)
+        super().submit(request)
         if (job := self._waiting_job(request)) is None:
             return
         outcome = self._admission.enqueue(ticket, now)
@@ -86,8 +86,8 @@ class AdmittingHead(Head):
             evicted_job = self._waiting_job(evicted)
             assert evicted_job is not None
             self._drop(evicted, evicted_job)
-        if ticket.dispatch_by < inf:
-            self._after(ticket.dispatch_by - now, self._expire, request)
+        if ticket.send_by < inf:
+            self._after(ticket.send_by - now, self._expire, request)
 
     def receive(
         self, replica: SimReplica, outcome: Outcome, report: LoadReport | None, change: CacheChange | None
@@ -112,7 +112,7 @@ class AdmittingHead(Head):
 
     def _start(self, send: Callable[[SimReplica, Job], None], replica: SimReplica, job: Job) -> None:
         self._stage.unstarted += 1
-        self._stage.flow.sent(self._clock.now)
+        self._stage.flow.entered(self._clock.now)
         self._sent_at[job.request] = self._clock.now
         self._admission.started(self._tickets[job.request])
         send(replica, job)

@@ -102,7 +102,7 @@ class Head:
     def is_idle(self, replica: SimReplica) -> bool:
         return not replica.in_flight
 
-    def dispatch(self, request: Request) -> None:
+    def submit(self, request: Request) -> None:
         """Choose a serving replica, of which there must be one, and charge it. Send the request once it has room."""
         task = request.task()
         self._place(request, task, self._prefer_headroom(request, self._choose(task)))
@@ -130,7 +130,7 @@ class Head:
         job = request.job(replica.engine.settings.block_size)
         job.cached_tokens = decision.matched_tokens
         run = StageRun(task["request_id"], SimpleNamespace(**task), self._clock.now)
-        run.dispatch(replica.replica_id, task["request_id"], task, decision, self._clock.now)
+        run.assign(replica.replica_id, task["request_id"], task, decision, self._clock.now)
         replica.charge(job, run)
         self._update(replica)
         self._tell("dispatched", task, replica, decision)

@@ -83,10 +83,10 @@ class SharingHead(Head):
             self._update(cast(Any, member))
             self.fill(cast(Any, member))
 
-    def dispatch(self, request: Request) -> None:
+    def submit(self, request: Request) -> None:
         if self.unreported.heads > 1:
             self.unreported.estimate(self._clock.now, self.serving.total_queue_length)
-        super().dispatch(request)
+        super().submit(request)
         self.unreported.in_flight += 1
 
     def lose(self, replica: SimReplica) -> list[Job]:
@@ -172,8 +172,8 @@ class SeveralHeads(Head):
     def is_idle(self, replica: SimReplica) -> bool:
         return not self.in_flight(replica.replica_id)
 
-    def dispatch(self, request: Request) -> None:
-        self._rng.choice(self._heads).dispatch(request)
+    def submit(self, request: Request) -> None:
+        self._rng.choice(self._heads).submit(request)
 
     def fill(self, replica: SimReplica) -> None:
         for head, view in self._views_of(replica):

@@ -94,19 +94,19 @@ class Simulation:
 
     def _ask(self, request: Request) -> None:
         request.arrived = self._clock.now
-        self._dispatch(request)
+        self._submit(request)
 
-    def _dispatch(self, request: Request) -> None:
+    def _submit(self, request: Request) -> None:
         if not self._head.serving:
             self._waiting.append(request)
             self._after(WAIT_S, self._give_up, request)
             return
-        self._head.dispatch(request)
+        self._head.submit(request)
 
     def _send(self, replica: SimReplica, job: Job) -> None:
-        self._after(LINK_S, self._submit, replica, replica.engine, job)
+        self._after(LINK_S, self._arrive, replica, replica.engine, job)
 
-    def _submit(self, replica: SimReplica, engine: LeapEngine, job: Job) -> None:
+    def _arrive(self, replica: SimReplica, engine: LeapEngine, job: Job) -> None:
         if engine is replica.engine and replica.alive:
             engine.submit(job, self._clock.now)
             self._expect(replica)
@@ -183,7 +183,7 @@ class Simulation:
             if job.request.moves > MOVES:
                 self._refuse(job.request)
             else:
-                self._dispatch(job.request)
+                self._submit(job.request)
 
     def _return(self, replica: SimReplica) -> None:
         """Restart a replica that died or left with an empty cache. One that has not finished its work goes on."""
@@ -195,4 +195,4 @@ class Simulation:
         self._head.serve(replica)
         waiting, self._waiting = self._waiting, []
         for request in waiting:
-            self._dispatch(request)
+            self._submit(request)

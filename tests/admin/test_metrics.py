@@ -235,7 +235,7 @@ async def test_requests_of_other_heads_are_not_counted() -> None:
         assert by(fleet.orchestrator, "replica", "requests_in_flight") == {"0": 1}
 
 
-async def test_every_dispatch_is_counted_once_by_reason() -> None:
+async def test_every_assignment_is_counted_once_by_reason() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name in "abc":
             await fleet.submit(name)

@@ -7,7 +7,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.admin.asgi import Client
-from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware, new_dispatches
+from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware, new_sends
 from vllm_omni_plugin.balancing import Decision
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
@@ -22,11 +22,11 @@ def part(body: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def dispatch(*replicas: str) -> None:
-    """A request that is dispatched to these replicas, one after the other."""
-    dispatches = new_dispatches()
-    assert dispatches is not None
-    dispatches += [(replica, Decision(0, "least-load")) for replica in replicas]
+def send_to(*replicas: str) -> None:
+    """A request that is sent to these replicas, one after the other."""
+    sends = new_sends()
+    assert sends is not None
+    sends += [(replica, Decision(0, "least-load")) for replica in replicas]
 
 
 def answering(*requests: str, status: int = 200) -> ASGIApp:
@@ -34,7 +34,7 @@ def answering(*requests: str, status: int = 200) -> ASGIApp:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         for replicas in requests:
-            dispatch(*replicas.split())
+            send_to(*replicas.split())
         await send(start(status))
         await send(part(b"{}", more=False))
 
@@ -68,7 +68,7 @@ async def test_concurrent_answers_do_not_mix() -> None:
 
     def app_of(replica: str) -> ASGIApp:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            dispatch(replica)
+            send_to(replica)
             await both_made.wait()
             await answering()(scope, receive, send)
 
@@ -81,7 +81,7 @@ async def test_concurrent_answers_do_not_mix() -> None:
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
     """Starts the stream before it sends a request, like vLLM."""
     await send(start(headers=EVENTS))
-    dispatch("0.1")
+    send_to("0.1")
     await send(part(b"data: one\n\n"))
     await send(part(b"", more=False))
 
@@ -96,7 +96,7 @@ async def test_other_requests_are_not_changed(scope: Scope) -> None:
     seen: list[Any] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(new_dispatches())
+        seen.append(new_sends())
         await send(start())
 
     assert ((await answer_of(app, scope)).sent, seen) == ([start()], [None])

@@ -12,7 +12,7 @@ from vllm_omni_plugin.errors import RequestRefusedError
 class FakeStage:
     """A `StageView` with values of the test."""
 
-    dispatch_rate: float = 0.0
+    send_rate: float = 0.0
     unstarted: int = 0
     first_output_s: float = 0.0
     heads: int = 1

@@ -133,7 +133,7 @@ def test_a_class_has_bounds_of_its_own() -> None:
 
 
 def test_the_bound_in_seconds_follows_the_measured_rate() -> None:
-    rules = admission(AdmissionConfig(max_wait=2.0), dispatch_rate=2.0, unstarted=1)
+    rules = admission(AdmissionConfig(max_wait=2.0), send_rate=2.0, unstarted=1)
     for _ in range(4):
         come(rules)
     assert refused(rules).reason is RefusalReason.QUEUE_FULL
@@ -153,7 +153,7 @@ def test_requests_at_other_heads_count_except_those_of_lower_classes() -> None:
 
 
 def test_a_deadline_that_cannot_be_kept_is_refused_at_arrival() -> None:
-    rules = admission(dispatch_rate=1.0, unstarted=2)
+    rules = admission(send_rate=1.0, unstarted=2)
     for _ in range(8):
         come(rules, "a")
     refusal = refused(rules, "a", timeout_s=5.0)
@@ -162,7 +162,7 @@ def test_a_deadline_that_cannot_be_kept_is_refused_at_arrival() -> None:
 
 
 def test_the_time_in_engines_is_part_of_the_deadline() -> None:
-    rules = admission(dispatch_rate=1.0, first_output_s=2.0)
+    rules = admission(send_rate=1.0, first_output_s=2.0)
     for _ in range(8):
         come(rules, "a")
     refusal = refused(rules, "a", timeout_s=9.5)
@@ -171,13 +171,13 @@ def test_the_time_in_engines_is_part_of_the_deadline() -> None:
 
 
 def test_unstarted_requests_in_engines_do_not_make_a_request_late() -> None:
-    rules = admission(dispatch_rate=1.0, unstarted=50)
+    rules = admission(send_rate=1.0, unstarted=50)
     come(rules)
     come(rules, timeout_s=2.0)
 
 
 def test_a_flood_does_not_make_another_tenants_deadline_unreachable() -> None:
-    rules = admission(dispatch_rate=1.0)
+    rules = admission(send_rate=1.0)
     for _ in range(100):
         come(rules, "flood")
     assert refused(rules, "flood", timeout_s=5.0).status == 503
@@ -186,7 +186,7 @@ def test_a_flood_does_not_make_another_tenants_deadline_unreachable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deadline", "timeout_s", "first_output_s", "dispatch_s"),
+    ("deadline", "timeout_s", "first_output_s", "send_s"),
     [
         (10.0, None, 0.0, 10.0),
         (10.0, 3.0, 0.0, 3.0),
@@ -197,12 +197,12 @@ def test_a_flood_does_not_make_another_tenants_deadline_unreachable() -> None:
     ],
 )
 def test_engines_must_have_a_request_in_time_for_the_shorter_deadline(
-    deadline: float | None, timeout_s: float | None, first_output_s: float, dispatch_s: float
+    deadline: float | None, timeout_s: float | None, first_output_s: float, send_s: float
 ) -> None:
     config = AdmissionConfig(classes=(RequestClass(name="only", deadline=deadline),))
     ticket = admission(config, first_output_s=first_output_s).new_ticket(RequestTerms("", timeout_s), 0, 1, 100.0)
     assert isinstance(ticket, Ticket)
-    assert ticket.dispatch_by == 100.0 + dispatch_s
+    assert ticket.send_by == 100.0 + send_s
 
 
 def test_a_request_that_no_engine_has_in_time_is_refused() -> None:
@@ -217,7 +217,7 @@ def test_a_request_that_no_engine_has_in_time_is_refused() -> None:
 
 def test_retry_after_is_the_time_in_which_the_excess_drains_from_1_to_60_seconds() -> None:
     def retry_after(rate: float, tokens: int, heads: int = 1) -> int:
-        rules = admission(AdmissionConfig(max_waiting_tokens=1000), dispatch_rate=rate, heads=heads)
+        rules = admission(AdmissionConfig(max_waiting_tokens=1000), send_rate=rate, heads=heads)
         for _ in range(10):
             come(rules)
         return refused(rules, tokens=tokens).retry_after_s
@@ -298,7 +298,7 @@ def test_no_request_that_may_wait_has_an_expected_refusal_and_bounds_hold(
         max_waiting_tokens=1200,
         tenants={"a": TenantSettings(weight=3)},
     )
-    rules = admission(plan, dispatch_rate=1.0)
+    rules = admission(plan, send_rate=1.0)
     waiting: dict[int, Ticket] = {}
     for tenant, priority, tokens in requests:
         in_advance = rules.expected_refusal(RequestTerms(tenant), priority, 0.0)
@@ -347,7 +347,7 @@ def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: py
 
 
 def test_no_request_is_refused_on_arrival_while_nothing_waits() -> None:
-    rules = admission(dispatch_rate=0.1, unstarted=2)
+    rules = admission(send_rate=0.1, unstarted=2)
     assert rules.expected_refusal(RequestTerms(timeout_s=1.0), None, 0.0) is None
     come(rules)
     assert rules.expected_refusal(RequestTerms(timeout_s=1.0), None, 0.0) is not None

@@ -144,7 +144,7 @@ def test_accounts_of_invented_tenants_are_bounded_and_drop_no_configured_one() -
 
 
 def test_queue_position_has_the_class_and_the_requests_ahead() -> None:
-    rules = admission(AdmissionConfig(classes=CLASSES), dispatch_rate=2.0, unstarted=3)
+    rules = admission(AdmissionConfig(classes=CLASSES), send_rate=2.0, unstarted=3)
     for _ in range(5):
         come(rules, "a")
     come(rules, "a", priority=1)

@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, RequestStages, StageTimes
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestStages, Sends, StageTimes
 
 from .stage_models import source
 
@@ -72,7 +72,7 @@ LEAST = Decision(0, "least-load")
 
 
 @pytest.mark.parametrize(
-    ("policies", "dispatches", "expected"),
+    ("policies", "sends", "expected"),
     [
         (["kv-aware"], [("0.0", LEAST), ("0.1", MATCH)], ("0.1", "kv-aware", "match", "no-events", 32)),
         (
@@ -83,13 +83,13 @@ LEAST = Decision(0, "least-load")
     ],
     ids=["one stage", "a pipeline"],
 )
-def test_the_span_of_a_request_has_the_last_dispatch_in_each_stage(
-    traced: Traced, policies: list[str], dispatches: Dispatches, expected: tuple[Any, ...]
+def test_the_span_of_a_request_has_the_last_send_in_each_stage(
+    traced: Traced, policies: list[str], sends: Sends, expected: tuple[Any, ...]
 ) -> None:
     spans = RequestSpans(traced.processor, policies)
     traced.add("a")
     list_to_fill = spans.expect("a", None)
-    list_to_fill += dispatches
+    list_to_fill += sends
     traced.finish("a")
     (span,) = traced.spans
     names = ("omni.replica", "omni.policy", "omni.reason", "omni.fallback", "omni.matched_tokens")
@@ -108,7 +108,7 @@ def test_each_sample_of_a_request_has_its_own_attributes(traced: Traced) -> None
     assert [attributes(span)["omni.replica"] for span in traced.spans] == ["0.1", "0.0"]
 
 
-def test_a_later_chunk_of_a_session_keeps_the_first_dispatch(traced: Traced) -> None:
+def test_a_later_chunk_of_a_session_keeps_the_first_send(traced: Traced) -> None:
     spans = RequestSpans(traced.processor, ["p"])
     traced.add("a")
     spans.expect("a", [("0.1", MATCH)])
@@ -118,12 +118,12 @@ def test_a_later_chunk_of_a_session_keeps_the_first_dispatch(traced: Traced) -> 
     assert attributes(span)["omni.replica"] == "0.1"
 
 
-@pytest.mark.parametrize("dispatches", [None, []], ids=["unknown", "not dispatched"])
-def test_a_request_without_a_dispatch_has_a_plain_span(traced: Traced, dispatches: Dispatches | None) -> None:
+@pytest.mark.parametrize("sends", [None, []], ids=["unknown", "not sent"])
+def test_a_request_without_a_send_has_a_plain_span(traced: Traced, sends: Sends | None) -> None:
     spans = RequestSpans(traced.processor, ["p"])
     traced.add("a")
-    if dispatches is not None:
-        spans.expect("a", dispatches)
+    if sends is not None:
+        spans.expect("a", sends)
     spans.expect("gone", None)
     traced.finish("a")
     (span,) = traced.spans

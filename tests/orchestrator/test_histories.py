@@ -92,15 +92,15 @@ class Histories(RuleBasedStateMachine):
     def submit_for_the_abort_only(self) -> None:
         self.run(self.fleet.submit(ABORT_ONLY, abort_immediately=True))
 
-    @precondition(lambda self: self.dispatched())
+    @precondition(lambda self: self.assigned())
     @rule(seed=st.integers(0, 1000))
     def advance(self, seed: int) -> None:
         """Engines make some tokens of all they have, and finish some."""
         self.remember_attempts()
         draw = random.Random(seed)
-        for name in self.dispatched():
+        for name in self.assigned():
             count, finish = draw.randint(0, 3), draw.choice([None] * 9 + ["stop", "length", "abort"])
-            if count and name in self.dispatched():
+            if count and name in self.assigned():
                 self.output(name, count, finish)
 
     def output(self, name: str, count: int, finish: str | None) -> None:
@@ -163,9 +163,9 @@ class Histories(RuleBasedStateMachine):
         self.fleet.join(self.fleet.pool.member(replica_id))
 
     def current_attempts(self) -> list[tuple[FakeLink, str]]:
-        return [self.fleet.attempt(name) for name in self.dispatched()]
+        return [self.fleet.attempt(name) for name in self.assigned()]
 
-    def dispatched(self) -> list[str]:
+    def assigned(self) -> list[str]:
         states = self.fleet.orchestrator.request_states if hasattr(self, "fleet") else {}
         return sorted(
             name for name, state in states.items() if state.runs[0].replica_id is not None and state.runs[0].sent

@@ -1,4 +1,4 @@
-"""Requests that find no replica serving: held in order, then dispatched or refused."""
+"""Requests that find no replica serving: held in order, then sent or refused."""
 
 import pytest
 

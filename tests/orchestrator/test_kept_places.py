@@ -101,10 +101,10 @@ async def test_a_chain_of_many_dead_replicas_costs_a_session_nothing() -> None:
             link.broken = True
         await fleet.submit("s", prompt=[1], resumable=True)
         run = fleet.orchestrator.request_states["s"].runs[0]
-        assert (run.attempts, run.dispatched_at, run.losses, fleet.pool.serving[:]) == (0, None, [], ())
+        assert (run.attempts, run.first_sent_at, run.losses, fleet.pool.serving[:]) == (0, None, [], ())
         fleet.now = 5.0
         fleet.join(fleet.pool.member(0))
-        assert (run.attempts, run.dispatched_at, got(fleet.links[0])) == (1, 5.0, "s")
+        assert (run.attempts, run.first_sent_at, got(fleet.links[0])) == (1, 5.0, "s")
 
 
 async def test_the_first_request_is_sent_after_a_replica_that_was_dead() -> None:
@@ -131,10 +131,10 @@ async def test_the_first_request_is_sent_to_a_replica_that_has_room_earlier() ->
         assert [request["sampling_params"]["kv"] for request in link.requests] == [{"of": "c"}]
 
 
-async def test_a_recall_after_a_move_does_not_change_the_recorded_dispatches() -> None:
+async def test_a_recall_after_a_move_does_not_change_the_recorded_sends() -> None:
     async with late() as fleet:
-        dispatches: list[Any] = []
-        await fleet.submit("a", dispatches, prompt=[1, 2])
+        sends: list[Any] = []
+        await fleet.submit("a", sends, prompt=[1, 2])
         fleet.say("a", 1)
         other = fleet.pool.add()
         other.cordons = frozenset([ADMIN_CORDON])
@@ -148,7 +148,7 @@ async def test_a_recall_after_a_move_does_not_change_the_recorded_dispatches() -
         fleet.join(fleet.pool.add())
         fleet.orchestrator.cordon(other, ADMIN_CORDON)
         assert set(got(fleet.links[2])) == {"a", "d"}
-        assert [name for name, _ in dispatches] == ["0.0"]
+        assert [name for name, _ in sends] == ["0.0"]
 
 
 async def test_a_drain_refuses_and_evicts_no_request() -> None:

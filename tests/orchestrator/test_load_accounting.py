@@ -79,7 +79,7 @@ async def test_counters_that_are_charged_only_when_the_stream_starts(fleet: Fake
 
 
 async def test_counters_that_are_overwritten_by_an_older_snapshot(fleet: FakeFleet) -> None:
-    """vllm#48027: a report erases what was dispatched after it was taken."""
+    """vllm#48027: a report erases what was assigned after it was taken."""
     for index in range(6):
         await fleet.submit(f"r{index}")
     # Each engine had seen one of its two requests when it reported.
@@ -135,9 +135,9 @@ async def test_a_rate_that_is_taken_for_a_load(fleet: FakeFleet) -> None:
         fleet.now += 10.0
         await fleet.submit(f"r{index}")
         fleet.say(f"r{index}", finish_reason="stop")
-    dispatched = [member.dispatches for member in fleet.pool.members]
-    assert dispatched.pop(stuck) == 1
-    assert sum(dispatched) == 30
+    assigned = [member.dispatches for member in fleet.pool.members]
+    assert assigned.pop(stuck) == 1
+    assert sum(assigned) == 30
 
 
 @pytest.mark.parametrize("replicas", [3, 20], ids=["searched", "indexed"])

@@ -13,7 +13,7 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 def charge(ledger: LoadLedger, task: Task, matched: int = 0, now: float = 0.0) -> StageRun:
     run = StageRun("r", FakeRequest("r"), now)
-    run.dispatch(0, "r-1", task, Decision(0, "test", matched_tokens=matched), now)
+    run.assign(0, "r-1", task, Decision(0, "test", matched_tokens=matched), now)
     ledger.charge(run, now)
     ledger.mark_sent(run)
     return run

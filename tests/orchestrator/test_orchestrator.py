@@ -256,7 +256,7 @@ async def test_replicas_found_dead_by_the_send_cost_nothing_while_another_serves
     assert (fleet.in_flight, len(fleet.pool.serving)) == ([0, 2], 1)
 
 
-async def test_the_time_until_the_first_dispatch_is_observed_once_per_request(fleet: FakeFleet) -> None:
+async def test_the_time_until_the_first_send_is_observed_once_per_request(fleet: FakeFleet) -> None:
     await fleet.submit("a")
     fleet.now = 5.0
     fleet.attempt("a")[0].say_dead()

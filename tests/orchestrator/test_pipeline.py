@@ -8,7 +8,7 @@ from tests.fakes.observations import observed
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, JOIN, SPEECH
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, PipelineCallEnded, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, Sends, StageEvent
 from vllm_omni_plugin.pipeline import Stage
 
 
@@ -193,15 +193,15 @@ async def test_calls_end_with_the_orchestrator() -> None:
     assert fleet.states == {}
 
 
-async def test_each_stage_is_timed_and_its_dispatch_noted() -> None:
-    dispatches: Dispatches = []
+async def test_each_stage_is_timed_and_its_send_noted() -> None:
+    sends: Sends = []
     async with FakePipelineFleet(CHAIN) as fleet:
-        await fleet.submit("r", "text", dispatches=dispatches)
+        await fleet.submit("r", "text", sends=sends)
         fleet.now += 2.0
         await fleet.step("r", 0)
         fleet.now += 1.0
         await fleet.finish()
-        assert [name for name, _ in dispatches] == ["0.0", "1.0"]
+        assert [name for name, _ in sends] == ["0.0", "1.0"]
         ended = fleet.events["r"][-1]
         assert isinstance(ended, PipelineCallEnded)
         assert set(ended.timings) == {"thinker", "refiner"}

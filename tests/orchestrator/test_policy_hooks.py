@@ -23,7 +23,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches, Explain, Explanation
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explain, Explanation, Sends
 
 
 class SelectOnly:
@@ -109,7 +109,7 @@ async def test_only_decisions_of_the_policy_are_cancelled() -> None:
     assert policy.notes[3:] == [("ended", 0, "c", 0.0, 0, [])]
 
 
-async def test_a_lost_replica_is_forgotten_before_its_requests_are_dispatched_again() -> None:
+async def test_a_lost_replica_is_forgotten_before_its_requests_are_assigned_again() -> None:
     policy = NotingPolicy()
     async with FakeFleet(balancer=policy) as fleet:
         await fleet.submit("a", prompt=[1, 2])
@@ -214,7 +214,7 @@ async def test_an_invalid_decision_costs_no_request(policy: LoadBalancer, caplog
     assert len(caplog.records) == 1
 
 
-async def test_every_dispatch_is_one_counted_decision() -> None:
+async def test_every_assignment_is_one_counted_decision() -> None:
     async with FakeFleet(balancer=NotingPolicy(matched_tokens=2)) as fleet:
         await fleet.submit("a", prompt=[1, 2, 3])
         fleet.attempt("a")[0].say_dead()
@@ -253,15 +253,15 @@ def test_a_policy_that_invents_reasons_does_not_fill_the_memory() -> None:
     assert counts[0, "p", "other"] > 900
 
 
-async def test_dispatches_are_recorded_until_the_first_output() -> None:
-    dispatches: Dispatches = []
+async def test_sends_are_recorded_until_the_first_output() -> None:
+    sends: Sends = []
     async with FakeFleet(replicas=3, balancer=NotingPolicy()) as fleet:
-        await fleet.submit("a", dispatches=dispatches)
+        await fleet.submit("a", sends=sends)
         fleet.attempt("a")[0].say_dead()
         fleet.say("a", 7)
         fleet.kill(1)
         assert fleet.orchestrator.request_states["a"].runs[0].attempts == 3
-    assert [(replica, decision.reason) for replica, decision in dispatches] == [("0.0", "noted"), ("0.1", "noted")]
+    assert [(replica, decision.reason) for replica, decision in sends] == [("0.0", "noted"), ("0.1", "noted")]
 
 
 async def test_an_explanation_changes_nothing() -> None:

@@ -18,12 +18,12 @@ LAST = FakeRequest("r")
 def session() -> StageRun:
     """A session on replica 1 whose first chunk has been sent."""
     run = StageRun(CHUNK.request_id, CHUNK, 0.0, streaming=StreamingInputState(replayable=True))
-    dispatch(run, 1, "r-1")
+    assign(run, 1, "r-1")
     return run
 
 
-def dispatch(run: StageRun, replica_id: int, engine_request_id: str) -> None:
-    run.dispatch(replica_id, engine_request_id, {}, Decision(0, "test"), 0.0)
+def assign(run: StageRun, replica_id: int, engine_request_id: str) -> None:
+    run.assign(replica_id, engine_request_id, {}, Decision(0, "test"), 0.0)
 
 
 def add(run: StageRun, *chunks: FakeRequest) -> None:
@@ -41,7 +41,7 @@ def lose(run: StageRun, replica_id: int = 2) -> list[FakeRequest]:
     """The replica is lost, another one takes over. Returns what it is sent after the first chunk."""
     assert run.streaming is not None
     assert run.lose_replica(Loss(PoolMember(1, 0), "died"), 99, Move.NEVER) is None
-    dispatch(run, replica_id, f"r-{replica_id}")
+    assign(run, replica_id, f"r-{replica_id}")
     return run.streaming.take_unsent()
 
 

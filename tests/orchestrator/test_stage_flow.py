@@ -16,7 +16,7 @@ class Played:
 
     def send(self, count: int = 1) -> None:
         for _ in range(count):
-            self.flow.sent(self.now)
+            self.flow.entered(self.now)
 
     def begin(
         self,

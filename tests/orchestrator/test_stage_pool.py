@@ -48,15 +48,15 @@ def pick(pool: StagePool, task: Task, affinity_key: int | None = None) -> PoolMe
 
 def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
     state = StageRun(name, FakeRequest(name), 0.0)
-    state.dispatch(member.replica_id, f"{name}-1", {}, Decision(0, "test"), 0.0)
+    state.assign(member.replica_id, f"{name}-1", {}, Decision(0, "test"), 0.0)
     pool.charge(member, state)
     return state
 
 
-def dispatch(pool: StagePool) -> PoolMember:
+def assign(pool: StagePool) -> PoolMember:
     member, decision = pool.decide({})
     state = StageRun("r", FakeRequest("r"), 0.0)
-    state.dispatch(member.replica_id, f"r-{member.dispatches}", {}, decision, 0.0)
+    state.assign(member.replica_id, f"r-{member.dispatches}", {}, decision, 0.0)
     pool.charge(member, state)
     return member
 
@@ -212,7 +212,7 @@ async def test_a_cordoned_replica_ends_what_it_has_while_others_are_chosen() -> 
     state = charge(pool, first, "a")
     pool.cordon(first, "drain")
     idle = pool.when_idle(first)
-    assert dispatch(pool) is second
+    assert assign(pool) is second
     # The policy has looked at all that serve by now, and the first is none of these.
     pool.set_peer_work(first, None)
     pool.add_first_output(first, state, 0)

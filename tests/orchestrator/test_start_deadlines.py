@@ -155,7 +155,7 @@ async def test_the_time_in_engines_is_taken_off_the_deadline() -> None:
         admission = fleet.orchestrator.admission
         ticket = admission.new_ticket(RequestTerms("tenant", timeout_s=10.0), 0, 1, fleet.now)
         assert isinstance(ticket, Ticket)
-        assert ticket.dispatch_by == fleet.now + 10.0 - 3.0
+        assert ticket.send_by == fleet.now + 10.0 - 3.0
         admission.ended(ticket, 0, fleet.now)
 
 

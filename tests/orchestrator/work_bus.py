@@ -72,7 +72,7 @@ class WorkingHead:
     def charge(self, member: PoolMember) -> StageRun:
         run = StageRun("r", cast(Any, FakeRequest("r")), 0.0)
         task: Task = {"prompt": Prompt(range(PROMPT_TOKENS))}
-        run.dispatch(member.replica_id, f"r-{next(self._number)}", task, Decision(0, "test"), 0.0)
+        run.assign(member.replica_id, f"r-{next(self._number)}", task, Decision(0, "test"), 0.0)
         self.pool.charge(member, run)
         member.ledger.mark_sent(run)
         self.runs.append(run)

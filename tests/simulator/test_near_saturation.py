@@ -41,7 +41,7 @@ class SharedStage:
     heads: int = 2
 
     @property
-    def dispatch_rate(self) -> float:
+    def send_rate(self) -> float:
         return self.flow.leaving_rate or 0.0
 
     @property

@@ -31,7 +31,7 @@ class ReplicaReport:
         remote: whether its engine belongs to another process.
         input_addr, output_addr: ZMQ addresses; empty before it has served, unless it is remote.
         in_flight: unfinished requests of this head, and of other heads as reported.
-        dispatched: requests that this head has given to it so far.
+        dispatched: requests that this head has assigned to it so far.
         since_seconds: seconds since it last began to serve or was lost; None before it has served.
     """
 

@@ -6,24 +6,24 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Sends
 
 HEADER = "X-Omni-Replica"
 
-_requests: ContextVar[list[Dispatches] | None] = ContextVar("omni_requests", default=None)
+_requests: ContextVar[list[Sends] | None] = ContextVar("omni_requests", default=None)
 
 
-def new_dispatches() -> Dispatches | None:
-    """A list in which the orchestrator records the dispatches of a request; None outside of an HTTP answer.
+def new_sends() -> Sends | None:
+    """A list in which the orchestrator records where a request was sent; None outside of an HTTP answer.
 
     One answer may need several requests, each in its own asyncio task; tasks inherit the context variable.
     """
     requests = _requests.get()
     if requests is None:
         return None
-    dispatches: Dispatches = []
-    requests.append(dispatches)
-    return dispatches
+    sends: Sends = []
+    requests.append(sends)
+    return sends
 
 
 class ReplicaHeaderMiddleware:
@@ -41,7 +41,7 @@ class ReplicaHeaderMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        requests: list[Dispatches] = []
+        requests: list[Sends] = []
         wants_comment = HEADER in Headers(scope=scope)
         is_event_stream = False
 
@@ -68,9 +68,9 @@ class ReplicaHeaderMiddleware:
             _requests.reset(token)
 
 
-def _names(requests: Iterable[Dispatches]) -> str:
-    return ", ".join(dict.fromkeys(name for dispatches in requests for name in _last_of_each_stage(dispatches)))
+def _names(requests: Iterable[Sends]) -> str:
+    return ", ".join(dict.fromkeys(name for sends in requests for name in _last_of_each_stage(sends)))
 
 
-def _last_of_each_stage(dispatches: Dispatches) -> Iterable[str]:
-    return {name.partition(".")[0]: name for name, _ in dispatches}.values()
+def _last_of_each_stage(sends: Sends) -> Iterable[str]:
+    return {name.partition(".")[0]: name for name, _ in sends}.values()

@@ -121,11 +121,11 @@ class Admission:
         account.spend(cost, self._stage.heads, now)
         self._accounts.add_in_flight(account, now)
         self._labels.add(account, self.config.tenants)
-        dispatch_by = now + self._dispatch_limit_s(terms, request_class)
+        send_by = now + self._send_limit_s(terms, request_class)
         deadline = now + _deadline_s(terms, request_class)
         queue.last_arrival = now
         place = index, priority, start_tag, next(self._numbers)
-        return Ticket(*place, account, tokens, dispatch_by, deadline, name, cost, virtual_cost)
+        return Ticket(*place, account, tokens, send_by, deadline, name, cost, virtual_cost)
 
     def may_refuse(self, terms: RequestTerms) -> bool:
         """Whether such a request can be refused at all, while it waits or by a limit."""
@@ -148,7 +148,7 @@ class Admission:
         index = queue.config.class_index(account.settings, priority)
         request_class = queue.config.classes[index]
         start_tag = _start_tag(account, request_class.name, queue.of(request_class.name))
-        late_s = _late_s(queue, account, index, start_tag, self._dispatch_limit_s(terms, request_class))
+        late_s = _late_s(queue, account, index, start_tag, self._send_limit_s(terms, request_class))
         return self._queue_refusal(account, 1, late_s, 0.0 if late_s else queue.excess(account, index))
 
     def queue_position(self, terms: RequestTerms, priority: int | None, now: float) -> QueuePosition:
@@ -172,7 +172,7 @@ class Admission:
             return []
         queue, account = self._queue, ticket.tenant
         index = queue.index_of(ticket.class_name)
-        late_s = _late_s(queue, account, index, ticket.start_tag, ticket.dispatch_by - now)
+        late_s = _late_s(queue, account, index, ticket.start_tag, ticket.send_by - now)
         evicted, excess = ([], 0.0) if late_s else queue.evict_for(ticket)
         refusal = self._queue_refusal(account, ticket.tokens, late_s, excess)
         if refusal is not None:
@@ -257,7 +257,7 @@ class Admission:
     def _leaves_headroom(self, account: TenantAccount, class_name: str, now: float) -> bool:
         return self._accounts.is_over_share(account, now) or self._queue.has_higher_class(class_name, now - ACTIVE_S)
 
-    def _dispatch_limit_s(self, terms: RequestTerms, request_class: RequestClass) -> float:
+    def _send_limit_s(self, terms: RequestTerms, request_class: RequestClass) -> float:
         """Seconds in which an engine must have a request so that its first token comes in time.
 
         At least half of the deadline: if engines need longer than that, the request may be late, but is not refused.
@@ -347,9 +347,9 @@ def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> fl
     return max(queue.virtual_time, account.finish_tags.get(class_name, 0.0))
 
 
-def _late_s(queue: WaitQueue, account: TenantAccount, index: int, start_tag: float, dispatch_s: float) -> float:
+def _late_s(queue: WaitQueue, account: TenantAccount, index: int, start_tag: float, send_s: float) -> float:
     """Seconds by which a request would be sent too late; 0 if it would be in time."""
-    return max(0.0, queue.dispatch_s(queue.ahead_of(account, index, start_tag)) - dispatch_s)
+    return max(0.0, queue.send_s(queue.ahead_of(account, index, start_tag)) - send_s)
 
 
 def _refusal(over_share: bool, reason: RefusalReason, message: str, retry_after_s: float = 0.0) -> RequestRefusedError:

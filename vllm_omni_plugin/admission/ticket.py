@@ -44,7 +44,7 @@ class Ticket(Struct, order=True):
         start_tag: virtual start time in the fair order of the class, in tokens per weight.
         number: unique at a head, increasing.
         tokens: of the prompt.
-        dispatch_by: monotonic seconds by which an engine must have the request for the first time, or infinity.
+        send_by: monotonic seconds by which an engine must have the request for the first time, or infinity.
         deadline: monotonic seconds by which the first token must come, or infinity.
         cost: estimated tokens of prompt and answer, until the answer's length is known.
         virtual_cost: cost per weight, by which the tenant's next request starts later.
@@ -56,7 +56,7 @@ class Ticket(Struct, order=True):
     number: int
     tenant: TenantAccount
     tokens: int
-    dispatch_by: float
+    send_by: float
     deadline: float
     class_name: str
     cost: float
@@ -65,4 +65,4 @@ class Ticket(Struct, order=True):
 
     def for_later_stage(self) -> Self:
         """The same place for a later stage of a pipeline, where no request is refused."""
-        return replace(self, phase=TicketPhase.STARTED, dispatch_by=inf, deadline=inf)
+        return replace(self, phase=TicketPhase.STARTED, send_by=inf, deadline=inf)

@@ -13,7 +13,7 @@ class StageView(Protocol):
     """What admission reads of the stage. Read from any thread."""
 
     @property
-    def dispatch_rate(self) -> float:
+    def send_rate(self) -> float:
         """Requests per second that leave this head's queue, measured while there is a queue; 0: not known yet."""
 
     @property
@@ -112,7 +112,7 @@ class WaitQueue:
         """Seconds until engines have started so many waiting requests and those they have; 0: rate not known."""
         return self._seconds(ahead + self._stage.unstarted)
 
-    def dispatch_s(self, ahead: float) -> float:
+    def send_s(self, ahead: float) -> float:
         """Seconds until so many waiting requests have been sent to engines; 0: rate not known."""
         return self._seconds(ahead)
 
@@ -121,7 +121,7 @@ class WaitQueue:
         return self._seconds(excess / self._stage.heads)
 
     def _seconds(self, requests: float) -> float:
-        rate = self._stage.dispatch_rate
+        rate = self._stage.send_rate
         return requests / rate if rate else 0.0
 
     def excess(self, account: TenantAccount, index: int) -> float:

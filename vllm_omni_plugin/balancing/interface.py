@@ -177,7 +177,7 @@ class PolicyHooks(Protocol):
     """
 
     def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        """A request goes to a replica. This need not be the chosen one: some requests are bound to a replica."""
+        """A request is assigned to a replica. This need not be the chosen one: some requests are bound to a replica."""
 
     def dispatch_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """A request that this policy placed was refused or aborted before the engine received it; `ended` follows."""

@@ -157,7 +157,7 @@ class Orchestrator:
         self.admission = None if gate is None else gate.admission
         self._dispatchers = []
         for pool, api in zip(stage_pools, apis, strict=True):
-            # A prefill that cannot be dispatched at once is skipped: the decode stage computes the prompt.
+            # A prefill that cannot be assigned at once is skipped: the decode stage computes the prompt.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
             arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, gate, pool.stage_id in fed)
             self._dispatchers.append(Dispatcher(pool, api, *arguments))
@@ -344,7 +344,7 @@ class Orchestrator:
             self._runs_ended(stage_id, dispatcher.tick())
 
     def _began_to_serve(self, member: PoolMember) -> None:
-        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].dispatch_held())
+        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].assign_held())
         self.serving_signal.notify()
 
     def _runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:

@@ -51,7 +51,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
             movable,
             message.submitted_at,
             streaming=streaming,
-            dispatches=message.dispatches,
+            sends=message.sends,
             ticket=ticket,
         )
         self.states[request.request_id] = OrchestratorRequestState(

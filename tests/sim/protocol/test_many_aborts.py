@@ -62,7 +62,7 @@ async def abort_each_in_its_moment(head: WholeHead, moments: dict[str, int]) -> 
 
 
 async def one_lot(head: WholeHead, draw: random.Random, prefix: str) -> None:
-    """Requests that are aborted at once, before dispatch, before the first token, and later."""
+    """Requests that are aborted at once, before they are sent, before the first token, and later."""
     moments = drawn(draw, AT_ONCE, prefix)
     how = draw.choice(("together", "held", "sent"))
     if how == "held":

@@ -122,7 +122,7 @@ METRICS = (
     ),
     _counter(
         "dispatches{stage,replica}",
-        "Requests that were given to a replica, including requests that still wait at the head for it.",
+        "Requests that were assigned to a replica, including requests that still wait at the head for it.",
     ),
     _gauge(
         "requests_in_flight{stage,replica}",
@@ -149,14 +149,16 @@ METRICS = (
     ),
     _counter(
         "decisions{stage,policy,reason}",
-        "Dispatches by the reason of the decision. `bound`: only this replica was possible; `apart`: kept away from "
-        "requests that may have crashed an engine, or such a request itself; `room`: to the replica where "
+        "Requests that were assigned to a replica, by the reason of the decision. `bound`: only this replica was "
+        "possible; `apart`: kept away from requests that may have crashed an engine, or such a request itself; "
+        "`room`: to the replica where "
         "[headroom was left](admission.md#headroom) for tenants under their share; `unexplained`: the policy gives no "
         "reasons.",
     ),
     _counter(
         "decision_fallbacks{stage,policy,fallback}",
-        "Dispatches for which the policy could not apply its full rule, by the cause; `policy-fault`: it failed.",
+        "Requests that were assigned to a replica although the policy could not apply its full rule, by the cause; "
+        "`policy-fault`: it failed.",
     ),
     _counter(
         "matched_tokens",

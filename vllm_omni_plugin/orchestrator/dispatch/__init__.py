@@ -1,4 +1,4 @@
-"""Requests of one stage sent, moved and held.
+"""Requests of one stage assigned, sent, moved and held.
 
 Imports `orchestrator.requests` and `orchestrator.pool`. Start with `dispatcher`.
 """

@@ -42,7 +42,7 @@ class AdmissionGate:
         self.admission = Admission(config, self)
 
     @property
-    def dispatch_rate(self) -> float:
+    def send_rate(self) -> float:
         return self._flow.leaving_rate or 0.0
 
     @property
@@ -92,7 +92,7 @@ class AdmissionGate:
         if isinstance(outcome, RequestRefusedError):
             raise outcome
         self._waiting[ticket.number] = run, evict
-        self._flow.sent(self._clock())
+        self._flow.entered(self._clock())
         self._report_backlog(ticket.class_name)
         for evicted, refusal in outcome:
             evicted_run, evict_it = self._waiting[evicted.number]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Dispatcher:
-    """Dispatches the runs of one stage to its replicas. Lives on the orchestrator's loop; nothing in it waits.
+    """Assigns the runs of one stage to replicas, and sends them. Lives on the orchestrator's loop; nothing in it waits.
 
     The methods return the runs that have ended otherwise than by an output.
 
@@ -72,8 +72,8 @@ class Dispatcher:
         self._moves = moves
         # Runs of lost replicas, in the order of the losses.
         self._moving: dict[StageRun, None] = {}
-        # Runs that their lost replica had not got; filled only while `_dispatch_moving` runs.
-        self._to_redispatch: dict[StageRun, None] = {}
+        # Runs that their lost replica had not got; filled only while `_assign_moving` runs.
+        self._to_reassign: dict[StageRun, None] = {}
         self._is_moving = False
         self._suspects = Suspects(pool, wake_at, clock)
         self._queue = HeadQueue(pool, gate, metrics, clock, wake_at)
@@ -97,13 +97,13 @@ class Dispatcher:
         )
 
     @property
-    def can_dispatch(self) -> bool:
+    def can_assign(self) -> bool:
         return bool(self._pool.serving)
 
     def submit(self, run: StageRun) -> Sequence[RunEnded]:
         if run.ticket is not None:
             self._queue.watch_deadline(run)
-        self._dispatch(run)
+        self._assign_and_send(run)
         return self.outcomes.take_ended()
 
     def add_chunk(self, run: StageRun, chunk: Any) -> Sequence[RunEnded]:
@@ -143,7 +143,7 @@ class Dispatcher:
     def move(self, runs: Sequence[StageRun], lost: PoolMember, loss: Loss, engine_failed: bool) -> Sequence[RunEnded]:
         """A replica is lost, and these runs are no longer charged to it: each moves or fails.
 
-        Runs that the replica had not got yet are dispatched again, as if they had just come.
+        Runs that the replica had not got yet are assigned again, as if they had just come.
 
         Args:
             engine_failed: whether the engine crashed by itself or sent unusable messages: a request may be the cause.
@@ -153,7 +153,7 @@ class Dispatcher:
         self._suspects.replica_lost(lost)
         for run in runs:
             self._queue.unsent.remove(run)
-        self._dispatch_suspects()
+        self._assign_suspects()
         # Suspects first, so that the others can avoid the replicas where they are isolated; runs without outputs
         # before others, since most engines that crash because of a request do so at once.
         for run in sorted(runs, key=lambda run: (not run.crash_losses, run.has_output)):
@@ -161,37 +161,37 @@ class Dispatcher:
                 if run.sent:
                     self._move(run, lost, loss)
                 else:
-                    run.undo_dispatch()
-                    self._to_redispatch[run] = None
+                    run.unassign()
+                    self._to_reassign[run] = None
             except Exception as error:
                 self.outcomes.fail_unexpectedly(run, error)
-        self._dispatch_moving()
+        self._assign_moving()
         return self.outcomes.take_ended()
 
-    def dispatch_held(self) -> Sequence[RunEnded]:
-        """A replica serves again: dispatch the held runs, in order."""
+    def assign_held(self) -> Sequence[RunEnded]:
+        """A replica serves again: assign and send the held runs, in order."""
         for run in list(self._held):
-            # Dispatching may show that the replica is dead, and may evict another run.
+            # Sending may show that the replica is dead, and may evict another run.
             if self._pool.serving and not run.ended and self._suspects.has_replica_for(run):
                 self._held.remove(run)
                 self._metrics.hold_time_seconds.observe(self._clock() - run.waiting_since)
-                self._dispatch(run)
-        self._dispatch_suspects()
+                self._assign_and_send(run)
+        self._assign_suspects()
         for member in self._pool.serving if len(self._queue.unsent) else ():
             self._send_waiting(member)
         return self.outcomes.take_ended()
 
     def tick(self) -> Sequence[RunEnded]:
-        """Time has passed: refuse runs that have waited too long, and dispatch others that may go on."""
+        """Time has passed: refuse runs that have waited too long, and send others that may go on."""
         while (run := self._held.take_overdue(self._clock())) is not None:
             self._metrics.hold_time_seconds.observe(self._held.wait)
             self._refuse(run, waited=self._held.wait)
         for run, error in self._queue.take_expired():
             self.outcomes.fail(run, error)
-        self._dispatch_moving()
-        self._dispatch_suspects()
+        self._assign_moving()
+        self._assign_suspects()
         while (run := self._paused.take_ready()) is not None:
-            self._dispatch(run)
+            self._assign_and_send(run)
         while self._freed:
             self._send_waiting(self._freed.popitem()[0])
         return self.outcomes.take_ended()
@@ -214,21 +214,21 @@ class Dispatcher:
             self._wake_at(self._clock())
 
     def _recall(self, run: StageRun, chosen: Choice | None = None) -> None:
-        """Dispatch a waiting run again, to the chosen replica or to the one that the pool chooses now."""
+        """Assign a waiting run again, to the chosen replica or to the one that the pool chooses now."""
         self._queue.unsent.remove(run)
         self._pool.release(run)
-        run.undo_dispatch()
-        self._dispatch(run, chosen=chosen)
+        run.unassign()
+        self._assign_and_send(run, chosen=chosen)
 
-    def _dispatch(self, run: StageRun, may_wait: bool = True, chosen: Choice | None = None) -> None:
-        """Send a run to the replica that the pool chooses, or let it wait for that replica, or hold it."""
+    def _assign_and_send(self, run: StageRun, may_wait: bool = True, chosen: Choice | None = None) -> None:
+        """Assign a run to a replica, and send it or let it wait for that replica. Hold it if no replica serves."""
         if run.crash_losses and may_wait and self._suspects.hold(run):
             return
         try:
             request = run.request if run.attempts or run.first_request is None else run.first_request
             if run.move is not Move.RESTART:
                 request = self._api.continuation(request, run.move, run.produced)
-            member = self._choose(run, request, chosen)
+            member = self._assign(run, request, chosen)
             if run.ticket is None or request.abort_immediately or not self._queue.must_wait(member, run):
                 self._start(member, run, request)
             else:
@@ -264,7 +264,7 @@ class Dispatcher:
             # vLLM submits such a request only for its clean-up in the engine, which sends no output for it.
             self.outcomes.complete(run)
 
-    def _choose(self, run: StageRun, request: Any, chosen: Choice | None) -> PoolMember:
+    def _assign(self, run: StageRun, request: Any, chosen: Choice | None) -> PoolMember:
         if not run.task or run.move is not Move.RESTART:
             run.task, run.affinity_key = self._api.describe(request)
         if chosen is None:
@@ -275,13 +275,13 @@ class Dispatcher:
                 chosen = self._queue.prefer_headroom(run, chosen, avoided)
         member, decision = chosen
         attempt = f"{run.request_id}-{self._head_tag}-{next(self._attempts):x}"
-        run.dispatch(member.replica_id, attempt, run.task, decision, self._clock())
+        run.assign(member.replica_id, attempt, run.task, decision, self._clock())
         self._pool.charge(member, run)
         count_reason(self._metrics.decisions, (member.stage_id, self._pool.policy, decision.reason))
         if decision.fallback:
             count_reason(self._metrics.decision_fallbacks, (member.stage_id, self._pool.policy, decision.fallback))
         if run.crash_losses:
-            self._suspects.dispatched(run, member)
+            self._suspects.assigned(run, member)
         return member
 
     def _avoided(self, run: StageRun) -> Collection[int]:
@@ -319,11 +319,11 @@ class Dispatcher:
         member.ledger.mark_sent(run)
         if run.ticket is not None:
             self._queue.mark_sent(run)
-        if run.dispatched_at is None:
-            run.dispatched_at = self._clock()
-            self._metrics.queue_time_seconds.observe(run.dispatched_at - run.submitted_at)
-        if run.dispatches is not None and not run.produced:
-            run.dispatches.append((member.name, run.decision))
+        if run.first_sent_at is None:
+            run.first_sent_at = self._clock()
+            self._metrics.queue_time_seconds.observe(run.first_sent_at - run.submitted_at)
+        if run.sends is not None and not run.produced:
+            run.sends.append((member.name, run.decision))
 
     def _hold(self, run: StageRun) -> None:
         # `abort_immediately` is for a clean-up in the engine, and there is none.
@@ -344,25 +344,25 @@ class Dispatcher:
                 self._queue.watch_deadline(run)
             self._moving[run] = None
 
-    def _dispatch_moving(self) -> None:
+    def _assign_moving(self) -> None:
         # The next replica may turn out to be dead, too. Its runs are added by a nested call, and have their turn below.
         if self._is_moving:
             return
         self._is_moving = True
         try:
             # Runs that were sent first, since suspects are among them.
-            while runs := self._moving if self._moving and self._moves.spend() else self._to_redispatch:
+            while runs := self._moving if self._moving and self._moves.spend() else self._to_reassign:
                 run = next(iter(runs))
                 del runs[run]
-                self._dispatch(run)
+                self._assign_and_send(run)
         finally:
             self._is_moving = False
             if self._moving:
                 self._wake_at(self._moves.next_at)
 
-    def _dispatch_suspects(self) -> None:
+    def _assign_suspects(self) -> None:
         while (run := self._suspects.take_ready()) is not None:
-            self._dispatch(run, may_wait=False)
+            self._assign_and_send(run, may_wait=False)
 
     def _end_if_complete(self, run: StageRun, lost: PoolMember) -> bool:
         """End a run of which only the last output was missing. Returns whether it was one."""
@@ -375,7 +375,7 @@ class Dispatcher:
 
     def _remove(self, run: StageRun) -> None:
         self._moving.pop(run, None)
-        self._to_redispatch.pop(run, None)
+        self._to_reassign.pop(run, None)
         self._held.remove(run)
         if run.ticket is not None:
             self._queue.run_ended(run)

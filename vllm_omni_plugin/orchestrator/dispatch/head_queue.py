@@ -62,7 +62,7 @@ class HeadQueue:
         If an engine had the run, it has until the deadline of its first token: the time lost there is not its fault.
         """
         ticket = _ticket(run)
-        expires_at = ticket.dispatch_by if run.dispatched_at is None else ticket.deadline
+        expires_at = ticket.send_by if run.first_sent_at is None else ticket.deadline
         if expires_at < inf and not run.produced:
             self._deadlines.add(run, expires_at)
             self._wake_at(expires_at)

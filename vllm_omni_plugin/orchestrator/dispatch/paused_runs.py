@@ -79,7 +79,7 @@ class PausedRuns:
             return False
         self._suspects.remove(run)
         self._pool.release(run)
-        run.undo_dispatch()
+        run.unassign()
         return True
 
     def take_ready(self) -> StageRun | None:

@@ -97,7 +97,7 @@ class Suspects:
             self._wake_at(self._clock())
         return self._queue.hold(run, self._clock())
 
-    def dispatched(self, run: StageRun, member: PoolMember) -> None:
+    def assigned(self, run: StageRun, member: PoolMember) -> None:
         """A suspect goes to a replica."""
         if self._needs_isolation(run):
             self.isolated.setdefault(member.replica_id, set()).add(run)

@@ -154,7 +154,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         """Begin a stage whose upstream stages have all ended, or skip it if it is a prefill that cannot help."""
         if stage.output is Modality.KV_CACHE:
             tokens = len(state.request.prompt_token_ids or ())
-            if tokens < stage.min_prompt_tokens or not self._dispatchers[stage.id].can_dispatch:
+            if tokens < stage.min_prompt_tokens or not self._dispatchers[stage.id].can_assign:
                 self._end(state, stage)
                 return
         state.stage_submit_ts[stage.id] = self._clock()
@@ -171,7 +171,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             api.make_movable(request),
             self._clock(),
             streaming=session,
-            dispatches=state.dispatches,
+            sends=state.sends,
             first_request=first_request,
             ticket=state.ticket_at(stage),
         )
@@ -257,10 +257,10 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def _handle_output(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any) -> Any | None:
         api = self._apis[stage.id]
-        if stage.id not in state.answered and run.dispatched_at is not None:
+        if stage.id not in state.answered and run.first_sent_at is not None:
             state.answered.add(stage.id)
-            self._add_time(state, stage, "queue", run.dispatched_at - run.submitted_at)
-            self._add_time(state, stage, "first_output", self._clock() - run.dispatched_at)
+            self._add_time(state, stage, "queue", run.first_sent_at - run.submitted_at)
+            self._add_time(state, stage, "first_output", self._clock() - run.first_sent_at)
         if output.finish_reason is not None and api.cut_short(output):
             return self._cut_short(state, stage, output)
         if stage.output is Modality.KV_CACHE:
@@ -310,8 +310,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         state.ended[stage.id] = now = self._clock()
         self.pause_sequence.note_progress()
         run = state.runs.get(stage.id)
-        if run is not None and run.dispatched_at is not None:
-            self._add_time(state, stage, "run", now - run.dispatched_at)
+        if run is not None and run.first_sent_at is not None:
+            self._add_time(state, stage, "run", now - run.first_sent_at)
         if stage.id in state.final_output_stage_ids:
             state.finished_final_output_stage_ids.add(stage.id)
         if state.finished:
@@ -367,8 +367,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def _report_end(self, state: PipelineRequestState, error: Exception | None) -> None:
         for stage_id, run in state.runs.items():
-            if run.dispatched_at is not None and stage_id not in state.answered:
-                self._add_time(state, self._pipeline.stages[stage_id], "queue", run.dispatched_at - run.submitted_at)
+            if run.first_sent_at is not None and stage_id not in state.answered:
+                self._add_time(state, self._pipeline.stages[stage_id], "queue", run.first_sent_at - run.submitted_at)
         if state.traced:
             times = state.stage_times(self._pipeline.stages, self._clock())
             self._put(RequestStages(state.request_id, times))

@@ -7,8 +7,8 @@ from typing import Any, Final
 from vllm_omni_plugin.admission.ticket import Ticket, TicketPhase
 from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    Dispatches,
     PipelineCall,
+    Sends,
     StageTimes,
     SubmitRequest,
 )
@@ -89,7 +89,7 @@ class OrchestratorRequestState:
         sampling_params_list: the request's sampling parameters for each stage, by stage id; {} for none.
         stage_submit_ts: monotonic seconds at which each stage got its first input, by stage id.
         pipeline_timings: seconds by stage name and part. `transfer`: transforms and building inputs; `queue`: until
-            the dispatch; `first_output`: from there to the first output; `run`: from the dispatch to the end.
+            it is sent; `first_output`: from there to the first output; `run`: from being sent to the end.
         runs: by stage id, of the stages that have begun.
     """
 
@@ -136,7 +136,7 @@ class PipelineRequestState(OrchestratorRequestState):
     """
 
     plan: RequestPlan
-    dispatches: Dispatches | None = None
+    sends: Sends | None = None
     traced: bool = False
     readers: dict[int, OutputReader] = field(default_factory=dict)
     chunked_inputs: dict[int, ChunkedInput] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class PipelineRequestState(OrchestratorRequestState):
             mm_features=request.mm_features,
             call=call,
             plan=plan,
-            dispatches=message.dispatches,
+            sends=message.sends,
             traced=message.traced,
         )
 

@@ -45,7 +45,7 @@ class PoolMember:
         in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
             send and removed at the request's end, it makes the count exact and a second release impossible.
         ledger: the replica's load.
-        dispatches: requests charged to the replica so far.
+        dispatches: requests assigned to the replica so far.
         restarts: how often its engine was started again.
         remote: whether its engine belongs to another process, which this head attaches to.
         incarnation: the incarnation that this head is or was attached to, of a remote replica.

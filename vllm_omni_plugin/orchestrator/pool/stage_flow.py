@@ -35,8 +35,8 @@ class StageFlow:
         # Requests, their seconds in engines, the deviations from the mean, and the time of the last one.
         self._in_engine = (0.0, 0.0, 0.0, 0.0)
 
-    def sent(self, now: float) -> None:
-        """An attempt is charged to a replica."""
+    def entered(self, now: float) -> None:
+        """A request enters the queue."""
         if not self._queued:
             self._left = (*self._left[:3], now)
         self._queued += 1

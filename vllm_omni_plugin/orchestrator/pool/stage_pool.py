@@ -252,7 +252,7 @@ class StagePool:
         member.dispatches += 1
         member.ledger.charge(run, run.charged_at)
         self._unreported.in_flight += 1
-        self.flow.sent(run.charged_at)
+        self.flow.entered(run.charged_at)
         self.serving.update(member, member.ledger.requests, member.ledger.prefill_tokens)
         if self.exchange is not None:
             self.exchange.changed(member)
@@ -359,4 +359,4 @@ def _states(members: Collection[PoolMember]) -> str:
 def _in_engine_s(run: StageRun, now: float) -> float | None:
     """Seconds since an engine got a run; None after the first attempt, since a later one may repeat an answer."""
     is_first = run.sent and run.attempts == 1
-    return now - run.dispatched_at if is_first and run.dispatched_at is not None else None
+    return now - run.first_sent_at if is_first and run.first_sent_at is not None else None

@@ -16,13 +16,14 @@ _BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0
 HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "queue_time_seconds": (
         (),
-        "Seconds from a request's arrival at the orchestrator to its first dispatch, including the time it is held.",
+        "Seconds from a request's arrival at the orchestrator until it is sent to an engine for the first time, "
+        "including the time it is held.",
     ),
     "hold_time_seconds": ((), "Seconds that accepted requests waited because no replica could serve."),
     "stage_seconds": (
         ("stage", "name", "part"),
         "Seconds that a request through a pipeline spent in a stage, which has a `name` in the file. `transfer`: in "
-        "transforms and building inputs; `queue`: until the dispatch; `first_output`: from there to the first output; "
+        "transforms and building inputs; `queue`: until it is sent; `first_output`: from there to the first output; "
         "`run`: from there to the end.",
     ),
 }
@@ -53,8 +54,8 @@ class OrchestratorMetrics:
         requests_failed: accepted requests that ended with an error of the fleet, by reason.
         requests_failed_before_accept: requests refused for the reason `no_replica` before they were accepted.
         queued_in: by stage, returns how many of its requests wait at this head for the replica they are charged to.
-        decisions: dispatches by stage, policy and reason.
-        decision_fallbacks: dispatches where a policy could not apply its main rule, by stage, policy and fallback.
+        decisions: assignments by stage, policy and reason.
+        decision_fallbacks: assignments where a policy could not apply its main rule, by stage, policy and fallback.
         reserve_bubbles: times a replica had begun all its requests while others waited here for it.
         requests_recalled: requests that waited for a replica and went to another that could begin them earlier.
         requests_refused: requests refused by admission, by stage, reason and HTTP status.

@@ -48,8 +48,8 @@ class PipelineCall:
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
-Dispatches = list[tuple[str, Decision]]
-"""The replicas (`<stage>.<replica>`) that a request was sent to, each with the policy's decision."""
+Sends = list[tuple[str, Decision]]
+"""The replicas (`<stage>.<replica>`) to which a request was sent, each with the policy's decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class SubmitRequest:
     Attributes:
         request: vLLM's `EngineCoreRequest`; the orchestrator never changes it.
         submitted_at: monotonic seconds.
-        dispatches: a list to which the orchestrator's thread appends until the answer begins.
+        sends: a list to which the orchestrator's thread appends until the answer begins.
         traced: whether to send `RequestStages` for this request.
     """
 
     request: Any
     submitted_at: float
-    dispatches: Dispatches | None = None
+    sends: Sends | None = None
     call: PipelineCall | None = None
     traced: bool = False
     terms: RequestTerms | None = None

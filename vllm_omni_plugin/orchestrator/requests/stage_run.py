@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, QueryOfDeathError, RequestLostError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Dispatches
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Sends
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 
@@ -19,7 +19,7 @@ class RequestPhase(Enum):
 
     QUEUED = "queued"
     """It has no replica yet."""
-    DISPATCHED = "dispatched"
+    ASSIGNED = "assigned"
     """A replica was chosen, and has not sent any output that is new to the client."""
     STREAMING = "streaming"
     """The replica's outputs go to the client."""
@@ -105,8 +105,8 @@ class StreamingInputState:
 class StageRun:
     """The work of one stage on one request, from its input to its end, over all attempts.
 
-    An attempt is one dispatch to one replica. The attributes from `task` on belong to the current attempt. Times are in
-    monotonic seconds.
+    An attempt is one assignment to one replica. The attributes from `task` on belong to the current attempt. Times are
+    in monotonic seconds.
 
     Attributes:
         request_id: the client's id of the request.
@@ -118,10 +118,10 @@ class StageRun:
         produced: token ids delivered so far, over all attempts.
         move: how the current attempt continues the earlier ones.
         skipping_delivered: whether outputs of the current attempt may still repeat delivered tokens.
-        dispatches: see `SubmitRequest`.
+        sends: see `SubmitRequest`.
         first_request: what the first replica gets in place of `request`.
         ticket: the request's place in the order of all; None without admission control.
-        dispatched_at: when it was sent for the first time.
+        first_sent_at: when it was sent for the first time.
         losses: the lost replicas that had got the request.
         excused_losses: losses that do not count for the migration limit: crashes that a request of another head has
             more likely caused.
@@ -148,10 +148,10 @@ class StageRun:
     move: Move = Move.RESTART
     skipping_delivered: bool = False
     waiting_since: float = 0.0
-    dispatches: Dispatches | None = None
+    sends: Sends | None = None
     first_request: Any = None
     ticket: Ticket | None = None
-    dispatched_at: float | None = None
+    first_sent_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
     excused_losses: list[Loss] = field(default_factory=list)
     crash_losses: list[Loss] = field(default_factory=list)
@@ -187,9 +187,9 @@ class StageRun:
         """The crashes that the request may have caused, since no culprit is known."""
         return [loss for loss in self.crash_losses if loss.culprit is None] if self.crash_losses else []
 
-    def dispatch(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
+    def assign(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
-        self.phase = RequestPhase.DISPATCHED
+        self.phase = RequestPhase.ASSIGNED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
         self.sent = self.has_output = False
@@ -209,7 +209,7 @@ class StageRun:
         Raises:
             RequestLostError: the replay differs. The run has finished with this error.
         """
-        assert self.phase is RequestPhase.DISPATCHED, self
+        assert self.phase is RequestPhase.ASSIGNED, self
         skip = min(self._to_skip, len(tokens))
         begin = len(self.produced) - self._to_skip
         self._to_skip -= skip
@@ -243,7 +243,7 @@ class StageRun:
             cut_short: with `finished`, no turn of the session will follow.
         """
         if self.phase is not RequestPhase.STREAMING:
-            assert self.phase is RequestPhase.DISPATCHED, self
+            assert self.phase is RequestPhase.ASSIGNED, self
             self.phase = RequestPhase.STREAMING
         self.produced.extend(tokens)
         if not finished:
@@ -282,7 +282,7 @@ class StageRun:
         Returns:
             The error with which the run has finished, if it cannot move.
         """
-        assert self.phase in (RequestPhase.DISPATCHED, RequestPhase.STREAMING), self
+        assert self.phase in (RequestPhase.ASSIGNED, RequestPhase.STREAMING), self
         self.losses.append(loss)
         self._loss = f"Replica {loss.replica.replica_id} was lost while it served this request ({loss.reason})"
         replayable = self.streaming is not None and self.streaming.replayable
@@ -302,9 +302,9 @@ class StageRun:
             self.streaming.rewind()
         return None
 
-    def undo_dispatch(self) -> None:
-        """Take back the current attempt: the replica has not got it, or has refused it."""
-        assert self.phase is RequestPhase.DISPATCHED, self
+    def unassign(self) -> None:
+        """End the current attempt: the replica has not got it, or has refused it."""
+        assert self.phase is RequestPhase.ASSIGNED, self
         self.phase = RequestPhase.MOVING
         self.replica_id = None
         self.engine_request_id = ""
