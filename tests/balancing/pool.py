@@ -34,17 +34,17 @@ class PooledReplica:
 
 @dataclass
 class Pool:
-    """Dispatches tasks by the policy."""
+    """Assigns tasks by the policy."""
 
     policy: Any
     replicas: tuple[PooledReplica, ...]
-    dispatched: list[PooledReplica] = field(default_factory=list)
+    assigned: list[PooledReplica] = field(default_factory=list)
 
     def send(self, task: Task, finish: bool = False) -> Decision:
-        """Dispatch a request. It stays in flight in prefill unless `finish`."""
+        """Assign a request. It stays in flight in prefill unless `finish`."""
         decision: Decision = self.policy.decide(task, self.replicas)
         replica = self.replicas[decision.position]
-        self.dispatched.append(replica)
+        self.assigned.append(replica)
         if hasattr(self.policy, "dispatched"):
             self.policy.dispatched(task, replica, decision)
         if not finish:

@@ -78,8 +78,8 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def busiest_share(pool: Pool) -> float:
-    counts = Counter(replica.replica_id for replica in pool.dispatched)
-    return max(counts.values()) / len(pool.dispatched)
+    counts = Counter(replica.replica_id for replica in pool.assigned)
+    return max(counts.values()) / len(pool.assigned)
 
 
 def warm(pool: Pool, position: int, *prompts: list[int]) -> None:
@@ -120,7 +120,7 @@ def cold_share(policy: Any, in_flight: int) -> float:
         pool.compute()
         if request >= in_flight:
             rng.choice([replica for replica in pool.replicas if replica.queue_length]).charge(-1)
-    return sum(replica.replica_id == 3 for replica in pool.dispatched) / len(pool.dispatched)
+    return sum(replica.replica_id == 3 for replica in pool.assigned) / len(pool.assigned)
 
 
 def test_a_cold_replica_gets_work_though_all_prompts_are_cached_elsewhere() -> None:
@@ -220,7 +220,7 @@ def test_a_context_that_is_being_computed_is_not_computed_again_elsewhere() -> N
     pool, context = pool_of(prefix(), 8, requests=8), tokens(0, 6000)
     for question in range(1, 13):
         pool.send(prompt_task(context + tokens(question, 150)))
-    assert len(set(pool.dispatched)) == 1
+    assert len(set(pool.assigned)) == 1
 
 
 def test_a_hot_session_does_not_thrash_one_replica() -> None:
@@ -267,7 +267,7 @@ def test_ties_do_not_destroy_the_locality_of_a_conversation(seed: int) -> None:
         pool = pool_of(policy, 4)
         for turn in range(1, 9):
             pool.send({"session": "conversation", **prompt_task(range(64 * turn))}, finish=True)
-        return len(set(pool.dispatched))
+        return len(set(pool.assigned))
 
     assert visited(RoundRobinBalancer()) == 4
     for policy in (SessionBalancer, PrefixBalancer, KvAwareBalancer):
