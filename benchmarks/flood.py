@@ -1,9 +1,11 @@
 """A calm tenant beside a flooding one: its time to first token, alone and beside the flood.
 
     python benchmarks/flood.py --model DIR --setups fleet:prefix+admission vllm-dp --runs RUNS.jsonl --out FILE
+    python benchmarks/flood.py --model DIR --setups fleet:prefix+admission fleet:prefix+large-headroom --runs RUNS.jsonl
 
 The calm tenant sends 0.3 times the capacity of the engines, the flooding one 5 times. In the set-up `weights` the calm
-tenant has three times the weight. Engines, lengths and set-ups are those of overload.py.
+tenant has three times the weight; in `large-headroom` the admission file has `headroom: large`. Engines, lengths and
+set-ups are those of overload.py.
 """
 
 import asyncio

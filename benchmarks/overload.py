@@ -44,6 +44,7 @@ DEFAULT_SETUPS = ("fleet:prefix", "fleet:prefix+admission", "vllm-dp", "router:r
 PLANS = {
     "admission": "classes:\n  - name: interactive\n    deadline: 5\n",
     "weights": "classes:\n  - name: interactive\n    deadline: 5\ntenants:\n  calm: {weight: 3}\n",
+    "large-headroom": "classes:\n  - name: interactive\n    deadline: 5\nheadroom: large\n",
 }
 """Admission files by name."""
 

@@ -10,7 +10,7 @@ from simulator.engine import Outcome
 from simulator.head import Head, Policy
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
-from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Ticket
+from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, HeadroomSize, Ticket
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
@@ -106,6 +106,9 @@ class AdmittingHead(Head):
 
     def _leaves_headroom(self, request: Request) -> bool:
         return self._admission.leaves_headroom(self._tickets[request], self._clock.now)
+
+    def _headroom_size(self) -> HeadroomSize:
+        return self._admission.config.headroom
 
     def _key(self, request: Request) -> Any:
         return self._tickets[request]

@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from simulator.engine import Outcome
 from simulator.replica import Clock, SimReplica
 from simulator.requests import Job, Request
+from vllm_omni_plugin.admission import HeadroomSize
 from vllm_omni_plugin.balancing import CacheChange, Decision, ServingReplicas, Task, UnreportedRequests
 from vllm_omni_plugin.orchestrator.dispatch.head_queue import HEADROOM_REASON
 from vllm_omni_plugin.orchestrator.dispatch.headroom import Headroom
@@ -56,7 +57,7 @@ class Head:
         self._send_window = (
             SendWindow(limits, limited=True, recalls=True) if getattr(policy, "binds_late", False) else SEND_AT_ONCE
         )
-        self._headroom = Headroom(self, self._send_window, self._run_leaves_headroom, lambda: clock.now)
+        self._headroom = Headroom(self, self._send_window, self._run_leaves_headroom, self._headroom_size, clock)
         self._send = send
         self._jobs: dict[StageRun, Job] = {}
         self._runs: dict[Request, StageRun] = {}
@@ -197,6 +198,9 @@ class Head:
 
     def _leaves_headroom(self, request: Request) -> bool:
         return False
+
+    def _headroom_size(self) -> HeadroomSize:
+        return HeadroomSize.NORMAL
 
     def _key(self, request: Request) -> Any:
         """The request's place in the order of waiting requests."""

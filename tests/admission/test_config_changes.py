@@ -4,6 +4,7 @@ import pytest
 
 from vllm_omni_plugin.admission import (
     AdmissionConfig,
+    HeadroomSize,
     RequestClass,
     RequestTerms,
     TenantSettings,
@@ -71,6 +72,7 @@ def test_changes_are_reported_value_by_value() -> None:
     new = AdmissionConfig(
         classes=(RequestClass(name="b", deadline=5.0), RequestClass(name="c")),
         max_wait=3.0,
+        headroom=HeadroomSize.LARGE,
         tenants={"x": TenantSettings(class_name="b", weight=2)},
     )
     assert config_changes(old, new) == [
@@ -80,10 +82,23 @@ def test_changes_are_reported_value_by_value() -> None:
         "classes.b.place: 2 -> 1",
         "classes.c.name: none -> c",
         "classes.c.place: none -> 2",
+        "headroom: normal -> large",
         "max_wait: none -> 3.0",
         "tenants.x.class: none -> b",
     ]
     assert config_changes(new, new) == []
+
+
+def test_a_tenant_over_its_share_still_leaves_headroom_for_tenants_that_were_active_before_the_reload() -> None:
+    rules = admission()
+    calm = come(rules, "calm")
+    rules.started(calm)
+    rules.ended(calm, 0, 0.0)
+    flood = [come(rules, "flood") for _ in range(3)]
+    for ticket in flood:
+        rules.started(ticket)
+    rules.replace(AdmissionConfig(headroom=HeadroomSize.LARGE))
+    assert (rules.leaves_headroom(flood[0], 59.0), rules.leaves_headroom(flood[0], 61.0)) == (True, False)
 
 
 @pytest.mark.parametrize("name", ["a", "made-up"])

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
+from vllm_omni_plugin.admission import AdmissionConfig, HeadroomSize, RequestTerms
 from vllm_omni_plugin.balancing import DecidingBalancer, Decision, LeastTokensBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
@@ -18,6 +18,7 @@ SPARE = 2
 """Half of the root of the slots, rounded up."""
 ROOMY = SendWindow(BatchLimits(tokens=1000, sequences=SLOTS), limited=True, recalls=True)
 EQUALS = AdmissionConfig()
+LARGE_HEADROOM = AdmissionConfig(headroom=HeadroomSize.LARGE)
 
 
 class Preferring(DecidingBalancer):

@@ -21,7 +21,20 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitR
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
-from .late_fleet import CALM, EQUALS, FLOOD, ROOMY, SLOTS, SPARE, Preferring, answer_first, got, late, submit_all
+from .late_fleet import (
+    CALM,
+    EQUALS,
+    FLOOD,
+    LARGE_HEADROOM,
+    ROOMY,
+    SLOTS,
+    SPARE,
+    Preferring,
+    answer_first,
+    got,
+    late,
+    submit_all,
+)
 
 
 async def flooded(fleet: FakeFleet, requests: int, priority: int = 0) -> str:
@@ -125,6 +138,25 @@ async def test_small_prompts_are_packed_into_a_quarter_of_a_step_and_no_more() -
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcdefgh", terms=FLOOD)
         assert got(fleet.links[0]) == "0abcd"
+
+
+async def test_with_large_headroom_small_prompts_are_packed_into_a_sixteenth_of_a_step() -> None:
+    send_window = SendWindow(BatchLimits(tokens=128, sequences=100), limited=True)
+    async with late(send_window=send_window, plan=LARGE_HEADROOM) as fleet:
+        await answer_first(fleet, "0", CALM)
+        await submit_all(fleet, "abcdefgh", terms=FLOOD)
+        assert got(fleet.links[0]) == "0abcd"
+
+
+async def test_a_reload_changes_the_headroom_that_waiting_requests_leave() -> None:
+    send_window = SendWindow(BatchLimits(tokens=128, sequences=100), limited=True)
+    async with late(send_window=send_window, plan=LARGE_HEADROOM) as fleet:
+        await answer_first(fleet, "0", CALM)
+        await submit_all(fleet, "abcdefgh", terms=FLOOD)
+        assert fleet.orchestrator.admission is not None
+        fleet.orchestrator.admission.replace(EQUALS)
+        fleet.say("a", 1)
+        assert got(fleet.links[0]) == "0abcdefgh"
 
 
 @pytest.mark.parametrize("sequences", [0, 1, 2])

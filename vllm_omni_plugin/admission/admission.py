@@ -6,7 +6,7 @@ from itertools import count
 from math import ceil, inf
 from typing import NamedTuple
 
-from vllm_omni_plugin.admission.admission_config import AdmissionConfig, RequestClass
+from vllm_omni_plugin.admission.admission_config import AdmissionConfig, HeadroomSize, RequestClass
 from vllm_omni_plugin.admission.class_queue import Backlog, ClassQueue
 from vllm_omni_plugin.admission.tenant_accounts import ACTIVE_S, TenantAccount, TenantAccounts
 from vllm_omni_plugin.admission.tenant_labels import TenantLabels
@@ -36,15 +36,17 @@ class QueuePosition(NamedTuple):
         ahead: estimated requests of this head that would start before it.
         wait_s: estimated seconds until it would start; 0 while the rate is not known.
         leaves_headroom: see `Admission.leaves_headroom`.
+        headroom: how much it leaves then.
     """
 
     class_name: str
     ahead: float
     wait_s: float
     leaves_headroom: bool
+    headroom: HeadroomSize
 
 
-NO_QUEUE = QueuePosition("", 0.0, 0.0, False)
+NO_QUEUE = QueuePosition("", 0.0, 0.0, False, HeadroomSize.NORMAL)
 """The position of every request without admission control."""
 
 
@@ -157,7 +159,8 @@ class Admission:
         index = queue.config.class_index(account.settings, priority)
         name = queue.config.classes[index].name
         ahead = queue.ahead_of(account, index, _start_tag(account, name, queue.of(name)))
-        return QueuePosition(name, ahead, queue.start_s(ahead), self._leaves_headroom(account, name, now))
+        leaves_headroom = self._leaves_headroom(account, name, now)
+        return QueuePosition(name, ahead, queue.start_s(ahead), leaves_headroom, queue.config.headroom)
 
     def enqueue(self, ticket: Ticket, now: float) -> RequestRefusedError | list[tuple[Ticket, RequestRefusedError]]:
         """Let a request wait, or refuse it. A request that has waited or started is not checked again.

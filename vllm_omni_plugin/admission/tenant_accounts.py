@@ -143,8 +143,7 @@ class TenantAccounts:
             elif not account.in_flight:
                 self._idle.setdefault(account.name, account)
         self.active_weight = sum(each.settings.weight for each in self if each.in_flight)
-        self._recent.clear()
-        self._recent_weight = 0.0
+        self._recent_weight = sum(each.settings.weight for each in self._recent)
         self._drop_idle()
 
     def settings_of(self, name: str) -> TenantSettings:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from math import inf
 from typing import Any
 
-from vllm_omni_plugin.admission import IndexedHeap, Ticket
+from vllm_omni_plugin.admission import HeadroomSize, IndexedHeap, Ticket
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import RequestRefusedError
@@ -52,7 +52,7 @@ class HeadQueue:
         self._clock = clock
         self._wake_at = wake_at
         self.unsent = UnsentQueue(self._leaves_headroom)
-        self._headroom = Headroom(pool, pool.send_window, self._leaves_headroom, clock)
+        self._headroom = Headroom(pool, pool.send_window, self._leaves_headroom, self._headroom_size, clock)
         # Runs that no engine has, wherever they wait, by their deadlines.
         self._deadlines: IndexedHeap[StageRun] = IndexedHeap()
 
@@ -196,6 +196,9 @@ class HeadQueue:
 
     def _leaves_headroom(self, run: StageRun) -> bool:
         return self._gate.admission.leaves_headroom(_ticket(run), self._clock())
+
+    def _headroom_size(self) -> HeadroomSize:
+        return self._gate.admission.config.headroom
 
 
 def _ticket(run: StageRun) -> Ticket:

@@ -4,12 +4,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from vllm_omni_plugin.admission import HeadroomSize
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 GROUP_SIZE = 8
-"""Replicas of a group at least. In a smaller fleet a prefill-free replica costs more than it brings."""
+"""Replicas of a group at least, unless the fleet is smaller."""
+SMALLEST_FLEET = {HeadroomSize.NORMAL: GROUP_SIZE, HeadroomSize.LARGE: 2}
+"""Replicas of a fleet that keeps one prefill-free. One of few costs so much throughput that it has to be asked for."""
 MAX_PREFILL_FREE_S = 1.0
 """Seconds for which a replica is kept free of prefills at most, while no other replica of its group is free."""
 
@@ -38,10 +41,12 @@ class Headroom(Generic[R]):
     A request is *over its share* if `Admission.leaves_headroom` says so, and otherwise *within its share*. At each
     replica `SendWindow` leaves headroom. In addition one replica of each group is kept free of prefills of over-share
     requests: otherwise each engine may be in the middle of one, and a request within its share has to wait for its end.
-    A group has 8 to 15 replicas; a smaller fleet has none. Each operation looks at one group.
+    A group has 8 to 15 replicas. A smaller fleet is one group with large headroom, and has none otherwise. Each
+    operation looks at one group.
 
     Args:
         leaves_headroom: whether a run is over its share.
+        size: how much headroom such a run leaves. It may change while the run waits.
     """
 
     def __init__(
@@ -49,11 +54,13 @@ class Headroom(Generic[R]):
         pool: _Pool[R],
         send_window: SendWindow,
         leaves_headroom: Callable[[StageRun], bool],
+        size: Callable[[], HeadroomSize],
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._send_window = send_window
         self._leaves_headroom = leaves_headroom
+        self._size = size
         self._clock = clock
         self._turn = 0
 
@@ -64,9 +71,10 @@ class Headroom(Generic[R]):
             return self._send_window.has_room(ledger, prefill_tokens)
         newest = ledger.newest_pending
         in_front = newest is not None and not self._leaves_headroom(newest)
-        return self._send_window.has_room(
-            ledger, prefill_tokens, leaves_headroom=True, behind_in_share=in_front
-        ) and not self._stays_prefill_free(replica)
+        size = self._size()
+        if not self._send_window.has_room(ledger, prefill_tokens, size, in_front):
+            return False
+        return not self._stays_prefill_free(replica, size)
 
     def least_loaded(self, chosen: R, may_start: Callable[[R], bool]) -> R:
         """The replica where a request within its share waits for the fewest prompt tokens.
@@ -80,12 +88,12 @@ class Headroom(Generic[R]):
         startable = (each for each in candidates if may_start(each))
         return min(startable, key=lambda each: each.ledger.prefill_tokens_ahead, default=chosen)
 
-    def _stays_prefill_free(self, replica: R) -> bool:
+    def _stays_prefill_free(self, replica: R, size: HeadroomSize) -> bool:
         """Whether a replica gets no over-share prefill, since it is the last prefill-free replica of its group."""
         ledger, serving = replica.ledger, self._pool.serving
         # An idle replica gets a prefill. So does a replica from which no output is certain to come: only outputs cause
         # this question to be asked again.
-        if len(serving) < GROUP_SIZE or ledger.pending or not ledger.outputs_every_step:
+        if len(serving) < SMALLEST_FLEET[size] or ledger.pending or not ledger.outputs_every_step:
             return False
         place = bisect_left(serving, replica.replica_id, key=lambda each: each.replica_id)
         group = _group(serving, place * _groups(serving) // len(serving))

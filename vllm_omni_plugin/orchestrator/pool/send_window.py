@@ -3,14 +3,16 @@
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
+from vllm_omni_plugin.admission import HeadroomSize
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
 _STEPS = 2
 """Engine steps' worth of prompt tokens that are sent ahead: one for the time until the head gets the output of the step
 before, and one more for heads that get it late."""
-_OVER_SHARE_STEPS = 1 / 4
-"""The same for over-share requests: other requests may have to wait for these tokens in the engine."""
+_OVER_SHARE_STEPS = {HeadroomSize.NORMAL: 1 / 4, HeadroomSize.LARGE: 1 / 16}
+"""The same for over-share requests: other requests may have to wait for these tokens in the engine. A sixteenth, so
+that only short prompts are computed together; a single prompt is sent whatever its length."""
 _EXTRA_SLOTS = 1 / 16
 """Requests that are sent beyond the engine's sequence slots, as a share of these: about as many end in two steps."""
 
@@ -31,7 +33,7 @@ class SendWindow(NamedTuple):
     @property
     def short_prefill_tokens(self) -> float:
         """Prompt tokens whose prefill is so short that waiting for it does not matter."""
-        return _OVER_SHARE_STEPS * self.limits.tokens
+        return _OVER_SHARE_STEPS[HeadroomSize.NORMAL] * self.limits.tokens
 
     def has_free_slot(self, ledger: LoadLedger) -> bool:
         """Whether the engine has a free sequence slot, as far as is known."""
@@ -39,7 +41,11 @@ class SendWindow(NamedTuple):
         return busy < (self.limits.sequences or inf)
 
     def has_room(
-        self, ledger: LoadLedger, prefill_tokens: int, leaves_headroom: bool = False, behind_in_share: bool = False
+        self,
+        ledger: LoadLedger,
+        prefill_tokens: int,
+        headroom: HeadroomSize | None = None,
+        behind_in_share: bool = False,
     ) -> bool:
         """Whether an engine can begin a request in its next steps.
 
@@ -50,13 +56,13 @@ class SendWindow(NamedTuple):
         Args:
             ledger: the replica's.
             prefill_tokens: tokens of the prompt that are to be computed.
-            leaves_headroom: whether the request is over its share.
+            headroom: how much the request leaves, being over its share; None: it is within its share.
             behind_in_share: whether the request, being over its share, would be sent behind the prompt of a request
                 within its share, and make the step of that one longer.
         """
         if not self.limited:
             return True
-        if leaves_headroom and not self._keeps_headroom(ledger, prefill_tokens, behind_in_share):
+        if headroom is not None and not self._keeps_headroom(ledger, prefill_tokens, headroom, behind_in_share):
             return False
         pending, share = ledger.pending, ledger.prefill_share
         if pending < (2 if share == 1.0 else 1):
@@ -69,7 +75,9 @@ class SendWindow(NamedTuple):
             return False
         return _fits_cache(ledger, prefill_tokens)
 
-    def _keeps_headroom(self, ledger: LoadLedger, prefill_tokens: int, behind_in_share: bool) -> bool:
+    def _keeps_headroom(
+        self, ledger: LoadLedger, prefill_tokens: int, headroom: HeadroomSize, behind_in_share: bool
+    ) -> bool:
         """Whether a request within its share could still begin at once behind this request.
 
         Trunk reservation of telephony (Kelly, "Loss networks", 1991): a few places are free for some callers only, who
@@ -84,7 +92,7 @@ class SendWindow(NamedTuple):
         # An engine that decodes does not idle without a pending prompt.
         if ledger.pending >= (1 if ledger.decoding else 2):
             behind = ledger.pending_tokens + prefill_tokens
-            if behind_in_share or behind > self.short_prefill_tokens * ledger.prefill_share:
+            if behind_in_share or behind > _OVER_SHARE_STEPS[headroom] * self.limits.tokens * ledger.prefill_share:
                 return False
         return _fits_cache(ledger, prefill_tokens, ledger.cache_tokens * spare / slots)
 
