@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.event_log import MAX_EVENTS, MAX_REASON, EventKind, EventLog
-from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import manage
+from vllm_omni_plugin.orchestrator.fleet_state.replica_actions import apply_action
 
 
 def seen(fleet: FakeFleet) -> list[tuple[str, str | None, int]]:
@@ -124,7 +124,7 @@ async def test_the_next_replica_that_is_dead_too_has_its_own_events() -> None:
 async def test_a_drain_and_its_end_are_one_event_each(fleet: FakeFleet) -> None:
     member = fleet.pool.member(1)
     for action in ("drain", "drain", "resume", "resume"):
-        manage(fleet.orchestrator, action, member)
+        apply_action(fleet.orchestrator, action, member)
     assert seen(fleet) == [("drain", "0.1", 0), ("resume", "0.1", 0)]
     assert [event.reason for event in fleet.orchestrator.events.after()] == [
         "an operator drains it",

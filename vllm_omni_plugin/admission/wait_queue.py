@@ -1,4 +1,7 @@
-"""The wait queue of a head: how long it is, how long requests wait in it, and which are evicted when it is full."""
+"""Which requests of a head wait, how long they will wait, and which are evicted when the queue is full.
+
+Which request is sent next is decided in `orchestrator.dispatch.unsent_queue`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol, Self

@@ -1,4 +1,7 @@
-"""The secret file, the CURVE keys derived from it, and sockets that require or use them."""
+"""The secret file, the CURVE keys derived from it, and sockets that require or use them.
+
+The end that binds a socket is its CURVE server: the coordinator, or a replica server.
+"""
 
 import errno
 import hashlib

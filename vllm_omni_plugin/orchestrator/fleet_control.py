@@ -12,7 +12,7 @@ from vllm_omni_plugin.errors import OmniError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import manage
+from vllm_omni_plugin.orchestrator.fleet_state.replica_actions import apply_action
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.work_exchange import PeerUpdate, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -144,7 +144,7 @@ class FleetControl:
         key, refusal = ReplicaKey.of(member), self._fleet_calls.refusal
         if member.remote and refusal is not None:
             raise refusal
-        manage(self._orchestrator, message.action, member)
+        apply_action(self._orchestrator, message.action, member)
         if member.remote:
             update_drained(message.action, key, self._orchestrator.drained)
             self._fleet_calls.share_replica_action(message.action, key, message.reply)

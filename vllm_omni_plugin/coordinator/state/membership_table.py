@@ -66,7 +66,8 @@ class Change(Struct, frozen=True):
 
 
 class MembershipTable:
-    """At most ``max_replicas`` rows; a replica is dead after ``heartbeat_timeout`` seconds of silence.
+    """At most ``max_replicas`` rows; a replica is dead after ``heartbeat_timeout`` seconds of silence, and
+    gets no new requests after half of that.
 
     Each operation takes constant time. All rows of one state share one timeout, so in a dict ordered by the last change
     the first row has the next deadline.

@@ -112,7 +112,7 @@ class HeadQueue:
         self._gate.started(_ticket(run))
 
     def run_ended(self, run: StageRun) -> None:
-        """A run has ended, in whatever way. Idempotent."""
+        """A run has ended, also because its client hung up: it leaves all queues. Amortised O(log n). Idempotent."""
         self.unsent.remove(run)
         self._deadlines.discard(run)
         self._gate.dequeue(_ticket(run))

@@ -26,8 +26,9 @@ from vllm_omni_plugin.errors import (
     WireError,
 )
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import adopt, manage_by_key, snapshot_of
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_snapshot import adopt, snapshot_of
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import OngoingCall, notify_state_change
+from vllm_omni_plugin.orchestrator.fleet_state.replica_actions import apply_action_by_key
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CoordinatorMessage
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
@@ -250,7 +251,7 @@ class FleetCalls:
     def _begin_numbered(self, numbered: NumberedCall) -> None:
         self._number = max(self._number, numbered.number)
         if numbered.method in MANAGE_CALLS:
-            manage_by_key(self._orchestrator, numbered.method, decode(numbered.method, numbered.arguments)[0])
+            apply_action_by_key(self._orchestrator, numbered.method, decode(numbered.method, numbered.arguments)[0])
         is_own = numbered.head_id == self._head_id
         call = self._begin(numbered, None if is_own else numbered.called_engines)
         if not is_own:

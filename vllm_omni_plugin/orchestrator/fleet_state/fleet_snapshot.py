@@ -1,45 +1,17 @@
-"""The state that operator calls have left in the fleet: applied to replicas, taken as a snapshot, adopted from one."""
+"""The state that operator calls have left in the fleet: taken as a snapshot, and adopted from one."""
 
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState, StageState
-from vllm_omni_plugin.coordinator.state.call_log import update_drained
-from vllm_omni_plugin.errors import ReplicaError, WireError
+from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate, notify_state_change
+from vllm_omni_plugin.orchestrator.fleet_state.replica_actions import apply_action
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
-
-
-def manage(orchestrator: Orchestrator, action: str, member: PoolMember) -> None:
-    """Drain, resume or remove a replica; see `ManageReplica`.
-
-    Raises:
-        ReplicaError: the replica cannot be removed.
-    """
-    if action == "drain":
-        orchestrator.cordon(member, ADMIN_CORDON)
-    elif action == "resume":
-        orchestrator.uncordon(member, ADMIN_CORDON)
-    else:
-        assert member.leave is not None
-        member.leave()
-
-
-def manage_by_key(orchestrator: Orchestrator, action: str, key: ReplicaKey) -> None:
-    """Apply an action of another head's operator to a replica of another process, if this head has that replica."""
-    update_drained(action, key, orchestrator.drained)
-    for pool in orchestrator.stage_pools:
-        for member in pool.members:
-            if member.remote and ReplicaKey.of(member) == key:
-                # A head that is not attached cannot remove the replica. Another head has done so.
-                with suppress(ReplicaError):
-                    manage(orchestrator, action, member)
 
 
 def snapshot_of(orchestrator: Orchestrator, number: int) -> FleetState:
@@ -75,7 +47,7 @@ def _adopt_drained(orchestrator: Orchestrator, drained: set[ReplicaKey]) -> None
     for pool in orchestrator.stage_pools:
         for member in pool.members:
             if member.remote:
-                manage(orchestrator, "drain" if ReplicaKey.of(member) in drained else "resume", member)
+                apply_action(orchestrator, "drain" if ReplicaKey.of(member) in drained else "resume", member)
 
 
 def _adapters(stages: Sequence[StageCalls]) -> dict[int, Adapter]:

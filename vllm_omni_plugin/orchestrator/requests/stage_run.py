@@ -276,7 +276,8 @@ class StageRun:
             loss: which replica, and why.
             migration_limit: moves of the request that are allowed in all. Losses with another culprit, and
                 `excused_losses`, do not count.
-            on_delivered: how this request can go on if part of its answer was delivered, or `PINNED`.
+            on_delivered: the result of `EngineApi.how_to_move`. It counts only if a part of the answer was delivered.
+                Before that the run restarts, unless it is `PINNED`, which never moves.
             vocabulary: see `EngineApi`.
 
         Returns:

@@ -45,8 +45,8 @@ class Probe:
     def limit(self) -> float:
         """Seconds without an answer that count as a hang.
 
-        A later answer counts as one of exactly this time, so the limit grows: the engine may have long steps, and
-        otherwise its requests would move from engine to engine without end.
+        An answer after the limit is recorded as if it had taken the limit, so the next limit is four times as long.
+        Otherwise the requests of a model with long steps would move from engine to engine without end.
         """
         return max(self.timeout, _LONG_STEPS * self._longest)
 
