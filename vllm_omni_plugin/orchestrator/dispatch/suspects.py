@@ -24,8 +24,8 @@ class Suspects:
 
     If a second replica crashes, the requests that were in flight on both are candidates. If one candidate alone was
     isolated there, or if there is one candidate alone, it is the culprit: it fails with `StageRun.query_of_death`, and
-    both losses count for it only. The other candidates get no third replica either, whether a culprit was found or not. They may go back to the
-    replicas that crashed under them.
+    both losses count for it only. The other candidates get no third replica either, whether a culprit was found or not.
+    They may go back to the replicas that crashed under them.
 
     Args:
         wake_at: asks for calls of `take_ready` at this time, in monotonic seconds.
