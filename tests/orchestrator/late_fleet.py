@@ -16,6 +16,8 @@ FLOOD, CALM = RequestTerms("flood"), RequestTerms("calm")
 SLOTS = 9
 SPARE = 2
 """Half of the root of the slots, rounded up."""
+LARGE_SPARE = 3
+"""Three quarters of the root of the slots, rounded up."""
 ROOMY = SendWindow(BatchLimits(tokens=1000, sequences=SLOTS), limited=True, recalls=True)
 EQUALS = AdmissionConfig()
 LARGE_HEADROOM = AdmissionConfig(headroom=HeadroomSize.LARGE)

@@ -26,6 +26,7 @@ from .late_fleet import (
     EQUALS,
     FLOOD,
     LARGE_HEADROOM,
+    LARGE_SPARE,
     ROOMY,
     SLOTS,
     SPARE,
@@ -56,10 +57,11 @@ async def test_a_tenant_alone_gets_all_slots() -> None:
         assert len(await flooded(fleet, 20)) >= SLOTS
 
 
-async def test_a_tenant_over_its_share_leaves_slots_for_other_tenants() -> None:
-    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
+@pytest.mark.parametrize(("plan", "spare"), [(EQUALS, SPARE), (LARGE_HEADROOM, LARGE_SPARE)])
+async def test_a_tenant_over_its_share_leaves_slots_for_other_tenants(plan: AdmissionConfig, spare: int) -> None:
+    async with late(send_window=ROOMY, plan=plan) as fleet:
         await answer_first(fleet, "0", CALM)
-        assert len(await flooded(fleet, 20)) == SLOTS - SPARE
+        assert len(await flooded(fleet, 20)) == SLOTS - spare
         for name in "12":
             await fleet.submit(name, prompt=[1, 2], terms=CALM)
             assert got(fleet.links[0])[-1] == name
@@ -159,10 +161,13 @@ async def test_a_reload_changes_the_headroom_that_waiting_requests_leave() -> No
         assert got(fleet.links[0]) == "0abcdefgh"
 
 
+@pytest.mark.parametrize("plan", [EQUALS, LARGE_HEADROOM])
 @pytest.mark.parametrize("sequences", [0, 1, 2])
-async def test_an_engine_with_few_or_unknown_slots_never_idles_for_headroom(sequences: int) -> None:
+async def test_an_engine_with_few_or_unknown_slots_never_idles_for_headroom(
+    sequences: int, plan: AdmissionConfig
+) -> None:
     async with late(
-        send_window=SendWindow(BatchLimits(tokens=8, sequences=sequences), limited=True), plan=EQUALS
+        send_window=SendWindow(BatchLimits(tokens=8, sequences=sequences), limited=True), plan=plan
     ) as fleet:
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcd", terms=FLOOD)

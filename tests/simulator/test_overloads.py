@@ -1,5 +1,8 @@
 """Overload: the queue is bounded if requests wait at the head, and grows if they are sent at once."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 from simulator.contenders import AT_ONCE, build
 from simulator.metrics import Summary
@@ -7,6 +10,8 @@ from simulator.overloads import DEADLINE_S, OVERLOADS
 from simulator.profiles import accelerator
 from simulator.simulation import Simulation
 from simulator.workload import Scale
+
+from vllm_omni_plugin.admission import HeadroomSize
 
 SCALE = Scale(replicas=4, requests=1000, settings=accelerator())
 
@@ -51,3 +56,11 @@ def test_only_the_measured_tenant_counts() -> None:
 
 def test_a_flood_delays_a_calm_tenant_less_if_its_requests_wait_at_the_head() -> None:
     assert summary("flood", "prefix").ttft[-1] < summary("flood", "prefix" + AT_ONCE).ttft[-1] / 2
+
+
+def test_large_headroom_of_a_small_fleet_shortens_the_calm_tenants_time_to_first_token() -> None:
+    flood = OVERLOADS["flood"](SCALE)
+    assert flood.admission is not None
+    large = replace(flood, admission=msgspec.structs.replace(flood.admission, headroom=HeadroomSize.LARGE))
+    result = Simulation(large, build("prefix", 0), SCALE.settings, SCALE.replicas).run().summary()
+    assert result.ttft[0] < 0.9 * summary("flood", "prefix").ttft[0]

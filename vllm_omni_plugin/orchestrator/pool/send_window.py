@@ -13,6 +13,8 @@ before, and one more for heads that get it late."""
 _OVER_SHARE_STEPS = {HeadroomSize.NORMAL: 1 / 4, HeadroomSize.LARGE: 1 / 16}
 """The same for over-share requests: other requests may have to wait for these tokens in the engine. A sixteenth, so
 that only short prompts are computed together; a single prompt is sent whatever its length."""
+_SPARE_SLOTS = {HeadroomSize.NORMAL: 1 / 2, HeadroomSize.LARGE: 3 / 4}
+"""Sequence slots that over-share requests leave free, as a multiple of the root of all slots."""
 _EXTRA_SLOTS = 1 / 16
 """Requests that are sent beyond the engine's sequence slots, as a share of these: about as many end in two steps."""
 
@@ -86,7 +88,7 @@ class SendWindow(NamedTuple):
         busy, slots = ledger.running + ledger.pending, self.limits.sequences
         if not ledger.receives_reports or not slots:
             return True
-        spare = ceil(sqrt(slots) / 2)
+        spare = ceil(sqrt(slots) * _SPARE_SLOTS[headroom])
         if busy + spare >= slots:
             return False
         # An engine that decodes does not idle without a pending prompt.
