@@ -1,7 +1,9 @@
 """What every test takes for granted."""
 
 import atexit
+import functools
 import gc
+import hashlib
 import logging
 import os
 import tempfile
@@ -19,6 +21,9 @@ _ANY_TIME = settings(deadline=None, database=None, suppress_health_check=[Health
 settings.register_profile("fixed", _ANY_TIME, derandomize=True, max_examples=40)
 settings.register_profile("random", _ANY_TIME, print_blob=True)
 settings.load_profile("fixed")
+
+# To derive keys from a secret takes 40 ms, and tests have the same few secrets.
+hashlib.scrypt = functools.cache(hashlib.scrypt)
 
 
 @pytest.hookimpl(optionalhook=True)

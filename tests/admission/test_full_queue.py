@@ -321,7 +321,7 @@ def test_no_request_that_may_wait_has_an_expected_refusal_and_bounds_hold(
     assert rules.backlog == (0, 0)
 
 
-def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_operation_is_cheap_with_ten_thousand_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Counter[str]()
     for name in ("heappush", "heappop", "heapify"):
         original = getattr(heapq, name)
@@ -332,18 +332,18 @@ def test_each_operation_is_cheap_with_a_hundred_thousand_waiting(monkeypatch: py
             return original(heap, *args)
 
         monkeypatch.setattr(f"vllm_omni_plugin.admission.indexed_heap.{name}", counted)
-    rules = admission(AdmissionConfig(max_waiting_requests=100_000))
-    tickets = [come(rules, f"t{number % 20_000}") for number in range(100_000)]
-    assert steps["steps"] / 100_000 < 40
+    rules = admission(AdmissionConfig(max_waiting_requests=10_000))
+    tickets = [come(rules, f"t{number % 2000}") for number in range(10_000)]
+    assert steps["steps"] / 10_000 < 30
     steps.clear()
-    for number in range(2000):
+    for number in range(500):
         evictions(rules, f"new-{number}")
-    assert steps["steps"] / 2000 < 120
+    assert steps["steps"] / 500 < 90
     steps.clear()
     leaving = [ticket for ticket in tickets if ticket.phase is TicketPhase.WAITING][::7]
     for ticket in leaving:
         rules.ended(ticket, 0, 0.0)
-    assert steps["steps"] / len(leaving) < 60
+    assert steps["steps"] / len(leaving) < 45
 
 
 def test_no_request_is_refused_on_arrival_while_nothing_waits() -> None:

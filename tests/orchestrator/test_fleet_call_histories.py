@@ -94,7 +94,7 @@ class Fleet:
 
 
 # Each takes 7 ms, since no time passes.
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(STEPS, max_size=14))
 def test_heads_agree_with_each_other_and_with_the_engines(steps: list[tuple[str, str, Any]]) -> None:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:

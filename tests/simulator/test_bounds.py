@@ -31,7 +31,7 @@ def asked_at(*arrivals: float, prompt_tokens: int = 1000) -> list[Request]:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("workload", ["bursty", "tenants"])
 def test_no_policy_is_below_the_bound(workload: str, seed: int) -> None:
-    scale = Scale(4, 120, SETTINGS, seed)
+    scale = Scale(4, 60, SETTINGS, seed)
     bound = bounds.bound(workload, scale)
     reached = {policy: simulate(scale, Run(workload, policy)).summary.ttft[-1] for policy in POLICIES}
     assert 0 < bound <= min(reached.values())

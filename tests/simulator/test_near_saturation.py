@@ -21,7 +21,7 @@ from simulator.workload import Scale, Workload
 from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, RequestClass
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 
-SCALE = Scale(replicas=4, requests=3000, settings=accelerator())
+SCALE = Scale(replicas=4, requests=1500, settings=accelerator())
 BOUNDS = AdmissionConfig(
     classes=(RequestClass(name="interactive", deadline=2.0),),
     max_waiting_requests=64,

@@ -18,8 +18,8 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, TenantSett
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 
-HOURS = Settings(days=0.1, requests=30, replicas=6, fault=0.9, seed=4)
-"""57 bursts, most of them with a fault."""
+HOURS = Settings(days=0.06, requests=30, replicas=4, fault=0.9, seed=4)
+"""34 bursts, most of them with a fault."""
 
 
 PLAN = AdmissionConfig(
@@ -44,24 +44,25 @@ def test_after_hours_of_bursts_and_faults_nothing_is_left_of_any_request(policy:
     assert outcome.left == {}
     assert (outcome.ends.total(), outcome.ends[FAILED], outcome.wrong) == (outcome.sent, 0, 0), outcome.examples
     # What it is worth depends on what has happened.
-    assert outcome.rests > 50
-    assert outcome.moves > 15
+    assert outcome.rests > 30
+    assert outcome.moves > 5
     assert len(outcome.happened) == 7
     assert min(outcome.ends[end] for end in (ANSWERED, GIVEN_UP)) > 0
 
 
 @pytest.mark.parametrize("policy", ["prefix", "least-tokens"])
 def test_after_hours_of_refusals_losses_and_recalls_nothing_is_left_in_the_queue_or_of_any_tenant(policy: str) -> None:
-    outcome = run(policy, replace(HOURS, requests=100, plan=PLAN))
+    outcome = run(policy, replace(HOURS, requests=60, seed=5, plan=PLAN))
     assert outcome.left == {}
     assert (outcome.ends.total(), outcome.ends[FAILED], outcome.wrong) == (outcome.sent, 0, 0), outcome.examples
-    assert outcome.rests > 50
-    assert min(outcome.moves, outcome.recalls) > 20
-    assert min(outcome.ends[end] for end in (ANSWERED, GIVEN_UP, REFUSED)) > 100
+    assert outcome.rests > 30
+    assert min(outcome.moves, outcome.recalls) > 10
+    assert min(outcome.ends[end] for end in (ANSWERED, GIVEN_UP, REFUSED)) > 20
 
 
 def test_the_same_seed_gives_the_same_hours() -> None:
-    first, second = run("prefix"), run("prefix")
+    settings = replace(HOURS, days=0.03)
+    first, second = run("prefix", settings), run("prefix", settings)
     assert (first.ends, first.moves, list(first.in_flight)) == (second.ends, second.moves, list(second.in_flight))
 
 
@@ -87,13 +88,13 @@ class EverMoreToTheFirst(LeastQueueLengthBalancer):
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         self._asked += 1
-        if self._draw.uniform(0, 40_000) < self._asked:
+        if self._draw.uniform(0, 4_000) < self._asked:
             return Decision(0, "drift")
         return super().decide(task, replicas)
 
 
 def test_load_that_becomes_less_even_is_found() -> None:
-    outcome = simulate(EverMoreToTheFirst(), "drifting", Settings(days=0.35, requests=30, replicas=6, fault=0.0))
+    outcome = simulate(EverMoreToTheFirst(), "drifting", Settings(days=0.25, requests=15, replicas=6, fault=0.0))
     verdicts = {what: verdict for what, *_, verdict in drifts(outcome)}
     assert verdicts["variation of requests in flight"] == "grows"
     assert verdicts["variation of requests sent"] == "grows"

@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from tests.fakes.engine_api import FakeOutputs
+from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import PLAIN_USERNAME, Secrets, secure_client
 from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
@@ -120,6 +121,15 @@ class Head:
     async def renew(self) -> FromServer:
         await self.send_control(RenewLease(self.attached.lease))
         return await self.next_message()
+
+    async def renew_while_up(self) -> Status:
+        """Renew the lease until its answer says that the replica is not up any more."""
+        while True:
+            answer = await self.renew()
+            assert isinstance(answer, Status)
+            if answer.status is not ReplicaStatus.UP:
+                return answer
+            await asyncio.sleep(0.01)
 
     async def detach(self) -> None:
         await self.send_control(Detach(self.attached.lease))

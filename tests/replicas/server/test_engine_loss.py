@@ -11,7 +11,7 @@ from tests.replicas.server.conftest import Node, StartNode
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Status
+from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
 from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
 
@@ -68,10 +68,7 @@ async def test_a_hung_engine_is_reported_kept_and_put_back_into_service(start_no
     async with node.head() as head:
         await head.attach(before.incarnation)
         node.engine.hang()
-        status = await head.renew()
-        while isinstance(status, Status) and status.status is ReplicaStatus.UP:
-            status = await head.renew()
-        assert isinstance(status, Status)
+        status = await head.renew_while_up()
         assert (status.status, status.engine_failed) == (ReplicaStatus.ERROR, False)
         assert "has not answered for" in status.reason
         refusal = await head.try_attach(before.incarnation)
