@@ -1,4 +1,4 @@
-"""An HTTP server on loopback that gives the answers of a test and records the requests."""
+"""HTTP servers on loopback for tests: any, and one that gives the answers of a test and records the requests."""
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,26 +9,14 @@ Answer = tuple[int, Any]
 """Status and body; a body that is not bytes is sent as JSON."""
 
 
-class FakeServer(ThreadingHTTPServer):
-    """A context manager.
-
-    Attributes:
-        answers: by method and path; other requests get `default`.
-        asked: method, path and `Authorization` of each request.
-        bodies: the JSON bodies of requests.
-        redirect: an address to which all requests are redirected.
-    """
+class LoopbackServer(ThreadingHTTPServer):
+    """Serves on a free port in a thread of its own while its context is open."""
 
     daemon_threads = True
 
-    def __init__(self, default: Answer = (404, b"")) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
         self._thread = Thread(target=self.serve_forever, args=(0.01,))
-        self.default = default
-        self.answers: dict[tuple[str, str], Answer] = {}
-        self.asked: list[tuple[str, str, str | None]] = []
-        self.bodies: list[Any] = []
-        self.redirect = ""
 
     @property
     def url(self) -> str:
@@ -42,6 +30,25 @@ class FakeServer(ThreadingHTTPServer):
         self.shutdown()
         self._thread.join()
         self.server_close()
+
+
+class FakeServer(LoopbackServer):
+    """A context manager.
+
+    Attributes:
+        answers: by method and path; other requests get `default`.
+        asked: method, path and `Authorization` of each request.
+        bodies: the JSON bodies of requests.
+        redirect: an address to which all requests are redirected.
+    """
+
+    def __init__(self, default: Answer = (404, b"")) -> None:
+        super().__init__(_Handler)
+        self.default = default
+        self.answers: dict[tuple[str, str], Answer] = {}
+        self.asked: list[tuple[str, str, str | None]] = []
+        self.bodies: list[Any] = []
+        self.redirect = ""
 
 
 class _Handler(BaseHTTPRequestHandler):

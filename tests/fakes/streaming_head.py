@@ -2,10 +2,11 @@
 
 import select
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
-from typing import Any, Self
+from typing import Any
 
+from tests.fakes.http_server import LoopbackServer
 from vllm_omni_plugin.admin.watch.server_sent import MEDIA_TYPE, message
 
 _PAGE = {"/omni": ("page.html", "text/html"), "/omni/page.js": ("page.js", "text/javascript")}
@@ -63,7 +64,7 @@ def event(event_id: str, reason: str = "it died") -> bytes:
     return message("lost", {"id": event_id, **lost}, event_id)
 
 
-class StreamingHead(ThreadingHTTPServer):
+class StreamingHead(LoopbackServer):
     """Serves the page, and one stream after the other; the last stream stays open without data. A context manager.
 
     Args:
@@ -75,31 +76,18 @@ class StreamingHead(ThreadingHTTPServer):
         viewers: number of open streams.
     """
 
-    daemon_threads = True
-
     def __init__(self, *streams: bytes, silent: bool = False) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self._streams = list(streams)
         self._silent = silent
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
         self._counting = threading.Lock()
         self.asked: list[str] = []
         self.viewers = 0
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
+        super().__exit__()
 
     def handle_error(self, *_: object) -> None:
         """Viewers disconnect."""
