@@ -16,6 +16,7 @@ from vllm.entrypoints.launchers import launcher
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
 from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.integration.fleet_setup import coordinator_start
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.processes import several_servers
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
@@ -109,7 +110,7 @@ def test_the_coordinator_gets_the_fingerprint_of_each_stage(
         told.append(fingerprints)
         return SimpleNamespace(router_address="tcp://127.0.0.1:7500", close=lambda: None)
 
-    monkeypatch.setattr(several_servers, "OmniCoordinatorRuntime", open_runtime)
+    monkeypatch.setattr(coordinator_start, "OmniCoordinatorRuntime", open_runtime)
     plans: Any = [SimpleNamespace(stage_id=number, fingerprint={"model": name}) for number, name in enumerate("ab")]
     with ExitStack() as resources:
         several_servers._open_fleet(OmniConfig(), plans, resources)

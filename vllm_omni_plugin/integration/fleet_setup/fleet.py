@@ -13,12 +13,11 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan, stage_plans
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
-    log_join_command,
-    warn_if_insecure,
     with_secret,
 )
 from vllm_omni_plugin.logger import init_logger
@@ -145,18 +144,10 @@ class Fleet:
     def _start_coordinator(self) -> OmniCoordinatorRuntime:
         options = self._options
         assert options.master_port is not None
-        address = bind_address(options, headless=False)
-        warn_if_insecure(options, address)
-        coordinator = OmniCoordinatorRuntime(
-            address,
-            options.master_port,
-            options.heartbeat_timeout,
-            secret_file=options.secret_file,
-            first_replica_ids={plan.stage_id: plan.replicas for plan in self._plans},
-            fingerprints={plan.stage_id: plan.fingerprint for plan in self._plans},
+        own_replicas = {plan.stage_id: plan.replicas for plan in self._plans}
+        return start_coordinator(
+            options, self._plans, bind_address(options, headless=False), options.master_port, own_replicas
         )
-        log_join_command(options, address)
-        return coordinator
 
     def _connect(self) -> OmniCoordClientForHead:
         address = coordinator_address(self._options) if self.coordinator is None else self.coordinator.router_address

@@ -28,17 +28,15 @@ from vllm.v1.metrics.prometheus import setup_multiprocess_prometheus
 from vllm.v1.utils import run_api_server_worker_proc
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
 from vllm_omni_plugin.curve import new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.command_line import FLEET_ADDRESS, patch_engine_args
+from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, exit_usage_error
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
-    log_join_command,
-    warn_if_insecure,
     with_secret,
 )
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServerSupervisor, run_until_signal
@@ -199,17 +197,8 @@ def _open_fleet(options: OmniConfig, plans: Sequence[StagePlan], resources: Exit
                 options, master_address=_LOOPBACK, replica_address=options.replica_address or get_ip()
             )
     local_options = with_secret(local_options, host)
-    warn_if_insecure(options, host)
-    coordinator = OmniCoordinatorRuntime(
-        host,
-        port,
-        options.heartbeat_timeout,
-        secret_file=local_options.secret_file,
-        fingerprints={plan.stage_id: plan.fingerprint for plan in plans},
-    )
+    coordinator = start_coordinator(local_options, plans, host, port)
     resources.callback(coordinator.close)
-    if options.is_open:
-        log_join_command(options, host)
     return replace(local_options, master_port=int(coordinator.router_address.rpartition(":")[2]))
 
 

@@ -1,0 +1,38 @@
+"""Starts the coordinator of a fleet."""
+
+from collections.abc import Mapping, Sequence
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.coordinator import OmniCoordinatorRuntime
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan
+from vllm_omni_plugin.integration.options.listening import log_join_command, warn_if_insecure
+
+
+def start_coordinator(
+    options: OmniConfig,
+    plans: Sequence[StagePlan],
+    address: str,
+    port: int,
+    first_replica_ids: Mapping[int, int] | None = None,
+) -> OmniCoordinatorRuntime:
+    """Start the coordinator process, and log how nodes and heads join.
+
+    Args:
+        port: 0 for any free one, if no other node joins.
+        first_replica_ids: see `OmniCoordinator`.
+
+    Raises:
+        ConfigError: it cannot listen on the address.
+    """
+    warn_if_insecure(options, address)
+    coordinator = OmniCoordinatorRuntime(
+        address,
+        port,
+        options.heartbeat_timeout,
+        secret_file=options.secret_file,
+        first_replica_ids=first_replica_ids,
+        fingerprints={plan.stage_id: plan.fingerprint for plan in plans},
+    )
+    if port:
+        log_join_command(options, address)
+    return coordinator
