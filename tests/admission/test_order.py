@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_plugin.admission import AdmissionConfig, HeadroomSize, RequestClass, RequestTerms, TenantSettings, Ticket
-from vllm_omni_plugin.admission.tenant_accounts import TenantAccounts
+from vllm_omni_plugin.admission.tenant_accounts import MAX_ACCOUNTS, TenantAccounts
 
 from .fakes import admission, come, served
 
@@ -141,6 +141,21 @@ def test_accounts_of_invented_tenants_are_bounded_and_drop_no_configured_one() -
     assert len(accounts) == 10_000 + 2
     assert (accounts.get("known"), accounts.get("busy")) == (known, busy)
     assert max(len(account.name) for account in accounts) == 128
+
+
+@pytest.mark.parametrize("recently_used", [False, True])
+def test_a_tenant_that_left_the_file_is_the_first_idle_one_to_be_dropped_unless_recently_used(
+    recently_used: bool,
+) -> None:
+    accounts = TenantAccounts(AdmissionConfig(tenants={"left": TenantSettings()}))
+    others = [accounts.get_or_create(f"made-up-{number}") for number in range(MAX_ACCOUNTS)]
+    left = accounts.get_or_create("left")
+    if recently_used:
+        accounts.add_in_flight(left, 0.0)
+        accounts.remove_in_flight(left, 1.0)
+    accounts.replace(AdmissionConfig())
+    dropped = [account for account in (left, *others) if accounts.get(account.name) is not account]
+    assert dropped == [others[0] if recently_used else left]
 
 
 def test_queue_position_has_the_class_and_the_requests_ahead() -> None:

@@ -140,8 +140,10 @@ class TenantAccounts:
             account.settings = self.settings_of(account.name)
             if self._is_configured(account.name):
                 self._idle.pop(account.name, None)
-            elif not account.in_flight:
-                self._idle.setdefault(account.name, account)
+            elif not account.in_flight and account.name not in self._idle:
+                self._idle[account.name] = account
+                # Of a tenant that has left the file only a recent use is known.
+                self._idle.move_to_end(account.name, last=account in self._recent)
         self.active_weight = sum(each.settings.weight for each in self if each.in_flight)
         self._recent_weight = sum(each.settings.weight for each in self._recent)
         self._drop_idle()
