@@ -54,6 +54,20 @@ def test_a_fault_of_the_command_line_that_shows_late_ends_the_server_with_one_li
     assert capsys.readouterr().err == "vllm serve: error: pipeline.yaml: stage 'talker': its model generates\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [({"dp_size_locl": 2}, "'dp_size_locl'"), ({"b": 1, "a": 1, "dp_size_local": 1}, "'a', 'b'")],
+)
+def test_unknown_options_in_additional_config_end_the_server_with_one_line_that_names_them(
+    make_client: Any, capsys: pytest.CaptureFixture[str], options: dict[str, int], names: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        make_client(SimpleNamespace(additional_config={"vllm_omni_plugin": options}), object, True)
+    assert ended.value.code == 2
+    message = f"argument --additional-config: 'vllm_omni_plugin' has unknown options: {names}"
+    assert capsys.readouterr().err == f"vllm serve: error: {message}\n"
+
+
 def test_what_is_no_fault_of_the_command_line_is_raised_as_it_is(
     make_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, NoReturn
 
 from vllm_omni_plugin.config import OmniConfig
@@ -20,10 +20,16 @@ def store_options(engine_args: Any, options: OmniConfig) -> None:
 
 
 def options_of(vllm_config: Any) -> OmniConfig | None:
-    """The options in a `VllmConfig`, or None if none of our flags was given."""
+    """The options in a `VllmConfig`, or None if none of our flags was given. Raises ConfigError for unknown options."""
     additional = vllm_config.additional_config
     plain = additional.get(_KEY) if isinstance(additional, dict) else None
-    return None if plain is None else OmniConfig(**plain)
+    if plain is None:
+        return None
+    # A user may write them there instead of giving flags.
+    if unknown := plain.keys() - {field.name for field in fields(OmniConfig)}:
+        names = ", ".join(map(repr, sorted(unknown)))
+        raise ConfigError(f"argument --additional-config: '{_KEY}' has unknown options: {names}")
+    return OmniConfig(**plain)
 
 
 def without_options(vllm_config: Any) -> Any:
