@@ -104,8 +104,8 @@ class AdmittingHead(Head):
             self._admission.ended(ticket, request.output_tokens, now)
         return answered
 
-    def _leaves_headroom(self, request: Request) -> bool:
-        return self._admission.leaves_headroom(self._tickets[request], self._clock.now)
+    def _is_over_share(self, request: Request) -> bool:
+        return self._admission.is_over_share(self._tickets[request], self._clock.now)
 
     def _headroom_size(self) -> HeadroomSize:
         return self._admission.config.headroom

@@ -52,12 +52,12 @@ class Head:
     def __init__(
         self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
     ) -> None:
-        self.unsent = UnsentQueue(self._run_leaves_headroom)
+        self.unsent = UnsentQueue(self._run_is_over_share)
         self.reserve_bubbles = self.recalls = 0
         self._send_window = (
             SendWindow(limits, limited=True, recalls=True) if getattr(policy, "binds_late", False) else SEND_AT_ONCE
         )
-        self._headroom = Headroom(self, self._send_window, self._run_leaves_headroom, self._headroom_size, clock)
+        self._headroom = Headroom(self, self._send_window, self._run_is_over_share, self._headroom_size, clock)
         self._send = send
         self._jobs: dict[StageRun, Job] = {}
         self._runs: dict[Request, StageRun] = {}
@@ -116,7 +116,7 @@ class Head:
     def _prefer_headroom(self, request: Request, decision: Decision) -> Decision:
         """See `HeadQueue.prefer_headroom`."""
         few = self._send_window.short_prefill_tokens
-        if not self.unsent.has_over_share or decision.matched_tokens > few or self._leaves_headroom(request):
+        if not self.unsent.has_over_share or decision.matched_tokens > few or self._is_over_share(request):
             return decision
         chosen = self.serving[decision.position]
 
@@ -152,12 +152,12 @@ class Head:
             return
         member = _member(replica)
         first = self.unsent.first_of(member)
-        next_is_in_share = first is not None and not self._run_leaves_headroom(first)
+        next_is_in_share = first is not None and not self._run_is_over_share(first)
         idle = not replica.ledger.pending
         for run, waiting in self.unsent.take_sendable(
             member, lambda run: self._headroom.has_room(run, replica, run.prefill_tokens)
         ):
-            self.reserve_bubbles += idle and not self._run_leaves_headroom(run)
+            self.reserve_bubbles += idle and not self._run_is_over_share(run)
             idle = False
             del self._runs[self._jobs.pop(run).request]
             replica.ledger.mark_sent(run)
@@ -176,7 +176,7 @@ class Head:
         decision = self._choose(run.task)
         charged_to.ledger.charge(run, self._clock.now)
         self._update(charged_to)
-        overtakes = self.unsent.has_over_share and not self._run_leaves_headroom(run)
+        overtakes = self.unsent.has_over_share and not self._run_is_over_share(run)
         computes_more = run.prompt_tokens - decision.matched_tokens > run.prefill_tokens
         if computes_more and self.serving[decision.position].ledger.prefill_tokens and not overtakes:
             return
@@ -193,10 +193,10 @@ class Head:
         key = self._key(self._jobs[run].request)
         return self._headroom.has_room(run, replica, tokens) and not self.unsent.is_behind(run, _member(replica), key)
 
-    def _run_leaves_headroom(self, run: StageRun) -> bool:
-        return self._leaves_headroom(run.request.engine_inputs)
+    def _run_is_over_share(self, run: StageRun) -> bool:
+        return self._is_over_share(run.request.engine_inputs)
 
-    def _leaves_headroom(self, request: Request) -> bool:
+    def _is_over_share(self, request: Request) -> bool:
         return False
 
     def _headroom_size(self) -> HeadroomSize:

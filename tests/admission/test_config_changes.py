@@ -98,7 +98,7 @@ def test_a_tenant_over_its_share_still_leaves_headroom_for_tenants_that_were_act
     for ticket in flood:
         rules.started(ticket)
     rules.replace(AdmissionConfig(headroom=HeadroomSize.LARGE))
-    assert (rules.leaves_headroom(flood[0], 59.0), rules.leaves_headroom(flood[0], 61.0)) == (True, False)
+    assert (rules.is_over_share(flood[0], 59.0), rules.is_over_share(flood[0], 61.0)) == (True, False)
 
 
 @pytest.mark.parametrize("name", ["a", "made-up"])

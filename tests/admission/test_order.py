@@ -195,13 +195,13 @@ def test_a_new_tenant_goes_before_requests_that_wait_for_slower_replicas() -> No
 def test_a_tenant_over_its_share_leaves_headroom_while_others_are_active() -> None:
     rules = admission()
     served(rules, [come(rules, "calm")])
-    assert not rules.leaves_headroom(come(rules, "flood"), 1.0)
+    assert not rules.is_over_share(come(rules, "flood"), 1.0)
     for _ in range(3):
         rules.started(come(rules, "flood"))
     flood, calm = come(rules, "flood"), come(rules, "calm", now=1.0)
-    assert (rules.leaves_headroom(flood, 1.0), rules.leaves_headroom(calm, 1.0)) == (True, False)
+    assert (rules.is_over_share(flood, 1.0), rules.is_over_share(calm, 1.0)) == (True, False)
     rules.ended(calm, 0, 2.0)
-    assert (rules.leaves_headroom(flood, 61.9), rules.leaves_headroom(flood, 62.1)) == (True, False)
+    assert (rules.is_over_share(flood, 61.9), rules.is_over_share(flood, 62.1)) == (True, False)
 
 
 def test_a_burst_does_not_put_a_tenant_over_its_share() -> None:
@@ -216,9 +216,9 @@ def test_a_burst_does_not_put_a_tenant_over_its_share() -> None:
     for ticket in running:
         rules.started(ticket)
     flood, calm = come(rules, "flood", now=30.0), come(rules, "calm", now=30.0)
-    assert (rules.leaves_headroom(flood, 30.0), rules.leaves_headroom(calm, 30.0)) == (True, False)
+    assert (rules.is_over_share(flood, 30.0), rules.is_over_share(calm, 30.0)) == (True, False)
     # Usage of ended requests decays, that of running requests does not.
-    assert (rules.leaves_headroom(flood, 70.0), rules.leaves_headroom(calm, 70.0)) == (False, True)
+    assert (rules.is_over_share(flood, 70.0), rules.is_over_share(calm, 70.0)) == (False, True)
 
 
 def test_usage_while_alone_does_not_count_when_another_tenant_starts() -> None:
@@ -232,7 +232,7 @@ def test_usage_while_alone_does_not_count_when_another_tenant_starts() -> None:
     flood = [come(rules, "flood", 100, now=30.0) for _ in range(3)]
     for ticket in flood[:2]:
         rules.started(ticket)
-    assert (rules.leaves_headroom(flood[2], 30.0), rules.leaves_headroom(come(rules, "calm", now=30.0), 30.0)) == (
+    assert (rules.is_over_share(flood[2], 30.0), rules.is_over_share(come(rules, "calm", now=30.0), 30.0)) == (
         True,
         False,
     )
@@ -241,7 +241,7 @@ def test_usage_while_alone_does_not_count_when_another_tenant_starts() -> None:
     rules.ended(flood[0], 0, 31.0)
     later = come(rules, "calm", 300, now=32.0)
     rules.started(later)
-    assert rules.leaves_headroom(later, 32.0)
+    assert rules.is_over_share(later, 32.0)
 
 
 def test_ended_requests_leave_no_rounding_error_in_the_usage() -> None:
@@ -254,16 +254,16 @@ def test_ended_requests_leave_no_rounding_error_in_the_usage() -> None:
         rules.ended(ticket, 1000, 0.0)
     first = come(rules, "d", now=100.0)
     rules.started(first)
-    assert not rules.leaves_headroom(first, 100.0)
+    assert not rules.is_over_share(first, 100.0)
 
 
 def test_lower_classes_leave_headroom_as_long_as_a_higher_class_waits() -> None:
     rules = admission(AdmissionConfig(classes=CLASSES))
     first = come(rules, priority=0)
     last = come(rules, priority=1, now=100.0)
-    assert rules.leaves_headroom(last, 100.0)
+    assert rules.is_over_share(last, 100.0)
     rules.started(first)
-    assert not rules.leaves_headroom(last, 100.0)
+    assert not rules.is_over_share(last, 100.0)
     rules.replace(AdmissionConfig(classes=(RequestClass(name="new", priority_at_most=-1), *CLASSES)))
     come(rules, priority=0, now=100.0)
-    assert rules.leaves_headroom(last, 100.0)
+    assert rules.is_over_share(last, 100.0)

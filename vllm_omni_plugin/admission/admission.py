@@ -35,14 +35,14 @@ class QueuePosition(NamedTuple):
     Attributes:
         ahead: estimated requests of this head that would start before it.
         wait_s: estimated seconds until it would start; 0 while the rate is not known.
-        leaves_headroom: see `Admission.leaves_headroom`.
+        is_over_share: see `Admission.is_over_share`.
         headroom: how much it leaves then.
     """
 
     class_name: str
     ahead: float
     wait_s: float
-    leaves_headroom: bool
+    is_over_share: bool
     headroom: HeadroomSize
 
 
@@ -159,8 +159,8 @@ class Admission:
         index = queue.config.class_index(account.settings, priority)
         name = queue.config.classes[index].name
         ahead = queue.ahead_of(account, index, _start_tag(account, name, queue.of(name)))
-        leaves_headroom = self._leaves_headroom(account, name, now)
-        return QueuePosition(name, ahead, queue.start_s(ahead), leaves_headroom, queue.config.headroom)
+        is_over_share = self._is_over_share(account, name, now)
+        return QueuePosition(name, ahead, queue.start_s(ahead), is_over_share, queue.config.headroom)
 
     def enqueue(self, ticket: Ticket, now: float) -> RequestRefusedError | list[tuple[Ticket, RequestRefusedError]]:
         """Let a request wait, or refuse it. A request that has waited or started is not checked again.
@@ -201,13 +201,13 @@ class Admission:
         self._end_unstarted(ticket, now)
         return _refusal(over_share, RefusalReason.DEADLINE, "The request has waited as long as it may.")
 
-    def leaves_headroom(self, ticket: Ticket, now: float) -> bool:
-        """Whether a request must leave headroom at its replica.
+    def is_over_share(self, ticket: Ticket, now: float) -> bool:
+        """Whether a request is over its share, so that it must leave headroom at its replica.
 
-        It must if its tenant is over its share and other tenants are active, or if requests of a higher class wait or
-        have come in the last `ACTIVE_S` seconds.
+        It is if its tenant has used more than its share and other tenants are active, or if requests of a higher class
+        wait or have come in the last `ACTIVE_S` seconds.
         """
-        return self._leaves_headroom(ticket.tenant, ticket.class_name, now)
+        return self._is_over_share(ticket.tenant, ticket.class_name, now)
 
     def started(self, ticket: Ticket) -> None:
         """An engine has the request, for the first time or again."""
@@ -257,7 +257,7 @@ class Admission:
         in_flight, weight = sum(report.in_flight for report in others), sum(report.weight for report in others)
         return labelled, TenantReport(waiting, in_flight, self._labels.other_tokens, weight)
 
-    def _leaves_headroom(self, account: TenantAccount, class_name: str, now: float) -> bool:
+    def _is_over_share(self, account: TenantAccount, class_name: str, now: float) -> bool:
         return self._accounts.is_over_share(account, now) or self._queue.has_higher_class(class_name, now - ACTIVE_S)
 
     def _send_limit_s(self, terms: RequestTerms, request_class: RequestClass) -> float:

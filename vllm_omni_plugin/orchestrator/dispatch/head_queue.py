@@ -51,8 +51,8 @@ class HeadQueue:
         self._metrics = metrics
         self._clock = clock
         self._wake_at = wake_at
-        self.unsent = UnsentQueue(self._leaves_headroom)
-        self._headroom = Headroom(pool, pool.send_window, self._leaves_headroom, self._headroom_size, clock)
+        self.unsent = UnsentQueue(self._is_over_share)
+        self._headroom = Headroom(pool, pool.send_window, self._is_over_share, self._headroom_size, clock)
         # Runs that no engine has, wherever they wait, by their deadlines.
         self._deadlines: IndexedHeap[StageRun] = IndexedHeap()
 
@@ -80,7 +80,7 @@ class HeadQueue:
         is_bound = run.crash_losses or run.affinity_key is not None
         if not window.recalls or is_bound or not self.unsent.has_over_share:
             return choice
-        if choice[1].matched_tokens > window.short_prefill_tokens or self._leaves_headroom(run):
+        if choice[1].matched_tokens > window.short_prefill_tokens or self._is_over_share(run):
             return choice
 
         def may_start(member: PoolMember) -> bool:
@@ -142,14 +142,14 @@ class HeadQueue:
         idle = not member.ledger.pending
         for run, unsent in self.unsent.take_sendable(member, may_send):
             # Over-share runs are sent to idle replicas on purpose.
-            self._metrics.reserve_bubbles += idle and not self._leaves_headroom(run)
+            self._metrics.reserve_bubbles += idle and not self._is_over_share(run)
             idle = False
             yield run, unsent.request
 
     def next_is_in_share(self, member: PoolMember) -> bool:
         """Whether the first run that waits for a replica is within its share."""
         first = self.unsent.first_of(member)
-        return first is not None and not self._leaves_headroom(first)
+        return first is not None and not self._is_over_share(first)
 
     def find_recalls(
         self, member: PoolMember, avoided: Callable[[StageRun], Collection[int]]
@@ -171,7 +171,7 @@ class HeadQueue:
             charged_to = self._pool.member(run.replica_id)
             avoided_ids = avoided(run)
             other, decision = self._pool.decide_again(charged_to, run, avoided_ids)
-            overtakes = self.unsent.has_over_share and not self._leaves_headroom(run)
+            overtakes = self.unsent.has_over_share and not self._is_over_share(run)
             computes_more = run.prompt_tokens - decision.matched_tokens > run.prefill_tokens
             if computes_more and other.ledger.prefill_tokens and not overtakes:
                 # This run would start earlier, but all other prompts there later.
@@ -194,8 +194,8 @@ class HeadQueue:
         tokens = run.prompt_tokens - decision.matched_tokens
         return self._headroom.has_room(run, member, tokens) and not self.unsent.is_behind(run, member, _ticket(run))
 
-    def _leaves_headroom(self, run: StageRun) -> bool:
-        return self._gate.admission.leaves_headroom(_ticket(run), self._clock())
+    def _is_over_share(self, run: StageRun) -> bool:
+        return self._gate.admission.is_over_share(_ticket(run), self._clock())
 
     def _headroom_size(self) -> HeadroomSize:
         return self._gate.admission.config.headroom

@@ -38,14 +38,14 @@ class _Pool(Protocol[R_co]):
 class Headroom(Generic[R]):
     """Decides which replica has room for a request, and keeps headroom of the fleet.
 
-    A request is *over its share* if `Admission.leaves_headroom` says so, and otherwise *within its share*. At each
+    A request is *over its share* if `Admission.is_over_share` says so, and otherwise *within its share*. At each
     replica `SendWindow` leaves headroom. In addition one replica of each group is kept free of prefills of over-share
     requests: otherwise each engine may be in the middle of one, and a request within its share has to wait for its end.
     A group has 8 to 15 replicas. A smaller fleet is one group with large headroom, and has none otherwise. Each
     operation looks at one group.
 
     Args:
-        leaves_headroom: whether a run is over its share.
+        is_over_share: whether a run is over its share.
         size: how much headroom such a run leaves. It may change while the run waits.
     """
 
@@ -53,13 +53,13 @@ class Headroom(Generic[R]):
         self,
         pool: _Pool[R],
         send_window: SendWindow,
-        leaves_headroom: Callable[[StageRun], bool],
+        is_over_share: Callable[[StageRun], bool],
         size: Callable[[], HeadroomSize],
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._send_window = send_window
-        self._leaves_headroom = leaves_headroom
+        self._is_over_share = is_over_share
         self._size = size
         self._clock = clock
         self._turn = 0
@@ -67,10 +67,10 @@ class Headroom(Generic[R]):
     def has_room(self, run: StageRun, replica: R, prefill_tokens: int) -> bool:
         """Whether a run may be sent to a replica now, which has to compute so many tokens of its prompt."""
         ledger = replica.ledger
-        if not self._leaves_headroom(run):
+        if not self._is_over_share(run):
             return self._send_window.has_room(ledger, prefill_tokens)
         newest = ledger.newest_pending
-        in_front = newest is not None and not self._leaves_headroom(newest)
+        in_front = newest is not None and not self._is_over_share(newest)
         size = self._size()
         if not self._send_window.has_room(ledger, prefill_tokens, size, in_front):
             return False

@@ -86,11 +86,11 @@ class UnsentQueue:
     share overtake over-share runs.
 
     Args:
-        leaves_headroom: whether a run is over its share. It may change while the run waits.
+        is_over_share: whether a run is over its share. It may change while the run waits.
     """
 
-    def __init__(self, leaves_headroom: Callable[[StageRun], bool]) -> None:
-        self._leaves_headroom = leaves_headroom
+    def __init__(self, is_over_share: Callable[[StageRun], bool]) -> None:
+        self._is_over_share = is_over_share
         self._unsent: dict[StageRun, UnsentRun] = {}
         self._by_member: dict[PoolMember, _ReplicaQueue] = {}
         # Runs that may be recalled, by when they were offered last (0: never) and by their order. A run is in the heap
@@ -133,11 +133,11 @@ class UnsentQueue:
 
     def is_behind(self, run: StageRun, member: PoolMember, key: Any) -> bool:
         """Whether another run of a replica goes before this run, which would have this place in the order."""
-        over_share = self._leaves_headroom(run)
+        over_share = self._is_over_share(run)
         for first_key, first in self._firsts(member):
             if first_key > key:
                 return False
-            if over_share or not self._leaves_headroom(first):
+            if over_share or not self._is_over_share(first):
                 return True
         return False
 
@@ -154,7 +154,7 @@ class UnsentQueue:
         for _, run in self._firsts(member):
             if may_send(run):
                 return run
-            if not self._leaves_headroom(run):
+            if not self._is_over_share(run):
                 # No run overtakes it.
                 return None
         return None
@@ -192,7 +192,7 @@ class UnsentQueue:
                 yield run
 
     def _recalls_of(self, run: StageRun) -> IndexedHeap[StageRun]:
-        return self._over_share_recalls if self._leaves_headroom(run) else self._in_share_recalls
+        return self._over_share_recalls if self._is_over_share(run) else self._in_share_recalls
 
 
 def _due(heap: IndexedHeap[StageRun], now: float) -> tuple[Any, StageRun] | None:

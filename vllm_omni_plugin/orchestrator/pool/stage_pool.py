@@ -229,7 +229,7 @@ class StagePool:
             raise self.unavailable()
         decision = self._policy.explain(task, self.serving)
         tokens = max(0, prompt_tokens(task) - decision.matched_tokens)
-        headroom = queue_position.headroom if queue_position.leaves_headroom else None
+        headroom = queue_position.headroom if queue_position.is_over_share else None
         may_begin = self.send_window.has_room(self.serving[decision.position].ledger, tokens, headroom)
         loads = tuple((member.name, member.load) for member in self.serving)
         return Explanation(self.policy, decision, loads, may_begin, queue_position)
