@@ -44,7 +44,7 @@ def test_without_our_options_it_is_vllms_own(make_client: Any) -> None:
     assert make_client(config(None), object, True) == "vLLM's own"
 
 
-def test_a_fault_of_the_command_line_that_shows_late_ends_the_server_with_one_line(
+def test_an_error_of_the_command_line_found_late_ends_the_server_with_one_line(
     make_client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing(monkeypatch, ConfigError("pipeline.yaml: stage 'talker': its model generates"))
@@ -68,9 +68,7 @@ def test_unknown_options_in_additional_config_end_the_server_with_one_line_that_
     assert capsys.readouterr().err == f"vllm serve: error: {message}\n"
 
 
-def test_what_is_no_fault_of_the_command_line_is_raised_as_it_is(
-    make_client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_another_kind_is_raised_unchanged(make_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, ReplicaError("the engine did not start"))
     with pytest.raises(ReplicaError, match="the engine did not start"):
         make_client(config(OmniConfig()), object, True)
@@ -88,7 +86,7 @@ class FakeFleetClient(FleetClient):
         self._events.append(f"fleet after {timeout} s")
 
 
-def test_what_makes_answers_stays_open_while_the_fleet_lets_requests_finish(make_client: Any) -> None:
+def test_the_renderer_stays_open_while_the_fleet_finishes_requests(make_client: Any) -> None:
     events: list[str] = []
     server: Any = object.__new__(AsyncLLM)
     server.engine_core = FakeFleetClient(events)

@@ -38,7 +38,7 @@ def main():
 
 
 @pytest.mark.engine
-def test_a_command_line_with_omni_is_theirs_alone(tmp_path: Path) -> None:
+def test_a_command_line_with_omni_belongs_to_vllm_omni_alone(tmp_path: Path) -> None:
     cli = tmp_path / "vllm_omni" / "entrypoints" / "cli"
     cli.mkdir(parents=True)
     (cli / "main.py").write_text(STAND_IN)
@@ -60,13 +60,13 @@ def parse(parser: Any, *words: str) -> Any:
     return parser.parse_args(words)
 
 
-def test_their_names_of_our_flags_are_understood() -> None:
+def test_vllm_omnis_names_of_our_flags_are_accepted() -> None:
     args = parse(FlexibleArgumentParser(), "--stage-id", "3", "-ora", "10.0.0.8")
     assert (args.omni_stage_id, args.omni_replica_address) == (3, "10.0.0.8")
 
 
 @pytest.mark.parametrize("alias", ["--stage-id", "-ora", "-oma"])
-def test_an_alias_that_somebody_has_stays_theirs(alias: str) -> None:
+def test_an_alias_that_another_option_has_is_left_to_it(alias: str) -> None:
     parser = FlexibleArgumentParser()
     parser.add_argument(alias, dest="theirs")
     args = parse(

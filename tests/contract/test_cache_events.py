@@ -171,7 +171,7 @@ def test_vllm_leaves_our_addresses_as_they_are_for_every_rank(config: Any, rank:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_a_publisher_of_the_users_stays_as_it_is(config: Any, on: bool, tmp_path: Path) -> None:
+def test_an_event_publisher_configured_by_the_user_is_kept(config: Any, on: bool, tmp_path: Path) -> None:
     mine = tmp_path / "socket"
     mine.touch()
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=on, endpoint=f"ipc://{mine}")
@@ -191,7 +191,7 @@ def test_without_prefix_caching_nothing_is_turned_on_and_the_reason_is_told(conf
     assert "prefix caching is off" in why_no_cache_events(config)
 
 
-async def test_a_publisher_that_outran_us_is_followed_again(
+async def test_a_listener_that_missed_events_follows_its_publisher_again(
     config: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn_on_cache_events(config)

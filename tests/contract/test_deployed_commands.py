@@ -35,7 +35,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in commands()])
-def test_a_server_would_take_the_command_line(words: list[str], tmp_path: Path) -> None:
+def test_a_server_accepts_the_command_line(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "admin.keys").write_text("an-admin-key-of-the-test\n")
     secret = str(write_secret(tmp_path / "fleet.secret"))
     here = {

@@ -55,7 +55,7 @@ def test_a_model_is_compared_however_it_is_named(
 
 
 @pytest.mark.parametrize("where", ["command line", "command line beside a file", "file"])
-def test_the_head_is_asked_once_with_the_secret_wherever_it_is_named(
+def test_the_head_is_queried_once_with_the_secret_wherever_it_is_named(
     where: str, planned: list[str], asked: list[OmniConfig], tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
@@ -69,7 +69,7 @@ def test_the_head_is_asked_once_with_the_secret_wherever_it_is_named(
     assert [options.secret_file for options in asked] == [str(secret)]
 
 
-def test_a_pipeline_is_looked_at_though_no_flag_of_vllm_is_given(
+def test_a_pipeline_is_checked_also_without_flags_of_vllm(
     asked: list[OmniConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--against", "127.0.0.1:9", "--omni-pipeline", str(tmp_path / "none.yaml")]) == 1
@@ -77,7 +77,7 @@ def test_a_pipeline_is_looked_at_though_no_flag_of_vllm_is_given(
     assert len(asked) == 1
 
 
-def test_flags_that_do_not_go_together_are_told_before_the_head_is_asked(
+def test_flags_that_exclude_each_other_are_an_error_before_the_head_is_queried(
     asked: list[OmniConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "mine", "--against", "127.0.0.1:9", "--omni-lb-policy", "random"]) == 1
@@ -93,7 +93,7 @@ def test_without_a_model_the_stage_alone_is_compared(planned: list[str], capsys:
     assert planned == []
 
 
-def test_a_vllm_that_is_not_supported_but_wanted_is_a_warning_and_the_rest_is_looked_at(
+def test_an_unsupported_vllm_that_is_accepted_is_a_warning_and_the_rest_is_checked(
     monkeypatch: pytest.MonkeyPatch, planned: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine_checks, "why_unsupported", lambda version: "too new")

@@ -34,7 +34,7 @@ STORY = LoRARequest("story", 7, "/loras/story")
 CHECKSUMS = [{"of worker 0": "1"}, {"of worker 1": "2"}, {"of worker 0": "3"}]
 
 
-def test_a_fleet_is_closed_once_with_the_time_its_requests_have(fleet: IdleFleet, client: FleetClient) -> None:
+def test_a_fleet_is_closed_once_with_the_timeout_of_its_requests(fleet: IdleFleet, client: FleetClient) -> None:
     client.shutdown(3.0)
     client.shutdown()
     assert fleet.closed_after == [3.0]
@@ -51,7 +51,7 @@ def registered(client: FleetClient, request_id: str, **settings: Any) -> tuple[O
     return processor, queue
 
 
-async def test_a_request_that_comes_too_late_is_refused_and_not_sent_and_what_is_known_of_it_is_dropped(
+async def test_a_request_that_comes_too_late_is_refused_unsent_and_its_state_is_dropped(
     orchestrator: Orchestrator, client: FleetClient
 ) -> None:
     processor, queue = registered(client, "late")
@@ -102,7 +102,7 @@ class LastFleet(IdleFleet):
 
 
 @pytest.mark.parametrize("end", ["the last answer", "a client that leaves"])
-async def test_a_fleet_that_ends_waits_for_what_asyncllm_does_with_the_last_outputs(
+async def test_a_fleet_that_ends_waits_until_asyncllm_has_handled_the_last_outputs(
     orchestrator: Orchestrator, end: str
 ) -> None:
     client = FleetClient(fleet := LastFleet(orchestrator), SimpleNamespace(), [])
@@ -123,7 +123,7 @@ async def test_a_fleet_that_ends_waits_for_what_asyncllm_does_with_the_last_outp
     assert 0 < left < 60
 
 
-async def test_what_has_not_finished_when_the_fleet_is_closed_is_ended(client: FleetClient) -> None:
+async def test_unfinished_requests_are_ended_when_the_fleet_is_closed(client: FleetClient) -> None:
     processor, queue = registered(client, "r")
     client.shutdown()
     async with asyncio.timeout(10):
@@ -152,7 +152,7 @@ async def test_requests_are_traced_where_vllm_traces_them(
     assert (message.traced, message.sends) == ((True, []) if tracing else (False, None))
 
 
-async def test_a_request_that_is_cancelled_while_the_orchestrator_is_behind_is_given_up(
+async def test_a_request_that_is_cancelled_while_the_orchestrator_is_busy_is_aborted(
     orchestrator: Orchestrator, client: FleetClient
 ) -> None:
     orchestrator.request_async_queue = ThreadQueue(1)
@@ -194,7 +194,7 @@ async def test_reading_from_a_fleet_that_is_shut_down_raises_no_error(
     reader.cancel()
 
 
-async def test_who_waits_for_a_fleet_goes_on_when_a_replica_serves(
+async def test_waiters_for_a_fleet_go_on_when_a_replica_serves(
     orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = asyncio.create_task(client.until_serving())
@@ -207,7 +207,7 @@ async def test_who_waits_for_a_fleet_goes_on_when_a_replica_serves(
     await asyncio.wait_for(waiting, 10)
 
 
-async def test_one_who_waits_on_a_loop_that_ends_at_that_moment_keeps_nobody_else_waiting(
+async def test_a_waiter_whose_loop_ends_at_that_moment_delays_no_other(
     orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait_on_a_loop_that_ends() -> None:
@@ -294,7 +294,7 @@ async def answered(orchestrator: Orchestrator, asking: Any, *answers: Any) -> An
         ("compute_weight_checksums_async", (), [CHECKSUMS[:2], CHECKSUMS[2:]], CHECKSUMS),
     ],
 )
-async def test_what_replicas_answer_comes_to_what_one_engine_would_say(
+async def test_answers_of_replicas_are_combined_into_the_answer_of_one_engine(
     orchestrator: Orchestrator, client: FleetClient, method: str, args: tuple[Any, ...], answers: list[Any], whole: Any
 ) -> None:
     assert await answered(orchestrator, getattr(client, method)(*args), *answers) == whole
@@ -363,7 +363,7 @@ async def test_a_head_waits_for_its_first_replica_however_long_that_takes(
     assert await answered(orchestrator, asking, ("generate",)) == ("generate",)
 
 
-async def test_a_replica_that_serves_and_cannot_say_what_it_does_is_an_error(
+async def test_a_replica_that_serves_and_fails_to_name_its_tasks_is_an_error(
     orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Orchestrator, "can_serve", True)

@@ -46,13 +46,13 @@ def test_a_fleet_without_pipeline_has_one_stage() -> None:
     assert (stages.configs, stages.answer_tokenizer, stages.adapter_stages) == (["config"], None, (0,))
 
 
-def test_a_model_that_two_stages_run_is_asked_in_both() -> None:
+def test_prefill_and_decode_stages_both_belong_to_the_model() -> None:
     prefill = stage(0, "m", output=Modality.KV_CACHE)
     stages = FleetStages.of(plans(prefill, stage(1, "m", "stage0", final=True)))
     assert (stages.prompt_stage, stages.model_stages, stages.adapter_stages) == (1, (0, 1), (0, 1))
 
 
-def test_an_adapter_is_for_the_stages_that_are_given_the_prompt() -> None:
+def test_an_adapter_applies_in_the_stages_that_read_the_prompt() -> None:
     stages = FleetStages.of(plans(stage(0, "m"), stage(1, "m", "stage0", final=True), stage(2, "m", final=True)))
     assert (stages.model_stages, stages.adapter_stages) == ((0, 1, 2), (0, 2))
 

@@ -45,7 +45,7 @@ def test_beside_a_pipeline_a_model_may_be_missing_and_is_left_where_it_is(
     assert (args.port, args.served_model_name) == (("9000", None) if file else (None, "both"))
 
 
-def test_without_a_pipeline_vllm_wants_a_model_as_ever(parser: Any, tmp_path: Path) -> None:
+def test_without_a_pipeline_vllm_needs_a_model(parser: Any, tmp_path: Path) -> None:
     (config := tmp_path / "config.yaml").write_text("port: 9000\n")
     with pytest.raises(ValueError, match="model"):
         parser.parse_args(["serve", "--served-model-name", "both"])

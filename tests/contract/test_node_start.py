@@ -48,7 +48,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.param(HeadQueryResult(problem="not there"), ["asked", "planned", "served"], "", id="no head yet"),
     ],
 )
-def test_the_head_is_asked_before_the_model_is_configured(
+def test_the_head_is_queried_before_the_model_is_configured(
     answer: HeadQueryResult,
     expected: list[str],
     said: str,

@@ -134,7 +134,7 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
         pytest.param({}, {"routed_experts": np.array(1), "finish_reason": FinishReason.STOP}, id="no experts"),
     ],
 )
-async def test_the_replica_that_sent_an_output_that_cannot_be_processed_is_told_of_after_the_abort(
+async def test_the_sender_of_an_output_that_cannot_be_processed_is_reported_after_the_abort(
     front: Front, sampling: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     queue, other = front.add("bad", **sampling), front.add("good")
@@ -172,7 +172,7 @@ async def test_a_request_that_cannot_even_be_ended_as_vllm_does_is_ended(front: 
     assert list(front.processor.request_states) == ["other"]
 
 
-def test_what_stopped_before_an_output_that_cannot_be_processed_is_aborted_all_the_same() -> None:
+def test_requests_that_stopped_before_an_output_that_cannot_be_processed_are_aborted_too() -> None:
     class Processor:
         """Stops request "a" at a stop string, and cannot process "b"."""
 
@@ -195,7 +195,7 @@ def test_what_stopped_before_an_output_that_cannot_be_processed_is_aborted_all_t
     assert failed == ["b"]
 
 
-def test_an_output_processor_that_does_not_work_at_all_is_not_asked_for_ever() -> None:
+def test_an_output_processor_that_always_fails_is_not_called_for_ever() -> None:
     processor = SimpleNamespace(process_outputs=lambda: None, request_states={})
     guard_outputs(processor, lambda request_id, error: pytest.fail(request_id))
     with pytest.raises(TypeError):
@@ -203,7 +203,7 @@ def test_an_output_processor_that_does_not_work_at_all_is_not_asked_for_ever() -
 
 
 @pytest.mark.parametrize("samples", [1, 2])
-async def test_a_request_that_is_given_up_while_it_waits_to_be_handed_over_leaves_nothing(
+async def test_a_request_that_is_aborted_before_it_reaches_the_orchestrator_leaves_nothing(
     front: Front, samples: int
 ) -> None:
     queue = front.orchestrator.request_async_queue
@@ -223,9 +223,7 @@ async def test_a_request_that_is_given_up_while_it_waits_to_be_handed_over_leave
     assert len(queue) == 0
 
 
-async def test_news_that_cannot_be_dealt_with_keeps_nothing_from_being_delivered(
-    front: Front, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_event_that_cannot_be_handled_delays_no_output(front: Front, caplog: pytest.LogCaptureFixture) -> None:
     report = EngineApi().idle_report(3)
     front.orchestrator.output_async_queue.force_put(ReplicaJoined(9, 0, b"a stage that there is not"))
     front.orchestrator.output_async_queue.force_put(report)
@@ -233,7 +231,7 @@ async def test_news_that_cannot_be_dealt_with_keeps_nothing_from_being_delivered
     assert "ReplicaJoined could not be handled." in caplog.text
 
 
-def test_statistics_that_cannot_be_counted_are_left_out_and_that_is_said_once(
+def test_statistics_that_cannot_be_recorded_are_left_out_and_logged_once(
     front: Front, caplog: pytest.LogCaptureFixture
 ) -> None:
     guard_statistics(front.loggers)

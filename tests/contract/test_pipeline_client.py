@@ -125,7 +125,7 @@ def test_the_replicas_of_all_stages_have_labels_of_their_own(head: Head) -> None
     assert head.client.engine_ranks_managed == [0, 10_000, 10_001, 30_000]
 
 
-def test_each_configuration_learns_what_engines_of_its_own_stage_found(head: Head) -> None:
+def test_each_configuration_has_the_sizes_that_engines_of_its_own_stage_reported(head: Head) -> None:
     lengths = [config and config.model_config.max_model_len for config in (head.own, *head.configs)]
     assert lengths == [500, None, 500, 1000, 700]
     assert head.own.cache_config.num_gpu_blocks == 200
@@ -174,7 +174,7 @@ async def test_the_first_replica_of_a_stage_that_had_none_completes_its_configur
         ("is_scheduler_paused", (), (), (1,)),
     ],
 )
-async def test_a_call_reaches_the_stages_that_it_concerns_as_it_was_made_and_can_be_told_to_other_heads(
+async def test_a_call_reaches_its_stages_unchanged_and_can_be_sent_to_other_heads(
     head: Head, asked: str, args: tuple[Any, ...], told: tuple[Any, ...], stages: tuple[int, ...] | None
 ) -> None:
     async def answer() -> None:
@@ -209,7 +209,7 @@ async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> Non
     assert (message.call, running.request_ids) == (running.call, ["a"])
 
 
-async def test_the_call_of_a_request_that_is_cancelled_before_it_is_handed_over_ends(head: Head) -> None:
+async def test_the_call_of_a_request_that_is_cancelled_before_it_is_submitted_ends(head: Head) -> None:
     head.client.bind(OutputProcessor(None, log_stats=False), None)
     head.orchestrator.request_async_queue = ThreadQueue(1)
     head.client.abort_call(["the queue is full"])

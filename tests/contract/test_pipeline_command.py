@@ -28,14 +28,14 @@ def complaint(line: str, folder: Path) -> str:
     return message.replace(f"{folder}/", "")
 
 
-def test_the_entry_stage_is_laid_over_the_command_line(tmp_path: Path) -> None:
+def test_the_entry_stage_overrides_the_command_line(tmp_path: Path) -> None:
     file = write_pipeline(tmp_path, first="engine_args: {max-model-len: 128, enforce-eager: false}")
     args, _ = read(f"--omni-pipeline {file} --max-model-len 64 --enforce-eager --max-num-seqs 3 --port 9000")
     assert args.model == args.model_tag == f"{tmp_path}/thinker"
     assert (args.max_model_len, args.enforce_eager, args.max_num_seqs, args.port) == (128, False, 3, 9000)
 
 
-def test_behind_a_prefill_it_is_the_stage_that_answers_which_is_laid_over_the_command_line(tmp_path: Path) -> None:
+def test_after_a_prefill_stage_the_answering_stage_overrides_the_command_line(tmp_path: Path) -> None:
     file = write_disaggregated(tmp_path, "engine_args: {max-model-len: 128}", "engine_args: {max-model-len: 256}")
     args, options = read(f"--omni-pipeline {file}")
     assert (args.model, args.max_model_len) == (f"{tmp_path}/thinker", 256)
@@ -91,7 +91,7 @@ def test_an_api_server_process_reads_the_arguments_it_is_given_as_its_supervisor
     assert (handed_on.model, handed_on.port) == (f"{tmp_path}/thinker", 9000)
 
 
-def test_what_travels_to_engines_holds_the_name_of_the_file_only(tmp_path: Path) -> None:
+def test_options_for_engines_have_only_the_path_of_the_pipeline_file(tmp_path: Path) -> None:
     _, options = read(f"--omni-pipeline {write_pipeline(tmp_path)} --api-key hush")
     assert options.pipeline == str(tmp_path / "pipeline.yaml")
     assert "hush" not in str(options)
@@ -155,7 +155,7 @@ def test_flags_that_the_file_stands_for_are_refused(tmp_path: Path, flags: str, 
         pytest.param("replicas: 0", "stages[1].replicas: 0 replicas: there must be --omni-master-address", id="nobody"),
     ],
 )
-def test_faults_of_a_stage_are_told_with_line_and_key(tmp_path: Path, second: str, message: str) -> None:
+def test_errors_of_a_stage_name_line_and_key(tmp_path: Path, second: str, message: str) -> None:
     file = write_pipeline(tmp_path, second=second)
     assert message in complaint(f"--omni-pipeline {file}", tmp_path)
 
@@ -171,7 +171,7 @@ def test_faults_of_a_stage_are_told_with_line_and_key(tmp_path: Path, second: st
         ),
     ],
 )
-def test_faults_of_a_python_stage_are_told_with_line_and_key(tmp_path: Path, third: str, message: str) -> None:
+def test_errors_of_a_python_stage_name_line_and_key(tmp_path: Path, third: str, message: str) -> None:
     file = write_pipeline(tmp_path, third=f"{third}\ntransform: text")
     told = complaint(f"--omni-pipeline {file}", tmp_path)
     assert told.startswith("pipeline.yaml:1")

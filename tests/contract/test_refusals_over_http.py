@@ -88,7 +88,7 @@ async def test_an_answer_whose_request_is_refused_has_the_true_status(
 
 
 @pytest.mark.parametrize("path", POOLING)
-async def test_so_has_one_of_a_model_that_pools(
+async def test_a_pooling_call_that_is_refused_has_the_true_status(
     pooling: HttpServer, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await is_refused(pooling, path, POOLING[path], caplog)
@@ -138,7 +138,7 @@ def alike(messages: list[Message]) -> list[Message]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", GENERATING)
-async def test_what_is_not_refused_is_answered_byte_by_byte_as_without_admission(
+async def test_requests_that_are_not_refused_have_the_same_bytes_as_without_admission(
     generating: HttpServer, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer() -> list[Message]:

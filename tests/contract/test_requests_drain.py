@@ -38,7 +38,7 @@ class Drain:
             await self._events.pop(0)()
 
 
-async def test_requests_have_drained_when_all_have_ended_that_were_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_have_drained_when_all_that_were_submitted_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeFleet(replicas=2) as fleet:
         client = FleetClient(IdleFleet(fleet.orchestrator), SimpleNamespace(), [])
 

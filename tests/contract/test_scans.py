@@ -68,5 +68,5 @@ def test_a_module_that_needs_what_is_not_installed_is_no_missing_attribute(
         ("from vllm.a import B\npatch_function(B, 'c', f)", {"vllm.a.B", "vllm.a.B.c"}),
     ],
 )
-def test_what_is_taken_from_vllm_is_seen(source: str, expected: set[str]) -> None:
+def test_names_taken_from_vllm_are_found(source: str, expected: set[str]) -> None:
     assert vllm_names(source) == expected

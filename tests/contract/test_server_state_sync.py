@@ -79,7 +79,7 @@ def client() -> FakeFleetClient:
     return FakeFleetClient()
 
 
-async def test_what_the_fleet_has_loaded_before_the_server_starts_stays(client: FakeFleetClient) -> None:
+async def test_adapters_loaded_before_the_server_starts_stay(client: FakeFleetClient) -> None:
     client.server_state.apply(update_of(loaded=(STORY,)))
     models = await server(client, ("story", "/other"), ("brief", "/loras/brief"))
     assert await listed(models) == ["base", "story", "brief"]
@@ -124,7 +124,7 @@ async def test_a_name_that_the_command_line_gives_twice_is_refused_as_by_vllm(cl
         await server(client, ("story", "/loras/story"), ("story", "/other"))
 
 
-async def test_an_adapter_that_other_servers_could_not_be_told_to_forget_stays_and_can_be_unloaded_again(
+async def test_an_adapter_that_other_servers_failed_to_unload_stays_and_can_be_unloaded_later(
     client: FakeFleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = await server(client)
@@ -177,7 +177,7 @@ async def test_a_server_without_a_fleet_keeps_its_own_registry() -> None:
     assert "removed" in str(await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name="story")))
 
 
-def test_sleep_that_came_by_another_server_is_counted(client: FakeFleetClient) -> None:
+def test_sleep_requested_at_another_server_is_counted(client: FakeFleetClient) -> None:
     recorded: list[tuple[int, int]] = []
     client.server_state.apply(update_of(level=2))
     client.server_state.loggers = SimpleNamespace(record_sleep_state=lambda *state: recorded.append(state))
@@ -194,7 +194,7 @@ async def test_a_cancelled_update_is_applied(client: FakeFleetClient) -> None:
     assert await listed(models) == ["base", "story"]
 
 
-def test_an_adapter_is_to_an_engine_what_the_request_is() -> None:
+def test_an_engine_reads_an_adapter_as_the_request_of_vllm_that_it_was_made_from() -> None:
     request = LoRARequest("story", 7, "/loras/story", base_model_name="base", load_inplace=True, is_3d_lora_weight=True)
     adapter = adapter_of(request)
     assert Adapter.__struct_fields__ == (*LoRARequest.__struct_fields__, "digest")

@@ -54,7 +54,7 @@ def test_user_is_the_session_of_a_request_that_names_none(fields: Any, headers: 
         (OpenAIServingResponses, ResponsesRequest),
     ],
 )
-def test_the_serving_class_asks_where_we_answer(serving: Any, request_class: Any) -> None:
+def test_vllms_serving_class_calls_the_method_that_we_override(serving: Any, request_class: Any) -> None:
     assert "user" in request_class.model_fields
     assert "_get_session_id" not in vars(serving)
     assert "self._get_session_id(" in inspect.getsource(serving)

@@ -117,7 +117,7 @@ def test_the_coordinator_gets_the_fingerprint_of_each_stage(
     assert told == [{0: {"model": "a"}, 1: {"model": "b"}}]
 
 
-def test_the_value_for_no_connections_is_that_of_vllm() -> None:
+def test_the_value_for_not_accepting_is_that_of_vllm() -> None:
     assert NOT_ACCEPTING == launcher._NOT_ACCEPTING
 
 

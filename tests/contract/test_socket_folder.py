@@ -6,7 +6,7 @@ from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 
 
-def test_vllm_looks_at_every_address_where_sockets_shall_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_vllm_and_ours_follow_a_change_of_the_base_path(monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("/tmp/one", "/tmp/two"):
         monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder)
         assert get_open_zmq_ipc_path().startswith(f"ipc://{folder}/")

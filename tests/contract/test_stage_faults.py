@@ -72,7 +72,7 @@ def test_faults_of_a_generating_stage(
     assert fault(generating, **fields) == (place, message)
 
 
-def test_parameters_out_of_the_models_range_are_faults_of_the_file(generating: Any) -> None:
+def test_parameters_out_of_the_models_range_are_errors_of_the_file(generating: Any) -> None:
     place, message = fault(generating, sampling={"logit_bias": {999: 1.0}})
     assert place == ("sampling",)
     assert message.startswith("token_id(s) [999] in logit_bias contain out-of-vocab token ids.")

@@ -94,7 +94,7 @@ def test_ranks_of_a_stage_of_experts_are_in_groups_of_their_own(tmp_path: Path) 
     assert identities(refiner) == [b"\x04\x00", b"\x05\x00"]
 
 
-def test_each_stage_has_the_configuration_that_its_section_asks_for(tmp_path: Path) -> None:
+def test_each_stage_has_the_configuration_of_its_section(tmp_path: Path) -> None:
     file = write_pipeline(tmp_path, "replicas: 2", "engine_args: {max-model-len: 128}", f"{VOCODER}\npolicy: random")
     thinker, refiner, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
     assert [plan.replicas for plan in (thinker, refiner, vocoder)] == [2, 1, 1]

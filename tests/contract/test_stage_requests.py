@@ -72,7 +72,7 @@ def test_priority_salt_session_and_trace_headers_are_copied(own: Any, other: Any
         assert request.mm_features is None
 
 
-def test_a_limit_is_bounded_by_the_room_that_the_prompt_leaves(own: Any) -> None:
+def test_a_limit_is_bounded_by_the_context_that_the_prompt_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 20, "min_tokens": 15})
     params = stage_api.build(source(), StageInput(token_ids=[3] * 30), {}, for_client=False).sampling_params
     assert (params.max_tokens, params.min_tokens) == (2, 2)
@@ -84,7 +84,7 @@ def test_a_limit_is_bounded_by_the_room_that_the_prompt_leaves(own: Any) -> None
 
 
 @pytest.mark.usefixtures("own")
-def test_a_longer_context_found_when_engines_start_is_seen(folder: Path) -> None:
+def test_a_longer_context_found_when_engines_start_is_used(folder: Path) -> None:
     stage_config = config(folder / "own")
     stage_api = api(stage_config)
     stage_config.model_config.max_model_len = 16
@@ -110,7 +110,9 @@ def test_a_longer_context_found_when_engines_start_is_seen(folder: Path) -> None
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_inputs_that_the_stage_cannot_take_are_refused_with_its_name(own: Any, given: StageInput, message: str) -> None:
+def test_inputs_that_the_stage_does_not_accept_are_refused_with_its_name(
+    own: Any, given: StageInput, message: str
+) -> None:
     assert refused(api(own), given).startswith(f"Stage 'refiner': {message}")
 
 
@@ -151,7 +153,7 @@ def test_a_session_is_built_of_chunks_and_an_end(own: Any) -> None:
     assert (end.resumable, end.request_id, end.external_req_id) == (False, "r-1", "r")
 
 
-def test_a_chunk_has_the_room_that_its_session_leaves(own: Any) -> None:
+def test_a_chunk_is_limited_to_the_context_that_its_session_leaves(own: Any) -> None:
     stage_api = api(own, sampling={"max_tokens": 6}, inputs=("thinker",), async_chunk=True)
     later = CHUNK._replace(tokens_before=26)
     chunk = stage_api.build(source(), StageInput(token_ids=[5] * 4), {}, for_client=False, part=later)

@@ -186,7 +186,7 @@ def test_of_several_api_servers_the_latest_report_of_an_engine_counts(
     assert scraped("vllm:num_requests_running", 0) == 1
 
 
-def test_an_api_server_in_place_of_one_that_died_takes_engines_for_idle_until_they_report(
+def test_a_restarted_api_server_assumes_idle_engines_until_they_report(
     api_server: Callable[[int], StatLoggerManager],
 ) -> None:
     record(api_server(1), 0)

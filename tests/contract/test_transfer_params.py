@@ -94,7 +94,7 @@ def at_the_engine(made: EngineCoreRequest) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("api", "body"), PLACES)
-def test_what_a_client_says_of_caches_reaches_no_stage_of_a_pipeline(
+def test_cache_parameters_of_a_client_reach_no_stage_of_a_pipeline(
     api: Callable[..., SamplingParams], body: dict[str, Any]
 ) -> None:
     made = request(api(**copy.deepcopy(body)))

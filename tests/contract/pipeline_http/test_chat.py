@@ -65,7 +65,7 @@ async def test_text_alone_is_a_plain_request(model: Model, speech: Pipeline, ask
     assert app.engine.calls == [None]
 
 
-async def test_outputs_of_other_stages_and_times_are_told_on_request(model: Model, speech: Pipeline) -> None:
+async def test_outputs_of_other_stages_and_times_are_returned_on_request(model: Model, speech: Pipeline) -> None:
     talked = StageEvent("talker", StageOutput((7, 8)))
     app = PipelineApp(model, speech, talked, *SPEAKING[:-1], talked, SPEAKING[-1])
     omni = {
@@ -125,7 +125,7 @@ async def test_audio_of_a_wrong_type_names_the_stage(model: Model, speech: Pipel
     assert len(app.engine.aborted) == 1
 
 
-async def test_what_vllm_refuses_is_refused_as_ever(model: Model, speech: Pipeline) -> None:
+async def test_requests_that_vllm_refuses_are_refused_in_the_same_way(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(model, speech, *SPEAKING)
     answer = await app.answer(app.chat(modalities=BOTH, model="other"), 404)
     assert "`other`" in answer["error"]["message"]

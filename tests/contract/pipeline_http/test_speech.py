@@ -44,7 +44,7 @@ async def test_a_text_is_spoken(model: Model, speech: Pipeline) -> None:
     assert app.engine.aborted == []
 
 
-async def test_a_file_that_is_still_being_made_has_as_many_samples_as_come(model: Model, speech: Pipeline) -> None:
+async def test_a_streamed_file_of_unknown_length_is_read_to_its_end(model: Model, speech: Pipeline) -> None:
     rest = asyncio.Event()
     app = PipelineApp(model, speech, samples(0.5), rest, samples(0.25, last=True), ("", "stop"), ENDED)
     client = speak(app)
@@ -66,7 +66,7 @@ async def test_speech_as_events(model: Model, speech: Pipeline) -> None:
     assert done == {"type": "speech.audio.done", "usage": {"input_tokens": 3, "output_tokens": 0, "total_tokens": 3}}
 
 
-async def test_nothing_to_hear_is_an_empty_file(model: Model, speech: Pipeline) -> None:
+async def test_an_answer_without_audio_is_an_empty_file(model: Model, speech: Pipeline) -> None:
     client = speak(PipelineApp(model, speech, ("", "stop"), ENDED))
     assert await client.status() == 200
     with wave.open(io.BytesIO(client.body)) as file:

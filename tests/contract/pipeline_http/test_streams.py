@@ -72,7 +72,7 @@ async def test_audio_alone_has_no_content_and_ends_all_the_same(model: Model, sp
     assert finish_reasons(body)[-2:] == ["stop", ""]
 
 
-async def test_what_was_asked_of_other_stages_comes_last(model: Model, speech: Pipeline) -> None:
+async def test_requested_outputs_of_other_stages_come_last(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(model, speech, spoken("Hello."), ("Hello.", "stop"), ENDED)
     body = await stream(app, stream=True, omni={"outputs": ["thinker"], "timings": True})
     assert events(body)[-1]["omni"] == {"outputs": {"thinker": {"text": "Hello."}}, "timings": {"talker": {"run": 0.5}}}
@@ -107,7 +107,7 @@ async def test_a_stage_that_fails_ends_the_stream_with_its_error(model: Model, s
     await eventually(lambda: bool(app.engine.given_up), "the end of the text")
 
 
-async def test_an_error_of_vllms_is_told_once_and_ends_all_stages(model: Model, speech: Pipeline) -> None:
+async def test_an_error_of_vllm_is_reported_once_and_ends_all_stages(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(model, speech, ("Hel", None), ("", "error"))
     body = await stream(app, **BOTH)
     assert [event["error"]["code"] for event in events(body) if "error" in event] == [500]
