@@ -64,7 +64,7 @@ class ApiServers(Server):
 
     def wait_for_restart(self, number: int, before: int) -> None:
         """Return once the successor of a process serves."""
-        until(lambda: self.pids[number] != before, f"API server {number} is started again", START_S)
+        until(lambda: self.pids[number] != before, f"API server {number} is restarted", START_S)
 
         def serves() -> bool:
             # It takes no connections until it has found the fleet.

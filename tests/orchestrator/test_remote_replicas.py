@@ -47,7 +47,7 @@ async def test_a_listed_replica_serves_and_its_answers_come_back(fleet: Fleet) -
 async def test_replicas_have_the_ids_of_the_list_so_that_all_heads_use_the_same_names(fleet: Fleet) -> None:
     fleet.register(row(1, replica_id=4))
     fleet.register(row(2, replica_id=0))
-    # Of a coordinator that was started again and gave a number that one of before it still has here.
+    # Of a coordinator that was restarted and gave a number that one of before it still has here.
     fleet.register(row(3, replica_id=4))
     await fleet.serving(3)
     assert {member.replica_id: member.input_addr for member in fleet.pool.members} == {

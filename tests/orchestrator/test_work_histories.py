@@ -45,7 +45,7 @@ def step(bus: WorkBus, incarnations: list[int], action: str, head_id: str, numbe
         case "attach" if member is None:
             head.attach(replica, incarnations[replica])
         case "lose" if member is not None:
-            # Often the replica has started again by then, which other heads may not have noticed.
+            # Often the replica has restarted by then, which other heads may not have noticed.
             incarnations[replica] += number % 2
             head.lose(member)
         case "charge" if member is not None:

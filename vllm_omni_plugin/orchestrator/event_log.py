@@ -40,7 +40,7 @@ _LINES = {
     EventKind.DRAIN: (logging.INFO, "%(who)s gets no new requests: %(reason)s."),
     EventKind.RESUME: (logging.INFO, "%(who)s may get new requests again: %(reason)s."),
     EventKind.REFUSE: (logging.WARNING, "%(who)s cannot be attached to: %(reason)s"),
-    EventKind.RESTART: (logging.WARNING, "%(who)s is started again %(reason)s"),
+    EventKind.RESTART: (logging.WARNING, "%(who)s is restarted %(reason)s"),
     EventKind.QUERY_OF_DEATH: (logging.ERROR, "A request gets no third replica: %(reason)s."),
 }
 

@@ -91,7 +91,7 @@ class OmniCoordClientForStage:
     ) -> None:
         """Send a new status, a new queue length (waiting requests), or both; None means unchanged.
 
-        ``new_incarnation``: the replica has started again, and heads must attach again.
+        ``new_incarnation``: the replica has restarted, and heads must attach again.
 
         Raises:
             ValueError: There is nothing to send, or (`WireError`) a value is out of range.

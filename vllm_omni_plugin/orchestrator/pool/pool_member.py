@@ -46,7 +46,7 @@ class PoolMember:
             send and removed at the request's end, it makes the count exact and a second release impossible.
         ledger: the replica's load.
         dispatches: requests assigned to the replica so far.
-        restarts: how often its engine was started again.
+        restarts: how often its engine was restarted.
         remote: whether its engine belongs to another process, which this head attaches to.
         incarnation: the incarnation that this head is or was attached to, of a remote replica.
         cordons: the reasons for which the replica gets no new requests; users see them as `held_back`. Replaced and
