@@ -18,7 +18,7 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadRep
 
 
 @dataclass
-class _Stage:
+class OnlyStage:
     """The `StageView` of the only stage. This is its only head."""
 
     flow: StageFlow
@@ -58,7 +58,7 @@ class AdmittingHead(Head):
         after: Callable[..., Any],
     ) -> None:
         super().__init__(policy, clock, partial(self._start, send), limits)
-        self._stage = _Stage(StageFlow(clock))
+        self._stage = OnlyStage(StageFlow(clock))
         self._admission = Admission(config, self._stage)
         self._refuse = refuse
         self._after = after

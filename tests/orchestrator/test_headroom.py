@@ -135,16 +135,14 @@ async def test_kv_memory_is_left_free_in_the_same_share(prompt_tokens: int, expe
         assert got(fleet.links[0]) == expected
 
 
-async def test_small_prompts_are_packed_into_a_quarter_of_a_step_and_no_more() -> None:
-    async with late(send_window=SendWindow(BatchLimits(tokens=32, sequences=100), limited=True), plan=EQUALS) as fleet:
-        await answer_first(fleet, "0", CALM)
-        await submit_all(fleet, "abcdefgh", terms=FLOOD)
-        assert got(fleet.links[0]) == "0abcd"
-
-
-async def test_with_large_headroom_small_prompts_are_packed_into_a_sixteenth_of_a_step() -> None:
-    send_window = SendWindow(BatchLimits(tokens=128, sequences=100), limited=True)
-    async with late(send_window=send_window, plan=LARGE_HEADROOM) as fleet:
+@pytest.mark.parametrize(
+    ("step_tokens", "plan"), [(32, EQUALS), (128, LARGE_HEADROOM)], ids=["a quarter", "large headroom: a sixteenth"]
+)
+async def test_small_prompts_are_packed_into_a_part_of_a_step_and_no_more(
+    step_tokens: int, plan: AdmissionConfig
+) -> None:
+    send_window = SendWindow(BatchLimits(tokens=step_tokens, sequences=100), limited=True)
+    async with late(send_window=send_window, plan=plan) as fleet:
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcdefgh", terms=FLOOD)
         assert got(fleet.links[0]) == "0abcd"

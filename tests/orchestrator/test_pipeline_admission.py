@@ -48,14 +48,17 @@ async def refusals(fleet: FakePipelineFleet) -> dict[str, str]:
     return {name: error.reason for name, error in fleet.ends}
 
 
-async def test_a_request_that_waits_too_long_is_refused_before_its_prefill_and_costs_none() -> None:
+@pytest.mark.parametrize(("prompt", "prefills", "decodes"), [(LONG, "ab", ""), (SHORT, "", "ab")])
+async def test_a_request_that_waits_too_long_for_its_first_stage_is_refused_and_costs_nothing(
+    prompt: list[int], prefills: str, decodes: str
+) -> None:
     async with late(DISAGGREGATED) as fleet:
-        await submit_all(fleet, "ab", prompt=LONG)
-        await fleet.submit("c", prompt=LONG, terms=SOON)
+        await submit_all(fleet, "ab", prompt=prompt)
+        await fleet.submit("c", prompt=prompt, terms=SOON)
         fleet.now = 1.1
         await eventually(lambda: "c" not in fleet.states, "the refusal")
         assert await refusals(fleet) == {"c": "deadline"}
-        assert (sent(fleet, PREFILL), sent(fleet, DECODE)) == ("ab", "")
+        assert (sent(fleet, PREFILL), sent(fleet, DECODE)) == (prefills, decodes)
 
 
 async def test_a_full_queue_refuses_before_the_prefill() -> None:
@@ -76,16 +79,6 @@ async def test_a_request_whose_prefill_has_begun_is_refused_no_more_however_long
         await submit_all(fleet, "efg", prompt=LONG, priority=0)
         assert await refusals(fleet) == {}
         assert (sent(fleet, PREFILL), sent(fleet, DECODE)) == ("abcdef", "ab")
-
-
-async def test_what_skips_the_prefill_comes_in_at_decode() -> None:
-    async with late(DISAGGREGATED) as fleet:
-        await submit_all(fleet, "ab", prompt=SHORT)
-        await fleet.submit("c", prompt=SHORT, terms=SOON)
-        fleet.now = 1.1
-        await eventually(lambda: "c" not in fleet.states, "the refusal")
-        assert await refusals(fleet) == {"c": "deadline"}
-        assert sent(fleet, DECODE) == "ab"
 
 
 @pytest.mark.parametrize(("waits", "comes"), [(LONG, SHORT), (SHORT, LONG)])

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
-from simulator.admitting_head import AdmittingHead
+from simulator.admitting_head import AdmittingHead, OnlyStage
 from simulator.contenders import AT_ONCE, build
 from simulator.overloads import overload
 from simulator.profiles import accelerator
@@ -19,7 +19,6 @@ from simulator.simulation import Simulation
 from simulator.workload import Scale, Workload
 
 from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, RequestClass
-from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 
 SCALE = Scale(replicas=4, requests=1500, settings=accelerator())
 BOUNDS = AdmissionConfig(
@@ -30,23 +29,12 @@ BOUNDS = AdmissionConfig(
 )
 
 
-@dataclass
-class SharedStage:
+@dataclass(kw_only=True)
+class SharedStage(OnlyStage):
     """The stage as one of two heads sees it; it knows the other head's backlog at once."""
 
-    flow: StageFlow
     rules: list[Admission]
     other: int
-    unstarted: int = 0
-    heads: int = 2
-
-    @property
-    def send_rate(self) -> float:
-        return self.flow.leaving_rate or 0.0
-
-    @property
-    def first_output_s(self) -> float:
-        return self.flow.first_output_s
 
     @property
     def other_heads_backlog(self) -> Mapping[str, Backlog]:
@@ -58,7 +46,7 @@ class AdmittingSharingHead(AdmittingHead, SharingHead):
 
     def __init__(self, *args: Any, rules: list[Admission], **admission: Any) -> None:
         super().__init__(*args, **admission)
-        self._stage: Any = SharedStage(self._stage.flow, rules, other=1 - len(rules))
+        self._stage: Any = SharedStage(flow=self._stage.flow, heads=2, rules=rules, other=1 - len(rules))
         self._admission = Admission(admission["config"], self._stage)
         rules.append(self._admission)
 
