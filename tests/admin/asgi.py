@@ -33,6 +33,18 @@ CHANGES = (
     ("POST", "/omni/explain"),
 )
 """Requests that need write access."""
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+"""Headers of a stream of events."""
+
+
+def start(status: int = 200, headers: Any = ()) -> Message:
+    """The message with which an answer starts."""
+    return {"type": "http.response.start", "status": status, "headers": [*headers]}
+
+
+def part(body: bytes, more: bool = True) -> Message:
+    """A message with a part of the body of an answer."""
+    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 def app_of(fleet: FakeFleet | None, *, has_admin_keys: bool = True, unix_socket: bool = False) -> FastAPI:

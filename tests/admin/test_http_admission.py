@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tests.admin.asgi import Client
+from tests.admin.asgi import EVENTS, Client, part, start
 from vllm_omni_plugin.admin.hold import CLIENT_CLOSED_REQUEST
 from vllm_omni_plugin.admin.http_admission import (
     FAIRNESS_HEADER,
@@ -30,15 +30,6 @@ BOTH_HEADERS = (TENANT_HEADER, FAIRNESS_HEADER)
 FULL = RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, RefusalReason.QUEUE_FULL, "The queue is full.", 7)
 OVER_SHARE = RequestRefusedError(HTTPStatus.TOO_MANY_REQUESTS, RefusalReason.QUEUE_FULL, "Tenant 'a' has its share.", 3)
 JSON = [(b"content-type", b"application/json")]
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
-
-
-def start(status: int = 200, headers: Any = ()) -> Message:
-    return {"type": "http.response.start", "status": status, "headers": [*headers]}
-
-
-def part(body: bytes, more: bool = True) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 class Head:

@@ -4,22 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tests.admin.asgi import Client
+from tests.admin.asgi import EVENTS, Client, part, start
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware, new_sends
 from vllm_omni_plugin.balancing import Decision
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
-
-
-def start(status: int = 200, headers: Any = ()) -> Message:
-    return {"type": "http.response.start", "status": status, "headers": [*headers]}
-
-
-def part(body: bytes, more: bool = True) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 def send_to(*replicas: str) -> None:

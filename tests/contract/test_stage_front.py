@@ -27,11 +27,6 @@ def ending(folder: Path, *ends: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def entry(folder: Path) -> Any:
     """A model that ends at `<end>` and at `black`, id 7."""
     return config(ending(model(folder / "entry"), 0, 7))

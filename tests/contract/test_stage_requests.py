@@ -22,11 +22,6 @@ RED_BLUE = StageInput(text="red blue")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def own(folder: Path) -> Any:
     return config(model(folder / "own"))
 

@@ -6,12 +6,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutputs, FakeRequest, FakeResult, FakeUtilityOutput
-from tests.fakes.engines import UNPROBED, FakeEngine, FakeLauncher
+from tests.fakes.engines import UNPROBED, FakeEngine, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -23,6 +25,14 @@ from vllm_omni_plugin.pipeline import Pipeline
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 
 UP = ReplicaStatus.UP
+EACH_START_FAILURE = pytest.mark.parametrize(
+    ("plan", "error", "text"),
+    [
+        (Plan(refuse="no such model"), ReplicaError, "no such model"),
+        (Plan(spawn_error=OSError("no memory")), OSError, "no memory"),
+    ],
+    ids=["handshake fails", "spawn fails"],
+)
 
 
 class Node:

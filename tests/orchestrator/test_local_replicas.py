@@ -13,7 +13,7 @@ import zmq
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
 from tests.fakes.engines import READY, FakeEngine, FakeLauncher, GroupLauncher, Plan
-from tests.orchestrator.local_node import Node, answer, running_node
+from tests.orchestrator.local_node import EACH_START_FAILURE, Node, answer, running_node
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RequestFailed
@@ -43,14 +43,7 @@ async def test_all_replicas_start_at_once_serve_and_end_with_the_given_timeout(n
         assert [engine.process.shutdowns for engine in node.launcher.engines] == [[7.0], [7.0]]
 
 
-@pytest.mark.parametrize(
-    ("plan", "error", "text"),
-    [
-        (Plan(refuse="no such model"), ReplicaError, "no such model"),
-        (Plan(spawn_error=OSError("no memory")), OSError, "no memory"),
-    ],
-    ids=["handshake fails", "spawn fails"],
-)
+@EACH_START_FAILURE
 async def test_a_replica_that_does_not_start_fails_the_start(
     node: Node, plan: Plan, error: type[Exception], text: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
 from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, Plan
+from tests.orchestrator.local_node import EACH_START_FAILURE
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
@@ -143,14 +144,7 @@ def test_wait_for_requests_returns_at_once_after_the_end(
     assert left.result(10) == 0
 
 
-@pytest.mark.parametrize(
-    ("plan", "error", "text"),
-    [
-        (Plan(refuse="no such model"), ReplicaError, "no such model"),
-        (Plan(spawn_error=OSError("no memory")), OSError, "no memory"),
-    ],
-    ids=["handshake fails", "spawn fails"],
-)
+@EACH_START_FAILURE
 def test_a_failure_at_start_is_raised_by_start_and_nothing_is_left(
     head: Head, plan: Plan, error: type[Exception], text: str
 ) -> None:
