@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any
@@ -189,6 +190,11 @@ class FakeHead(FakeFleet):
     def stop_answering(self) -> None:
         """Its replicas do not answer any more."""
         self.answer_with(None)
+
+    def ask_unanswered(self, method: str, *args: Any) -> Future[list[Any]]:
+        """Make an operator call that its replicas do not answer."""
+        self.stop_answering()
+        return self.ask(method, *args)
 
     def answer_last(self) -> None:
         """They answer what they were asked last."""

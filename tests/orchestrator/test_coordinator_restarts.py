@@ -98,8 +98,7 @@ async def test_a_head_that_loses_the_coordinator_before_its_first_state_does_not
 async def test_heads_agree_on_a_refused_call_that_a_new_coordinator_got_from_a_head(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stop_answering()
-    reply = heads[0].ask("set_weight_version", "v2")
+    reply = heads[0].ask_unanswered("set_weight_version", "v2")
     told = [("set_weight_version", ("v2",))]
     for head in heads:
         await head.until(told)

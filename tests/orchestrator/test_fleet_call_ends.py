@@ -65,13 +65,11 @@ async def test_a_taken_over_call_does_not_end_the_heads_own_call(
 ) -> None:
     lost, taker, other = heads
     await lost.call("add_lora", STORY)
-    lost.stop_answering()
-    lost.ask("add_lora", OTHER_STORY)
+    lost.ask_unanswered("add_lora", OTHER_STORY)
     await taker.until([("add_lora", (OTHER_STORY,))])
     if ends != "refused":
         await taker.join_fleet()
-    taker.stop_answering()
-    own = taker.ask("set_weight_version", "v2")
+    own = taker.ask_unanswered("set_weight_version", "v2")
     await eventually(lambda: taker.links[1].calls)
     bus.cut(lost)
     await eventually(lambda: len(taker.links[1].calls) == 2)
@@ -90,8 +88,7 @@ async def test_a_taken_over_call_does_not_end_the_heads_own_call(
 async def test_a_taken_over_call_notifies_the_server_even_if_one_node_does_not_allow_it(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stop_answering()
-    heads[0].ask("add_lora", STORY)
+    heads[0].ask_unanswered("add_lora", STORY)
     await heads[1].until([("add_lora", (STORY,))])
     heads[1].links[1].on_call = forbid_calls
     bus.cut(heads[0])
@@ -102,8 +99,7 @@ async def test_a_taken_over_call_notifies_the_server_even_if_one_node_does_not_a
 async def test_losing_the_coordinator_notifies_the_server_of_an_adapter_being_loaded_by_another_head(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stop_answering()
-    heads[0].ask("add_lora", STORY)
+    heads[0].ask_unanswered("add_lora", STORY)
     await heads[1].until([("add_lora", (STORY,))])
     bus.cut(heads[1])
     await eventually(lambda: heads[1].adapters == {"story": STORY}, "until it knows better")
@@ -115,8 +111,7 @@ async def test_a_call_that_cannot_be_repeated_is_logged(
     def fail(*_: Any) -> Any:
         raise TypeError("no way to encode it")
 
-    heads[0].stop_answering()
-    heads[0].ask("set_weight_version", "v2")
+    heads[0].ask_unanswered("set_weight_version", "v2")
     await heads[1].until(V2)
     monkeypatch.setattr(FakeEngineApi, "encode_utility", fail)
     bus.cut(heads[0])
@@ -128,7 +123,6 @@ async def test_a_head_that_closes_during_a_call_logs_no_error(bus: HeadBus, capl
         await other.join_fleet()
         async with FakeHead(bus, "b") as head:
             await head.join_fleet()
-            head.stop_answering()
-            head.ask("set_weight_version", "v2")
+            head.ask_unanswered("set_weight_version", "v2")
             await eventually(lambda: head.links[1].calls)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -122,8 +122,7 @@ async def test_a_replica_that_fails_a_call_that_others_accepted_is_taken_out_by_
 
 
 async def test_a_replica_that_attaches_to_another_head_during_a_call_replays_it(heads: list[FakeHead]) -> None:
-    heads[0].stop_answering()
-    reply = heads[0].ask("set_weight_version", "v2")
+    reply = heads[0].ask_unanswered("set_weight_version", "v2")
     await heads[1].until([("set_weight_version", ("v2",))])
     assert await heads[1].bring_up(2) == [("set_weight_version", ["v2"])]
     heads[0].answer_last()

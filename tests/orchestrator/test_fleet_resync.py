@@ -114,8 +114,7 @@ async def test_a_call_does_not_overtake_the_missed_calls_to_a_private_replica(
 async def test_a_refused_call_leaves_no_record_in_a_head_that_got_it_by_snapshot(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stop_answering()
-    reply = heads[0].ask("pause_scheduler", "keep", True)
+    reply = heads[0].ask_unanswered("pause_scheduler", "keep", True)
     await heads[1].until(PAUSED)
     late = await joined(stack, bus, "late", replicas=0)
     assert late.replay == PAUSED
@@ -208,8 +207,7 @@ async def test_calls_waiting_for_a_new_coordinator_are_not_made_after_their_call
 async def test_a_head_that_resyncs_during_a_call_learns_which_replicas_failed(
     bus: HeadBus, heads: list[FakeHead], outcome: str
 ) -> None:
-    heads[0].stop_answering()
-    reply = heads[0].ask("sleep", 1, "abort")
+    reply = heads[0].ask_unanswered("sleep", 1, "abort")
     await eventually(lambda: heads[0].links[1].calls)
     if outcome == "comes before the resync":
         bus.overflow(heads[1])
@@ -226,8 +224,7 @@ async def test_a_head_that_resyncs_during_a_call_learns_which_replicas_failed(
 
 
 async def test_a_call_whose_head_dies_is_repeated_by_one_other_head(bus: HeadBus, heads: list[FakeHead]) -> None:
-    heads[0].stop_answering()
-    heads[0].ask("add_lora", STORY)
+    heads[0].ask_unanswered("add_lora", STORY)
     await heads[2].until([("add_lora", (STORY,))])
     bus.cut(heads[0])
     for head in heads[1:]:
@@ -239,8 +236,7 @@ async def test_a_call_whose_head_dies_is_repeated_by_one_other_head(bus: HeadBus
 async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stop_answering()
-    heads[0].ask("add_lora", STORY)
+    heads[0].ask_unanswered("add_lora", STORY)
     await heads[2].until([("add_lora", (STORY,))])
     for head in heads[1:]:
         head.answer_with(refuse_calls)
@@ -255,8 +251,7 @@ async def test_a_refused_call_whose_head_dies_leaves_no_record_in_a_head_that_go
     stack: AsyncExitStack, bus: HeadBus
 ) -> None:
     caller = await joined(stack, bus, "caller")
-    caller.stop_answering()
-    caller.ask("add_lora", STORY)
+    caller.ask_unanswered("add_lora", STORY)
     await caller.until([("add_lora", (STORY,))])
     late = await joined(stack, bus, "late")
     assert late.replay == caller.replay
@@ -273,8 +268,7 @@ async def test_a_refused_call_whose_head_dies_leaves_no_record_in_a_head_that_go
 async def test_a_call_whose_head_dies_is_not_repeated_after_a_later_call_or_if_it_updates_weights(
     bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...]
 ) -> None:
-    heads[0].stop_answering()
-    heads[0].ask(*call)
+    heads[0].ask_unanswered(*call)
     stage = heads[1].orchestrator.stage_calls[0]
     await eventually(lambda: heads[1].replay == PAUSED or stage.shared.unreplayable)
     if heads[1].replay == PAUSED:
@@ -299,8 +293,7 @@ async def test_a_caller_that_cannot_reach_the_coordinator_gets_an_error(
 async def test_a_caller_that_loses_the_coordinator_during_its_call_gets_an_error(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stop_answering()
-    reply = heads[0].ask("set_weight_version", "v2")
+    reply = heads[0].ask_unanswered("set_weight_version", "v2")
     await eventually(lambda: heads[0].links[1].calls)
     bus.cut(heads[0])
     heads[0].answer_last()
@@ -335,8 +328,7 @@ async def test_a_server_whose_call_was_lost_gets_the_state_of_the_fleet(
 async def test_a_server_whose_call_was_lost_and_refused_has_no_record_of_it(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    heads[0].stop_answering()
-    reply = heads[0].ask("add_lora", STORY)
+    reply = heads[0].ask_unanswered("add_lora", STORY)
     await eventually(lambda: heads[0].links[1].calls)
     for head in heads[1:]:
         head.answer_with(refuse_calls)
