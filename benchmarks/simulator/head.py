@@ -133,7 +133,7 @@ class Head:
         run = StageRun(task["request_id"], SimpleNamespace(**task), self._clock.now)
         run.assign(replica.replica_id, task["request_id"], task, decision, self._clock.now)
         replica.charge(job, run)
-        self._update(replica)
+        self.serving.update(replica, replica.ledger)
         self._tell("dispatched", task, replica, decision)
         member = _member(replica)
         if self._headroom.has_room(run, replica, run.prefill_tokens) and not self.unsent.is_behind(
@@ -172,10 +172,10 @@ class Head:
     def _ask_again(self, run: StageRun, replica: SimReplica) -> None:
         charged_to = next(member for member in self.serving if member.replica_id == run.replica_id)
         charged_to.ledger.release(run, self._clock.now)
-        self._update(charged_to)
+        self.serving.update(charged_to, charged_to.ledger)
         decision = self._choose(run.task)
         charged_to.ledger.charge(run, self._clock.now)
-        self._update(charged_to)
+        self.serving.update(charged_to, charged_to.ledger)
         overtakes = self.unsent.has_over_share and not self._run_is_over_share(run)
         computes_more = run.prompt_tokens - decision.matched_tokens > run.prefill_tokens
         if computes_more and self.serving[decision.position].ledger.prefill_tokens and not overtakes:
@@ -219,7 +219,7 @@ class Head:
         assert waiting is not None
         replica = cast(SimReplica, waiting.member)
         replica.release(job)
-        self._update(replica)
+        self.serving.update(replica, replica.ledger)
         self._tell("ended", run.task, replica, 0.0, 0)
 
     def _recall(self, run: StageRun, decision: Decision | None = None) -> None:
@@ -247,11 +247,8 @@ class Head:
             self._tell("ended", run.task, replica, now - run.charged_at, job.output_tokens)
         replica.settle(report)
         if (outcome.began or outcome.ended) and replica in self.serving:
-            self._update(replica)
+            self.serving.update(replica, replica.ledger)
         return [job.request for job in outcome.ended]
-
-    def _update(self, replica: SimReplica) -> None:
-        self.serving.update(replica, replica.ledger.requests, replica.ledger.prefill_tokens)
 
     def _tell(self, hook: str, *args: Any) -> None:
         method = getattr(self._policy, hook, None)

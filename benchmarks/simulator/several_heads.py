@@ -80,7 +80,7 @@ class SharingHead(Head):
             self.unreported.set_heads(heads)
         for member, work in others_work:
             member.ledger.set_peer_work(work)
-            self._update(cast(Any, member))
+            self.serving.update(cast(Any, member), member.ledger)
             self.fill(cast(Any, member))
 
     def submit(self, request: Request) -> None:

@@ -28,7 +28,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import hold
 from vllm_omni_plugin.admin.operator_calls import OPERATOR_PATHS
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
-from vllm_omni_plugin.admin.replica_header import new_sends
+from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.config import FLAGS
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
@@ -277,9 +277,9 @@ async def test_answers_name_their_replica_also_for_errors(build: BuildApp) -> No
 
     @app.post("/v1/moved")
     async def moved() -> None:
-        sends = new_sends()
-        assert sends is not None
-        sends.append(("0.1", Decision(0, "least-load")))
+        chosen_replicas = new_chosen_replicas()
+        assert chosen_replicas is not None
+        chosen_replicas.append(("0.1", Decision(0, "least-load")))
         raise GracefulHTTPError("Replica 1 was lost.", HTTPStatus.INTERNAL_SERVER_ERROR)
 
     async with client_of(app) as client:

@@ -7,7 +7,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.admin.asgi import EVENTS, Client, part, start
-from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware, new_sends
+from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware, new_chosen_replicas
 from vllm_omni_plugin.balancing import Decision
 
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
@@ -15,9 +15,9 @@ SCOPE: Scope = {"type": "http", "method": "POST", "path": "/v1/completions", "he
 
 def send_to(*replicas: str) -> None:
     """A request that is sent to these replicas, one after the other."""
-    sends = new_sends()
-    assert sends is not None
-    sends += [(replica, Decision(0, "least-load")) for replica in replicas]
+    chosen_replicas = new_chosen_replicas()
+    assert chosen_replicas is not None
+    chosen_replicas += [(replica, Decision(0, "least-load")) for replica in replicas]
 
 
 def answering(*requests: str, status: int = 200) -> ASGIApp:
@@ -87,7 +87,7 @@ async def test_other_requests_are_not_changed(scope: Scope) -> None:
     seen: list[Any] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(new_sends())
+        seen.append(new_chosen_replicas())
         await send(start())
 
     assert ((await answer_of(app, scope)).sent, seen) == ([start()], [None])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 
 from .pool import pool_of
@@ -30,7 +31,7 @@ def serving(*queue_lengths: int) -> ServingReplicas[Changing]:
 
 def change(replicas: ServingReplicas[Changing], place: int, length: int) -> None:
     replicas[place].queue_length = length
-    replicas.update(replicas[place], length, 0)
+    replicas.update(replicas[place], ReplicaLoad(length))
 
 
 LENGTHS = st.one_of(st.integers(0, 5), st.integers(0, 10**6))
@@ -80,5 +81,5 @@ def test_the_work_is_up_to_date_after_changes() -> None:
     replicas[0].charge(2, prefill_tokens=70)
     assert [list(each) for each in replicas.work] == [[2, 0], [70, 0]]
     replicas[1].charge(1, prefill_tokens=9)
-    replicas.update(replicas[1], 1, 9)
+    replicas.update(replicas[1], replicas[1].load)
     assert [list(each) for each in replicas.work] == [[2, 1], [70, 9]]

@@ -149,7 +149,7 @@ async def test_requests_are_traced_where_vllm_traces_them(
     await client.add_request_async(FakeRequest("r"))
     (message,) = await orchestrator.request_async_queue.get_batch()
     assert isinstance(message, SubmitRequest)
-    assert (message.traced, message.sends) == ((True, []) if tracing else (False, None))
+    assert (message.traced, message.chosen_replicas) == ((True, []) if tracing else (False, None))
 
 
 async def test_a_request_that_is_cancelled_while_the_orchestrator_is_busy_is_aborted(

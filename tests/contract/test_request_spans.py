@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestStages, Sends, StageTimes
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas, RequestStages, StageTimes
 
 from .stage_models import source
 
@@ -72,7 +72,7 @@ LEAST = Decision(0, "least-load")
 
 
 @pytest.mark.parametrize(
-    ("policies", "sends", "expected"),
+    ("policies", "chosen_replicas", "expected"),
     [
         (["kv-aware"], [("0.0", LEAST), ("0.1", MATCH)], ("0.1", "kv-aware", "match", "no-events", 32)),
         (
@@ -84,12 +84,12 @@ LEAST = Decision(0, "least-load")
     ids=["one stage", "a pipeline"],
 )
 def test_the_span_of_a_request_has_the_last_send_in_each_stage(
-    traced: Traced, policies: list[str], sends: Sends, expected: tuple[Any, ...]
+    traced: Traced, policies: list[str], chosen_replicas: ChosenReplicas, expected: tuple[Any, ...]
 ) -> None:
     spans = RequestSpans(traced.processor, policies)
     traced.add("a")
     list_to_fill = spans.expect("a", None)
-    list_to_fill += sends
+    list_to_fill += chosen_replicas
     traced.finish("a")
     (span,) = traced.spans
     names = ("omni.replica", "omni.policy", "omni.reason", "omni.fallback", "omni.matched_tokens")
@@ -118,12 +118,12 @@ def test_a_later_chunk_of_a_session_keeps_the_first_send(traced: Traced) -> None
     assert attributes(span)["omni.replica"] == "0.1"
 
 
-@pytest.mark.parametrize("sends", [None, []], ids=["unknown", "not sent"])
-def test_a_request_without_a_send_has_a_plain_span(traced: Traced, sends: Sends | None) -> None:
+@pytest.mark.parametrize("chosen_replicas", [None, []], ids=["unknown", "not sent"])
+def test_a_request_without_a_send_has_a_plain_span(traced: Traced, chosen_replicas: ChosenReplicas | None) -> None:
     spans = RequestSpans(traced.processor, ["p"])
     traced.add("a")
-    if sends is not None:
-        spans.expect("a", sends)
+    if chosen_replicas is not None:
+        spans.expect("a", chosen_replicas)
     spans.expect("gone", None)
     traced.finish("a")
     (span,) = traced.spans

@@ -13,10 +13,10 @@ from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
+    ChosenReplicas,
     ReplicaJoined,
     ReplicaLeft,
     RequestFailed,
-    Sends,
     SubmitRequest,
 )
 
@@ -84,10 +84,14 @@ class FakeFleet(PlayedFleet):
         client.mark_dead("its engine process exited: it was ended by SIGKILL")
 
     async def submit(
-        self, request_id: str, sends: Sends | None = None, terms: RequestTerms | None = None, **fields: Any
+        self,
+        request_id: str,
+        chosen_replicas: ChosenReplicas | None = None,
+        terms: RequestTerms | None = None,
+        **fields: Any,
     ) -> None:
         """Submit a request; returns when the orchestrator has handled it."""
-        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, sends, terms=terms))
+        await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, chosen_replicas, terms=terms))
 
     async def abort(self, *request_ids: str) -> None:
         await self.hand_over(AbortRequests(request_ids))

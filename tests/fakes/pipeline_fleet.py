@@ -17,11 +17,11 @@ from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWin
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
+    ChosenReplicas,
     PipelineCall,
     PipelineCallEnded,
     RequestFailed,
     RequestStages,
-    Sends,
     StageEvent,
     SubmitRequest,
 )
@@ -128,7 +128,7 @@ class FakePipelineFleet(PlayedFleet):
         outputs: Sequence[str] = (),
         params: dict[str, Any] | None = None,
         sampling: dict[str, Any] | None = None,
-        sends: Sends | None = None,
+        chosen_replicas: ChosenReplicas | None = None,
         traced: bool = False,
         terms: RequestTerms | None = None,
         settle: bool = True,
@@ -141,7 +141,7 @@ class FakePipelineFleet(PlayedFleet):
             call = PipelineCall(modalities, events.append, frozenset(outputs), sampling or {}, params or {})
         fields.setdefault("prompt", [1, 2, 3])
         request = FakeRequest(request_id, **fields)
-        await self.hand_over(SubmitRequest(request, self.now, sends, call, traced, terms))
+        await self.hand_over(SubmitRequest(request, self.now, chosen_replicas, call, traced, terms))
         if settle:
             await self.settle()
 

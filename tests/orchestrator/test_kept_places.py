@@ -133,8 +133,8 @@ async def test_the_first_request_is_sent_to_a_replica_that_has_room_earlier() ->
 
 async def test_a_recall_after_a_move_does_not_change_the_recorded_sends() -> None:
     async with late() as fleet:
-        sends: list[Any] = []
-        await fleet.submit("a", sends, prompt=[1, 2])
+        chosen_replicas: list[Any] = []
+        await fleet.submit("a", chosen_replicas, prompt=[1, 2])
         fleet.say("a", 1)
         other = fleet.pool.add()
         other.cordons = frozenset([ADMIN_CORDON])
@@ -148,7 +148,7 @@ async def test_a_recall_after_a_move_does_not_change_the_recorded_sends() -> Non
         fleet.join(fleet.pool.add())
         fleet.orchestrator.cordon(other, ADMIN_CORDON)
         assert set(got(fleet.links[2])) == {"a", "d"}
-        assert [name for name, _ in sends] == ["0.0"]
+        assert [name for name, _ in chosen_replicas] == ["0.0"]
 
 
 async def test_a_drain_refuses_and_evicts_no_request() -> None:

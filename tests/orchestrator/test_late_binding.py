@@ -134,15 +134,15 @@ async def test_requests_that_wait_for_the_only_replica_are_finished_there_althou
 async def test_a_replica_with_room_recalls_requests_of_another_one() -> None:
     async with late(replicas=2) as fleet:
         fleet.pool.cordon(fleet.pool.member(1), ADMIN_CORDON)
-        sends: list[Any] = []
+        chosen_replicas: list[Any] = []
         await submit_all(fleet, "ab")
-        await fleet.submit("c", sends, prompt=[1, 2])
+        await fleet.submit("c", chosen_replicas, prompt=[1, 2])
         assert fleet.in_flight == [3, 0]
-        assert sends == []
+        assert chosen_replicas == []
         fleet.orchestrator.uncordon(fleet.pool.member(1), ADMIN_CORDON)
         assert got(fleet.links[1]) == "c"
         assert (fleet.in_flight, fleet.orchestrator.metrics.requests_recalled) == ([2, 1], 1)
-        assert [name for name, _ in sends] == ["0.1"]
+        assert [name for name, _ in chosen_replicas] == ["0.1"]
 
 
 async def test_a_cached_prompt_is_computed_elsewhere_only_if_no_other_prompt_waits_there() -> None:

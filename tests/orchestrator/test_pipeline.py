@@ -8,7 +8,7 @@ from tests.fakes.observations import observed
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, JOIN, SPEECH
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, Sends, StageEvent
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas, PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline import Stage
 
 
@@ -194,14 +194,14 @@ async def test_calls_end_with_the_orchestrator() -> None:
 
 
 async def test_each_stage_is_timed_and_its_send_noted() -> None:
-    sends: Sends = []
+    chosen_replicas: ChosenReplicas = []
     async with FakePipelineFleet(CHAIN) as fleet:
-        await fleet.submit("r", "text", sends=sends)
+        await fleet.submit("r", "text", chosen_replicas=chosen_replicas)
         fleet.now += 2.0
         await fleet.step("r", 0)
         fleet.now += 1.0
         await fleet.finish()
-        assert [name for name, _ in sends] == ["0.0", "1.0"]
+        assert [name for name, _ in chosen_replicas] == ["0.0", "1.0"]
         ended = fleet.events["r"][-1]
         assert isinstance(ended, PipelineCallEnded)
         assert set(ended.timings) == {"thinker", "refiner"}

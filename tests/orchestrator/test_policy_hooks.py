@@ -23,7 +23,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explain, Explanation, Sends
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas, Explain, Explanation
 
 
 class SelectOnly:
@@ -254,14 +254,14 @@ def test_a_policy_that_invents_reasons_does_not_fill_the_memory() -> None:
 
 
 async def test_sends_are_recorded_until_the_first_output() -> None:
-    sends: Sends = []
+    chosen_replicas: ChosenReplicas = []
     async with FakeFleet(replicas=3, balancer=NotingPolicy()) as fleet:
-        await fleet.submit("a", sends=sends)
+        await fleet.submit("a", chosen_replicas=chosen_replicas)
         fleet.attempt("a")[0].say_dead()
         fleet.say("a", 7)
         fleet.kill(1)
         assert fleet.orchestrator.request_states["a"].runs[0].attempts == 3
-    assert [(replica, decision.reason) for replica, decision in sends] == [("0.0", "noted"), ("0.1", "noted")]
+    assert [(replica, decision.reason) for replica, decision in chosen_replicas] == [("0.0", "noted"), ("0.1", "noted")]
 
 
 async def test_an_explanation_changes_nothing() -> None:

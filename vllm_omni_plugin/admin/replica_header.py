@@ -6,14 +6,14 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Sends
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas
 
 HEADER = "X-Omni-Replica"
 
-_requests: ContextVar[list[Sends] | None] = ContextVar("omni_requests", default=None)
+_requests: ContextVar[list[ChosenReplicas] | None] = ContextVar("omni_requests", default=None)
 
 
-def new_sends() -> Sends | None:
+def new_chosen_replicas() -> ChosenReplicas | None:
     """A list in which the orchestrator records where a request was sent; None outside of an HTTP answer.
 
     One answer may need several requests, each in its own asyncio task; tasks inherit the context variable.
@@ -21,9 +21,9 @@ def new_sends() -> Sends | None:
     requests = _requests.get()
     if requests is None:
         return None
-    sends: Sends = []
-    requests.append(sends)
-    return sends
+    chosen_replicas: ChosenReplicas = []
+    requests.append(chosen_replicas)
+    return chosen_replicas
 
 
 class ReplicaHeaderMiddleware:
@@ -41,7 +41,7 @@ class ReplicaHeaderMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        requests: list[Sends] = []
+        requests: list[ChosenReplicas] = []
         wants_comment = HEADER in Headers(scope=scope)
         is_event_stream = False
 
@@ -68,9 +68,11 @@ class ReplicaHeaderMiddleware:
             _requests.reset(token)
 
 
-def _names(requests: Iterable[Sends]) -> str:
-    return ", ".join(dict.fromkeys(name for sends in requests for name in _last_of_each_stage(sends)))
+def _names(requests: Iterable[ChosenReplicas]) -> str:
+    return ", ".join(
+        dict.fromkeys(name for chosen_replicas in requests for name in _last_of_each_stage(chosen_replicas))
+    )
 
 
-def _last_of_each_stage(sends: Sends) -> Iterable[str]:
-    return {name.partition(".")[0]: name for name, _ in sends}.values()
+def _last_of_each_stage(chosen_replicas: ChosenReplicas) -> Iterable[str]:
+    return {name.partition(".")[0]: name for name, _ in chosen_replicas}.values()

@@ -258,7 +258,9 @@ class Admission:
         return labelled, TenantReport(waiting, in_flight, self._labels.other_tokens, weight)
 
     def _is_over_share(self, account: TenantAccount, class_name: str, now: float) -> bool:
-        return self._accounts.is_over_share(account, now) or self._queue.has_higher_class(class_name, now - ACTIVE_S)
+        return self._accounts.has_used_more_than_share(account, now) or self._queue.has_higher_class(
+            class_name, now - ACTIVE_S
+        )
 
     def _send_limit_s(self, terms: RequestTerms, request_class: RequestClass) -> float:
         """Seconds in which an engine must have a request so that its first token comes in time.
@@ -350,9 +352,9 @@ def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> fl
     return max(queue.virtual_time, account.finish_tags.get(class_name, 0.0))
 
 
-def _late_s(queue: WaitQueue, account: TenantAccount, index: int, start_tag: float, send_s: float) -> float:
+def _late_s(queue: WaitQueue, account: TenantAccount, index: int, start_tag: float, limit_s: float) -> float:
     """Seconds by which a request would be sent too late; 0 if it would be in time."""
-    return max(0.0, queue.send_s(queue.ahead_of(account, index, start_tag)) - send_s)
+    return max(0.0, queue.expected_send_s(queue.ahead_of(account, index, start_tag)) - limit_s)
 
 
 def _refusal(over_share: bool, reason: RefusalReason, message: str, retry_after_s: float = 0.0) -> RequestRefusedError:

@@ -195,7 +195,7 @@ class TenantAccounts:
         account.usage.end(cost, tokens, now, self._shared_since)
         self.usage.end(cost, tokens, now, self._shared_since)
 
-    def is_over_share(self, account: TenantAccount, now: float) -> bool:
+    def has_used_more_than_share(self, account: TenantAccount, now: float) -> bool:
         """Whether the tenant has used more than its share, while other tenants are active."""
         self._expire_recent(now)
         weight, since = self.active_weight + self._recent_weight, self._shared_since

@@ -115,7 +115,7 @@ class WaitQueue:
         """Seconds until engines have started so many waiting requests and those they have; 0: rate not known."""
         return self._seconds(ahead + self._stage.unstarted)
 
-    def send_s(self, ahead: float) -> float:
+    def expected_send_s(self, ahead: float) -> float:
         """Seconds until so many waiting requests have been sent to engines; 0: rate not known."""
         return self._seconds(ahead)
 

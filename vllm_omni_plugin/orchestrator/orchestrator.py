@@ -224,6 +224,7 @@ class Orchestrator:
         elif outputs.scheduler_stats is not None:
             self.output_async_queue.give_later(outputs)
         # Last, because sending may show that the replica is dead, which may end the requests of these outputs.
+        # Without admission control nothing waits.
         if self.admission is not None and (ended := self._dispatchers[stage_id].send_waiting(member)):
             self._runs_ended(stage_id, ended)
 

@@ -37,7 +37,7 @@ def _metric(kind: str, sample: str, meaning: str, mode: MultiprocessMode = "live
     return MetricDefinition(name, kind, tuple(labels.split(",")) if labels else (), meaning, mode)
 
 
-_ONLY_WITH_ADMISSION = "Missing without `--omni-admission` and `--omni-tenant-header`."
+_ONLY_WITH_ADMISSION = "Only with `--omni-admission` or `--omni-tenant-header`."
 _gauge, _counter = partial(_metric, "gauge"), partial(_metric, "counter")
 
 METRICS = (

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from math import exp
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from vllm_omni_plugin.balancing.interface import ReplicaView
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
@@ -13,6 +13,16 @@ from vllm_omni_plugin.balancing.loads.replica_load import load_of
 _AGE_S = 0.1
 """Age of other heads' reports. Chosen with benchmarks/spread.py: half of it was worse, more was no better."""
 R = TypeVar("R", bound=ReplicaView)
+
+
+class CountedLoad(Protocol):
+    """What is indexed of a load: a `ReplicaLoad`, or the sums that one is made of."""
+
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def prefill_tokens(self) -> int: ...
 
 
 class UnreportedRequests:
@@ -119,13 +129,13 @@ class ServingReplicas(tuple[R, ...]):
                 del buckets[heappop(heap)]
         return bucket[int(rng.random() * len(bucket))]
 
-    def update(self, replica: R, queue_length: int, prefill_tokens: int) -> None:
+    def update(self, replica: R, load: CountedLoad) -> None:
         """A replica's load has changed. Replicas that are not in this tuple, such as draining ones, are ignored."""
         place = self._places.get(id(replica))
         if place is None:
             return
-        self._prefill_tokens[place] = prefill_tokens
-        before = self._lengths[place]
+        self._prefill_tokens[place] = load.prefill_tokens
+        queue_length, before = load.requests, self._lengths[place]
         if queue_length != before:
             bucket = self._buckets[before]
             # The last place of the bucket gets the rank of the removed one.

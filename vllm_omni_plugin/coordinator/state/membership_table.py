@@ -1,8 +1,8 @@
 """The table of replicas, without sockets or clocks.
 
 States and rules follow SWIM, as in hashicorp/memberlist: late (there: "suspect") comes before dead, left is not dead,
-older incarnations are ignored, and a late observer extends the deadlines of present rows first. Times are monotonic
-seconds, and never go back from one call to the next.
+older incarnations are ignored, and an observer that was delayed itself extends the deadlines of present rows first.
+Times are monotonic seconds, and never go back from one call to the next.
 """
 
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.http_admission import current_response
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
-from vllm_omni_plugin.admin.replica_header import new_sends
+from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, StageError
 from vllm_omni_plugin.integration.engine_client.fleet_events import FLEET_EVENTS, FleetEventHandler
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
@@ -170,10 +170,10 @@ class FleetClient(UtilityCallClient):
             self.abort_call([request.request_id])
             return
         queue = self.orchestrator.request_async_queue
-        sends = new_sends()
+        chosen_replicas = new_chosen_replicas()
         spans = self._events.spans
         if spans is not None:
-            sends = spans.expect(request.request_id, sends)
+            chosen_replicas = spans.expect(request.request_id, chosen_replicas)
         now, answer, terms = self._clock(), current_response(), None
         if answer is not None:
             if answer.refusal is not None:
@@ -181,7 +181,7 @@ class FleetClient(UtilityCallClient):
                 return
             terms = answer.add_request(request.request_id, now)
             self._events.responses[request.request_id] = answer
-        message = SubmitRequest(request, now, sends, call, traced=spans is not None, terms=terms)
+        message = SubmitRequest(request, now, chosen_replicas, call, traced=spans is not None, terms=terms)
         try:
             await queue.put(message)
         except QueueClosedError:

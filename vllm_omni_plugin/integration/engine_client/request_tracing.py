@@ -11,7 +11,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import Span, SpanProcessor, TracerProvider
 
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestStages, Sends, StageTimes
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas, RequestStages, StageTimes
 
 
 @dataclass
@@ -29,7 +29,7 @@ class RequestSpans:
     """Adds attributes to the spans of vLLM's `OutputProcessor`, and spans of stages.
 
     A request's span gets `omni.replica`, `omni.policy`, `omni.reason`, `omni.fallback` and `omni.matched_tokens`. With
-    several stages these are the values of the last send in each stage, separated by commas, and the sum of the
+    several stages these are the values of the last replica in each stage, separated by commas, and the sum of the
     tokens. In a pipeline each stage gets a span `omni.stage` with `omni.stage`, `omni.stage_id` and
     `omni.<part>_seconds`. vLLM starts and ends its span in one call when the response ends; stages may end later.
 
@@ -41,7 +41,7 @@ class RequestSpans:
         self._output_processor = output_processor
         self._policies = policies
         self._tracer = trace.get_tracer(__name__)
-        self._sends: WeakKeyDictionary[Any, Sends] = WeakKeyDictionary()
+        self._chosen_replicas: WeakKeyDictionary[Any, ChosenReplicas] = WeakKeyDictionary()
         # Ended stages of requests whose span is not made yet. vLLM makes no span for an aborted request.
         self._stages: WeakKeyDictionary[Any, RequestStages] = WeakKeyDictionary()
         # Spans of requests whose stages have not ended yet.
@@ -53,14 +53,14 @@ class RequestSpans:
         if isinstance(provider, TracerProvider):
             provider.add_span_processor(_SpanAnnotator())
 
-    def expect(self, request_id: str, sends: Sends | None) -> Sends:
-        """Trace the sends of a registered request. Returns the list to fill: the given one or a new one."""
-        sends = [] if sends is None else sends
+    def expect(self, request_id: str, chosen_replicas: ChosenReplicas | None) -> ChosenReplicas:
+        """Trace where a registered request is sent. Returns the list to fill: the given one or a new one."""
+        chosen_replicas = [] if chosen_replicas is None else chosen_replicas
         state = self._output_processor.request_states.get(request_id)
         if state is not None:
-            # Further chunks of a streaming session belong to the send of the first.
-            self._sends.setdefault(state, sends)
-        return sends
+            # Further chunks of a streaming session are sent to the replica of the first.
+            self._chosen_replicas.setdefault(state, chosen_replicas)
+        return chosen_replicas
 
     def stages_ended(self, stages: RequestStages) -> None:
         """A request has ended in all stages. With a single stage, vLLM's span is enough."""
@@ -73,14 +73,14 @@ class RequestSpans:
             self._stages[state] = stages
 
     def _do_tracing(self, output: Any, state: Any, stats: Any) -> None:
-        sends = self._sends.get(state)
-        pending = _PendingSpan(self._attributes_of(sends))
+        chosen_replicas = self._chosen_replicas.get(state)
+        pending = _PendingSpan(self._attributes_of(chosen_replicas))
         token = _pending.set(pending)
         try:
             self._original_do_tracing(output, state, stats)
         finally:
             _pending.reset(token)
-        if pending.span is None or sends is None or len(self._policies) == 1:
+        if pending.span is None or chosen_replicas is None or len(self._policies) == 1:
             return
         stages = self._stages.pop(state, None)
         if stages is None:
@@ -88,10 +88,10 @@ class RequestSpans:
         else:
             self._make_spans(stages, pending.span)
 
-    def _attributes_of(self, sends: Sends | None) -> Mapping[str, str | int]:
-        if not sends:
+    def _attributes_of(self, chosen_replicas: ChosenReplicas | None) -> Mapping[str, str | int]:
+        if not chosen_replicas:
             return {}
-        last = {replica.partition(".")[0]: (replica, decision) for replica, decision in sends}
+        last = {replica.partition(".")[0]: (replica, decision) for replica, decision in chosen_replicas}
         return {
             "omni.replica": ", ".join(replica for replica, _ in last.values()),
             "omni.policy": ", ".join(self._policies[int(stage_id)] for stage_id in last),

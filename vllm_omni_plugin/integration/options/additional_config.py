@@ -20,12 +20,14 @@ def store_options(engine_args: Any, options: OmniConfig) -> None:
 
 
 def options_of(vllm_config: Any) -> OmniConfig | None:
-    """The options in a `VllmConfig`, or None if none of our flags was given. Raises ConfigError for unknown options."""
+    """The options in a `VllmConfig`, or None if none of our flags was given. Raises ConfigError for others."""
     additional = vllm_config.additional_config
     plain = additional.get(_KEY) if isinstance(additional, dict) else None
     if plain is None:
         return None
     # A user may write them there instead of giving flags.
+    if not isinstance(plain, dict):
+        raise ConfigError(f"argument --additional-config: '{_KEY}' must be an object with options, not {plain!r}")
     if unknown := plain.keys() - {field.name for field in fields(OmniConfig)}:
         names = ", ".join(map(repr, sorted(unknown)))
         raise ConfigError(f"argument --additional-config: '{_KEY}' has unknown options: {names}")

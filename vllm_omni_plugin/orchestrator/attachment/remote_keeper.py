@@ -81,7 +81,7 @@ class RemoteReplicaKeeper:
         self._changed.set()
         self._update_cordons()
         if restarted and self._replica is not None:
-            self._replica.client.mark_dead("its server has started it again")
+            self._replica.client.mark_dead("its server has restarted it")
 
     def on_outputs(self, outputs: Any) -> None:
         """Pass on outputs of the replica. Before it serves, they belong to no request of this head."""
@@ -150,8 +150,8 @@ class RemoteReplicaKeeper:
     def _update_cordons(self) -> None:
         drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
         late = not self._accepts and not drains
-        for reason, holds in ((DRAIN_CORDON, drains), (LATE_CORDON, late)):
-            if holds:
+        for reason, applies in ((DRAIN_CORDON, drains), (LATE_CORDON, late)):
+            if applies:
                 self._orchestrator.cordon(self.member, reason)
             else:
                 self._orchestrator.uncordon(self.member, reason)

@@ -2,7 +2,7 @@
 
 import itertools
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.errors import (
@@ -43,7 +43,7 @@ class Dispatcher:
         has_upstream: see `PausedRuns`.
 
     Attributes:
-        outcomes: accepts the outputs of the stage's replicas.
+        outcomes: accepts the outputs of the stage's replicas, and aborts runs.
     """
 
     def __init__(
@@ -135,10 +135,6 @@ class Dispatcher:
             if self._pool.serving:
                 self._recall(run)
         return self.outcomes.take_ended()
-
-    def abort(self, runs: Iterable[StageRun]) -> None:
-        """End these runs, and abort them at their replicas. Ignores runs that have ended."""
-        self.outcomes.abort(runs)
 
     def move(self, runs: Sequence[StageRun], lost: PoolMember, loss: Loss, engine_failed: bool) -> Sequence[RunEnded]:
         """A replica is lost, and these runs are no longer charged to it: each moves or fails.
@@ -322,8 +318,8 @@ class Dispatcher:
         if run.first_sent_at is None:
             run.first_sent_at = self._clock()
             self._metrics.queue_time_seconds.observe(run.first_sent_at - run.submitted_at)
-        if run.sends is not None and not run.produced:
-            run.sends.append((member.name, run.decision))
+        if run.chosen_replicas is not None and not run.produced:
+            run.chosen_replicas.append((member.name, run.decision))
 
     def _hold(self, run: StageRun) -> None:
         # `abort_immediately` is for a clean-up in the engine, and there is none.

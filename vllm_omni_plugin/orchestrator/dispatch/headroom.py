@@ -12,7 +12,8 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 GROUP_SIZE = 8
 """Replicas of a group at least, unless the fleet is smaller."""
 SMALLEST_FLEET = {HeadroomSize.NORMAL: GROUP_SIZE, HeadroomSize.LARGE: 2}
-"""Replicas of a fleet that keeps one prefill-free. One of few costs so much throughput that it has to be asked for."""
+"""Replicas of a fleet that keeps one prefill-free. In a small fleet this costs so much throughput that it is off by
+default."""
 MAX_PREFILL_FREE_S = 1.0
 """Seconds for which a replica is kept free of prefills at most, while no other replica of its group is free."""
 
@@ -41,8 +42,8 @@ class Headroom(Generic[R]):
     A request is *over its share* if `Admission.is_over_share` says so, and otherwise *within its share*. At each
     replica `SendWindow` leaves headroom. In addition one replica of each group is kept free of prefills of over-share
     requests: otherwise each engine may be in the middle of one, and a request within its share has to wait for its end.
-    A group has 8 to 15 replicas. A smaller fleet is one group with large headroom, and has none otherwise. Each
-    operation looks at one group.
+    A group has 8 to 15 replicas. A smaller fleet is one group, and keeps a replica free only with large headroom.
+    Each operation looks at one group.
 
     Args:
         is_over_share: whether a run is over its share.

@@ -82,8 +82,8 @@ class UnsentQueue:
     """The unsent runs of one stage, in an order that is the same for all replicas.
 
     Each run is charged to a replica, as the policy chose, and sent when the replica has room. So a policy sees all
-    work, and it is decided late which run goes first, goes elsewhere or is refused. Runs within their
-    share overtake over-share runs.
+    work, and which run goes first, goes elsewhere or is refused is decided only then. Runs within their share overtake
+    over-share runs.
 
     Args:
         is_over_share: whether a run is over its share. It may change while the run waits.

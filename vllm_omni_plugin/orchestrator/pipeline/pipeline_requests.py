@@ -171,7 +171,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             api.make_movable(request),
             self._clock(),
             streaming=session,
-            sends=state.sends,
+            chosen_replicas=state.chosen_replicas,
             first_request=first_request,
             ticket=state.ticket_at(stage),
         )
@@ -282,7 +282,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         read = reader.read(output, run.finished)
         if read.finish_reason is not None and not run.finished:
             # The output ends at a stop string, which the engine does not know.
-            self._dispatchers[stage.id].abort((run,))
+            self._dispatchers[stage.id].outcomes.abort((run,))
         return read
 
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
@@ -362,7 +362,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         self._drop(state.request_id)
         self.pause_sequence.note_progress()
         for stage_id, run in state.runs.items():
-            self._dispatchers[stage_id].abort((run,))
+            self._dispatchers[stage_id].outcomes.abort((run,))
         self._report_end(state, error)
 
     def _report_end(self, state: PipelineRequestState, error: Exception | None) -> None:
@@ -384,6 +384,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         if stage_id not in state.runs or (stage.is_vllm and stage_id in state.readers):
             # The reader would have found a stop string, so the client must have left.
             return False
-        self._dispatchers[stage_id].abort((state.runs[stage_id],))
+        self._dispatchers[stage_id].outcomes.abort((state.runs[stage_id],))
         self._pass_on(state, stage, _END, ended=True)
         return True

@@ -7,8 +7,8 @@ from typing import Any, Final
 from vllm_omni_plugin.admission.ticket import Ticket, TicketPhase
 from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    ChosenReplicas,
     PipelineCall,
-    Sends,
     StageTimes,
     SubmitRequest,
 )
@@ -136,7 +136,7 @@ class PipelineRequestState(OrchestratorRequestState):
     """
 
     plan: RequestPlan
-    sends: Sends | None = None
+    chosen_replicas: ChosenReplicas | None = None
     traced: bool = False
     readers: dict[int, OutputReader] = field(default_factory=dict)
     chunked_inputs: dict[int, ChunkedInput] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class PipelineRequestState(OrchestratorRequestState):
             mm_features=request.mm_features,
             call=call,
             plan=plan,
-            sends=message.sends,
+            chosen_replicas=message.chosen_replicas,
             traced=message.traced,
         )
 

@@ -41,9 +41,9 @@ class WaitingCounts(NamedTuple):
 class OrchestratorMetrics:
     """Counters of one orchestrator since its start.
 
-    A field has the name of its metric. AsyncLLM's thread writes the fields that end in `_before_accept`: they count
-    requests that the orchestrator has not got. The client of the coordinator writes `coordinator_connected`; the
-    orchestrator's thread writes all others.
+    A field that is shown as a metric has its name. AsyncLLM's thread writes the fields that end in `_before_accept`:
+    they count requests that the orchestrator has not got. The client of the coordinator writes `coordinator_connected`;
+    the orchestrator's thread writes all others.
 
     Attributes:
         queue_time_seconds: see `HISTOGRAMS`, as are `hold_time_seconds` and `stage_seconds`.

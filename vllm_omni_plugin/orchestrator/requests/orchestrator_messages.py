@@ -48,7 +48,7 @@ class PipelineCall:
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
-Sends = list[tuple[str, Decision]]
+ChosenReplicas = list[tuple[str, Decision]]
 """The replicas (`<stage>.<replica>`) to which a request was sent, each with the policy's decision."""
 
 
@@ -59,13 +59,13 @@ class SubmitRequest:
     Attributes:
         request: vLLM's `EngineCoreRequest`; the orchestrator never changes it.
         submitted_at: monotonic seconds.
-        sends: a list to which the orchestrator's thread appends until the answer begins.
+        chosen_replicas: a list to which the orchestrator's thread appends until the answer begins.
         traced: whether to send `RequestStages` for this request.
     """
 
     request: Any
     submitted_at: float
-    sends: Sends | None = None
+    chosen_replicas: ChosenReplicas | None = None
     call: PipelineCall | None = None
     traced: bool = False
     terms: RequestTerms | None = None

@@ -40,17 +40,17 @@ class RequestOwner(ABC, Generic[S]):
 
     Args:
         put: sends an item to AsyncLLM.
-        left: takes the ticket of an ended request, and the number of tokens of its answer; None without admission
-            control.
+        ticket_ended: takes the ticket of an ended request, and the number of tokens of its answer; None without
+            admission control.
 
     Attributes:
         states: unfinished requests by the client's id; only `_drop` removes entries.
     """
 
-    def __init__(self, put: Callable[[Any], None], left: Callable[[Ticket, int], None] | None) -> None:
+    def __init__(self, put: Callable[[Any], None], ticket_ended: Callable[[Ticket, int], None] | None) -> None:
         self.states: dict[str, S] = {}
         self._put = put
-        self._left = left
+        self._ticket_ended = ticket_ended
         self._empty: asyncio.Future[None] | None = None
 
     async def wait_until_empty(self) -> None:
@@ -103,8 +103,8 @@ class RequestOwner(ABC, Generic[S]):
 
     def _drop(self, request_id: str) -> S | None:
         state = self.states.pop(request_id, None)
-        if self._left is not None and state is not None and state.ticket is not None:
-            self._left(state.ticket, state.answer_tokens)
+        if state is not None and state.ticket is not None and self._ticket_ended is not None:
+            self._ticket_ended(state.ticket, state.answer_tokens)
         if not self.states and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)
         return state

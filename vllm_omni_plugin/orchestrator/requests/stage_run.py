@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, QueryOfDeathError, RequestLostError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Sends
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 
@@ -118,7 +118,7 @@ class StageRun:
         produced: token ids delivered so far, over all attempts.
         move: how the current attempt continues the earlier ones.
         skipping_delivered: whether outputs of the current attempt may still repeat delivered tokens.
-        sends: see `SubmitRequest`.
+        chosen_replicas: see `SubmitRequest`.
         first_request: what the first replica gets in place of `request`.
         ticket: the request's place in the order of all; None without admission control.
         first_sent_at: when it was sent for the first time.
@@ -148,7 +148,7 @@ class StageRun:
     move: Move = Move.RESTART
     skipping_delivered: bool = False
     waiting_since: float = 0.0
-    sends: Sends | None = None
+    chosen_replicas: ChosenReplicas | None = None
     first_request: Any = None
     ticket: Ticket | None = None
     first_sent_at: float | None = None
@@ -277,7 +277,7 @@ class StageRun:
             migration_limit: moves of the request that are allowed in all. Losses with another culprit, and
                 `excused_losses`, do not count.
             on_delivered: the result of `EngineApi.how_to_move`. It counts only if a part of the answer was delivered.
-                Before that the run restarts, unless it is `PINNED`, which never moves.
+                Before that the run restarts. A `PINNED` run never moves.
             vocabulary: see `EngineApi`.
 
         Returns:
