@@ -21,10 +21,13 @@ from pathlib import Path
 
 import uvloop
 from load import Load
-from measured_threads import NAME, READING, VARIABLE
-from processes import COMMON, Process, start_server, wait_for
+from processes import COMMON, STARTUP, Process, start_server, wait_for
 from server_processes import ApiServers
 from setups import sleeping
+
+sys.path.append(str(STARTUP))
+
+from measured_threads import NAME, READING, VARIABLE
 
 API_SERVERS = 2
 TOKENS = 32
