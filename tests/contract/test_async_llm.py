@@ -57,9 +57,10 @@ def test_an_error_of_the_command_line_found_late_ends_the_server_with_one_line(
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"dp_size_locl": 2}, "has unknown options: 'dp_size_locl'"),
-        ({"b": 1, "a": 1, "dp_size_local": 1}, "has unknown options: 'a', 'b'"),
-        (5, "must be an object with options, not 5"),
+        ({"dp_size_local": "x"}, ": Expected `int`, got `str` - at `$.dp_size_local`"),
+        ({"dp_size_locl": 2}, " has unknown options: 'dp_size_locl'"),
+        ({"b": 1, "a": 1, "dp_size_local": 1}, " has unknown options: 'a', 'b'"),
+        (5, " must be an object with options, not 5"),
     ],
 )
 def test_wrong_options_in_additional_config_end_the_server_with_one_line_that_names_them(
@@ -68,7 +69,7 @@ def test_wrong_options_in_additional_config_end_the_server_with_one_line_that_na
     with pytest.raises(SystemExit) as ended:
         make_client(SimpleNamespace(additional_config={"vllm_omni_plugin": options}), object, True)
     assert ended.value.code == 2
-    message = f"argument --additional-config: 'vllm_omni_plugin' {fault}"
+    message = f"argument --additional-config: 'vllm_omni_plugin'{fault}"
     assert capsys.readouterr().err == f"vllm serve: error: {message}\n"
 
 

@@ -5,6 +5,8 @@ import sys
 from dataclasses import asdict, fields
 from typing import Any, NoReturn
 
+import msgspec
+
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 
@@ -20,7 +22,11 @@ def store_options(engine_args: Any, options: OmniConfig) -> None:
 
 
 def options_of(vllm_config: Any) -> OmniConfig | None:
-    """The options in a `VllmConfig`, or None if none of our flags was given. Raises ConfigError for others."""
+    """The options in a `VllmConfig`, or None if none of our flags was given.
+
+    Raises:
+        ConfigError: an option is unknown or its value has a wrong type.
+    """
     additional = vllm_config.additional_config
     plain = additional.get(_KEY) if isinstance(additional, dict) else None
     if plain is None:
@@ -31,7 +37,10 @@ def options_of(vllm_config: Any) -> OmniConfig | None:
     if unknown := plain.keys() - {field.name for field in fields(OmniConfig)}:
         names = ", ".join(map(repr, sorted(unknown)))
         raise ConfigError(f"argument --additional-config: '{_KEY}' has unknown options: {names}")
-    return OmniConfig(**plain)
+    try:
+        return msgspec.convert(plain, OmniConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"argument --additional-config: '{_KEY}': {error}") from None
 
 
 def without_options(vllm_config: Any) -> Any:
