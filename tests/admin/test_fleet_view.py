@@ -1,5 +1,6 @@
 """The state of the fleet as data."""
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from tests.admin.asgi import app_of, client_of
@@ -7,6 +8,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
 
@@ -37,6 +39,17 @@ async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> No
     assert (first_one["heartbeat_seconds"], second["heartbeat_seconds"]) == (0.5, None)
     assert (second["status"], second["held_back"]) == ("draining", ["suspect"])
     assert (second["tokens_per_second"], second["hit_rate"]) == (None, None)
+
+
+async def test_a_viewer_leaves_the_loads_that_the_orchestrators_thread_keeps_alone(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain = HeadDrain(fleet.orchestrator.events)
+    view = FleetView(fleet.orchestrator, drain, lambda: False, TokenRates(CollectorRegistry(), lambda: 0.0), {}, None)
+    await fleet.submit("r0")
+    monkeypatch.delattr(LoadLedger, "load")
+    assert view.sample()["unfinished"] == 1
+    assert sum(replica["requests"] for replica in view.state()["stages"][0]["replicas"]) == 1
 
 
 def test_a_pipeline_is_a_graph_of_stages(fleet: FakeFleet) -> None:

@@ -228,7 +228,7 @@ def forbid_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> 
 
 @pytest.mark.parametrize("refused", ["there", "here", "there, by its server"])
 async def test_a_private_replica_with_another_outcome_is_taken_out_unless_the_call_is_not_allowed_there(
-    heads: list[FakeHead], refused: str
+    heads: list[FakeHead], refused: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     private = heads[1].attach(5, private=True)
     for link in heads[0].links.values() if refused == "here" else [private]:
@@ -238,6 +238,8 @@ async def test_a_private_replica_with_another_outcome_is_taken_out_unless_the_ca
     assert (answer.exception() is None) == (refused != "here")
     status = ReplicaStatus.UP if "server" in refused else ReplicaStatus.ERROR
     assert heads[1].statuses == [ReplicaStatus.UP, ReplicaStatus.UP, status]
+    reason = "accepted the call sleep, which other replicas refused" if refused == "here" else "failed the call sleep"
+    assert (f"Replica 0.5 is lost (it {reason}" in caplog.text) == (status is ReplicaStatus.ERROR)
 
 
 async def test_the_policies_of_all_heads_are_notified_of_a_cleared_cache(

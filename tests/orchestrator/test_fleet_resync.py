@@ -302,6 +302,29 @@ async def test_a_caller_that_loses_the_coordinator_during_its_call_gets_an_error
     assert heads[0].replay == [("set_weight_version", ("v2",))], "until it knows better"
 
 
+@pytest.mark.parametrize("ends", ["accepted", "refused"])
+async def test_a_call_that_is_sent_while_its_head_is_resynced_comes_to_its_end(
+    bus: HeadBus, heads: list[FakeHead], ends: str
+) -> None:
+    bus.delayed.add("a")
+    bus.overflow(heads[0])
+    bus.wake()
+    await eventually(lambda: heads[0].inbox, "the resync")
+    if ends == "refused":
+        for head in heads:
+            head.answer_with(refuse_calls)
+    reply = heads[0].ask("add_lora", STORY)
+    await heads[1].until([("add_lora", (STORY,))])
+    bus.deliver_delayed()
+    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
+        await asyncio.wrap_future(reply)
+    for head in heads:
+        if ends == "accepted":
+            await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
+        else:
+            await head.until([])
+
+
 @pytest.mark.parametrize("when", ["before its outcome", "after its outcome"])
 async def test_a_server_whose_call_was_lost_gets_the_state_of_the_fleet(
     bus: HeadBus, heads: list[FakeHead], when: str

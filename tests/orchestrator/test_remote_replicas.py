@@ -292,6 +292,13 @@ async def test_a_replica_that_is_not_attached_cannot_be_removed(fleet: Fleet) ->
         fleet.remote.leave(fleet.pool.members[0])
 
 
+async def test_a_replica_cannot_be_removed_once_the_head_has_detached(fleet: Fleet) -> None:
+    await fleet.joined(row(1))
+    await fleet.remote.close()
+    with pytest.raises(ReplicaError, match=r"replica 0\.0 is not attached"):
+        fleet.remote.leave(fleet.pool.members[0])
+
+
 async def test_a_replica_of_an_unknown_stage_is_tried_when_listed_until_it_refuses(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -64,7 +64,7 @@ class FleetView:
             "unfinished": len(self.orchestrator.request_states),
             "held": metrics.held_before_accept + metrics.held + metrics.moves_waiting + metrics.paused,
             "tokens_per_second": sum(self.rates.rates_of(member.name)[0] or 0.0 for member in members),
-            "kv_usage": max((member.load.kv_usage for member in members), default=0.0),
+            "kv_usage": max((member.ledger.uncached_load().kv_usage for member in members), default=0.0),
         }
 
     def _stage(self, pool: StagePool, now: float) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class FleetView:
         }
 
     def _replica(self, member: PoolMember, now: float) -> dict[str, Any]:
-        load, client = member.load, member.client
+        load, client = member.ledger.uncached_load(), member.client
         rate, hit_rate = self.rates.rates_of(member.name)
         return {
             "id": member.name,

@@ -87,9 +87,10 @@ class RemoteReplicas:
         Raises:
             ReplicaError: this head is not attached to it.
         """
-        key, keeper = next((key, keeper) for key, keeper in self._keepers.items() if keeper.member is member)
-        replica = keeper.attached
-        if replica is None:
+        key = ReplicaKey.of(member)
+        keeper = self._keepers.get(key)
+        replica = None if keeper is None else keeper.attached
+        if keeper is None or replica is None:
             raise ReplicaError(f"replica {member.name} is not attached now and cannot be removed")
         replica.request_drain()
         self._dismissed[key] = keeper.info.incarnation

@@ -124,7 +124,8 @@ class FleetCalls:
                 if message.number in self._finishing:
                     self._finishing.pop(message.number).set_result(None)
             case CallRefused():
-                self._unnumbered[message.call_id].set_exception(CoordinatorUnavailableError(message.reason))
+                if (caller := self._caller(message.call_id)) is not None:
+                    caller.set_exception(CoordinatorUnavailableError(message.reason))
             case FleetState():
                 self._adopt_state(message)
 
@@ -262,7 +263,16 @@ class FleetCalls:
         call.unreached = set(numbered.called_engines) - {
             m.engine_key for each in call.calls for m in each.stage.members
         }
-        self._unnumbered[numbered.call_id].set_result(call)
+        if (caller := self._caller(numbered.call_id)) is not None:
+            caller.set_result(call)
+        else:
+            # A resync on the same connection has failed the caller, but the other heads follow the call.
+            self._spawn(self._settle_taken_over(call, in_snapshot=False))
+
+    def _caller(self, call_id: int) -> "asyncio.Future[OngoingCall] | None":
+        """What waits for the number of a call of this head; None if it does not wait any more."""
+        caller = self._unnumbered.get(call_id)
+        return None if caller is None or caller.done() else caller
 
     def _take_over(self, numbered: NumberedCall) -> None:
         logger.warning("A head was lost during its call %s: this head makes the call again.", numbered.method)

@@ -174,7 +174,9 @@ class StageCalls:
             if isinstance(answer, ReplicaError) is taken and not isinstance(answer, NotAllowedError):
                 if taken:
                     logger.error("Replica %s failed the call %s: %s", member.name, call.method, answer)
-                self.distrust(member, call.method)
+                    self.distrust(member, call.method)
+                else:
+                    self._distrust(member, f"it accepted the call {call.method}, which other replicas refused")
 
     def distrust(self, member: PoolMember, method: str) -> None:
         self._distrust(member, f"it failed the call {method}, which other replicas accepted")
