@@ -21,6 +21,7 @@ class Attachment:
 
     ready_response = b"ready"
     synced = False
+    grace = 0.0
 
     def __init__(self, info: ReplicaInfo, replica_id: int, on_outputs: OnOutputs, on_status: OnStatus) -> None:
         self.info = info
@@ -30,7 +31,7 @@ class Attachment:
         self.on_outputs, self.on_status = on_outputs, on_status
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_lost: Callable[[str], None] = lambda reason: None
-        self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end)
+        self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end, grace=self.grace)
         self.client.start()
         self.drain_requested = self.closed = False
 
