@@ -93,6 +93,12 @@ def test_an_immediate_connection_error_is_reported_at_once(checks: ReachabilityC
     assert report.unreached["tcp://255.255.255.255:1"] in map(os.strerror, (errno.ENETUNREACH, errno.EACCES))
 
 
+def test_a_link_local_address_of_an_interface_that_only_the_node_has_is_reported(checks: ReachabilityChecks) -> None:
+    address = "tcp://[fe80::1%nosuch0]:1"
+    assert checks.begin(NODE, [address], NONCE, 0.0)
+    assert result(checks) == {NODE: {address: "Name or service not known"}}
+
+
 def test_a_lack_of_descriptors_is_reported(checks: ReachabilityChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -153,6 +159,8 @@ def test_without_connections_addresses_or_a_nonce_there_is_no_check(
         "tcp://127.0.0.1:0",
         "tcp://127.0.0.1:65536",
         "tcp://127.0.0.1",
+        "tcp://[fe80::1%\0]:1",
+        f"tcp://[fe80::1%{'ü' * 100}]:1",
     ],
 )
 def test_an_address_that_is_not_numeric_is_refused_before_any_connection(checks: ReachabilityChecks, bad: str) -> None:

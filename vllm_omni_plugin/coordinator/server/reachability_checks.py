@@ -70,7 +70,12 @@ class ReachabilityChecks:
                 continue
             connection.socket.setblocking(False)
             self._connections[connection.socket.fileno()] = connection
-            error_number = connection.socket.connect_ex((host, port))
+            try:
+                error_number = connection.socket.connect_ex((host, port))
+            except OSError as error:
+                # A link-local address names a network interface of the node, which this machine may not have.
+                self._end(connection, str(error.strerror))
+                continue
             if error_number in (0, EINPROGRESS):
                 self._epoll.register(connection.socket, select.EPOLLIN)
             else:
@@ -129,7 +134,7 @@ def _target(address: str) -> tuple[int, str, int]:
     host, _, port = rest.rpartition(":")
     try:
         numeric = ipaddress.ip_address(host.strip("[]"))
-        if scheme == "tcp" and 0 < int(port) < 2**16:
+        if scheme == "tcp" and 0 < int(port) < 2**16 and rest.isascii() and rest.isprintable():
             return (socket.AF_INET6 if numeric.version == 6 else socket.AF_INET), str(numeric), int(port)
     except ValueError:
         pass
