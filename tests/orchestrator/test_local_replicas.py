@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import pytest
@@ -106,6 +107,26 @@ async def test_a_replica_that_dies_is_lost_at_once_and_comes_back_after_the_paus
     assert node.engine_of(0) is not dead
     kinds = [event.kind.value for event in node.orchestrator.events.after() if event.replica == "0.0"]
     assert kinds == ["attach", "lost", "restart", "attach"]
+
+
+async def test_an_engine_that_fails_while_it_enters_service_leaves_it_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await node.replicas.start()
+    serves = node.orchestrator.replica_serves
+
+    def fail_once(*args: Any) -> None:
+        serves(*args)
+        monkeypatch.undo()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(node.orchestrator, "replica_serves", fail_once)
+    node.engine_of(0).process.die()
+    node.go_on.release()
+    await eventually(lambda: len(node.pauses) == 2)
+    assert node.statuses == [DOWN, UP]
+    node.go_on.release()
+    await node.until_back(0, restarts=2)
 
 
 async def test_outputs_from_before_the_death_of_an_engine_are_delivered(node: Node) -> None:

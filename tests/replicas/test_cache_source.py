@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
 from vllm_omni_plugin.replicas.kv_events.engine_events import CacheSource, find_cache_source, publishes_cache_events
@@ -56,3 +57,14 @@ async def test_an_unusable_publisher_is_logged_with_its_address(
     (record,) = caplog.records
     assert "replica 0" in record.getMessage()
     assert endpoint.replace("*", "127.0.0.1") in record.getMessage()
+
+
+async def test_a_listener_without_a_socket_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with zmq.Context() as context:
+        context.max_sockets = 1
+        monkeypatch.setattr(zmq.Context, "instance", lambda: context)
+        with context.socket(zmq.SUB):
+            assert listen_to_cache(ready(endpoint="tcp://*:5557"), lambda _: None, "replica 0") is None
+    assert "Too many open files" in caplog.text

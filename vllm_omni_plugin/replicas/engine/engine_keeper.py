@@ -160,7 +160,12 @@ class EngineKeeper(Generic[E]):
         engine = await self.start()
         try:
             engine.on_lost = lambda reason: self.suspend(engine, reason, False)
-            await self.serve(engine)
+            try:
+                await self.serve(engine)
+            except Exception as error:
+                # Takes it out of service, if `serve` failed after it had put it there.
+                engine.mark_lost(f"it could not be put into service: {error}")
+                raise
             if not self.ready.done():
                 self.ready.set_result(engine)
             timing = self.timing

@@ -56,9 +56,9 @@ class CacheListener:
             if source.replay_endpoint is not None:
                 self._replay_socket = self._connect(zmq.DEALER, source.replay_endpoint, self._on_replayed)
                 self._request_replay(self._replay_socket)
-        except BaseException:
+        except zmq.ZMQError as error:  # no socket is left, or an address is invalid
             self.close()
-            raise
+            raise ReplicaError(f"{source.endpoint!r} cannot be connected to: {error}") from error
 
     def close(self) -> None:
         for socket, reader in self._sockets:
@@ -73,10 +73,7 @@ class CacheListener:
         socket.maxmsgsize = _MAX_MESSAGE_BYTES
         socket.rcvhwm = _MAX_UNREAD
         socket.ipv6 = "[" in address
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            raise ReplicaError(f"{address!r} cannot be connected to: {error}") from error
+        socket.connect(address)
         reader.resume()
         return socket
 
