@@ -22,7 +22,7 @@ class NotingPolicy:
         self.matched_tokens = matched_tokens
         self.tasks: list[Task] = []
         self.notes: list[tuple[Any, ...]] = []
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
 
     def select(self, task: Task, replicas: Sequence[ReplicaView]) -> int:
         raise AssertionError("a policy that can decide is not asked to select")

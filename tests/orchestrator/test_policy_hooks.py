@@ -141,11 +141,12 @@ async def test_cache_changes_reach_the_policy_while_the_replica_serves() -> None
     assert not PolicyGuard(SelectOnly()).wants_cache_events
 
 
+@pytest.mark.parametrize("fault", [RuntimeError("bug"), SystemExit(1)], ids=repr)
 async def test_a_policy_whose_hooks_fail_costs_no_request(
-    caplog: pytest.LogCaptureFixture,
+    fault: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = NotingPolicy()
-    policy.fault = RuntimeError("bug")
+    policy.fault = fault
     async with FakeFleet(balancer=policy) as fleet:
         with caplog.at_level(logging.ERROR):
             for name in "abc":
@@ -171,7 +172,7 @@ class Nonsense(NotingPolicy):
         self._answer = answer
 
     def decide(self, task: object, replicas: object) -> Decision:
-        if isinstance(self._answer, Exception):
+        if isinstance(self._answer, BaseException):
             raise self._answer
         return self._answer  # type: ignore[return-value]
 
@@ -196,6 +197,7 @@ class Unexplained:
         pytest.param(Nonsense(Decision(0, "x", matched_tokens=-5)), id="less than nothing matched"),
         pytest.param(Nonsense(Decision(0, "x", matched_tokens=0.5)), id="half a token matched"),  # type: ignore[arg-type]
         pytest.param(Nonsense(RuntimeError("bug")), id="an error"),
+        pytest.param(Nonsense(SystemExit(1)), id="more than an error"),
         *[
             pytest.param(Unexplained(answer), id=repr(answer))
             for answer in (RuntimeError("bug"), 2, -1, None, "0", 0.5)

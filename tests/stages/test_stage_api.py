@@ -99,7 +99,15 @@ def test_a_stage_can_define_the_cost_of_an_input() -> None:
     assert cheap == {1 - dear: 100}
 
 
-@pytest.mark.parametrize("cost", [None, -1, float("nan"), float("inf"), "much", 2**70], ids=str)
+class Fatal:
+    def __int__(self) -> int:
+        raise SystemExit
+
+    def __str__(self) -> str:
+        return "SystemExit"
+
+
+@pytest.mark.parametrize("cost", [None, -1, float("nan"), float("inf"), "much", 2**70, Fatal()], ids=str)
 def test_an_invalid_cost_is_replaced_by_the_size_with_one_warning(cost: Any, caplog: pytest.LogCaptureFixture) -> None:
     priced = api(stage("classes:Priced"), Priced.cost)
     request = priced.build(source(), StageInput(text="four"), {}, for_client=False)

@@ -171,7 +171,7 @@ class PythonStageApi(StageApi):
             cost = int(self._cost(given))
             if not 0 <= cost <= _MOST_TOKENS:
                 raise ValueError(f"{cost} is not between 0 and {_MOST_TOKENS}")
-        except Exception as error:  # a user's method may raise anything
+        except BaseException as error:  # a user's method may raise anything, also SystemExit
             if not self._warned:
                 self._warned = True
                 logger.warning(

@@ -1,4 +1,7 @@
-"""Calls a policy, which may be a third party's: no fault of it loses a request."""
+"""Calls a policy, which may be a third party's: no fault of it loses a request.
+
+It may raise more than an `Exception`: SystemExit, or what a panic of Rust code raises.
+"""
 
 from collections.abc import Callable
 from operator import index
@@ -48,7 +51,7 @@ class PolicyGuard:
         try:
             decision = self._ask(task, replicas)
             flaw = _why_invalid(decision, len(replicas))
-        except Exception as error:
+        except BaseException as error:
             flaw = f"raised {error!r}"
         if not flaw:
             return decision
@@ -67,7 +70,7 @@ class PolicyGuard:
         try:
             decision = self._ask(task, replicas)
             flaw = _why_invalid(decision, len(replicas))
-        except Exception as error:
+        except BaseException as error:
             raise NoExplanationError(f"Policy {self.name} raised {error!r}.") from error
         if flaw:
             raise NoExplanationError(f"Policy {self.name} {flaw}.")
@@ -80,7 +83,7 @@ class PolicyGuard:
             return
         try:
             hook(*args)
-        except Exception as error:
+        except BaseException as error:
             self._warn(name, f"raised {error!r} in `{name}` and may decide worse from now on")
 
     def _warn(self, where: str, what: str) -> None:
