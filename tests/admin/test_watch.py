@@ -237,7 +237,7 @@ async def test_a_stream_counts_before_its_first_byte_is_sent(fleet: FakeFleet, m
             await released.wait()
 
         scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "app": app, "asgi": {}}
-        await EventStreamResponse(broadcast, broadcast.stream(), {})(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await EventStreamResponse(broadcast, broadcast.stream())(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     waiting = asyncio.create_task(ask())
     await eventually(lambda: asked == [200], "the first stream")

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -28,8 +28,9 @@ class EventStreamResponse(StreamingResponse):
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, broadcast: FleetBroadcast, chunks: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
-        super().__init__(chunks, headers=headers)
+    def __init__(self, broadcast: FleetBroadcast, chunks: AsyncGenerator[bytes]) -> None:
+        # A proxy must not buffer a stream.
+        super().__init__(chunks, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._broadcast = broadcast
         self._chunks = chunks
 

@@ -28,8 +28,6 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-# A proxy must not buffer a stream.
-_STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 def build_watch_router(access: Access) -> APIRouter:
@@ -46,16 +44,14 @@ def build_watch_router(access: Access) -> APIRouter:
         broadcast: FleetBroadcast = app_state(request, "omni_broadcast")
         last_id = _last_event_id(request)
         if _wants_stream(request):
-            return EventStreamResponse(broadcast, broadcast.stream(last_id), _STREAM_HEADERS)
+            return EventStreamResponse(broadcast, broadcast.stream(last_id))
         return {"events": broadcast.events(last_id)}
 
     @router.get("/fleet", dependencies=readers, response_model=None)
     async def fleet(request: Request) -> Any:
         broadcast: FleetBroadcast = app_state(request, "omni_broadcast")
         if _wants_stream(request):
-            return EventStreamResponse(
-                broadcast, broadcast.stream(_last_event_id(request), with_state=True), _STREAM_HEADERS
-            )
+            return EventStreamResponse(broadcast, broadcast.stream(_last_event_id(request), with_state=True))
         return broadcast.state()
 
     for path, (name, media_type) in _PAGE.items():
