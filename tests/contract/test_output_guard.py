@@ -172,7 +172,14 @@ async def test_a_request_that_cannot_even_be_ended_as_vllm_does_is_ended(front: 
     assert list(front.processor.request_states) == ["other"]
 
 
-def test_requests_that_stopped_before_an_output_that_cannot_be_processed_are_aborted_too() -> None:
+class Panic(BaseException):
+    """What Rust code raises when it panics, such as that of tokenizers."""
+
+
+@pytest.mark.parametrize("error", [IndexError, Panic])
+def test_requests_that_stopped_before_an_output_that_cannot_be_processed_are_aborted_too(
+    error: type[BaseException],
+) -> None:
     class Processor:
         """Stops request "a" at a stop string, and cannot process "b"."""
 
@@ -183,7 +190,7 @@ def test_requests_that_stopped_before_an_output_that_cannot_be_processed_are_abo
             to_abort = []
             for output in outputs:
                 if output.request_id == "b":
-                    raise IndexError
+                    raise error
                 to_abort.append(output.request_id)
                 del self.request_states[output.request_id]
             return SimpleNamespace(reqs_to_abort=to_abort)

@@ -130,7 +130,7 @@ class FleetEventHandler:
         for request_id in response.request_ids:
             self.forget(request_id)
 
-    def _output_failed(self, request_id: str, error: Exception) -> None:
+    def _output_failed(self, request_id: str, error: BaseException) -> None:
         logger.error("Request %s fails, because vLLM cannot process its output.", request_id, exc_info=error)
         what = f"{type(error).__name__}: {error}"
         failure = RequestFailed(request_id, OmniError(f"The model's output could not be processed: {what}"))

@@ -10,7 +10,7 @@ from vllm_omni_plugin.logger import init_logger
 logger = init_logger(__name__)
 
 
-def guard_outputs(output_processor: Any, fail: Callable[[str, Exception], None]) -> None:
+def guard_outputs(output_processor: Any, fail: Callable[[str, BaseException], None]) -> None:
     """Make an output that vLLM's `OutputProcessor` cannot process fail only its own request.
 
     Args:
@@ -26,9 +26,9 @@ def guard_outputs(output_processor: Any, fail: Callable[[str, Exception], None])
         while True:
             try:
                 processed = original(rest, *args, **kwargs)
-            except Exception as error:
+            except BaseException as error:  # a panic of a tokenizer's Rust code is no `Exception`
                 end = len(outputs) - length_hint(rest)
-                if end == begin:
+                if end == begin or isinstance(error, KeyboardInterrupt):
                     raise
                 # Requests that have reached a stop string: the engine must still abort them.
                 done = [output for output in outputs[begin : end - 1] if output.finish_reason is None]
