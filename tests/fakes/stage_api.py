@@ -40,7 +40,7 @@ class FakeStageApi(FakeEngineApi):
     """Implements `StageApi`. `faults` has errors by the name of the method that raises them."""
 
     def __init__(self, stage: Stage) -> None:
-        self.faults: dict[str, Exception] = {}
+        self.faults: dict[str, BaseException] = {}
         self.held: list[int] = []
         self._stage = stage
 

@@ -157,9 +157,12 @@ async def test_a_request_that_the_answering_stage_cannot_answer_is_refused_befor
     ("method", "stage_id"),
     [("build_root", 0), ("build", 1), ("reader", 0), ("reader", 1), ("read", 0), ("read", 1), ("answer", 1)],
 )
-async def test_an_api_that_fails_ends_its_request_and_nothing_else(method: str, stage_id: int) -> None:
+@pytest.mark.parametrize("fault", [KeyError("gone"), SystemExit("gone")], ids=lambda fault: type(fault).__name__)
+async def test_an_api_that_fails_ends_its_request_and_nothing_else(
+    method: str, stage_id: int, fault: BaseException
+) -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
-        fleet.apis[stage_id].faults[method] = KeyError("gone")
+        fleet.apis[stage_id].faults[method] = fault
         await fleet.submit("r", "text", outputs=["thinker", "refiner"])
         await fleet.finish()
         error = the_error(fleet, "r")

@@ -239,7 +239,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             then(outcome())
         except OmniError as error:
             self._stage_failed(state, stage, error)
-        except Exception as error:  # must not stop other requests
+        except BaseException as error:  # must not stop other requests; Rust code of tokenizers may panic
             logger.exception("Stage %r failed request %s.", stage.name, state.request_id)
             self._stage_failed(state, stage, StageError(f"Stage {stage.name!r}: its input could not be made: {error}"))
 
@@ -250,7 +250,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             return None
         try:
             return self._handle_output(state, stage, run, output)
-        except Exception as error:  # must not stop other requests
+        except BaseException as error:  # must not stop other requests; Rust code of tokenizers may panic
             logger.exception("Stage %r failed request %s.", stage.name, state.request_id)
             self._fail(state, StageError(f"Stage {stage.name!r}: its output could not be read: {error}"))
             return None
