@@ -116,6 +116,10 @@ class FakeFleet(PlayedFleet):
         assert run.replica_id is not None
         return self.links[run.replica_id], run.engine_request_id
 
+    def home(self, request_id: str) -> Any:
+        """The id of the replica that has a request; None: no replica has it now."""
+        return self.orchestrator.request_states[request_id].runs[0].replica_id
+
     def say(self, request_id: str, *tokens: int, **fields: Any) -> None:
         """Send an output from the engine that runs a request; see `FakeLink.output`."""
         link, attempt = self.attempt(request_id)

@@ -198,10 +198,17 @@ class FakePipelineFleet(PlayedFleet):
                     if attempt is not None and attempt.turns:
                         yield name, stage_id
 
+    def received(self, request_id: str) -> dict[str, list[int]]:
+        """All tokens that a call has received, by stage; those through vLLM's server under ""."""
+        received = {"": list(self.tokens.get(request_id, ()))}
+        for event in self.events[request_id]:
+            if isinstance(event, StageEvent):
+                received.setdefault(event.stage, []).extend(event.output.token_ids)
+        return received
+
     def shown(self, request_id: str, stage: str) -> list[int]:
         """Tokens of a stage that a call has received."""
-        events = [event for event in self.events[request_id] if isinstance(event, StageEvent) and event.stage == stage]
-        return [token for event in events for token in event.output.token_ids]
+        return self.received(request_id).get(stage, [])
 
     def call_ends(self, request_id: str) -> list[Exception | None]:
         """The errors (None: success) with which a call has ended; one entry if all is well."""

@@ -38,6 +38,9 @@ EACH_START_FAILURE = pytest.mark.parametrize(
 class Node:
     """Local replicas whose engines, clock and pauses the test controls: two, or so many of each stage of a pipeline.
 
+    Args:
+        heartbeats: their interval and timeout.
+
     Attributes:
         pauses: the pauses that were asked for before restarts, in seconds.
         go_on: a permit for each pause to end.
@@ -48,6 +51,7 @@ class Node:
         make_launcher: type[FakeLauncher] = FakeLauncher,
         counts: Sequence[int] = (2,),
         pipeline: Pipeline | None = None,
+        heartbeats: tuple[float, float] = UNPROBED,
     ) -> None:
         self.now = 0.0
         self.pauses: list[float] = []
@@ -62,7 +66,7 @@ class Node:
             LocalStage(stage_id, count, self.launchers[stage_id], apis[stage_id])
             for stage_id, count in enumerate(counts)
         ]
-        timing = Timing(*UNPROBED, lambda: self.now, self._pause)
+        timing = Timing(*heartbeats, lambda: self.now, self._pause)
         self.replicas = LocalReplicas(self.orchestrator, stages, timing)
 
     async def _pause(self, seconds: float) -> None:

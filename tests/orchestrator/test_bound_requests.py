@@ -1,6 +1,6 @@
 """Requests that need state that an earlier request of their key has left at its replica."""
 
-from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -11,16 +11,10 @@ from vllm_omni_plugin.orchestrator.pool import affinity_bindings
 KEY = 4
 
 
-@pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet(replicas=2) as fleet:
-        yield fleet
-
-
-async def send_first(fleet: FakeFleet, key: int = KEY) -> int:
+async def send_first(fleet: FakeFleet, key: int = KEY) -> Any:
     """The first request of a key begins; returns the id of its replica."""
     await fleet.submit(f"first of {key}", affinity=key)
-    return home(fleet, f"first of {key}")
+    return fleet.home(f"first of {key}")
 
 
 async def end_first(fleet: FakeFleet, key: int = KEY) -> None:
@@ -31,11 +25,6 @@ async def end_first(fleet: FakeFleet, key: int = KEY) -> None:
 async def send_next(fleet: FakeFleet) -> None:
     """One that needs what the first one has left."""
     await fleet.submit("next", affinity=KEY, move="pinned")
-
-
-def home(fleet: FakeFleet, request_id: str) -> int:
-    link, _ = fleet.attempt(request_id)
-    return next(replica_id for replica_id, other in fleet.links.items() if other is link)
 
 
 async def is_lost(fleet: FakeFleet) -> bool:
@@ -49,7 +38,7 @@ async def test_it_ends_with_its_replica_and_is_sent_to_no_other(fleet: FakeFleet
     replica_id = await send_first(fleet)
     await end_first(fleet)
     await send_next(fleet)
-    assert home(fleet, "next") == replica_id
+    assert fleet.home("next") == replica_id
     fleet.lose(replica_id)
     assert await is_lost(fleet)
     assert fleet.links[1 - replica_id].added == []
@@ -62,7 +51,7 @@ async def test_a_replica_that_joins_in_between_gets_none_of_it(fleet: FakeFleet)
     for _ in range(3):
         fleet.join(fleet.pool.add())
         await send_next(fleet)
-        assert home(fleet, "next") == replica_id
+        assert fleet.home("next") == replica_id
         fleet.say("next", finish_reason="stop")
         await fleet.read()
 
@@ -89,18 +78,18 @@ async def test_it_follows_to_a_replica_that_gets_nothing_else_any_more(fleet: Fa
     for cordoned in [replica_id] if others_serve else fleet.links:
         fleet.pool.cordon(fleet.pool.member(cordoned), "admin")
     await send_next(fleet)
-    assert home(fleet, "next") == replica_id
+    assert fleet.home("next") == replica_id
 
 
 async def test_it_follows_to_where_the_first_one_has_moved(fleet: FakeFleet) -> None:
     replica_id = await send_first(fleet)
     fleet.lose(replica_id)
     fleet.join(fleet.pool.member(replica_id))
-    moved_to = home(fleet, f"first of {KEY}")
+    moved_to = fleet.home(f"first of {KEY}")
     await end_first(fleet)
     fleet.join(fleet.pool.add())
     await send_next(fleet)
-    assert home(fleet, "next") == moved_to
+    assert fleet.home("next") == moved_to
 
 
 async def test_the_latest_keys_are_remembered(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +100,7 @@ async def test_the_latest_keys_are_remembered(fleet: FakeFleet, monkeypatch: pyt
     await end_first(fleet)
     fleet.join(fleet.pool.add())
     await send_next(fleet)
-    assert home(fleet, "next") == replica_id
+    assert fleet.home("next") == replica_id
     fleet.say("next", finish_reason="stop")
     await fleet.read()
     for key in (KEY + 1, KEY + 2):
@@ -120,6 +109,6 @@ async def test_the_latest_keys_are_remembered(fleet: FakeFleet, monkeypatch: pyt
     fleet.lose(replica_id)
     # As if it were the first one, but not twice.
     await send_next(fleet)
-    assert home(fleet, "next") != replica_id
-    fleet.lose(home(fleet, "next"))
+    assert fleet.home("next") != replica_id
+    fleet.lose(fleet.home("next"))
     assert await is_lost(fleet)

@@ -15,10 +15,6 @@ def seen(fleet: FakeFleet) -> list[tuple[str, str | None, int]]:
     return [(event.kind.value, event.replica, event.requests) for event in fleet.orchestrator.events.after()]
 
 
-def holder(fleet: FakeFleet, request_id: str) -> int:
-    return next(replica_id for replica_id, link in fleet.links.items() if link is fleet.attempt(request_id)[0])
-
-
 def test_an_event_has_time_kind_place_and_reason() -> None:
     log = EventLog(lambda: 12.5, "a")
     member = FakeFleet(replicas=2).pool.member(1)
@@ -104,7 +100,7 @@ async def test_the_loss_of_many_requests_is_one_event_and_their_move_another(fle
 async def test_requests_that_fail_with_their_replica_do_not_count_as_moved() -> None:
     async with FakeFleet(replicas=2, migration_limit=0) as fleet:
         await fleet.submit("a")
-        replica_id = holder(fleet, "a")
+        replica_id = fleet.home("a")
         fleet.kill(replica_id)
         assert seen(fleet) == [("lost", f"0.{replica_id}", 1)]
 
@@ -112,7 +108,7 @@ async def test_requests_that_fail_with_their_replica_do_not_count_as_moved() -> 
 async def test_the_next_replica_that_is_dead_too_has_its_own_events() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("a")
-        replica_id = holder(fleet, "a")
+        replica_id = fleet.home("a")
         for other, link in fleet.links.items():
             link.broken = other != replica_id
         fleet.kill(replica_id)

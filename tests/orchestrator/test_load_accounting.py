@@ -22,9 +22,7 @@ def loads(fleet: FakeFleet) -> list[ReplicaLoad]:
 
 
 def home_of(fleet: FakeFleet, request_id: str) -> PoolMember:
-    replica_id = fleet.orchestrator.request_states[request_id].runs[0].replica_id
-    assert replica_id is not None
-    return fleet.pool.member(replica_id)
+    return fleet.pool.member(fleet.home(request_id))
 
 
 def idle(load: ReplicaLoad) -> bool:
@@ -129,7 +127,7 @@ async def test_herding_between_two_reports(fleet: FakeFleet) -> None:
 async def test_a_rate_that_is_taken_for_a_load(fleet: FakeFleet) -> None:
     """ps#1073: a saturated engine completes little, is asked little, and so seems to be the idlest one."""
     await fleet.submit("stuck")
-    stuck = home_of(fleet, "stuck").replica_id
+    stuck = fleet.home("stuck")
     for index in range(30):
         # The others answer at once, and their rates grow.
         fleet.now += 10.0

@@ -8,16 +8,11 @@ import msgspec
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest, FakeUtilityOutput
+from tests.fakes.engine_api import FakeOutput, FakeOutputs, FakeRequest, FakeUtilityOutput
 from tests.fakes.engines import FakeEngine, FakeLauncher
 from tests.orchestrator.local_node import Node, answer, received, running_node
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
-from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
 
 UP, DOWN, ERROR = ReplicaStatus.UP, ReplicaStatus.DOWN, ReplicaStatus.ERROR
@@ -189,20 +184,15 @@ async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwar
 
 
 async def test_an_engine_that_does_not_answer_is_taken_out_until_it_answers() -> None:
-    launcher = FakeLauncher()
-    pool = StagePool(0, LeastQueueLengthBalancer())
-    orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
-    stage = LocalStage(0, 1, launcher, FakeEngineApi())
-    replicas = LocalReplicas(orchestrator, [stage], Timing(0.01, 0.1, lambda: 0.0))
-    await replicas.start()
-    (engine,), (member,) = launcher.engines, pool.members
-    # Asserted by the status alone: from here on it may hang again at any moment, as it answers nothing by itself.
-    await eventually(lambda: member.status is ERROR)
-    back: list[ReplicaStatus] = []
-    orchestrator.serving_signal.notify = lambda: back.append(member.status)  # type: ignore[method-assign]
-    await answer(engine, "is_sleeping", False)
-    await bring_up_to_date(engine)
-    await eventually(lambda: back)
-    assert not engine.process.ended
-    await replicas.close(0.0)
-    launcher.close()
+    async with running_node(FakeLauncher, (1,), None, (0.01, 0.1)) as node:
+        await node.replicas.start()
+        (engine,), (member,) = node.launcher.engines, node.pool.members
+        # Asserted by the status alone: from here on it may hang again at any moment, as it answers nothing by itself.
+        await eventually(lambda: member.status is ERROR)
+        back: list[ReplicaStatus] = []
+        serving_signal = node.orchestrator.serving_signal
+        serving_signal.notify = lambda: back.append(member.status)  # type: ignore[method-assign]
+        await answer(engine, "is_sleeping", False)
+        await bring_up_to_date(engine)
+        await eventually(lambda: back)
+        assert not engine.process.ended

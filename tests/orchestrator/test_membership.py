@@ -8,12 +8,15 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    Explain,
     ManageReplica,
     RegisterRemoteReplica,
+    ReplaceAdmission,
     UnregisterRemoteReplica,
 )
 
@@ -94,14 +97,22 @@ async def test_an_action_that_fails_returns_its_error(fleet: FakeFleet) -> None:
         await fleet.manage("remove", 0)
 
 
-async def test_an_action_left_in_a_closed_queue_is_cancelled() -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        ManageReplica("drain", 0, 0, Future()),
+        Explain(0, {}, Future(), RequestTerms(), None),
+        ReplaceAdmission(AdmissionConfig(), Future()),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+async def test_what_is_left_in_a_closed_queue_is_cancelled(message: Any) -> None:
     fleet = FakeFleet()
-    reply: Future[None] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(ManageReplica("drain", 0, 0, reply))
+    fleet.orchestrator.rpc_async_queue.force_put(message)
     fleet.orchestrator.rpc_async_queue.force_put(REGISTER)
     fleet.orchestrator.close_queues()
     with pytest.raises(CancelledError):
-        reply.result(0)
+        message.reply.result(0)
 
 
 async def test_the_client_is_notified_of_joins_and_leaves(fleet: FakeFleet) -> None:

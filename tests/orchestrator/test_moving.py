@@ -36,10 +36,6 @@ async def move_on(fleet: FakeFleet, move: str) -> tuple[FakeLink, str]:
     return fleet.attempt("a")
 
 
-def kill_under(fleet: FakeFleet, request_id: str) -> None:
-    fleet.kill(fleet.orchestrator.request_states[request_id].runs[0].replica_id or 0)
-
-
 def moves(fleet: FakeFleet) -> dict[Move, int]:
     return {move: count for move, count in fleet.orchestrator.metrics.request_moves.items() if count}
 
@@ -88,7 +84,7 @@ async def test_facts_that_an_engine_reports_once_are_delivered_once(fleet: FakeF
 async def test_a_request_that_moves_twice_misses_nothing(fleet: FakeFleet) -> None:
     await begin(fleet, "resume")
     for token in (14, 15):
-        kill_under(fleet, "a")
+        fleet.kill(fleet.home("a"))
         link, attempt = fleet.attempt("a")
         link.output(attempt, token)
     assert link.prompts[attempt] == [1, 2, *BEGUN, 14]
@@ -100,7 +96,7 @@ async def test_a_request_that_moves_twice_misses_nothing(fleet: FakeFleet) -> No
 async def test_a_replay_that_loses_its_replica_halfway_replays_again(fleet: FakeFleet) -> None:
     await move_on(fleet, "replay")
     fleet.say("a", *BEGUN[:2])
-    kill_under(fleet, "a")
+    fleet.kill(fleet.home("a"))
     fleet.say("a", *BEGUN, 14, finish_reason="stop")
     await fleet.read()
     assert fleet.tokens["a"] == [*BEGUN, 14]
@@ -170,7 +166,7 @@ async def test_a_request_without_its_last_output_only_ends_without_another_repli
 
 async def test_a_token_that_the_model_does_not_have_becomes_no_prompt(fleet: FakeFleet) -> None:
     await begin(fleet, "resume")
-    home = fleet.orchestrator.request_states["a"].runs[0].replica_id
+    home = fleet.home("a")
     await fleet.submit("b", affinity=home)
     link, attempt = fleet.attempt("a")
     link.output(attempt, VOCABULARY)
@@ -209,7 +205,7 @@ async def test_begun_requests_move_no_more_often_than_the_limit() -> None:
     async with FakeFleet(replicas=4, migration_limit=2) as fleet:
         await begin(fleet, "resume")
         for _ in range(3):
-            fleet.kill(fleet.orchestrator.request_states["a"].runs[0].replica_id or 0)
+            fleet.kill(fleet.home("a"))
         [(_, error)] = await fleet.read()
         assert "moved 2 times" in str(error)
 

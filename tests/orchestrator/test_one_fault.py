@@ -11,7 +11,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN
-from tests.orchestrator.local_node import Node
+from tests.orchestrator.local_node import running_node
 from vllm_omni_plugin.coordinator import SessionLost
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.orchestrator.single_stage import SingleStageRequests
@@ -130,13 +130,10 @@ async def test_a_replica_whose_engine_cannot_be_ended_in_order_is_started_again(
     def fail(timeout: float | None = None) -> None:
         raise OSError("no such process")
 
-    node = Node()
-    try:
+    async with running_node() as node:
         await node.replicas.start()
         process = node.engine_of(0).process
         monkeypatch.setattr(process, "shutdown", fail)
         process.die()
         node.go_on.release()
         await node.until_back(0, restarts=1)
-    finally:
-        await node.close()

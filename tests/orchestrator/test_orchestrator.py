@@ -200,7 +200,7 @@ async def test_a_request_moves_no_more_often_than_the_limit() -> None:
     async with FakeFleet(replicas=4, migration_limit=2) as fleet:
         await fleet.submit("a")
         for _ in range(3):
-            fleet.kill(fleet.orchestrator.request_states["a"].runs[0].replica_id or 0)
+            fleet.kill(fleet.home("a"))
         error = await fleet.the_error("a")
         assert "moved 2 times" in str(error)
         assert (fleet.orchestrator.metrics.moves, fleet.orchestrator.metrics.requests_failed["replica_lost"]) == (2, 1)
@@ -224,7 +224,7 @@ async def test_replicas_found_dead_by_the_send_do_not_count_for_the_limit() -> N
 async def test_a_request_without_any_replica_left_is_refused_once(fleet: FakeFleet) -> None:
     await fleet.submit("a")
     for _ in range(2):
-        fleet.kill(fleet.orchestrator.request_states["a"].runs[0].replica_id or 0)
+        fleet.kill(fleet.home("a"))
     error = await fleet.the_error("a")
     assert isinstance(error, NoReplicaError)
     assert not fleet.orchestrator.can_serve

@@ -15,24 +15,23 @@ from vllm_omni_plugin.orchestrator.dispatch import paused_runs
 from vllm_omni_plugin.orchestrator.dispatch.paused_runs import RETRY_S
 
 
-def refuse(fleet: FakeFleet, request_id: str) -> int:
-    link, attempt = fleet.attempt(request_id)
-    link.output(attempt, finish_reason=REFUSED)
-    return next(replica_id for replica_id, other in fleet.links.items() if other is link)
+def refuse(fleet: FakeFleet, request_id: str) -> None:
+    fleet.say(request_id, finish_reason=REFUSED)
 
 
 async def sent(fleet: FakeFleet, request_id: str) -> None:
-    run = fleet.orchestrator.request_states[request_id].runs[0]
-    await eventually(lambda: run.replica_id is not None, "another attempt")
+    await eventually(lambda: fleet.home(request_id) is not None, "another attempt")
 
 
 async def test_what_one_replica_refuses_another_one_answers() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("a", prompt=[1])
-        first = refuse(fleet, "a")
+        first = fleet.home("a")
+        refuse(fleet, "a")
         await sent(fleet, "a")
         assert fleet.in_flight[first] == 0
-        second = refuse(fleet, "a")
+        second = fleet.home("a")
+        refuse(fleet, "a")
         await sent(fleet, "a")
         link, attempt = fleet.attempt("a")
         assert link not in (fleet.links[first], fleet.links[second])
@@ -56,9 +55,8 @@ async def test_a_client_gets_the_refusal_once_all_replicas_have_refused(fleet: F
 
 async def test_requests_accepted_before_the_pause_go_on_after_it(fleet: FakeFleet) -> None:
     await fleet.submit("a", prompt=[1])
-    link, attempt = fleet.attempt("a")
-    link.output(attempt, 5)
-    fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
+    fleet.say("a", 5)
+    fleet.lose(fleet.home("a"))
     await sent(fleet, "a")
     for _ in range(3):
         refuse(fleet, "a")
@@ -142,8 +140,7 @@ async def test_a_request_is_not_sent_back_to_the_replica_that_refused_it_however
 async def test_a_request_that_waited_for_the_end_of_a_pause_may_go_to_all_replicas_again(retry_s: float) -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("a")
-        link, _ = fleet.attempt("a")
-        fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
+        fleet.lose(fleet.home("a"))
         for _ in range(2):
             await sent(fleet, "a")
             refuse(fleet, "a")
@@ -203,8 +200,7 @@ async def test_a_request_that_fetches_a_cache_once_is_not_sent_again_after_a_ref
 async def test_a_refused_request_that_is_aborted_is_forgotten(fleet: FakeFleet, waits: bool) -> None:
     await fleet.submit("a")
     if waits:
-        link, _ = fleet.attempt("a")
-        fleet.lose(next(replica_id for replica_id, other in fleet.links.items() if other is link))
+        fleet.lose(fleet.home("a"))
         await sent(fleet, "a")
     refuse(fleet, "a")
     await fleet.abort("a")

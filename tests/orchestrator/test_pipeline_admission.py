@@ -16,7 +16,7 @@ LONG, SHORT = [1, 2, 3], [1, 2]
 """Prompts that a prefill computes, and that skip it."""
 PREFILL, DECODE = 0, 1
 CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
-SOON = RequestTerms(timeout_s=1.0)
+SOON = RequestTerms(timeout_s=0.01)
 
 
 def late(stages: tuple[Stage, ...], **options: Any) -> FakePipelineFleet:

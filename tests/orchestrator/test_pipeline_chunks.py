@@ -58,7 +58,7 @@ async def test_every_token_arrives_once_and_in_order_however_it_came(count: int)
 
 
 async def test_chunks_keep_their_order_though_the_transform_is_slow(gate: threading.Event) -> None:
-    gate, seen = threading.Event(), list[int]()
+    seen: list[int] = []
 
     def transform(transfer: Any) -> None:
         seen.append(transfer.chunk)

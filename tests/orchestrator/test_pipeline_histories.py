@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import SPEECH
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import StageEvent
 
 REPLICAS = 2
 NAMES = [f"r{number}" for number in range(4)]
@@ -22,21 +21,12 @@ ASKED = [("text",), ("audio",), ("text", "audio")]
 Got = dict[str, list[int]]
 
 
-def got(fleet: FakePipelineFleet, name: str) -> Got:
-    """All tokens that a client has got, by stage; those through vLLM's server under ""."""
-    shown: Got = {"": list(fleet.tokens.get(name, ()))}
-    for event in fleet.events[name]:
-        if isinstance(event, StageEvent):
-            shown.setdefault(event.stage, []).extend(event.output.token_ids)
-    return shown
-
-
 async def undisturbed(prompt: int, modalities: tuple[str, ...]) -> Got:
     """What a client gets when nothing happens."""
     async with FakePipelineFleet(SPEECH) as fleet:
         await fleet.submit("r", *modalities, outputs=["talker"], prompt=[prompt])
         await fleet.finish()
-        return got(fleet, "r")
+        return fleet.received("r")
 
 
 class Histories(RuleBasedStateMachine):
@@ -65,7 +55,11 @@ class Histories(RuleBasedStateMachine):
 
     def check(self) -> None:
         for name, (prompt, modalities) in list(self.asked.items()):
-            so_far, whole, ends = got(self.fleet, name), self.expected[prompt, modalities], self.fleet.call_ends(name)
+            so_far, whole, ends = (
+                self.fleet.received(name),
+                self.expected[prompt, modalities],
+                self.fleet.call_ends(name),
+            )
             for stage, tokens in so_far.items():
                 assert tokens == whole[stage][: len(tokens)], (name, stage, tokens, whole)
             assert bool(ends) == (name not in self.fleet.states)

@@ -8,25 +8,13 @@ import pytest
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DIAMOND, SPEECH
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import StageEvent
 from vllm_omni_plugin.pipeline import Stage
-
-Outcome = tuple[list[int], dict[str, list[int]]]
 
 KINDS = [
     pytest.param(CHAIN, ["text"], id="chain"),
     pytest.param(DIAMOND, ["text"], id="diamond"),
     pytest.param(SPEECH, ["text", "audio"], id="speech"),
 ]
-
-
-def outcome(fleet: FakePipelineFleet, request_id: str) -> Outcome:
-    """What a client has got in all."""
-    shown: dict[str, list[int]] = {}
-    for event in fleet.events[request_id]:
-        if isinstance(event, StageEvent):
-            shown.setdefault(event.stage, []).extend(event.output.token_ids)
-    return fleet.tokens[request_id], shown
 
 
 async def advance(fleet: FakePipelineFleet) -> bool:
@@ -37,7 +25,9 @@ async def advance(fleet: FakePipelineFleet) -> bool:
     return bool(at_work)
 
 
-async def run(stages: Sequence[Stage], modalities: Sequence[str], lose: dict[int, int]) -> tuple[Outcome, int]:
+async def run(
+    stages: Sequence[Stage], modalities: Sequence[str], lose: dict[int, int]
+) -> tuple[dict[str, list[int]], int]:
     """Run a request; before the steps that are keys, the replica that works on it in a stage is lost.
 
     Returns:
@@ -61,7 +51,7 @@ async def run(stages: Sequence[Stage], modalities: Sequence[str], lose: dict[int
         assert fleet.in_flight == 0
         assert fleet.ends == [("r", "stop")]
         assert fleet.call_ends("r") == [None]
-        return outcome(fleet, "r"), steps
+        return fleet.received("r"), steps
 
 
 @pytest.mark.parametrize(("stages", "modalities"), KINDS)
@@ -155,7 +145,7 @@ async def test_a_session_is_not_over_when_one_turn_has_all_its_tokens() -> None:
         await fleet.finish()
         assert fleet.call_ends("r") == [None]
     undisturbed, _ = await run(SPEECH, ["text", "audio"], {})
-    assert fleet.shown("r", "talker") == undisturbed[1]["talker"]
+    assert fleet.shown("r", "talker") == undisturbed["talker"]
 
 
 @pytest.mark.parametrize("stage_id", [0, 1, 2])

@@ -202,9 +202,7 @@ async def test_requests_common_to_two_crashes_get_no_third_replica_and_one_error
         for name in "ab":
             for token in range(CLEARING_OUTPUTS):
                 fleet.say(name, token)
-        kept, other = (fleet.orchestrator.request_states[name].runs[0].replica_id for name in "ab")
-        assert kept is not None
-        assert other is not None
+        kept, other = map(fleet.home, "ab")
         fleet.kill(other)
         fleet.lose(kept)
         fleet.join(fleet.pool.member(other))
@@ -228,7 +226,7 @@ async def crash_twice(fleet: FakeFleet, late: str) -> tuple[int, int]:
     for name in fleet.orchestrator.request_states:
         for token in range(CLEARING_OUTPUTS if name != late else 0):
             fleet.say(name, token)
-    third = fleet.orchestrator.request_states[late].runs[0].replica_id or 0
+    third = fleet.home(late)
     fleet.kill(third)
     fleet.lose(3 - third)
     fleet.join(fleet.pool.member(third))
@@ -244,7 +242,7 @@ async def test_a_request_gets_no_third_replica_if_another_was_taken_for_the_culp
         assert (name, type(error)) == ("a", QueryOfDeathError)
         assert fleet.links[third].added == []
         fleet.join(fleet.pool.member(second))
-        assert fleet.orchestrator.request_states["p"].runs[0].replica_id == second
+        assert fleet.home("p") == second
 
 
 async def test_a_request_that_waited_in_vain_for_its_two_replicas_is_not_reported_as_the_culprit() -> None:
@@ -284,7 +282,7 @@ async def test_a_confined_request_prefers_the_replica_without_another_suspect() 
         fleet.lose(2)
         for replica_id in (1, 0, 2):
             fleet.join(fleet.pool.member(replica_id))
-        assert [fleet.orchestrator.request_states[name].runs[0].replica_id for name in "ab"] == [0, 2]
+        assert [*map(fleet.home, "ab")] == [0, 2]
 
 
 async def test_a_suspect_is_isolated_on_another_machine_if_one_is_free() -> None:
@@ -293,7 +291,7 @@ async def test_a_suspect_is_isolated_on_another_machine_if_one_is_free() -> None
             member.remote, member.input_addr = True, f"tcp://{host}:1"
         await fleet.submit("a", affinity=0)
         fleet.lose(0)
-        assert fleet.orchestrator.request_states["a"].runs[0].replica_id == 2
+        assert fleet.home("a") == 2
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -306,7 +304,7 @@ async def test_a_request_with_outputs_is_no_culprit_if_another_head_had_requests
         fleet.say("a", 5)
         crashed = []
         for token in range(2):
-            crashed.append(fleet.orchestrator.request_states["a"].runs[0].replica_id or 0)
+            crashed.append(fleet.home("a"))
             fleet.lose(crashed[-1])
             if token == 0:
                 fleet.say("a", 6)
@@ -315,4 +313,4 @@ async def test_a_request_with_outputs_is_no_culprit_if_another_head_had_requests
             # It waits for one of the two that crashed.
             assert fleet.orchestrator.metrics.held == 1
             fleet.join(fleet.pool.member(crashed[1]))
-            assert fleet.orchestrator.request_states["a"].runs[0].replica_id == crashed[1]
+            assert fleet.home("a") == crashed[1]

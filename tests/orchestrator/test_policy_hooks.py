@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 import pytest
 
@@ -292,15 +292,6 @@ async def test_an_impossible_explanation_is_an_error(
     async with FakeFleet(replicas=replicas, balancer=balancer) as fleet:
         with pytest.raises(error):
             await explain(fleet, {}, stage_id)
-
-
-async def test_a_question_that_is_open_when_the_queues_close_is_cancelled() -> None:
-    reply: Future[Explanation] = Future()
-    fleet = FakeFleet(balancer=LeastQueueLengthBalancer())
-    fleet.orchestrator.rpc_async_queue.force_put(Explain(0, {}, reply, RequestTerms(), None))
-    fleet.orchestrator.close_queues()
-    with pytest.raises(CancelledError):
-        reply.result(timeout=5)
 
 
 async def test_a_policy_has_its_configured_name() -> None:

@@ -26,11 +26,6 @@ def die(fleet: FakeFleet, replica_id: int) -> None:
     fleet.lose(replica_id)
 
 
-def home(fleet: FakeFleet, request_id: str) -> int | None:
-    """The replica that has a request."""
-    return fleet.orchestrator.request_states[request_id].runs[0].replica_id
-
-
 async def begin(fleet: FakeFleet, request_id: str, replica_id: int) -> None:
     """Submit a request to a replica and deliver the beginning of its answer."""
     await fleet.submit(request_id, affinity=replica_id)
@@ -49,10 +44,10 @@ async def test_a_request_with_two_crashes_before_its_first_output_gets_no_third_
 ) -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("p")
-        first = home(fleet, "p")
-        dies(fleet, first or 0)
-        second = home(fleet, "p")
-        dies(fleet, second or 0)
+        first = fleet.home("p")
+        dies(fleet, first)
+        second = fleet.home("p")
+        dies(fleet, second)
         [(_, error)] = await fleet.read()
         assert isinstance(error, RequestLostError)
         died = "the engine reported its own death"
@@ -73,12 +68,12 @@ async def test_suspects_are_isolated_in_order(fleet: FakeFleet) -> None:
     for name in "abc":
         await fleet.submit(name, affinity=0)
     die(fleet, 0)
-    assert [home(fleet, name) for name in "abc"] == [1, None, None]
+    assert [*map(fleet.home, "abc")] == [1, None, None]
     assert fleet.orchestrator.metrics.moves_waiting == 2
     fleet.join(fleet.pool.member(0))
-    assert [home(fleet, name) for name in "abc"] == [1, 0, None]
+    assert [*map(fleet.home, "abc")] == [1, 0, None]
     end_isolation(fleet, "a")
-    await eventually(lambda: [home(fleet, name) for name in "abc"] == [1, 0, 1], "the last one's turn")
+    await eventually(lambda: [*map(fleet.home, "abc")] == [1, 0, 1], "the last one's turn")
     assert fleet.orchestrator.metrics.moves_waiting == 0
 
 
@@ -93,7 +88,7 @@ async def test_the_moves_of_a_request_beside_the_culprit_do_not_count(fleet: Fak
     assert isinstance(dict(events)["p"], RequestLostError)
     # It may still lose one replica for another reason.
     for left in (True, False):
-        member = fleet.pool.member(home(fleet, "begun") or 0)
+        member = fleet.pool.member(fleet.home("begun"))
         fleet.orchestrator.replica_lost(member, "cut off")
         fleet.join(member)
         assert ("begun" in fleet.orchestrator.request_states) is left
@@ -105,7 +100,7 @@ async def test_a_loss_without_a_crash_gives_no_culprit(fleet: FakeFleet) -> None
     await fleet.submit("a", affinity=0)
     die(fleet, 0)
     fleet.say("a", 5)
-    fleet.orchestrator.replica_lost(fleet.pool.member(home(fleet, "a") or 0), "cut off")
+    fleet.orchestrator.replica_lost(fleet.pool.member(fleet.home("a")), "cut off")
     errors = dict(event for event in await fleet.read() if event[1] is not None)
     assert "moved 1 times" in str(errors["a"])
     assert fleet.orchestrator.metrics.requests_failed["query_of_death"] == 0
@@ -116,9 +111,9 @@ async def test_a_crash_counts_against_a_request_to_its_end() -> None:
         await fleet.submit("a", affinity=0)
         die(fleet, 0)
         end_isolation(fleet, "a")
-        fleet.orchestrator.replica_lost(fleet.pool.member(home(fleet, "a") or 0), "cut off")
+        fleet.orchestrator.replica_lost(fleet.pool.member(fleet.home("a")), "cut off")
         assert "a" in fleet.orchestrator.request_states
-        die(fleet, home(fleet, "a") or 0)
+        die(fleet, fleet.home("a"))
         assert "it gets no third replica" in str(dict(await fleet.read())["a"])
 
 
@@ -128,34 +123,34 @@ async def test_a_refused_request_goes_to_a_replica_with_an_isolated_suspect_befo
         die(fleet, 0)
         await fleet.submit("a")
         fleet.say("a", finish_reason=REFUSED)
-        await eventually(lambda: home(fleet, "a") == home(fleet, "p"), "its turn")
+        await eventually(lambda: fleet.home("a") == fleet.home("p"), "its turn")
 
 
 async def test_where_a_suspect_was_refused_others_may_go_again() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("p")
-        die(fleet, home(fleet, "p") or 0)
-        first = home(fleet, "p")
+        die(fleet, fleet.home("p"))
+        first = fleet.home("p")
         fleet.say("p", finish_reason=REFUSED)
-        await eventually(lambda: home(fleet, "p") not in (first, None), "its turn")
+        await eventually(lambda: fleet.home("p") not in (first, None), "its turn")
         fleet.say("p", 5)
         await fleet.submit("a")
-        assert home(fleet, "a") == first
+        assert fleet.home("a") == first
 
 
 async def test_others_avoid_a_replica_with_an_isolated_suspect() -> None:
     async with FakeFleet(replicas=4) as fleet:
         await fleet.submit("begun")
         fleet.say("begun", 5)
-        first = home(fleet, "begun") or 0
+        first = fleet.home("begun")
         await fleet.submit("p", affinity=first)
         die(fleet, first)
-        tried = home(fleet, "p")
+        tried = fleet.home("p")
         for name in "abcd":
             await fleet.submit(name)
-        assert tried not in [home(fleet, name) for name in ("begun", *"abcd")]
+        assert tried not in [fleet.home(name) for name in ("begun", *"abcd")]
         assert fleet.orchestrator.metrics.decisions[0, "LeastQueueLengthBalancer", APART] > 0
-        die(fleet, tried or 0)
+        die(fleet, tried)
         assert isinstance(dict(await fleet.read())["p"], RequestLostError)
 
 
@@ -163,22 +158,22 @@ async def test_new_requests_go_to_a_replica_with_an_isolated_suspect_if_no_other
     await fleet.submit("p", affinity=0)
     die(fleet, 0)
     await fleet.submit("a")
-    assert home(fleet, "a") == home(fleet, "p") == 1
+    assert fleet.home("a") == fleet.home("p") == 1
 
 
 async def test_a_bound_request_goes_to_its_replica_although_a_suspect_is_isolated_there() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("p", affinity=0)
         die(fleet, 0)
-        await fleet.submit("a", affinity=fleet.pool.serving.index(fleet.pool.member(home(fleet, "p") or 0)))
-        assert home(fleet, "a") == home(fleet, "p")
+        await fleet.submit("a", affinity=fleet.pool.serving.index(fleet.pool.member(fleet.home("p"))))
+        assert fleet.home("a") == fleet.home("p")
 
 
 async def test_a_request_that_came_after_the_first_crash_is_no_culprit() -> None:
     async with FakeFleet(replicas=3, replica_wait=LONG) as fleet:
         await fleet.submit("p", affinity=0)
         die(fleet, 0)
-        tried = home(fleet, "p") or 0
+        tried = fleet.home("p")
         await fleet.submit("later", affinity=fleet.pool.serving.index(fleet.pool.member(tried)))
         die(fleet, tried)
         [(request_id, error)] = await fleet.read()
@@ -192,11 +187,11 @@ async def test_a_replica_that_crashes_twice_gives_no_culprit_while_another_serve
             await fleet.submit(name, affinity=0)
         die(fleet, 0)
         fleet.join(fleet.pool.member(0))
-        assert [home(fleet, name) for name in "ab"] == [1, 0]
+        assert [fleet.home(name) for name in "ab"] == [1, 0]
         die(fleet, 0)
         assert await fleet.read() == []
         end_isolation(fleet, "a")
-        await eventually(lambda: home(fleet, "b") == 1, "its turn elsewhere")
+        await eventually(lambda: fleet.home("b") == 1, "its turn elsewhere")
 
 
 async def test_a_suspect_avoids_the_replica_that_it_may_have_crashed() -> None:
@@ -206,10 +201,10 @@ async def test_a_suspect_avoids_the_replica_that_it_may_have_crashed() -> None:
         die(fleet, 0)
         await fleet.abort("a")
         fleet.join(fleet.pool.member(0))
-        assert [home(fleet, name) for name in "bc"] == [2, 1]
+        assert [*map(fleet.home, "bc")] == [2, 1]
         await fleet.abort("c")
         fleet.orchestrator.replica_lost(fleet.pool.member(2), "cut off")
-        assert home(fleet, "b") == 1, "although replica 0 serves, and its key means that"
+        assert fleet.home("b") == 1, "although replica 0 serves, and its key means that"
 
 
 async def test_with_one_replica_suspects_are_isolated_only_after_the_second_crash() -> None:
@@ -219,7 +214,7 @@ async def test_with_one_replica_suspects_are_isolated_only_after_the_second_cras
         for homes in ([0, 0, 0], [0, None, None]):
             die(fleet, 0)
             fleet.join(fleet.pool.member(0))
-            assert [home(fleet, name) for name in "abc"] == homes
+            assert [*map(fleet.home, "abc")] == homes
         die(fleet, 0)
         assert [name for name, error in await fleet.read() if isinstance(error, RequestLostError)] == ["a"]
 
@@ -251,7 +246,7 @@ async def test_a_loss_that_no_request_can_have_caused_makes_no_suspects(fleet: F
         die(fleet, 0)
     else:
         fleet.orchestrator.replica_lost(fleet.pool.member(0), how)
-    assert [home(fleet, name) for name in "abc"] == [1, 1, 1]
+    assert [*map(fleet.home, "abc")] == [1, 1, 1]
 
 
 async def test_a_request_that_makes_engines_send_unusable_messages_gets_no_third_replica() -> None:
@@ -275,9 +270,9 @@ async def test_suspects_wait_for_a_while_only_and_several_candidates_give_no_cul
         for name in "abc":
             await fleet.submit(name, affinity=0)
         die(fleet, 0)
-        assert [home(fleet, name) for name in "abc"] == [1, None, None]
+        assert [*map(fleet.home, "abc")] == [1, None, None]
         fleet.now += 1.0
-        await eventually(lambda: [home(fleet, name) for name in "abc"] == [1, 1, 1], "the end of the waiting")
+        await eventually(lambda: [*map(fleet.home, "abc")] == [1, 1, 1], "the end of the waiting")
         assert fleet.orchestrator.metrics.moves_waiting == 0
         for replica_id in (0, 2):
             fleet.join(fleet.pool.member(replica_id))
@@ -285,16 +280,16 @@ async def test_suspects_wait_for_a_while_only_and_several_candidates_give_no_cul
         die(fleet, 1)
         assert await fleet.read() == []
         # They get no third replica, and are tried apart where one crashed under them.
-        await eventually(lambda: home(fleet, "new") == 2, "the turn of who may go everywhere")
-        assert [home(fleet, name) for name in "abc"] == [0, None, None]
-        die(fleet, home(fleet, "a") or 0)
+        await eventually(lambda: fleet.home("new") == 2, "the turn of who may go everywhere")
+        assert [*map(fleet.home, "abc")] == [0, None, None]
+        die(fleet, fleet.home("a"))
         [(request_id, error)] = await fleet.read()
         assert (request_id, isinstance(error, RequestLostError)) == ("a", True)
         assert "it gets no third replica" in str(error)
         # Not even now that another one is found guilty, but they need not be tried any more.
         await eventually(lambda: fleet.orchestrator.metrics.held == 2, "the wait for one of the two")
         fleet.join(fleet.pool.member(1))
-        assert [home(fleet, name) for name in "bc"] == [1, 1]
+        assert [*map(fleet.home, "bc")] == [1, 1]
 
 
 async def test_a_suspect_that_is_aborted_makes_room_for_the_next(fleet: FakeFleet) -> None:
@@ -304,7 +299,7 @@ async def test_a_suspect_that_is_aborted_makes_room_for_the_next(fleet: FakeFlee
     await fleet.abort("b")
     assert fleet.orchestrator.metrics.moves_waiting == 1
     await fleet.abort("a")
-    await eventually(lambda: home(fleet, "c") == 1, "its turn")
+    await eventually(lambda: fleet.home("c") == 1, "its turn")
     assert (fleet.orchestrator.metrics.moves_waiting, fleet.in_flight) == (0, [0, 1])
 
 
@@ -345,7 +340,7 @@ async def test_suspects_that_were_held_are_isolated_too(fleet: FakeFleet) -> Non
     die(fleet, 0)
     assert fleet.orchestrator.metrics.held == 3
     fleet.join(fleet.pool.member(0))
-    assert [home(fleet, name) for name in "abc"] == [0, None, None]
+    assert [*map(fleet.home, "abc")] == [0, None, None]
     assert (fleet.orchestrator.metrics.held, fleet.orchestrator.metrics.moves_waiting) == (0, 2)
 
 
@@ -361,14 +356,12 @@ async def test_many_suspects_in_a_large_fleet_are_isolated_at_once() -> None:
 async def test_a_suspect_that_a_paused_engine_refuses_does_not_go_back_to_where_an_engine_died_under_it() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("s")
-        first = home(fleet, "s")
-        assert first is not None
+        first = fleet.home("s")
         die(fleet, first)
         fleet.join(fleet.pool.member(first))
-        second = home(fleet, "s")
-        assert second is not None
+        second = fleet.home("s")
         third = 3 - first - second
         await begin(fleet, "another", third)
         fleet.say("s", finish_reason=REFUSED)
-        await eventually(lambda: home(fleet, "s") not in (None, second))
-        assert home(fleet, "s") == third
+        await eventually(lambda: fleet.home("s") not in (None, second))
+        assert fleet.home("s") == third

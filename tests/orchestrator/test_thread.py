@@ -9,36 +9,28 @@ import msgspec
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
-from tests.fakes.engines import READY, UNPROBED, FakeEngine, FakeLauncher, Plan
-from tests.orchestrator.local_node import EACH_START_FAILURE
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from tests.fakes.engine_api import FakeOutput, FakeOutputs, FakeRequest
+from tests.fakes.engines import READY, FakeEngine, Plan
+from tests.orchestrator.local_node import EACH_START_FAILURE, Node
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
-from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 
 # Nothing that AsyncLLM hands over looks like this, so the orchestrator cannot deal with it.
 UNKNOWN_TO_ENGINES = SubmitRequest(object(), 0.0)
 
 
-class Head:
-    """A thread with two replicas."""
+class Head(Node):
+    """A node with two replicas and its orchestrator's thread."""
 
     def __init__(self) -> None:
         self._others = set(threading.enumerate())
-        self.launcher = FakeLauncher()
-        pool = StagePool(0, LeastQueueLengthBalancer())
-        self.orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
-        stages, timing = [LocalStage(0, 2, self.launcher, FakeEngineApi())], Timing(*UNPROBED, lambda: 0.0)
+        super().__init__()
         control = FleetControl(self.orchestrator, FleetCalls(self.orchestrator))
-        self.thread = OrchestratorThread(self.orchestrator, control, LocalReplicas(self.orchestrator, stages, timing))
+        self.thread = OrchestratorThread(self.orchestrator, control, self.replicas)
 
     def is_closed(self) -> bool:
         """Whether nothing of it is left: no engine, no thread, and queues that refuse."""
@@ -70,11 +62,9 @@ def test_start_returns_when_all_serve_and_close_ends_everything(head: Head) -> N
 
 def submit(head: Head) -> tuple[FakeEngine, str]:
     """Hand a request over; returns the engine that got it and its id there."""
-    head.orchestrator.request_async_queue.force_put(SubmitRequest(FakeRequest("a"), 0.0))
-    members = head.orchestrator.stage_pools[0].members
-    asyncio.run(eventually(lambda: any(member.in_flight for member in members)))
-    (address,) = (member.input_addr for member in members if member.in_flight)
-    (engine,) = (engine for engine in head.launcher.engines if engine.input_addr == address)
+    head.submit(FakeRequest("a"))
+    asyncio.run(eventually(lambda: any(member.in_flight for member in head.pool.members)))
+    (engine,) = (head.engine_of(member.replica_id) for member in head.pool.members if member.in_flight)
     return engine, str(msgspec.json.decode(engine.receive()[1])["request_id"])
 
 
