@@ -103,16 +103,6 @@ def test_known_policies_are_the_built_in_then_the_installed(install: Install) ->
     assert known_policies() == [*BUILT_IN, "acme-last", "zigzag"]
 
 
-def test_an_installed_policy_is_found_by_name(install: Install) -> None:
-    install("acme", acme_last="acme_policies:Last")
-    assert build_load_balancer_factory("acme-last")().select({}, with_queues(0, 0, 0)) == 2
-
-
-@pytest.mark.usefixtures("plugin_dir")
-def test_a_class_is_found_by_module_and_name() -> None:
-    assert build_load_balancer_factory("acme_policies:Last")().select({}, with_queues(0, 0, 0)) == 2
-
-
 def test_an_unknown_name_lists_the_known_and_suggests_the_closest(install: Install) -> None:
     install("acme", acme_last="acme_policies:Last")
     with pytest.raises(ConfigError) as caught:

@@ -7,6 +7,7 @@ from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
+from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
@@ -124,6 +125,10 @@ class FakeFleet(PlayedFleet):
         """Send an output from the engine that runs a request; see `FakeLink.output`."""
         link, attempt = self.attempt(request_id)
         link.output(attempt, *tokens, **fields)
+
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        return [member.status for member in self.pool.members]
 
     @property
     def in_flight(self) -> list[int]:

@@ -12,7 +12,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
-from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork, SessionLost
+from vllm_omni_plugin.coordinator import ReplicaWork, SessionLost
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessageFromHead, OperatorCall, decode_from_head
 from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, OutgoingFrame
@@ -200,10 +200,6 @@ class FakeHead(FakeFleet):
         """They answer what they were asked last."""
         for link in self.links.values():
             link.answer(link.calls[-1][0])
-
-    @property
-    def statuses(self) -> list[ReplicaStatus]:
-        return [member.status for member in self.pool.members]
 
     @property
     def replay(self) -> list[tuple[str, tuple[Any, ...]]]:

@@ -47,18 +47,6 @@ async def test_the_server_of_a_late_head_is_notified_of_a_single_difference(
     await eventually(lambda: (late.adapters, late.sleep_level) == (adapters, level))
 
 
-async def test_a_replica_waits_until_its_head_is_synced(
-    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
-) -> None:
-    await heads[0].call("pause_scheduler", "keep", True)
-    late = await stack.enter_async_context(FakeHead(bus, "late", replicas=0))
-    attaching = asyncio.create_task(late.bring_up(7))
-    done, _ = await asyncio.wait([attaching], timeout=0.02)
-    assert not done
-    bus.connect(late)
-    assert await attaching == [("pause_scheduler", ["keep", False])]
-
-
 async def test_a_replica_synced_by_another_head_gets_no_replay_and_may_have_updated_weights(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:

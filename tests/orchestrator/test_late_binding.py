@@ -111,17 +111,6 @@ async def test_requests_that_wait_for_a_lost_replica_neither_move_nor_become_sus
         assert not any(run.crash_losses for run in fleet.pool.member(1).in_flight.values())
 
 
-async def test_requests_that_wait_for_a_drained_replica_go_to_another_one() -> None:
-    async with late(replicas=2) as fleet:
-        await submit_all(fleet, "abcdef")
-        drained = fleet.pool.member(0)
-        waiting = [run.request_id for run in drained.in_flight.values() if not run.sent]
-        assert len(waiting) == 1
-        fleet.orchestrator.cordon(drained, ADMIN_CORDON)
-        assert all(run.sent for run in drained.in_flight.values())
-        assert fleet.in_flight == [2, 4]
-
-
 async def test_requests_that_wait_for_the_only_replica_are_finished_there_although_it_drains() -> None:
     async with late() as fleet:
         await submit_all(fleet, "abc")
@@ -166,23 +155,6 @@ async def test_a_cached_prompt_is_computed_elsewhere_only_if_no_other_prompt_wai
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cd")
         fleet.say("d", 1)
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cdx")
-
-
-async def test_a_session_whose_first_chunk_waits_gets_its_chunks_in_order() -> None:
-    async with late() as fleet:
-        await submit_all(fleet, "ab")
-        await fleet.submit("s", prompt=[1], resumable=True)
-        await fleet.submit("s", prompt=[2], resumable=True)
-        link = fleet.links[0]
-        assert got(link) == "ab"
-        fleet.say("a", 1)
-        assert got(link) == "abss"
-
-
-async def test_without_late_binding_each_request_is_sent_at_once() -> None:
-    async with FakeFleet(1) as fleet:
-        await submit_all(fleet, NAMES)
-        assert got(fleet.links[0]) == NAMES
 
 
 CLASSES = AdmissionConfig(
@@ -237,20 +209,6 @@ async def test_a_tenant_at_its_limit_is_refused_until_one_of_its_requests_has_en
         assert got(fleet.links[0]) == "ac"
 
 
-async def test_a_request_that_has_waited_as_long_as_its_client_does_is_refused() -> None:
-    async with late() as fleet:
-        await submit_all(fleet, "ab")
-        await submit_all(fleet, "c", terms=RequestTerms(timeout_s=0.01))
-        fleet.now = 0.02
-        await eventually(lambda: "c" not in fleet.orchestrator.request_states, "the refusal")
-        error = next(error for name, error in await fleet.read() if name == "c")
-        assert isinstance(error, RequestRefusedError)
-        assert (error.status, error.reason) == (503, "deadline")
-        assert got(fleet.links[0]) == "ab"
-        await asyncio.sleep(0)
-        assert fleet.in_flight == [2]
-
-
 @pytest.mark.parametrize("end", ["refused", "aborted", "sent and aborted"])
 async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) -> None:
     prompt, plan = list(range(160)), AdmissionConfig(max_waiting_requests=1)
@@ -266,19 +224,3 @@ async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) ->
             await fleet.abort("x")
         _, decision = fleet.pool.decide({"prompt": Prompt(prompt)})
         assert bool(decision.matched_tokens) == (end == "sent and aborted")
-
-
-@pytest.mark.parametrize("end", ["finish", "abort", "lose"])
-async def test_no_state_of_a_tenant_is_left_when_its_requests_have_ended(end: str) -> None:
-    async with late(plan=CLASSES) as fleet:
-        await submit_all(fleet, "abcd", terms=RequestTerms("heavy"))
-        if end == "finish":
-            for name in "abcd":
-                fleet.say(name, 1, finish_reason="stop")
-        elif end == "abort":
-            await fleet.abort(*"abcd")
-        else:
-            fleet.lose(0)
-        admission = fleet.orchestrator.admission
-        report, _ = admission.tenant_reports()
-        assert (admission.backlog, report["heavy"].in_flight if "heavy" in report else 0) == ((0, 0), 0)

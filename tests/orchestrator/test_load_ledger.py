@@ -144,15 +144,6 @@ def test_a_request_waits_until_its_engine_reports_that_it_runs_or_its_first_outp
     assert ledger.waiting == 1
 
 
-def test_only_requests_without_an_output_can_be_waiting_whatever_the_engine_reports() -> None:
-    ledger = LoadLedger()
-    run = charged(ledger, prompt=10)
-    ledger.add_first_output(run, 1.0)
-    # It was put back for want of memory, or the others are of another head.
-    ledger.report(LoadReport(waiting=5, running=0, kv_usage=1.0))
-    assert ledger.waiting == 0
-
-
 @pytest.mark.parametrize("heads_report", [True, False], ids=["heads report", "by the engine's word"])
 @pytest.mark.parametrize("running", range(8))
 def test_requests_that_wait_at_an_engine_are_shared_by_the_heads(heads_report: bool, running: int) -> None:

@@ -1,7 +1,6 @@
 """Replicas of other processes that join and leave, and operators' actions on replicas."""
 
 from concurrent.futures import CancelledError, Future
-from functools import partial
 from typing import Any
 
 import pytest
@@ -89,12 +88,6 @@ async def test_a_removal_calls_leave_of_the_member(fleet: FakeFleet, remote: boo
 async def test_an_action_on_an_unknown_replica_is_refused(fleet: FakeFleet, stage_id: int, replica_id: int) -> None:
     with pytest.raises(ReplicaError, match=f"stage {stage_id} has no replica {replica_id}"):
         await fleet.manage("drain", replica_id, stage_id)
-
-
-async def test_an_action_that_fails_returns_its_error(fleet: FakeFleet) -> None:
-    fleet.pool.member(0).leave = partial(Keeper(ReplicaError("not now")).leave, fleet.pool.member(0))
-    with pytest.raises(ReplicaError, match="not now"):
-        await fleet.manage("remove", 0)
 
 
 @pytest.mark.parametrize(

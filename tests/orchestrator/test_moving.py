@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.engine_api import VOCABULARY
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
+from vllm_omni_plugin.errors import RequestLostError
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
 BEGUN = [11, 12, 13]
@@ -199,23 +199,3 @@ async def test_an_abort_during_a_replay_reaches_the_new_replica(fleet: FakeFleet
     link.output(attempt, BEGUN[1])
     assert link.aborted == [attempt]
     assert await fleet.read() == []
-
-
-async def test_begun_requests_move_no_more_often_than_the_limit() -> None:
-    async with FakeFleet(replicas=4, migration_limit=2) as fleet:
-        await begin(fleet, "resume")
-        for _ in range(3):
-            fleet.kill(fleet.home("a"))
-        [(_, error)] = await fleet.read()
-        assert "moved 2 times" in str(error)
-
-
-async def test_without_another_replica_a_begun_request_is_lost_and_a_new_one_refused() -> None:
-    async with FakeFleet(replicas=1) as fleet:
-        await begin(fleet, "resume")
-        await fleet.submit("b")
-        fleet.lose(0)
-        errors = dict(await fleet.read())
-        assert isinstance(errors["a"], RequestLostError)
-        assert "Replica 0 was lost" in str(errors["a"])
-        assert isinstance(errors["b"], NoReplicaError)

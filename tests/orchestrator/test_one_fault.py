@@ -5,14 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN
 from tests.orchestrator.local_node import running_node
-from vllm_omni_plugin.coordinator import SessionLost
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.orchestrator.single_stage import SingleStageRequests
 
@@ -104,13 +102,6 @@ async def test_a_pipelines_request_that_cannot_be_begun_fails_alone(monkeypatch:
         await fleet.submit("good", "text")
         await fleet.finish()
         assert fleet.call_ends("good") == [None]
-
-
-async def test_a_message_of_other_heads_that_cannot_be_handled_stops_nothing(fleet: FakeFleet) -> None:
-    # This head has no way to other heads at all.
-    fleet.orchestrator.rpc_async_queue.force_put(SessionLost())
-    await fleet.manage("drain", 0)
-    await eventually(lambda: len(fleet.pool.serving) == 1, "the drain")
 
 
 async def test_an_action_that_fails_halfway_is_answered() -> None:

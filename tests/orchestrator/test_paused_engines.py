@@ -211,16 +211,18 @@ async def test_a_refused_request_that_is_aborted_is_forgotten(fleet: FakeFleet, 
     assert await fleet.read() == []
 
 
-@pytest.mark.parametrize("reason", [REFUSED, "abort"])
+@pytest.mark.parametrize("reason", [REFUSED, "abort", "error"])
 async def test_a_session_whose_parts_are_on_their_way_is_not_sent_elsewhere_and_ended_where_they_go(
     fleet: FakeFleet,
     reason: str,
 ) -> None:
     await fleet.submit("a", resumable=True)
+    await fleet.submit("a", resumable=True)
     link, attempt = fleet.attempt("a")
     link.output(attempt, finish_reason=reason)
     assert await fleet.read() == [("a", reason)]
     assert link.aborted == [attempt]
+    assert fleet.in_flight == [0, 0]
 
 
 async def test_a_bound_request_is_not_sent_elsewhere(fleet: FakeFleet) -> None:

@@ -126,18 +126,6 @@ async def test_later_stages_keep_the_order_of_classes_priorities_and_tenants() -
         assert await refusals(fleet) == {}
 
 
-async def test_the_order_of_later_stages_is_not_that_of_arrival_there() -> None:
-    async with late(CHAIN, plan=AdmissionConfig(classes=CLASSES)) as fleet:
-        await submit_all(fleet, "abcd", priority=1)
-        for name in "abcd":
-            await fleet.step(name, 0, count=9)
-        await fleet.submit("e", priority=0)
-        await fleet.step("e", 0, count=9)
-        for name in "ab":
-            fleet.tell(name, 1, 5)
-        assert sent(fleet, 1) == "abec"
-
-
 @pytest.mark.parametrize(("size", "expected"), [(HeadroomSize.NORMAL, "0abcd"), (HeadroomSize.LARGE, "0abc")])
 async def test_large_headroom_keeps_a_replica_of_each_stage_prefill_free(size: HeadroomSize, expected: str) -> None:
     async with late(DISAGGREGATED, replicas=(1, 2), plan=AdmissionConfig(headroom=size)) as fleet:

@@ -9,7 +9,6 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import PYTHON, SPEECH
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import StageEvent
 
 CHUNKED_FRONT = (
     stage(0, "thinker", "text"),
@@ -76,18 +75,6 @@ async def test_chunks_keep_their_order_though_the_transform_is_slow(gate: thread
         await fleet.settle()
         assert seen == [0, 1]
         assert chunks(fleet, 1) == [[4, 7], [10, 13]]
-
-
-async def test_a_session_ends_once_its_input_is_closed_and_its_last_turn_is_over() -> None:
-    async with FakePipelineFleet(SPEECH) as fleet:
-        await fleet.submit("r", "text", "audio", prompt=[3])
-        await fleet.step("r", 0, count=2)
-        await fleet.step("r", 0, count=1)
-        await fleet.step("r", 1, count=9)
-        assert not has_ended(fleet, 1)
-        await fleet.finish()
-        assert fleet.call_ends("r") == [None]
-        assert fleet.in_flight == 0
 
 
 async def test_a_session_that_a_paused_replica_refuses_is_sent_to_another_one_with_all_its_chunks() -> None:
@@ -178,26 +165,3 @@ async def test_an_answering_stage_whose_input_closes_after_its_last_turn_ends_th
         await fleet.step("r", 0)
         assert fleet.ends == [("r", "stop")]
         assert fleet.call_ends("r") == [None]
-
-
-async def test_one_requests_chunks_go_to_one_replica() -> None:
-    async with FakePipelineFleet(SPEECH, replicas=[1, 3, 3]) as fleet:
-        for number in range(6):
-            await fleet.submit(f"r{number}", "audio", prompt=[number])
-        await fleet.finish()
-        for stage_id in (1, 2):
-            seen = [
-                {body["request_id"] for body in fleet.links[stage_id, replica_id].requests} for replica_id in range(3)
-            ]
-            assert all(seen)
-            assert sum(map(len, seen)) == len(set().union(*seen)) == 6
-
-
-async def test_audio_comes_in_events_while_the_text_is_written() -> None:
-    async with FakePipelineFleet(LISTENING) as fleet:
-        await fleet.submit("r", "text", "audio", prompt=[3])
-        for _ in range(3):
-            await fleet.step("r", 0)
-        await fleet.step("r", 1)
-        assert [event.stage for event in fleet.events["r"] if isinstance(event, StageEvent)] == ["speaker"]
-        assert fleet.ends == []

@@ -193,15 +193,6 @@ async def test_an_abort_of_everything_reaches_every_stage(stage_id: int) -> None
         assert fleet.in_flight == 0
 
 
-async def test_an_abort_of_a_plain_request_ends_all_of_it() -> None:
-    async with FakePipelineFleet(CHAIN) as fleet:
-        await fleet.submit("r")
-        link, attempt = fleet.attempt("r", 0)
-        await fleet.abort("r")
-        assert link.aborted == [attempt]
-        assert fleet.states == {}
-
-
 async def test_the_servers_abort_of_an_answer_that_it_cut_at_a_stop_string_leaves_the_rest_alone() -> None:
     async with FakePipelineFleet(SPEECH) as fleet:
         await fleet.submit("r", "text", "audio", prompt=[3], stop=10)
@@ -315,16 +306,6 @@ async def test_a_stage_without_replicas_fails_its_requests_and_no_others(held: b
             (error,) = fleet.call_ends("r")
             assert isinstance(error, NoReplicaError)
             assert str(error).startswith("Stage 'judge': No replica of stage 1 can serve")
-
-
-async def test_a_request_held_in_one_stage_may_be_aborted() -> None:
-    async with FakePipelineFleet(CHAIN, replicas=[1, 0], replica_wait=600.0) as fleet:
-        await fleet.submit("r", "text")
-        await fleet.step("r", 0, count=9)
-        assert fleet.orchestrator.metrics.held == 1
-        await fleet.abort("r", whole=True)
-        assert fleet.orchestrator.metrics.held == 0
-        assert len(fleet.call_ends("r")) == 1
 
 
 async def test_a_request_waits_for_a_stage_no_longer_than_it_may() -> None:

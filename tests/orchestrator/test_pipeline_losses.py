@@ -1,7 +1,6 @@
 """Replicas of a pipeline's stages are lost: requests go on as if nothing had happened, or end with one clear error."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -70,17 +69,6 @@ async def test_losses_before_every_step_change_nothing_either(stage_id: int) -> 
     undisturbed, _ = await run(SPEECH, ["text", "audio"], {})
     losses = dict.fromkeys(range(9), stage_id)
     assert (await run(SPEECH, ["text", "audio"], losses))[0] == undisturbed
-
-
-async def test_an_answer_goes_on_where_it_was_with_what_was_delivered_in_its_prompt() -> None:
-    async with FakePipelineFleet(CHAIN, replicas=2) as fleet:
-        await fleet.submit("r", "text", move="resume")
-        await fleet.step("r", 0)
-        link, attempt = fleet.attempt("r", 0)
-        link.say_dead()
-        moved_link, moved_attempt = fleet.attempt("r", 0)
-        assert moved_link is not link
-        assert moved_link.prompts[moved_attempt] == [*link.prompts[attempt], *fleet.states["r"].runs[0].produced]
 
 
 async def test_a_moved_session_keeps_all_chunks_including_those_that_came_without_a_replica() -> None:
@@ -211,18 +199,3 @@ async def test_the_last_replica_of_a_stage_is_lost(delivered: bool) -> None:
         assert type(error) is (RequestLostError if delivered else NoReplicaError)
         assert str(error).startswith("Stage 'thinker': ")
         assert fleet.call_ends("r") == [error]
-
-
-async def test_outputs_of_a_lost_replica_and_of_aborted_requests_are_dropped() -> None:
-    async with FakePipelineFleet(CHAIN, replicas=2) as fleet:
-        await fleet.submit("r", "text", move="replay")
-        link, attempt = fleet.attempt("r", 0)
-        link.say_dead()
-        link.tell(attempt, 3)
-        link, attempt = fleet.attempt("r", 0)
-        await fleet.abort("r", whole=True)
-        events: list[Any] = list(fleet.events["r"])
-        link.tell(attempt, 3, finish_reason="stop")
-        await fleet.read()
-        assert fleet.events["r"] == events
-        assert fleet.ends == []

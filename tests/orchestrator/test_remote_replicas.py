@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import UNREADABLE, FakeEngineApi
+from tests.fakes.engine_api import UNREADABLE
 from tests.orchestrator.remote_fleet import Attachment, Fleet
 from tests.orchestrator.test_replica_list import row
 from vllm_omni_plugin.coordinator import PeerWork, ReplicaStatus, Welcome
@@ -56,12 +56,6 @@ async def test_replicas_have_the_ids_of_the_list_so_that_all_heads_use_the_same_
         1: row(3).input_addr,
         4: row(1).input_addr,
     }
-
-
-async def test_a_request_that_waits_is_sent_as_soon_as_a_replica_serves(fleet: Fleet) -> None:
-    await fleet.submit("a")
-    (replica,) = await fleet.joined(row(1))
-    assert len(replica.link.added) == 1
 
 
 async def test_a_replica_replays_earlier_calls_before_it_serves_unless_it_is_synced(
@@ -380,16 +374,3 @@ async def test_two_hundred_joins_and_leaves_leave_nothing_behind(fleet: Fleet) -
     assert [member.replica_id for member in fleet.pool.members] == [0]
     await fleet.read()
     assert fleet.changes[1:] == [ReplicaJoined(0, 1, b"ready"), ReplicaLeft(0, 1)] * 200
-
-
-async def test_a_replica_whose_model_lacks_the_stages_task_is_refused(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(FakeEngineApi, "pooling_task", "classify")
-    fleet.pause_over.clear()
-    fleet.register(row(1))
-    await eventually(lambda: fleet.pauses)
-    assert fleet.pool.serving == ()
-    assert fleet.attachments[0].closed
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("Replica 0.0 cannot be attached to: its model cannot 'classify'")

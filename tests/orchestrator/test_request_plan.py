@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.fakes.pipeline_fleet import stage
-from tests.fakes.pipelines import CHAIN, DIAMOND, DISAGGREGATED, FAN_OUT, JOIN, PYTHON, SPEECH
+from tests.fakes.pipelines import CHAIN, DISAGGREGATED, FAN_OUT, PYTHON, SPEECH
 from vllm_omni_plugin.orchestrator.pipeline.request_state import RequestPlan, plan_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
 from vllm_omni_plugin.pipeline import Pipeline, Stage
@@ -54,26 +54,6 @@ def test_plans_have_the_answering_stage_the_finals_and_the_client_sampled_stage(
 
 
 @pytest.mark.parametrize(
-    ("stages", "modalities", "roots", "edges"),
-    [
-        (CHAIN, ["text"], [0], {0: [1], 1: []}),
-        (SPEECH, ["text"], [0], {0: []}),
-        (SPEECH, ["audio"], [0], {0: [1], 1: [2], 2: []}),
-        (FAN_OUT, ["text", "image"], [0], {0: [2], 2: []}),
-        (JOIN, ["text"], [0, 1], {0: [2], 1: [2], 2: []}),
-        (DIAMOND, ["text"], [0], {0: [1, 2], 1: [3], 2: [3], 3: []}),
-    ],
-    ids=["chain", "text alone", "speech", "one branch", "join", "diamond"],
-)
-def test_outputs_go_only_to_needed_stages(
-    stages: Sequence[Stage], modalities: list[str], roots: list[int], edges: dict[int, list[int]]
-) -> None:
-    plan = plan_of(stages, modalities)
-    assert [each.id for each in plan.roots] == roots
-    assert {stage_id: [each.id for each in others] for stage_id, others in plan.downstream.items()} == edges
-
-
-@pytest.mark.parametrize(
     ("stages", "modalities", "outputs", "shown", "read"),
     [
         pytest.param(CHAIN, [], [], set(), {0}, id="plain: only what is handed on is read"),
@@ -91,8 +71,3 @@ def test_plans_have_the_readable_and_the_shown_stages(
     plan = plan_of(stages, modalities, outputs)
     assert plan.shown == shown
     assert plan.readable == read
-
-
-def test_unknown_modalities_are_refused() -> None:
-    with pytest.raises(ValueError, match="'image' asked for"):
-        plan_of(SPEECH, ["text", "image"])

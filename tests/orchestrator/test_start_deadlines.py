@@ -30,7 +30,7 @@ async def refused(fleet: FakeFleet, name: str) -> None:
     await eventually(lambda: name not in fleet.orchestrator.request_states, "the refusal")
     error = dict(await fleet.read())[name]
     assert isinstance(error, RequestRefusedError)
-    assert error.reason == "deadline"
+    assert (error.status, error.reason) == (503, "deadline")
 
 
 async def goes_on(fleet: FakeFleet, name: str) -> None:
@@ -104,12 +104,6 @@ async def test_while_all_engines_are_paused() -> None:
         assert RETRY_S > DUE_S
         await refused(fleet, "a")
         assert fleet.orchestrator.metrics.paused == 0
-
-
-async def test_not_once_an_engine_has_it() -> None:
-    async with late(replica_wait=LONG) as fleet:
-        await submit(fleet, "a")
-        await goes_on(fleet, "a")
 
 
 async def test_not_after_the_first_output() -> None:

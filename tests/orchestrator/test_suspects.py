@@ -154,13 +154,6 @@ async def test_others_avoid_a_replica_with_an_isolated_suspect() -> None:
         assert isinstance(dict(await fleet.read())["p"], RequestLostError)
 
 
-async def test_new_requests_go_to_a_replica_with_an_isolated_suspect_if_no_other_one_serves(fleet: FakeFleet) -> None:
-    await fleet.submit("p", affinity=0)
-    die(fleet, 0)
-    await fleet.submit("a")
-    assert fleet.home("a") == fleet.home("p") == 1
-
-
 async def test_a_bound_request_goes_to_its_replica_although_a_suspect_is_isolated_there() -> None:
     async with FakeFleet(replicas=3) as fleet:
         await fleet.submit("p", affinity=0)
