@@ -1,5 +1,6 @@
 """An orchestrator of one stage over links in memory, and the view of its client."""
 
+import random
 from typing import Any
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
@@ -47,7 +48,7 @@ class FakeFleet(PlayedFleet):
         self.now = 0.0
         self.pool = StagePool(
             0,
-            balancer or LeastQueueLengthBalancer(),
+            balancer or LeastQueueLengthBalancer(random.Random(0)),
             clock=lambda: self.now,
             exchange=exchange,
             send_window=send_window,

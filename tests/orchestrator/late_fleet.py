@@ -1,5 +1,6 @@
 """Fleets whose requests wait at the head until the replica that they are charged to can begin them."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ class Preferring(DecidingBalancer):
 
 
 def late(replicas: int = 1, send_window: SendWindow = TWO_AT_MOST, **options: Any) -> FakeFleet:
-    return FakeFleet(replicas, LeastTokensBalancer(), send_window=send_window, **options)
+    balancer = LeastTokensBalancer(rng=random.Random(0))
+    return FakeFleet(replicas, balancer, send_window=send_window, **options)
 
 
 async def submit_all(fleet: FakeFleet, names: str, **fields: Any) -> None:
