@@ -87,14 +87,6 @@ def test_error_then_up_under_a_new_incarnation_joins_anew() -> None:
     assert table.apply(make_event(status=ERROR, incarnation=1, sequence=11), 3.0) is None
 
 
-@pytest.mark.parametrize("status", [ERROR, DRAINING])
-def test_replica_in_error_or_draining_takes_no_new_work(status: ReplicaStatus) -> None:
-    table = table_of(make_event())
-    assert alters_list(table.apply(make_event(status=status), 1.0))
-    assert not row(table).takes_new_work
-    assert row(table).may_finish_work == (status is DRAINING)
-
-
 def test_same_address_in_two_stages_is_two_replicas() -> None:
     table = table_of(make_event(stage_id=0), make_event(stage_id=1))
     table.apply(make_event(stage_id=1, status=DOWN), 1.0)
@@ -138,13 +130,6 @@ def test_silent_replica_that_sends_a_new_event_recovers(silent_for: float) -> No
     assert alters_list(table.apply(make_event(incarnation=1, sequence=2), 12.0))
     assert (row(table).liveness, row(table).registered_at) == (Liveness.ALIVE, 0.0)
     assert table.expire(16.0) == []
-
-
-def test_late_replica_recovers_by_an_event_without_incarnation_and_sequence() -> None:
-    table = table_of(make_event())
-    table.expire(6.0)
-    assert alters_list(table.apply(make_event(), 7.0))
-    assert row(table).liveness == Liveness.ALIVE
 
 
 def test_dead_and_left_rows_are_forgotten_later() -> None:
@@ -191,35 +176,7 @@ table_events = st.builds(
     incarnation=st.integers(0, 3),
     sequence=st.integers(0, 3),
 )
-stale_events = st.builds(
-    make_event,
-    st.just("a"),
-    status=st.sampled_from(ReplicaStatus),
-    incarnation=st.integers(0, 4),
-    sequence=st.integers(0, 5),
-)
-steps = st.lists(st.tuples(table_events | stale_events | st.none(), st.floats(0, 8)), max_size=60)
-
-
-@given(steps)
-def test_no_sequence_of_events_touches_the_row_of_a_neighbour(history: list[tuple[ReplicaEvent | None, float]]) -> None:
-    # The neighbour "a" has incarnation 4 and sequence 5 or more, so all its events in the history are replays.
-    table = table_of(make_event("a", incarnation=4, sequence=5, queue_length=42), max_replicas=5)
-    now, sequence = 0.0, 5
-    for event, pause in history:
-        now += min(pause, TIMEOUT / 2 - 0.1)
-        sequence += 1
-        assert table.apply(make_event("a", incarnation=4, sequence=sequence, queue_length=42), now)
-        before = row(table)
-        if event is None:
-            table.expire(now)
-        else:
-            try:
-                table.apply(event, now)
-            except TableFullError:
-                assert len(table) == 5
-        assert row(table) == before
-        assert row(table).takes_new_work
+steps = st.lists(st.tuples(table_events | st.none(), st.floats(0, 8)), max_size=60)
 
 
 @given(steps)

@@ -187,12 +187,3 @@ def test_arbitrary_frames_raise_nothing_but_wire_errors(frame: bytes) -> None:
         except WireError:
             continue
         assert isinstance(decoded, ReplicaEvent | ReplicaList)
-
-
-@given(st.fixed_dictionaries({key: st.just(value) | json_values for key, value in PLAIN.items()}))
-def test_arbitrary_fields_give_an_event_that_encodes_or_a_wire_error(fields: dict[str, Any]) -> None:
-    try:
-        event = decode_event(json.dumps(fields).encode())
-    except WireError:
-        return
-    assert decode_event(encode_event(event)) == event

@@ -25,12 +25,6 @@ def test_without_changes_the_keep_alive_is_due_every_five_seconds() -> None:
     assert schedule.due_at == 8.0
 
 
-def test_settle_time_delays_all_lists() -> None:
-    schedule = PublishSchedule(0.0, quiet_until=3.0)
-    assert not schedule.request(1.0)
-    assert schedule.due_at == 3.0
-
-
 def test_list_shows_times_by_the_wall_clock() -> None:
     member = Member(make_event(queue_length=4), Liveness.ALIVE, registered_at=10.0, last_event_at=40.0, changed_at=10.0)
     shown = replica_list([member], ReplicaIds(), now=50.0, wall_now=1_000_050.0)

@@ -16,7 +16,6 @@ import pytest
 import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, process_status, read_if_there
 
-from tests.fakes.free_ports import free_port
 from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import HeadQueryResult, OmniCoordinator, OmniCoordinatorRuntime, query_head
 from vllm_omni_plugin.coordinator.client import head_query
@@ -227,22 +226,6 @@ def ports(*hosts: str) -> Iterator[dict[str, socket.socket]]:
     with ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server((host, 0))) for host in hosts]
         yield {"tcp://{}:{}".format(*server.getsockname()): server for server in servers}
-
-
-def test_a_node_is_told_that_its_ports_are_reached(serve: Serve) -> None:
-    address = serve(OLD)
-    with ports("127.0.0.1", "127.0.0.2") as listening:
-        answer = query_head(address, 0, OLD, listening)
-        assert (answer.listening, answer.unreached) == (list(listening), {})
-        assert answer.info is not None
-        assert answer.info.stages == [0, 1]
-
-
-def test_a_node_is_told_which_ports_are_not_reached_and_why(serve: Serve) -> None:
-    with ports("127.0.0.1") as listening, ports("127.0.0.1") as announced:
-        elsewhere = {f"tcp://127.0.0.1:{free_port()}": server for server in announced.values()}
-        answer = query_head(serve(OLD), 0, OLD, listening | elsewhere)
-    assert answer.unreached == dict.fromkeys(elsewhere, "Connection refused")
 
 
 def test_silent_ports_do_not_delay_other_nodes(serve: Serve) -> None:

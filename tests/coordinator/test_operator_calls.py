@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     CallOutcome,
@@ -18,10 +19,6 @@ HEADS = ["a", "b", "c"]
 PAUSE = OperatorCall(1, "pause_scheduler", ["keep", True], [0], [])
 DRAIN = OperatorCall(2, "drain", [[0, "in", "out"]], [], [])
 PAUSED = StageState(0, [("pause_scheduler", ["keep", False])], False)
-
-
-def replace(call: OperatorCall, **fields: Any) -> OperatorCall:
-    return OperatorCall(**{name: fields.get(name, getattr(call, name)) for name in OperatorCall.__struct_fields__})
 
 
 def test_only_the_caller_can_send_the_outcome() -> None:
