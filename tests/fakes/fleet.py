@@ -14,7 +14,6 @@ from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWin
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    AbortRequests,
     ChosenReplicas,
     ReplicaJoined,
     ReplicaLeft,
@@ -94,9 +93,6 @@ class FakeFleet(PlayedFleet):
     ) -> None:
         """Submit a request; returns when the orchestrator has handled it."""
         await self.hand_over(SubmitRequest(FakeRequest(request_id, **fields), self.now, chosen_replicas, terms=terms))
-
-    async def abort(self, *request_ids: str) -> None:
-        await self.hand_over(AbortRequests(request_ids))
 
     async def read(self) -> list[tuple[str, Any]]:
         """Handle all outputs in the queue and return the new events."""

@@ -16,7 +16,6 @@ from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorReq
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    AbortRequests,
     ChosenReplicas,
     PipelineCall,
     PipelineCallEnded,
@@ -144,9 +143,6 @@ class FakePipelineFleet(PlayedFleet):
         await self.hand_over(SubmitRequest(request, self.now, chosen_replicas, call, traced, terms))
         if settle:
             await self.settle()
-
-    async def abort(self, *request_ids: str, whole: bool = False) -> None:
-        await self.hand_over(AbortRequests(request_ids, whole))
 
     async def settle(self, blocked: Container[tuple[str, int]] = ()) -> None:
         """Wait until all inputs are prepared, except `blocked` (request, stage) pairs, and read the outputs."""

@@ -62,6 +62,9 @@ class PlayedFleet:
         # A batch is read and handled in one step of the loop, so an empty queue means that it was handled.
         await eventually(lambda: len(queue) == 0, "the reading of a message")
 
+    async def abort(self, *request_ids: str, whole: bool = False) -> None:
+        await self.hand_over(AbortRequests(request_ids, whole))
+
     def ask(self, method: str, *args: Any, stages: tuple[int, ...] | None = None) -> Future[list[Any]]:
         """Call all replicas of all stages, or of some, as an operator does."""
         reply: Future[list[Any]] = Future()
