@@ -21,6 +21,7 @@ class FakeProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self.process: FakeProcess = self
         self.signals: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.shutdowns: list[float | None] = []
         self.killed = False
@@ -52,6 +53,9 @@ class FakeProcess:
         self.killed = True
         self.die()
 
+    def abandon(self) -> None:
+        self.kill()
+
 
 @dataclass
 class Plan:
@@ -74,7 +78,6 @@ class FakeEngine(FakeProcess):
 
     def __init__(self, pid: int, identity: bytes, plan: Plan) -> None:
         super().__init__(pid)
-        self.process: FakeProcess = self
         self.input_addr = ""
         self.identity = identity
         self._plan = plan
@@ -92,9 +95,6 @@ class FakeEngine(FakeProcess):
         sockets = connect(input_addr, output_addrs[0], self.identity)
         sockets[0].send(READY)
         self.input_addr, self._sockets = input_addr, sockets
-
-    def abandon(self) -> None:
-        self.process.kill()
 
     def say(self, frame: bytes) -> None:
         self._sockets[1].send(frame)

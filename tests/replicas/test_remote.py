@@ -209,14 +209,6 @@ async def test_outputs_sent_before_the_loss_are_delivered(head: RemoteHead, serv
         assert [output.request_id for outputs in head.outputs for output in outputs.outputs] == ["a-1", "a-2"]
 
 
-async def test_a_server_that_dies_is_a_loss(head: RemoteHead) -> None:
-    server = FakeServer()
-    async with head.attached(server.info):
-        server.close()
-        await eventually(lambda: head.deaths)
-        assert head.deaths == ["the connection to its server broke"]
-
-
 async def test_broken_data_connections_are_a_loss(head: RemoteHead, server: FakeServer) -> None:
     async with head.attached(server.info):
         server.cut()

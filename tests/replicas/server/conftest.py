@@ -13,7 +13,8 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.keeping import Keep
 from tests.replicas.remote_head import RemoteHead
-from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher, SlotCodec
+from tests.replicas.remote_server import RemoteApi
+from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
@@ -32,7 +33,7 @@ class Node:
         self.coordinator = coordinator
         self.executor = ThreadPoolExecutor(2)
         self.delays: list[float] = []
-        self.server = ReplicaServer(settings, launcher, 0, SlotCodec(), self.executor, delay=self._delay)
+        self.server = ReplicaServer(settings, launcher, 0, RemoteApi(), self.executor, delay=self._delay)
         self.running = asyncio.create_task(self.server.run())
 
     async def _delay(self, seconds: float) -> None:
@@ -135,6 +136,6 @@ MakeHead = Callable[..., RemoteHead]
 @pytest.fixture
 def make_head(keep: Keep) -> MakeHead:
     def make(secrets: Secrets | None = None, max_message_bytes: int = 2**30) -> RemoteHead:
-        return keep(RemoteHead(SlotCodec(), FINGERPRINT, secrets=secrets, max_message_bytes=max_message_bytes))
+        return keep(RemoteHead(RemoteApi(), FINGERPRINT, secrets=secrets, max_message_bytes=max_message_bytes))
 
     return make

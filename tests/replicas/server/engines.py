@@ -5,26 +5,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import zmq
 
-from tests.fakes.engine_api import DEAD_FRAME, FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
+from tests.fakes.engine_api import DEAD_FRAME, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
 from tests.fakes.engines import READY, FakeLauncher, FakeProcess, connect
-from tests.replicas.remote_server import TimedOutputs
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.links.link import Frames
-
-
-class SlotCodec(FakeEngineApi):
-    """Sends the client index, for engines with several outputs; outputs have times."""
-
-    def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
-        return (b"utility", msgspec.json.encode((client_index, call_id, method, args)))
-
-    def decode_outputs(self, frames: Frames) -> Any:
-        return msgspec.json.decode(frames[0], type=TimedOutputs)
 
 
 class ServedFakeEngine(FakeProcess):
@@ -39,7 +26,6 @@ class ServedFakeEngine(FakeProcess):
 
     def __init__(self, pid: int, identity: bytes, fails: bool = False, ready: bytes = READY) -> None:
         super().__init__(pid)
-        self.process: FakeProcess = self
         self.frames: list[list[bytes]] = []
         self.aborted: list[str] = []
         self.calls: list[tuple[int, str]] = []
@@ -61,9 +47,6 @@ class ServedFakeEngine(FakeProcess):
         self._dealer.send(self._ready)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-
-    def abandon(self) -> None:
-        self.process.kill()
 
     def hang(self) -> None:
         """Neither read nor answer until `recover`."""
@@ -118,7 +101,8 @@ class ServedFakeEngine(FakeProcess):
         if frames[0] == b"abort":
             self.aborted += body
         elif frames[0] == b"utility":
-            client_index, call_id, method, _ = body
+            call_id, method, _ = body
+            client_index = int(frames[2])
             self.calls.append((client_index, method))
             reply = FakeOutputs(utility_output=FakeUtilityOutput(call_id, self.failure, FakeResult(False)))
             self._outputs[client_index].send(msgspec.json.encode(reply))

@@ -65,8 +65,7 @@ async def test_a_lost_engine_has_crashed_only_if_it_reported_that(head: Head, no
 async def test_a_hung_engine_is_reported_kept_and_put_back_into_service(start_node: StartNode) -> None:
     node = await start_node(heartbeat_timeout=2.0)
     before = await node.up()
-    async with node.head() as head:
-        await head.attach(before.incarnation)
+    async with node.attached() as head:
         node.engine.hang()
         status = await head.renew_while_up()
         assert (status.status, status.engine_failed) == (ReplicaStatus.ERROR, False)

@@ -85,13 +85,6 @@ async def test_a_head_that_attaches_during_the_stop_is_refused_with_the_reason(
         await node.running
 
 
-async def test_a_head_can_request_a_drain(head: Head, node: Node) -> None:
-    await head.request_drain()
-    assert (await head.next_status()).status is ReplicaStatus.DRAINING
-    await head.detach()
-    await node.running
-
-
 async def test_a_drain_request_after_a_lost_data_connection_is_handled(head: Head, node: Node) -> None:
     node.engine.send_tokens(0, "a")
     await head.read_ids(1)

@@ -5,6 +5,7 @@ import socket
 import pytest
 import zmq
 
+from tests.fakes.free_ports import free_port
 from tests.replicas.server.conftest import StartNode
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
@@ -14,14 +15,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int) -> PortRange:
-    for first in range(21000, 30000, count):
-        ports = PortRange(first, first + count - 1)
-        try:
-            close_all(listen_on_ports(LOOPBACK, ports, count))
-        except ConfigError:
-            continue
-        return ports
-    raise AssertionError("no free ports")
+    first = free_port()
+    return PortRange(first, first + count - 1)
 
 
 def test_a_range_is_parsed() -> None:

@@ -15,9 +15,8 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest, FakeUtilityOutput
 from tests.fakes.hostile_frames import hostile_message, hostile_stream
 from tests.fakes.raw_peers import raw_peer
-from tests.replicas.remote_server import TimedOutputs
+from tests.replicas.remote_server import RemoteApi, TimedOutputs
 from tests.replicas.server.conftest import MakeHead, Node, StartNode
-from tests.replicas.server.engines import SlotCodec
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
@@ -128,14 +127,14 @@ async def test_a_message_of_the_size_limit_passes_and_a_larger_one_is_an_error_b
 ) -> None:
     node = await start_node(secrets=secrets, max_message_bytes=2**20)
     head = make_head(secrets)
-    frame = len(SlotCodec().encode_add(FakeRequest(""), "", 0)[1])
+    rest = sum(map(len, RemoteApi().encode_add(FakeRequest(""), "")))
     async with head.attached(await node.up()) as replica:
-        # The codec puts the id, of which each character is a byte, and the kind of message around it.
-        largest = "x" * (2**20 - frame - len(b"add"))
+        # Each character of the id is a byte of the message.
+        largest = "x" * (2**20 - rest)
         with pytest.raises(MessageTooLargeError, match=r"1\.0 MiB.*1 MiB are allowed \(--omni-max-message-size"):
             replica.client.add_request(FakeRequest(""), largest + "x")
         replica.client.add_request(FakeRequest(""), largest)
-        await eventually(lambda: any(largest.encode() in frames[-1] for frames in node.engine.frames))
+        await eventually(lambda: any(largest.encode() in frames[1] for frames in node.engine.frames))
         assert await replica.client.call("is_sleeping") is False
         assert not head.deaths
 
@@ -147,7 +146,7 @@ async def test_a_forbidden_call_is_answered_with_an_error_and_does_not_reach_the
         call = bytes(frames[1])
         if b"save_sharded_state" not in call:
             return None
-        answer = FakeUtilityOutput(msgspec.json.decode(call)[1], "heads may not")
+        answer = FakeUtilityOutput(msgspec.json.decode(call)[0], "heads may not")
         return Rejection("heads may not", [msgspec.json.encode(TimedOutputs(utility_output=answer))])
 
     node = await start_node(message_filter=reject)
@@ -196,18 +195,14 @@ async def test_a_credential_is_not_valid_for_the_data_ports_of_another_lease(
         await try_to_send(inputs, [head.attached.identity, b"add", b'{"request_id": "smuggled"}'])
         await works(node, head)
         assert not await outputs.poll(0)
-        await works_for_second(node, other)
+        node.engine.send_tokens(other.attached.client_index, "theirs")
+        assert await other.read_ids(1) == ["theirs"]
 
 
 async def try_to_send(socket: Any, frames: list[bytes]) -> None:
     """Send, unless the connection was refused: then the send would block for ever."""
     with contextlib.suppress(zmq.Again):
         await socket.send_multipart(frames, zmq.NOBLOCK)
-
-
-async def works_for_second(node: Node, other: Head) -> None:
-    node.engine.send_tokens(other.attached.client_index, "theirs")
-    assert await other.read_ids(1) == ["theirs"]
 
 
 @MODES
