@@ -5,7 +5,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,6 @@ from vllm_omni_plugin.curve.handshake_monitor import (
 
 OLD, NEW, OTHER = "the old secret of the fleet", "the new secret of the fleet", "somebody else's secret"
 Socket = zmq.Socket[bytes]
-
-
-@cache
-def made(*lines: str) -> Secrets:
-    """Return secrets that were derived once, because that is slow on purpose."""
-    return Secrets(lines)
 
 
 class Site:
@@ -106,7 +99,7 @@ def sites() -> Iterator[Callable[[Secrets | None], Site]]:
 @pytest.fixture
 def site(sites: "OpenSite") -> Site:
     """A site that admits holders of the old secret."""
-    site = sites(made(OLD))
+    site = sites(Secrets([OLD]))
     site.zap_handler.admit_secret_holders("test")
     return site
 
@@ -134,15 +127,15 @@ def with_keys(server_key: bytes, public: bytes, secret: bytes) -> Callable[[Sock
 
 def test_holder_of_the_secret_is_admitted_over_ipc(site: Site, tmp_path: Path) -> None:
     server = site.serve(address=f"ipc://{tmp_path}/socket")
-    assert [site.admits(server, holder(made(OLD))) for _ in range(2)] == [True, True]
-    assert not site.admits(server, holder(made(OTHER)))
+    assert [site.admits(server, holder(Secrets([OLD]))) for _ in range(2)] == [True, True]
+    assert not site.admits(server, holder(Secrets([OTHER])))
 
 
 UNAUTHENTICATED = {
-    "another secret": holder(made(OTHER)),
+    "another secret": holder(Secrets([OTHER])),
     "no secret": lambda socket: None,
     "another mechanism": with_password("x" * 40),
-    "the keys of another role": holder(made(OLD), "replica"),
+    "the keys of another role": holder(Secrets([OLD]), "replica"),
 }
 
 
@@ -160,19 +153,19 @@ def test_unauthenticated_peer_is_refused_counted_and_logged_with_its_address(
         assert not site.admits(server, client)
         eventually(lambda: site.zap_handler.refused == refusals)  # noqa: B023
     assert "at the test socket" in caplog.text
-    assert site.admits(server, holder(made(OLD)))
+    assert site.admits(server, holder(Secrets([OLD])))
 
 
 def test_client_key_that_is_not_admitted_is_refused(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     own = zmq.curve_keypair()
-    event, _ = site.connect(site.serve(), with_keys(made(OLD).server_keys("test").public, *own))
+    event, _ = site.connect(site.serve(), with_keys(Secrets([OLD]).server_keys("test").public, *own))
     assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
     assert site.zap_handler.refused == 1
     assert "Refused 127.0.0.1 at the test socket" in caplog.text
 
 
 def test_secured_socket_admits_no_peer_without_a_zap_handler(sites: OpenSite) -> None:
-    secrets = made(OLD)
+    secrets = Secrets([OLD])
     site = sites(secrets)
     context: zmq.Context[Socket] = zmq.Context()
     server = context.socket(zmq.ROUTER)
@@ -184,7 +177,7 @@ def test_secured_socket_admits_no_peer_without_a_zap_handler(sites: OpenSite) ->
 
 
 def test_leased_key_is_admitted_to_its_own_domain(sites: OpenSite) -> None:
-    site = sites(made(OLD))
+    site = sites(Secrets([OLD]))
     own_public, own_secret = zmq.curve_keypair()
     lease = zmq.curve_keypair()
     mine, theirs = (site.serve(lambda socket, name=name: require_key(socket, own_secret, name)) for name in "ab")  # type: ignore[misc]
@@ -237,7 +230,7 @@ TOO_MUCH = "it sent more than a handshake takes"
 def test_unauthenticated_peer_that_sends_too_much_is_disconnected(
     sites: OpenSite, caplog: pytest.LogCaptureFixture, mechanism: bytes
 ) -> None:
-    site = sites(made(OLD))
+    site = sites(Secrets([OLD]))
     demand = None if mechanism == b"CURVE" else lambda socket: require_password(socket, "test")
     with raw_peer(port_of(site.serve(demand)), mechanism) as peer:
         peer.send_frame_header(2**30)
@@ -253,10 +246,10 @@ def test_unauthenticated_peer_with_an_oversized_frame_is_disconnected_and_logged
 
     def secure(socket: Socket) -> None:
         socket.maxmsgsize = HANDSHAKE_FRAME_BYTES
-        secure_server(socket, made(OLD), "test")
+        secure_server(socket, Secrets([OLD]), "test")
 
     server = site.serve(secure)
-    assert site.admits(server, holder(made(OLD)))
+    assert site.admits(server, holder(Secrets([OLD])))
     with raw_peer(port_of(server)) as peer:
         peer.send_frame_header(HANDSHAKE_FRAME_BYTES + 1)
         assert peer.is_disconnected()
@@ -269,7 +262,7 @@ def test_authenticated_peer_may_send_large_messages_at_once(site: Site, mechanis
     site.zap_handler.admit("test", "x" * 40)
     encrypted = mechanism == "CURVE"
     server = site.serve(None if encrypted else lambda socket: require_password(socket, "test"))
-    show = holder(made(OLD)) if encrypted else with_password("x" * 40)
+    show = holder(Secrets([OLD])) if encrypted else with_password("x" * 40)
     server.rcvtimeo = 20_000
     for _ in range(20):
         client = site.outside.socket(zmq.DEALER)
@@ -287,7 +280,7 @@ def test_sockets_may_open_and_close_while_the_zap_handler_runs(site: Site) -> No
     descriptors = []
     for _ in range(10):
         server = site.serve()
-        assert site.admits(server, holder(made(OLD)))
+        assert site.admits(server, holder(Secrets([OLD])))
         server.close(linger=0)
         site.opened.remove(server)
         descriptors.append(len(os.listdir("/proc/self/fd")))

@@ -16,6 +16,7 @@ import pytest
 
 from tests.engine.namespaces import HEAD_ADDRESS, NODE_ADDRESS, Cable
 from tests.fakes.free_ports import free_port
+from tests.fakes.secret_files import write_secret
 from vllm_omni_plugin.cli import main
 from vllm_omni_plugin.integration import doctor
 from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
@@ -84,12 +85,6 @@ print(runtime.router_address.removeprefix("tcp://"), flush=True)
 sys.stdin.read()
 runtime.close()
 """
-
-
-def write_secret(path: Path, secret: str) -> str:
-    path.touch(mode=0o600)
-    path.write_text(secret)
-    return str(path)
 
 
 @contextmanager

@@ -82,48 +82,35 @@ def test_a_process_that_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyP
     undying.die()
 
 
-def wait(threads: ThreadPoolExecutor, barrier: StartBarrier, rank: int) -> "StartingRank":
-    cancelled = threading.Event()
-    return StartingRank(threads.submit(barrier.wait, rank, cancelled), cancelled)
-
-
-class StartingRank:
-    def __init__(self, future: "Future[GroupIncarnation]", cancelled: threading.Event) -> None:
-        self.future = future
-        self.cancelled = cancelled
-
-    def incarnation(self) -> GroupIncarnation:
-        return self.future.result(SOON_S)
-
-
-def two_ranks(timeout_s: float = SOON_S) -> StartBarrier:
-    return StartBarrier(2, lambda: GroupIncarnation(2), timeout_s)
+def wait(threads: ThreadPoolExecutor, barrier: StartBarrier, rank: int) -> "Future[GroupIncarnation]":
+    return threads.submit(barrier.wait, rank, threading.Event())
 
 
 def test_a_cancelled_rank_stops_waiting_and_may_start_again(threads: ThreadPoolExecutor) -> None:
-    barrier = two_ranks()
-    one = wait(threads, barrier, 0)
-    barrier.cancel(one.cancelled)
+    barrier = StartBarrier(2, lambda: GroupIncarnation(2), SOON_S)
+    cancelled = threading.Event()
+    one = threads.submit(barrier.wait, 0, cancelled)
+    barrier.cancel(cancelled)
     with pytest.raises(ReplicaError, match="was cancelled"):
-        one.incarnation()
+        one.result(SOON_S)
     again, other = wait(threads, barrier, 0), wait(threads, barrier, 1)
-    assert again.incarnation() is other.incarnation()
+    assert again.result(SOON_S) is other.result(SOON_S)
 
 
 def test_a_rank_whose_siblings_do_not_come_is_released(threads: ThreadPoolExecutor) -> None:
     lonely = wait(threads, StartBarrier(3, lambda: GroupIncarnation(3), timeout_s=0.01), 1)
     with pytest.raises(ReplicaError, match="the other ranks of its group do not start: 0, 2"):
-        lonely.incarnation()
+        lonely.result(SOON_S)
 
 
 def test_no_incarnation_begins_beside_processes_that_do_not_end(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._EXIT_TIMEOUT_S", 0.0)
-    barrier = two_ranks()
+    barrier = StartBarrier(2, lambda: GroupIncarnation(2), SOON_S)
     first = [wait(threads, barrier, rank) for rank in (0, 1)]
     undying = Undying(0)
-    first[1].incarnation().add(undying)
+    first[1].result(SOON_S).add(undying)
     with pytest.raises(ReplicaError, match="does not exit"):
-        wait(threads, barrier, 0).incarnation()
+        wait(threads, barrier, 0).result(SOON_S)
     undying.die()

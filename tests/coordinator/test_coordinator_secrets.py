@@ -11,6 +11,7 @@ import pytest
 from coordinator_support import ANY, eventually, free_address, make_event, names
 
 from tests.fakes.keeping import Keep
+from tests.fakes.secret_files import write_secret
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
     OmniCoordClientForStage,
@@ -183,15 +184,8 @@ def test_failing_callback_does_not_end_the_client(
     assert "A callback of the coordinator's client failed" in caplog.text
 
 
-def secret_file(folder: Path, line: str = OLD_LINE, mode: int = 0o600) -> str:
-    path = folder / "secret"
-    path.write_text(line)
-    path.chmod(mode)
-    return str(path)
-
-
 def test_restarted_process_has_the_secret_and_no_list_loses_a_replica(tmp_path: Path, report: OpenReplica) -> None:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=9.0, secret_file=secret_file(tmp_path))
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=9.0, secret_file=write_secret(tmp_path / "secret", OLD_LINE))
     lists: list[list[str]] = []
     hub = OmniCoordClientForHub(runtime.pub_address, lambda replicas: lists.append(names(replicas)), secrets=OLD)
     clients = [report(runtime.router_address, OLD, name) for name in "ab"]
@@ -208,7 +202,7 @@ def test_restarted_process_has_the_secret_and_no_list_loses_a_replica(tmp_path: 
 
 
 def test_arguments_and_environment_contain_neither_the_secret_nor_its_path(tmp_path: Path) -> None:
-    path = secret_file(tmp_path)
+    path = write_secret(tmp_path / "secret", OLD_LINE)
     runtime = OmniCoordinatorRuntime(secret_file=path)
     visible = Path(f"/proc/{runtime.process_id}/cmdline").read_bytes()
     visible += Path(f"/proc/{runtime.process_id}/environ").read_bytes()
@@ -218,8 +212,9 @@ def test_arguments_and_environment_contain_neither_the_secret_nor_its_path(tmp_p
 
 
 def test_process_with_a_bad_secret_file_is_a_config_error(tmp_path: Path) -> None:
+    path = write_secret(tmp_path / "secret", OLD_LINE, mode=0o644)
     with pytest.raises(ConfigError, match=r"--omni-secret-file .*chmod 600"):
-        OmniCoordinatorRuntime(secret_file=secret_file(tmp_path, mode=0o644))
+        OmniCoordinatorRuntime(secret_file=path)
 
 
 def test_lists_are_published_on_loopback_only() -> None:

@@ -17,6 +17,7 @@ import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, process_status, read_if_there
 
 from tests.fakes.keeping import Keep
+from tests.fakes.secret_files import write_secret
 from vllm_omni_plugin.coordinator import HeadQueryResult, OmniCoordinator, OmniCoordinatorRuntime, query_head
 from vllm_omni_plugin.coordinator.client import head_query
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
@@ -330,10 +331,8 @@ def test_a_malformed_question_is_counted_and_others_are_answered(
 
 
 def test_the_coordinator_process_answers_also_after_a_restart(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.touch(mode=0o600)
-    file.write_text(OLD_LINE)
-    runtime = OmniCoordinatorRuntime(secret_file=str(file), fingerprints=FINGERPRINTS)
+    secret_file = write_secret(tmp_path / "secret", OLD_LINE)
+    runtime = OmniCoordinatorRuntime(secret_file=secret_file, fingerprints=FINGERPRINTS)
     try:
         for _ in range(2):
             pid = runtime.process_id
