@@ -106,7 +106,7 @@ def run_without_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_head_is_looked_at_without_vllm(tmp_path: Path) -> None:
     secret = write_secret(tmp_path / "right", "the secret of the fleet")
     first = free_port()
-    ports = f"{first}-{min(first + 20, 65535)}"
+    ports = f"{first}-{first + 20}"
     with head(secret) as against:
         done = run_without_vllm(
             "--against", against, "--omni-secret-file", secret, "--omni-replica-ports", ports, "--omni-dp-size-local=2"

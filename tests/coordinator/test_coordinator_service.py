@@ -19,6 +19,7 @@ from vllm_omni_plugin.coordinator import (
     decode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import CoordinatorSockets
+from vllm_omni_plugin.coordinator.state import list_deltas
 from vllm_omni_plugin.errors import ConfigError, WireError
 
 
@@ -66,12 +67,14 @@ def test_published_frame_is_plain_json_for_any_subscriber(
     assert published["timestamp"] == decode_replica_list(frame).timestamp > 0
 
 
-def test_late_subscriber_is_sent_the_list_without_any_change(coordinator: OmniCoordinator, keep: Keep) -> None:
+def test_late_subscriber_is_sent_the_list_without_any_change(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The keep-alive would bring the list as well.
+    monkeypatch.setattr(list_deltas, "KEEP_ALIVE_INTERVAL", 1000.0)
+    coordinator = keep(OmniCoordinator(ANY, ANY, 1000.0))
     coordinator.add_new_replica(make_event("a"))
     for _ in range(3):
         late = keep(OmniCoordClientForHub(coordinator.pub_zmq_addr))
-        # Less than the keep-alive interval, which would bring the list as well.
-        eventually(lambda late=late: names(late.get_replica_list()) == ["a"], within=4)  # type: ignore[misc]
+        eventually(lambda late=late: names(late.get_replica_list()) == ["a"])  # type: ignore[misc]
 
 
 def test_burst_of_updates_is_coalesced_and_ends_with_the_last(keep: Keep) -> None:
