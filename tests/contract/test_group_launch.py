@@ -124,9 +124,11 @@ def test_ready_responses_of_several_groups_are_applied_although_each_names_a_coo
     responses = []
     for group in range(2):
         ready = msgspec.msgpack.decode(ready_response(config, 0, 10, 16))
-        responses.append(msgspec.msgpack.encode(ready | addresses_of(group)))
+        responses.append(msgspec.msgpack.encode(ready | addresses_of(group) | {"max_model_len": 100}))
     apply_ready_responses(config, responses)
-    assert config.cache_config.num_gpu_blocks == 20
+    cache = config.cache_config
+    assert (cache.num_gpu_blocks, cache.block_size, cache.kv_cache_size_tokens) == (20, 16, 160)
+    assert config.model_config.max_model_len == 100
     assert config.parallel_config._coord_store_port == own_port
 
 
