@@ -11,14 +11,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from coordinator_support import OpenDealer, eventually, free_address, make_event, names, process_status
+from coordinator_support import eventually, free_address, names, process_status
 
 from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
     OmniCoordClientForStage,
     OmniCoordinatorRuntime,
-    encode_event,
 )
 from vllm_omni_plugin.coordinator.process import runtime as runtime_module
 from vllm_omni_plugin.coordinator.process.coordinator_process import CoordinatorProcess
@@ -34,12 +33,6 @@ def runtime(keep: Keep) -> OmniCoordinatorRuntime:
 def process_of(runtime: OmniCoordinatorRuntime) -> int:
     assert runtime.process_id is not None
     return runtime.process_id
-
-
-def kill_and_wait_for_the_next(runtime: OmniCoordinatorRuntime) -> None:
-    killed = process_of(runtime)
-    os.kill(killed, signal.SIGKILL)
-    eventually(lambda: runtime.process_id not in (None, killed))
 
 
 def runs(pid: int) -> bool:
@@ -85,21 +78,6 @@ def test_process_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(runtime_module, "START_TIMEOUT", 0.0)
     with pytest.raises(OmniError, match=r"was not ready after 0\.0 s"):
         OmniCoordinatorRuntime()
-
-
-def test_restarted_process_publishes_no_list_before_replicas_registered(keep: Keep, dealer: OpenDealer) -> None:
-    runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=9.0))
-    replica = dealer(runtime.router_address)
-    hub = keep(OmniCoordClientForHub(runtime.pub_address))
-    replica.send(encode_event(make_event("slow", sequence=1)))
-    eventually(lambda: names(hub.get_replica_list()) == ["slow"])
-    kill_and_wait_for_the_next(runtime)
-    received = threading.Event()
-    late_hub = keep(OmniCoordClientForHub(runtime.pub_address, lambda replicas: received.set()))
-    assert not received.wait(0.5)
-    replica.send(encode_event(make_event("slow", sequence=2)))
-    assert received.wait(20)
-    assert names(late_hub.get_replica_list()) == names(hub.get_replica_list()) == ["slow"]
 
 
 def test_restart_fails_until_the_port_is_free_again(
