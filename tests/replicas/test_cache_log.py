@@ -57,15 +57,6 @@ def test_a_reader_gets_all_blocks_and_then_the_changes() -> None:
     assert log.since(reader.cursor) is None
 
 
-@pytest.mark.usefixtures("small")
-def test_changes_between_two_parts_are_not_lost() -> None:
-    log = begun(*range(20))
-    reader = Reader().read(log, parts=1)
-    log.append(CacheChange(stored=[100], removed=[0, 15]))
-    assert reader.read(log).keys == {*range(1, 15), *range(16, 20), 100}
-    assert (reader.parts, reader.restarts) == (4, 1)
-
-
 def test_lost_reports_are_an_incomplete_restart() -> None:
     log = begun(1)
     reader = Reader().read(log)

@@ -51,13 +51,6 @@ def test_engines_and_their_workers_are_killed_with_their_parent(stopped: bool) -
             os.close(fd)
 
 
-def test_an_engine_is_killed_when_the_reaper_closes() -> None:
-    with subprocess.Popen(SLEEPER) as engine:
-        with closing(Reaper()) as reaper:
-            reaper.watch(engine.pid)
-        assert engine.wait(10) == -signal.SIGKILL
-
-
 def test_a_process_of_another_parent_is_not_killed() -> None:
     with subprocess.Popen(PARENT_OF_A_SLEEPER, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -30,18 +30,18 @@ async def test_an_engine_gets_each_call_once_until_its_last_head_is_gone(monkeyp
         return await own_call(client, method, *args)
 
     monkeypatch.setattr(StageClient, "call", noted)
-    async with open_site() as site:
+    async with open_site() as new_head:
         async with AsyncExitStack() as stack:
-            first, second = [await stack.enter_async_context(site.head()) for _ in range(2)]
+            first, second = [await stack.enter_async_context(new_head()) for _ in range(2)]
             await call(first, "pause_scheduler", "keep", True)
-            late = await stack.enter_async_context(site.head())
+            late = await stack.enter_async_context(new_head())
             assert told == ["pause_scheduler"]
             assert await call(late, "is_scheduler_paused") == [True]
             await call(second, "resume_scheduler")
             await call(late, "pause_scheduler", "keep", True)
             assert told == ["pause_scheduler", "resume_scheduler", "pause_scheduler"]
         told.clear()
-        async with site.head() as next_head:
+        async with new_head() as next_head:
             await eventually(lambda: next_head.fleet_calls.refusal is None)
             assert await call(next_head, "is_scheduler_paused") == [False]
             assert told == []

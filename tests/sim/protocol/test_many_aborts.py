@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.sim.protocol.requests import request
-from tests.sim.protocol.whole_heads import Site, WholeHead, open_site
+from tests.sim.protocol.whole_heads import NewHead, WholeHead, open_site
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
 AT_ONCE = 40
@@ -86,15 +86,15 @@ async def leave_in_the_middle(head: WholeHead, stack: AsyncExitStack, draw: rand
         await head.more()
 
 
-async def abort_many(site: Site, requests: int) -> None:
+async def abort_many(new_head: NewHead, requests: int) -> None:
     """Run all requests through heads, one of which is replaced in every round; then check what is left."""
     draw = random.Random(11)
     async with AsyncExitStack() as stack:
-        heads = [await stack.enter_async_context(site.head()) for _ in range(HEADS)]
+        heads = [await stack.enter_async_context(new_head()) for _ in range(HEADS)]
         at_rest: dict[str, int] = {}
         for first in range(0, requests, (HEADS + 1) * AT_ONCE):
             own = AsyncExitStack()
-            guest = await own.enter_async_context(site.head())
+            guest = await own.enter_async_context(new_head())
             lots = (one_lot(head, draw, f"{first}-{index}") for index, head in enumerate(heads))
             await asyncio.gather(*lots, leave_in_the_middle(guest, own, draw, f"{first}-guest"))
             if not at_rest:
@@ -103,7 +103,7 @@ async def abort_many(site: Site, requests: int) -> None:
         await settled(heads)
         await no_more_is_held_than(at_rest)
         await assert_the_engine_has_nothing(heads)
-        await assert_every_slot_is_clean(site)
+        await assert_every_slot_is_clean(new_head)
 
 
 async def settled(heads: list[WholeHead]) -> None:
@@ -131,10 +131,10 @@ async def assert_the_engine_has_nothing(heads: list[WholeHead]) -> None:
     assert (statistics.num_running_reqs, statistics.num_waiting_reqs) == (0, 0)
 
 
-async def assert_every_slot_is_clean(site: Site) -> None:
+async def assert_every_slot_is_clean(new_head: NewHead) -> None:
     """Heads in all free slots get only the answers to their own requests."""
     async with AsyncExitStack() as stack:
-        heads = [await stack.enter_async_context(site.head()) for _ in range(HEAD_SLOTS - HEADS)]
+        heads = [await stack.enter_async_context(new_head()) for _ in range(HEAD_SLOTS - HEADS)]
         for head in heads:
             head.submit(request("own", max_tokens=2))
         for head in heads:
@@ -149,10 +149,10 @@ async def gets_its_own(head: WholeHead) -> None:
 @pytest.mark.parametrize("requests", [480, pytest.param(10_000, marks=pytest.mark.long)])
 async def test_many_aborts_leave_no_state(requests: int) -> None:
     # What a process makes once is no leak.
-    async with open_site() as site, site.head():
+    async with open_site() as new_head, new_head():
         pass
     gc.collect()
     before = held()
-    async with open_site() as site:
-        await abort_many(site, requests)
+    async with open_site() as new_head:
+        await abort_many(new_head, requests)
     await no_more_is_held_than(before)

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -106,28 +106,21 @@ class WholeHead:
         self.statistics = getattr(item, "scheduler_stats", None) or self.statistics
 
 
-class Site:
-    """A coordinator, and one replica server with a simulated engine."""
-
-    def __init__(self, coordinator: OmniCoordinator) -> None:
-        self._coordinator = coordinator
-        self._numbers = itertools.count()
-
-    def head(self) -> WholeHead:
-        return WholeHead(self._coordinator.router_zmq_addr, f"head-{next(self._numbers)}")
+NewHead = Callable[[], WholeHead]
 
 
 @asynccontextmanager
-async def open_site() -> AsyncIterator[Site]:
+async def open_site() -> AsyncIterator[NewHead]:
+    """A coordinator, and one replica server with a simulated engine; makes their heads."""
     coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
-    address = coordinator.router_zmq_addr
+    address, numbers = coordinator.router_zmq_addr, itertools.count()
     settings = ServerSettings("127.0.0.1", None, address, 0, INTERVAL, TIMEOUT, 5.0, None, FINGERPRINT)
     with EngineHost() as host, ThreadPoolExecutor(2) as executor:
         launcher = SimLauncher(host, SETTINGS, ready_response)
         server = ReplicaServer(settings, launcher, 0, EngineApi(), executor)
         running = asyncio.create_task(server.run())
         try:
-            yield Site(coordinator)
+            yield lambda: WholeHead(address, f"head-{next(numbers)}")
         finally:
             server.stop_now("the test is over")
             await running
