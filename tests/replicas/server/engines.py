@@ -19,7 +19,7 @@ class ServedFakeEngine(FakeProcess):
 
     Attributes:
         frames: all received messages, in order.
-        aborted: ids of aborted requests.
+        added, aborted: ids of added and of aborted requests.
         calls: (client index, method) of the utility calls.
         failure: failure message of utility calls instead of a result.
     """
@@ -27,6 +27,7 @@ class ServedFakeEngine(FakeProcess):
     def __init__(self, pid: int, identity: bytes, fails: bool = False, ready: bytes = READY) -> None:
         super().__init__(pid)
         self.frames: list[list[bytes]] = []
+        self.added: list[str] = []
         self.aborted: list[str] = []
         self.calls: list[tuple[int, str]] = []
         self.failure: str | None = None
@@ -100,6 +101,8 @@ class ServedFakeEngine(FakeProcess):
         body = msgspec.json.decode(frames[1])
         if frames[0] == b"abort":
             self.aborted += body
+        elif frames[0] == b"add":
+            self.added.append(body["request_id"])
         elif frames[0] == b"utility":
             call_id, method, _ = body
             client_index = int(frames[2])

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 
 from tests.fakes.conditions import eventually
@@ -36,10 +35,6 @@ async def whole_head(coordinator: OmniCoordinator, secrets: Secrets | None = Non
             await remote.close()
 
 
-def added(node: Node) -> list[str]:
-    return [msgspec.json.decode(frames[1])["request_id"] for frames in node.engine.frames if frames[0] == b"add"]
-
-
 async def serving(fleet: FakeFleet, count: int) -> None:
     await eventually(lambda: len(fleet.pool.serving) == count, f"{count} replicas that serve")
 
@@ -52,8 +47,8 @@ async def test_a_replica_joins_a_head_without_replicas_and_gets_the_held_request
     async with whole_head(node.coordinator, secrets) as fleet:
         await fleet.submit("a")
         await serving(fleet, 1)
-        await eventually(lambda: added(node))
-        node.engine.send_tokens(0, *added(node))
+        await eventually(lambda: node.engine.added)
+        node.engine.send_tokens(0, *node.engine.added)
         await eventually(
             lambda: len(fleet.orchestrator.output_async_queue) == 2, "the news of the replica and an output"
         )
@@ -64,10 +59,10 @@ async def test_a_killed_engine_returns_with_the_next_incarnation(node: Node) -> 
     async with whole_head(node.coordinator) as fleet:
         await serving(fleet, 1)
         await fleet.submit("a")
-        await eventually(lambda: added(node))
+        await eventually(lambda: node.engine.added)
         engine = node.engine
         engine.process.kill()
-        await eventually(lambda: node.engine is not engine and added(node), "the request on the new engine")
+        await eventually(lambda: node.engine is not engine and node.engine.added, "the request on the new engine")
 
 
 async def test_a_drained_replica_is_removed_without_a_loss(node: Node, caplog: pytest.LogCaptureFixture) -> None:
