@@ -10,6 +10,7 @@ from typing import Any
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import InputPart, StageInput, StageOutput
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.python_stage import PythonStage
@@ -51,19 +52,28 @@ class Head:
         self.api = api(self.stage)
         self.launcher = PythonStageLauncher(self.stage, self.spawned.append, share_memory=self.share_memory)
 
-    async def start(self) -> Engine:
+    @property
+    def replica(self) -> Engine:
+        """The newest one."""
+        return self.replicas[-1]
+
+    @property
+    def client(self) -> StageClient:
+        """Its client."""
+        return self.replica.client
+
+    async def start(self) -> None:
         replica = await start_local_engine(self.launcher, self.api, self.executor, 0, self._on_outputs)
         replica.on_lost = self.deaths.append
         self.replicas.append(replica)
-        return replica
 
     def send(self, request_id: str, given: StageInput | str, *, resumable: bool = False, last: bool = True) -> None:
         given = StageInput(text=given) if isinstance(given, str) else given
         request = self.api.build(source(), given, {}, for_client=False, part=InputPart(resumable, last))
-        self.replicas[-1].client.add_request(request, request_id)
+        self.client.add_request(request, request_id)
 
     def close_input(self, request_id: str) -> None:
-        self.replicas[-1].client.add_request(self.api.build_end(source()), request_id)
+        self.client.add_request(self.api.build_end(source()), request_id)
 
     async def answers(self, request_id: str, count: int = 1) -> list[StageOutput]:
         await eventually(lambda: len(self._outputs_of(request_id)) >= count, f"{count} outputs of {request_id}")
@@ -87,11 +97,13 @@ class Head:
 
 
 @asynccontextmanager
-async def open_head(described: Stage, share_memory: bool = True) -> AsyncIterator[Head]:
-    """A head without a replica yet; closes all its replicas."""
+async def open_head(described: Stage, *, share_memory: bool = True, starts: bool = True) -> AsyncIterator[Head]:
+    """A head with a replica, or none yet; closes all its replicas."""
     with ThreadPoolExecutor(4) as executor:
         head = Head(described, executor, share_memory)
         try:
+            if starts:
+                await head.start()
             yield head
         finally:
             for replica in head.replicas:

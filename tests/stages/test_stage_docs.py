@@ -34,7 +34,6 @@ async def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (fields,) = yaml.safe_load(block("yaml"))
     described = replace(stage(), engine=fields["engine"], options=fields["options"], sampling=fields["sampling"])
     async with open_head(described) as head:
-        await head.start()
         whole = await audio(head, "whole", range(10))
         chunked = await audio(head, "chunked", range(4), range(4, 9), range(9, 10))
         assert whole.shape == (10 * 320,)

@@ -58,7 +58,7 @@ def ended(fd: int) -> bool:
     ],
 )
 async def test_a_stage_that_cannot_start_says_why(engine: str, options: dict[str, object], reason: str) -> None:
-    async with open_head(stage(engine, options=options)) as head:
+    async with open_head(stage(engine, options=options), starts=False) as head:
         with pytest.raises(ReplicaError, match=f"replica 0 of stage 'vocoder' .* did not start: {reason}"):
             await head.start()
         with pytest.raises(ProcessLookupError):
@@ -66,7 +66,7 @@ async def test_a_stage_that_cannot_start_says_why(engine: str, options: dict[str
 
 
 async def test_a_cancelled_start_leaves_no_process() -> None:
-    async with open_head(stage("classes:CannotStart", options={"how": "wait"})) as head:
+    async with open_head(stage("classes:CannotStart", options={"how": "wait"}), starts=False) as head:
         start = asyncio.create_task(head.start())
         await eventually(lambda: head.spawned)
         fd = os.pidfd_open(head.spawned[0])
@@ -78,7 +78,7 @@ async def test_a_cancelled_start_leaves_no_process() -> None:
 
 
 async def test_a_failed_on_spawn_leaves_no_process() -> None:
-    async with open_head(stage()) as head:
+    async with open_head(stage(), starts=False) as head:
 
         def refuse(pid: int) -> None:
             head.spawned.append(os.pidfd_open(pid))
@@ -93,11 +93,10 @@ async def test_a_failed_on_spawn_leaves_no_process() -> None:
 
 async def test_a_killed_replica_is_seen_and_can_be_started_again() -> None:
     async with open_head(stage()) as head:
-        replica = await head.start()
-        os.kill(replica.pid, signal.SIGKILL)
+        os.kill(head.replica.pid, signal.SIGKILL)
         await eventually(lambda: head.deaths)
         assert "exited" in head.deaths[0]
-        await replica.close(head.executor, timeout=0.0)
+        await head.replica.close(head.executor, timeout=0.0)
         await head.start()
         head.send("a", "back")
         assert (await head.answer("a")).text == "back!"
@@ -127,8 +126,7 @@ async def test_a_stage_that_cannot_handle_a_message_ends(monkeypatch: pytest.Mon
 async def test_stop_is_called_after_sigterm(tmp_path: Path) -> None:
     note = tmp_path / "note"
     async with open_head(stage("classes:Stopping", options={"note": str(note)})) as head:
-        replica = await head.start()
-        os.kill(replica.pid, signal.SIGTERM)
+        os.kill(head.replica.pid, signal.SIGTERM)
         await eventually(lambda: head.deaths)
         assert note.read_text() == "stopped"
 
@@ -144,13 +142,12 @@ async def test_the_running_batch_is_answered_after_sigterm(gate: Gate, tmp_path:
     note = tmp_path / "note"
     os.mkfifo(note)
     async with open_head(stage("classes:Stopping", options={"note": str(note)})) as head:
-        replica = await head.start()
         head.send("a", gate.job)
         await gate.reached()
         head.send("b", "dropped")
-        assert await replica.client.call("is_sleeping") is False
-        os.kill(replica.pid, signal.SIGTERM)
-        await eventually(lambda: has_handled(replica.pid, signal.SIGTERM))
+        assert await head.client.call("is_sleeping") is False
+        os.kill(head.replica.pid, signal.SIGTERM)
+        await eventually(lambda: has_handled(head.replica.pid, signal.SIGTERM))
         gate.release()
         assert (await head.answer("a")).text == "slow!"
         assert note.read_text() == "stopped"
@@ -160,11 +157,10 @@ async def test_the_running_batch_is_answered_after_sigterm(gate: Gate, tmp_path:
 
 async def test_a_computation_that_never_ends_is_killed_when_the_replica_closes(gate: Gate) -> None:
     async with open_head(stage()) as head:
-        replica = await head.start()
         head.send("a", gate.job)
         await gate.reached()
-        fd = os.pidfd_open(replica.pid)
-        await replica.close(head.executor, timeout=0.0)
+        fd = os.pidfd_open(head.replica.pid)
+        await head.replica.close(head.executor, timeout=0.0)
         assert ended(fd)
         os.close(fd)
         gate.release()
@@ -172,7 +168,6 @@ async def test_a_computation_that_never_ends_is_killed_when_the_replica_closes(g
 
 async def test_a_class_that_calls_os_exit_ends_the_process() -> None:
     async with open_head(stage("classes:Faulty")) as head:
-        await head.start()
         head.send("a", "exit")
         await eventually(lambda: head.deaths)
         assert "exited" in head.deaths[0]

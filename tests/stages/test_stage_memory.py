@@ -29,7 +29,6 @@ WITH_THE_SHARED_HEAD = pytest.mark.asyncio(loop_scope="module")
 async def shared() -> AsyncIterator[Head]:
     """A head with a replica; its start imports torch, which takes long."""
     async with open_head(stage("torch_classes:Keeping")) as head:
-        await head.start()
         # It keeps this one.
         head.send("first", StageInput(tensor=torch.zeros(LARGE, dtype=torch.uint8)))
         await head.answer("first")
@@ -63,12 +62,11 @@ async def test_small_tensors_go_through_the_socket(head: Head) -> None:
 
 @WITH_THE_SHARED_HEAD
 async def test_tensors_that_find_no_room_go_through_the_socket(head: Head) -> None:
-    client = head.replicas[0].client
-    await client.call("pause_scheduler", "keep", False)
+    await head.client.call("pause_scheduler", "keep", False)
     tensors = {str(number): torch.full((LARGE,), number, dtype=torch.uint8) for number in range(6)}
     for request_id, tensor in tensors.items():
         head.send(request_id, StageInput(tensor=tensor))
-    await client.call("resume_scheduler")
+    await head.client.call("resume_scheduler")
     answers = {request_id: await head.answer(request_id) for request_id in tensors}
     assert all(torch.equal(answers[request_id].tensor, tensor) for request_id, tensor in tensors.items())
     assert [answer.metadata["shared"] for answer in answers.values()] == [True] * 3 + [False] * 3
@@ -76,13 +74,12 @@ async def test_tensors_that_find_no_room_go_through_the_socket(head: Head) -> No
 
 @WITH_THE_SHARED_HEAD
 async def test_the_inputs_of_aborted_requests_are_given_back(head: Head) -> None:
-    client = head.replicas[0].client
     tensor = torch.ones(LARGE, dtype=torch.uint8)
-    await client.call("pause_scheduler", "keep", False)
+    await head.client.call("pause_scheduler", "keep", False)
     for number in range(3):
         head.send(f"aborted {number}", StageInput(tensor=tensor))
-    client.abort_requests([f"aborted {number}" for number in range(3)])
-    await client.call("resume_scheduler")
+    head.client.abort_requests([f"aborted {number}" for number in range(3)])
+    await head.client.call("resume_scheduler")
     head.send("a", StageInput(tensor=tensor))
     assert (await head.answer("a")).metadata == {"shared": True}
 
@@ -93,14 +90,13 @@ async def test_an_output_outlives_its_replica_and_nothing_else_does(killed: bool
     gc.collect()
     others, mapped = len(descriptors()), set(mappings())
     async with open_head(stage("torch_classes:Keeping")) as head:
-        replica = await head.start()
         tensor = torch.arange(LARGE, dtype=torch.uint8)
         head.send("a", StageInput(tensor=tensor))
         answer = await head.answer("a")
         assert is_shared(answer.tensor.data_ptr())
         head.send("never read", StageInput(tensor=tensor))
         if killed:
-            os.kill(replica.pid, signal.SIGKILL)
+            os.kill(head.replica.pid, signal.SIGKILL)
             await eventually(lambda: head.deaths)
     assert torch.equal(answer.tensor, tensor)
     del answer
@@ -117,7 +113,7 @@ async def test_without_memory_to_share_tensors_go_through_the_socket(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    async with open_head(stage("torch_classes:Keeping")) as head:
+    async with open_head(stage("torch_classes:Keeping"), starts=False) as head:
         with caplog.at_level(logging.WARNING):
             await head.start()
         assert "memory cannot be shared" in caplog.text

@@ -15,49 +15,35 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize
 
 async def test_a_request_is_answered_with_what_the_class_computes() -> None:
     async with open_head(stage(options={"ending": "?"}, sampling={"voice": "low", "speed": 1})) as head:
-        replica = await head.start()
-        assert head.spawned == [replica.pid]
-        assert head.api.cache_size(replica.ready_response) == CacheSize()
+        assert head.spawned == [head.replica.pid]
+        assert head.api.cache_size(head.replica.ready_response) == CacheSize()
         head.send("a", StageInput([1, 2], "hello", sampling={"speed": 2}))
         answer = await head.answer("a")
         assert (answer.text, list(answer.token_ids), answer.finish_reason) == ("hello?", [1, 2], "stop")
-        assert answer.metadata == {"batch": 1, "device": "cpu", "pid": replica.pid, "voice": "low", "speed": 2}
+        assert answer.metadata == {"batch": 1, "device": "cpu", "pid": head.replica.pid, "voice": "low", "speed": 2}
         assert head.numbers("a") == [[0]]
     assert head.replicas[0].lost.result() == "closed: it exited with code 0"
 
 
 async def test_waiting_inputs_form_one_batch_of_at_most_max_batch_size() -> None:
     async with open_head(stage()) as head:
-        client = (await head.start()).client
-        await client.call("pause_scheduler", "keep", False)
+        await head.client.call("pause_scheduler", "keep", False)
         for number in range(9):
             head.send(f"{number}", "quick")
-        await client.call("resume_scheduler")
+        await head.client.call("resume_scheduler")
         batches = [(await head.answer(f"{number}")).metadata["batch"] for number in range(9)]
         assert batches == [4, 4, 4, 4, 4, 4, 4, 4, 1]
         assert [(stats.num_running_reqs, stats.num_waiting_reqs) for stats in head.stats] == [(4, 1), (1, 0), (0, 0)]
 
 
-async def test_calls_are_answered_while_the_class_computes(gate: Gate) -> None:
-    async with open_head(stage()) as head:
-        client = (await head.start()).client
-        head.send("a", gate.job)
-        await gate.reached()
-        assert await client.call("is_sleeping") is False
-        assert head.outputs == []
-        gate.release()
-        await head.answer("a")
-
-
 async def test_an_aborted_request_has_no_output_whether_it_waits_or_is_computed(gate: Gate) -> None:
     async with open_head(stage()) as head:
-        client = (await head.start()).client
         head.send("computed", gate.job)
         await gate.reached()
         head.send("waits", "quick")
-        client.abort_requests(["computed", "waits", "unknown"])
+        head.client.abort_requests(["computed", "waits", "unknown"])
         head.send("last", "quick")
-        await client.call("is_sleeping")
+        await head.client.call("is_sleeping")
         gate.release()
         await head.answer("last")
         assert {output.request_id for output in head.outputs} == {"last"}
@@ -65,11 +51,10 @@ async def test_an_aborted_request_has_no_output_whether_it_waits_or_is_computed(
 
 async def test_an_idle_stage_is_reported_also_if_all_requests_were_aborted(gate: Gate) -> None:
     async with open_head(stage()) as head:
-        client = (await head.start()).client
         head.send("aborted", gate.job)
         await gate.reached()
-        client.abort_requests(["aborted"])
-        await client.call("is_sleeping")
+        head.client.abort_requests(["aborted"])
+        await head.client.call("is_sleeping")
         gate.release()
         await eventually(lambda: head.stats != [], "a report")
         assert [(stats.num_running_reqs, stats.num_waiting_reqs) for stats in head.stats] == [(0, 0)]
@@ -91,7 +76,6 @@ FAULTS = {
 
 async def test_an_exception_fails_the_request_and_the_process_continues() -> None:
     async with open_head(stage("classes:Faulty")) as head:
-        await head.start()
         for text, error in FAULTS.items():
             head.send(text, text)
             answer = await head.answer(text)
@@ -105,11 +89,10 @@ async def test_an_exception_fails_the_request_and_the_process_continues() -> Non
 
 async def test_an_exception_of_one_job_does_not_fail_the_others_of_its_batch() -> None:
     async with open_head(stage("classes:Faulty")) as head:
-        client = (await head.start()).client
-        await client.call("pause_scheduler", "keep", False)
+        await head.client.call("pause_scheduler", "keep", False)
         for text in ("good", "fail", "refuse"):
             head.send(text, text)
-        await client.call("resume_scheduler")
+        await head.client.call("resume_scheduler")
         assert (await head.answer("good")).text == "good"
         assert (await head.answer("fail")).metadata["status"] == 500
         assert (await head.answer("refuse")).metadata == {"error": "Stage 'vocoder': speak up", "status": 400}
@@ -117,39 +100,37 @@ async def test_an_exception_of_one_job_does_not_fail_the_others_of_its_batch() -
 
 async def test_a_pause_holds_requests_and_one_that_waits_awaits_what_runs(gate: Gate) -> None:
     async with open_head(stage()) as head:
-        client = (await head.start()).client
         head.send("awaited", gate.job)
         await gate.reached()
-        pause = asyncio.create_task(client.call("pause_scheduler", "wait", True))
+        pause = asyncio.create_task(head.client.call("pause_scheduler", "wait", True))
         await asyncio.sleep(0)
         head.send("held", "later")
-        assert (await client.call("is_scheduler_paused"), pause.done()) == (True, False)
+        assert (await head.client.call("is_scheduler_paused"), pause.done()) == (True, False)
         gate.release()
         await pause
         assert [output.request_id for output in head.outputs] == ["awaited"]
-        assert (await client.call("is_sleeping"), len(head.outputs)) == (True, 1)
-        await client.call("sleep", 1, "abort")
+        assert (await head.client.call("is_sleeping"), len(head.outputs)) == (True, 1)
+        await head.client.call("sleep", 1, "abort")
         (held,) = head.outputs[1:]
         assert (held.request_id, held.finish_reason) == ("held", FinishReason.ABORT)
-        assert (await client.call("wake_up", None), await client.call("is_sleeping")) == (True, False)
+        assert (await head.client.call("wake_up", None), await head.client.call("is_sleeping")) == (True, False)
         head.send("after", "all right")
         assert (await head.answer("after")).text == "all right!"
 
 
 async def test_calls_without_effect_are_answered_and_unsupported_calls_fail() -> None:
     async with open_head(stage()) as head:
-        client = (await head.start()).client
-        assert await client.call("get_supported_tasks") == []
-        assert await client.call("reset_prefix_cache", False, False) is True
-        await client.call("set_weight_version", "two")
-        assert await client.call("get_weight_version") == "two"
+        assert await head.client.call("get_supported_tasks") == []
+        assert await head.client.call("reset_prefix_cache", False, False) is True
+        await head.client.call("set_weight_version", "two")
+        assert await head.client.call("get_weight_version") == "two"
         for method, args in (("reset_mm_cache", ()), ("reset_encoder_cache", ()), ("profile", (True, None))):
-            assert await client.call(method, *args) is None
+            assert await head.client.call(method, *args) is None
         for method, args in (("add_lora", ("adapter",)), ("collective_rpc", ("anything",))):
             with pytest.raises(ReplicaError, match=f"a Python stage has no method '{method}'"):
-                await client.call(method, *args)
+                await head.client.call(method, *args)
         with pytest.raises(ReplicaError, match="positional argument"):
-            await client.call("is_sleeping", 1)
+            await head.client.call("is_sleeping", 1)
 
 
 NO_MESSAGES = {
@@ -166,11 +147,10 @@ NO_MESSAGES = {
 
 async def test_invalid_messages_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_head(stage()) as head:
-        client = (await head.start()).client
         for name, frames in NO_MESSAGES.items():
             with monkeypatch.context() as patch:
                 patch.setattr(head.api, "encode_add", lambda *_, frames=frames: frames)
                 head.send("garbage", "")
             head.send(name, "still here")
             assert (await head.answer(name)).text == "still here!", name
-        assert await client.call("is_sleeping") is False
+        assert await head.client.call("is_sleeping") is False

@@ -21,7 +21,6 @@ def send_whole(head: Head, request_id: str) -> None:
 
 async def test_chunks_are_answered_in_order_with_one_memory_and_numbered() -> None:
     async with open_head(stage("classes:Counting")) as head:
-        await head.start()
         send_whole(head, "a")
         send_whole(head, "b")
         for request_id in ("a", "b"):
@@ -32,7 +31,6 @@ async def test_chunks_are_answered_in_order_with_one_memory_and_numbered() -> No
 
 async def test_a_session_is_open_until_it_is_closed_or_aborted_and_then_its_id_begins_anew() -> None:
     async with open_head(stage("classes:Counting")) as head:
-        client = (await head.start()).client
         for number in range(3):
             head.send("closed", chunk(1), resumable=True, last=False)
             assert texts(await head.answers("closed", number + 1))[-1] == f"{number + 1}"
@@ -45,7 +43,7 @@ async def test_a_session_is_open_until_it_is_closed_or_aborted_and_then_its_id_b
         assert texts(await head.answers("by content", 2)) == ["1", "3 in all"]
         head.send("aborted", chunk(1), resumable=True, last=False)
         await head.answers("aborted")
-        client.abort_requests(["aborted"])
+        head.client.abort_requests(["aborted"])
         head.close_input("aborted")
         head.send("aborted", chunk(7))
         assert texts(await head.answers("aborted", 2)) == ["1", "7 in all"]
@@ -53,7 +51,6 @@ async def test_a_session_is_open_until_it_is_closed_or_aborted_and_then_its_id_b
 
 async def test_a_failed_chunk_ends_its_session_and_further_chunks_are_dropped() -> None:
     async with open_head(stage("classes:Counting")) as head:
-        client = (await head.start()).client
         head.send("a", chunk(1), resumable=True, last=False)
         head.send("a", "fail", resumable=True, last=False)
         head.send("a", chunk(2), resumable=True, last=False)
@@ -61,7 +58,7 @@ async def test_a_failed_chunk_ends_its_session_and_further_chunks_are_dropped() 
         assert (answers[0].text, answers[1].finish_reason) == ("1", "error")
         head.send("a", chunk(3), resumable=True, last=True)
         head.close_input("a")
-        await client.call("abort_requests", [])
+        await head.client.call("abort_requests", [])
         head.send("b", chunk(4))
         assert (await head.answer("b")).text == "4 in all"
         assert len(await head.answers("a")) == 2

@@ -26,8 +26,7 @@ async def head(request: pytest.FixtureRequest) -> AsyncIterator[Head]:
     """A head with a replica, with or without shared memory; its start imports torch, which takes long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        async with open_head(stage("torch_classes:Doubling"), request.param) as opened:
-            await opened.start()
+        async with open_head(stage("torch_classes:Doubling"), share_memory=request.param) as opened:
             yield opened
 
 
@@ -53,7 +52,7 @@ async def test_large_tensors_are_frames_of_their_own_both_ways(head: Head, monke
         return decode(frames)
 
     monkeypatch.setattr(head.api, "decode_outputs", watched)
-    head.replicas[0].client.add_request(request, "a")
+    head.client.add_request(request, "a")
     answer = await head.answer("a")
     assert answer.metadata == {"device": "cpu", "threads": 1, "dtype": "torch.float32"}
     assert torch.equal(answer.tensor, 2 * tensor.T)
@@ -98,13 +97,12 @@ def test_bytes_that_do_not_fit_the_shape_are_refused(encoded: Any, complaint: st
 
 @WITH_THE_SHARED_HEAD
 async def test_an_invalid_tensor_fails_its_request_only(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = head.replicas[0].client
-    await client.call("pause_scheduler", "keep", False)
+    await head.client.call("pause_scheduler", "keep", False)
     head.send("good", StageInput(tensor=torch.ones(1)))
     with monkeypatch.context() as patch:
         patch.setattr(head.api, "encode_add", lambda request, name, index: (b"\x00", ADD_OF_NO_TENSOR))
         head.send("bad", "")
-    await client.call("resume_scheduler")
+    await head.client.call("resume_scheduler")
     assert (await head.answer("good")).tensor.tolist() == [2.0]
     error = (await head.answer("bad")).metadata["error"]
     assert error.startswith("Stage 'vocoder': Doubling: TypeError: its input is not a valid tensor")
