@@ -14,7 +14,6 @@ from vllm_omni_plugin.ray.autoscaler import (
     Autoscaler,
     StageLoad,
     fetch_stage_load,
-    parse_stage_load,
 )
 
 TARGET_S = 2.0
@@ -38,36 +37,21 @@ def head() -> Iterator[FakeServer]:
         yield head
 
 
-def test_each_stage_has_its_own_load() -> None:
-    assert [parse_stage_load(SCRAPE, stage) for stage in (0, 1)] == [StageLoad(3, 2.5), StageLoad(7, 0.0)]
-
-
-def test_an_unknown_wait_is_an_error_not_zero() -> None:
-    known = "".join(line for line in SCRAPE.splitlines(keepends=True) if not line.startswith(WAIT))
-    with pytest.raises(ValueError, match="none of stage 0"):
-        parse_stage_load(known, 0)
-
-
-@pytest.mark.parametrize("number", ["NaN", "+Inf"])
-@pytest.mark.parametrize("known", ["2.5", "3.0"])
-def test_a_number_that_is_not_finite_is_an_error(number: str, known: str) -> None:
-    with pytest.raises(ValueError, match="none of stage 0"):
-        parse_stage_load(SCRAPE.replace(known, number), 0)
-
-
 def test_the_metrics_are_in_the_catalogue() -> None:
     assert {name.removeprefix("vllm_omni_fleet:") for name in (WAIT, REPLICAS)} <= set(BY_NAME)
 
 
-def test_the_load_is_fetched_over_http(head: FakeServer) -> None:
-    assert fetch_stage_load(head.url, 0) == StageLoad(3, 2.5)
+def test_the_load_of_each_stage_is_fetched_over_http(head: FakeServer) -> None:
+    assert [fetch_stage_load(head.url, stage) for stage in (0, 1)] == [StageLoad(3, 2.5), StageLoad(7, 0.0)]
 
 
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
     [
         (503, SCRAPE, "503"),
-        (200, "", "none of stage 0"),
+        pytest.param(200, SCRAPE.replace(WAIT, "other"), "none of stage 0", id="unknown, not zero"),
+        pytest.param(200, SCRAPE.replace("2.5", "NaN"), "none of stage 0", id="a wait that is no number"),
+        pytest.param(200, SCRAPE.replace("3.0", "+Inf"), "none of stage 0", id="an infinite number of replicas"),
         (200, f'{WAIT}{{stage="0"}} many\n', "many"),
         (200, f'{WAIT}{{stage="0"\n', "report the expected wait"),
     ],
