@@ -102,7 +102,8 @@ def test_a_silent_head_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def pause(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "SILENT_S", 0.2)
+    # Long enough for a busy machine to send the first state.
+    monkeypatch.setattr(cli, "SILENT_S", 1.0)
     monkeypatch.setattr("time.sleep", pause)
     with StreamingHead(state()) as head:
         assert main(["top", "--url", head.url]) == 0

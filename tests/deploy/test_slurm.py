@@ -135,7 +135,8 @@ def test_a_refused_node_is_restarted(fleet: Fleet, tmp_path: Path) -> None:
     (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
     fleet.started()
     (tmp_path / "calls.fail").write_text("75")
-    until(lambda: len(fleet.lines("serve")) == 2, "it is restarted")
+    # It fails again and again, so more than one start may be seen at once.
+    until(lambda: len(fleet.lines("serve")) >= 2, "it is restarted")
     assert not has_ended(job)
 
 
