@@ -1,35 +1,17 @@
 """Pipelines in YAML whose models vLLM can configure, and command lines that serve them, read as `vllm serve` would."""
 
 import argparse
-import json
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.command_line import parse_options
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
-from .configs import write_model
-
 STAGES = "tests.contract.pipeline_stages"
 JOIN = "-oma 127.0.0.1 -omp 23900"
-
-
-def write_text_model(folder: Path, **other: Any) -> Path:
-    """A model of words: its configuration and tokenizer can be read, its weights cannot."""
-    write_model(folder, **other)
-    tokenizer = Tokenizer(WordLevel({"<unk>": 0, **{f"w{number}": number for number in range(1, 64)}}, "<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "w63"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def write_pipeline(folder: Path, first: str = "", second: str = "", third: str | None = None) -> Path:

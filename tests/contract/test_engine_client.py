@@ -27,7 +27,6 @@ from vllm_omni_plugin.integration.engine_client import fleet_client
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, CallReplicas, SubmitRequest
-from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 STORY = LoRARequest("story", 7, "/loras/story")
@@ -150,22 +149,6 @@ async def test_requests_are_traced_where_vllm_traces_them(
     (message,) = await orchestrator.request_async_queue.get_batch()
     assert isinstance(message, SubmitRequest)
     assert (message.traced, message.chosen_replicas) == ((True, []) if tracing else (False, None))
-
-
-async def test_a_request_that_is_cancelled_while_the_orchestrator_is_busy_is_aborted(
-    orchestrator: Orchestrator, client: FleetClient
-) -> None:
-    orchestrator.request_async_queue = ThreadQueue(1)
-    processor, _ = registered(client, "second")
-    await client.add_request_async(FakeRequest("first"))
-    waiting = asyncio.create_task(client.add_request_async(FakeRequest("second")))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    _, given_up = await orchestrator.request_async_queue.get_batch()
-    assert given_up == AbortRequests(("second",), whole=True)
-    assert not processor.has_unfinished_requests()
 
 
 async def test_a_fleet_that_has_failed_refuses_requests_calls_and_reads_and_ignores_aborts(

@@ -29,11 +29,12 @@ from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from .stage_models import source
 
 
-def logprobs(*shape: int, ranks: tuple[int, ...] = (1,)) -> LogprobsLists:
+def logprobs(*shape: int, ranks: tuple[int, ...] | None = None) -> LogprobsLists:
+    ranks = shape[:1] if ranks is None else ranks
     return LogprobsLists(np.ones(shape, np.int64), np.zeros(shape, np.float32), np.ones(ranks, np.int64))
 
 
-def prompt_logprobs(*shape: int, ranks: tuple[int, ...] = (1,)) -> LogprobsTensors:
+def prompt_logprobs(*shape: int, ranks: tuple[int, ...] | None = None) -> LogprobsTensors:
     return LogprobsTensors(*map(torch.from_numpy, logprobs(*shape, ranks=ranks)[:3]))
 
 

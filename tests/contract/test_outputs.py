@@ -4,26 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityOutput
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
+from .test_output_guard import logprobs, prompt_logprobs
+
 HIGHEST = 2**31 - 1
-
-
-def lists(ids: tuple[int, ...], logprobs: tuple[int, ...], ranks: tuple[int, ...]) -> LogprobsLists:
-    return LogprobsLists(np.ones(ids, np.int64), np.zeros(logprobs, np.float32), np.ones(ranks, np.int64))
-
-
-def tensors(ids: tuple[int, ...], logprobs: tuple[int, ...], ranks: tuple[int, ...]) -> LogprobsTensors:
-    return LogprobsTensors(*map(torch.from_numpy, lists(ids, logprobs, ranks)[:3]))
 
 
 def sent(output: Any) -> Sequence[Any]:
@@ -37,11 +29,11 @@ def sent(output: Any) -> Sequence[Any]:
     [
         pytest.param(EngineCoreOutput("r", [0, HIGHEST], finish_reason=FinishReason.STOP), id="tokens"),
         pytest.param(EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT), id="no token"),
-        pytest.param(EngineCoreOutput("r", [5], new_logprobs=lists((1, 3), (1, 3), (1,))), id="logprobs"),
-        pytest.param(EngineCoreOutput("r", [], new_logprobs=lists((0, 3), (0, 3), (0,))), id="logprobs of none"),
-        pytest.param(EngineCoreOutput("r", [5], new_logprobs=lists((1, 99), (1, 99), (1,))), id="many logprobs"),
+        pytest.param(EngineCoreOutput("r", [5], new_logprobs=logprobs(1, 3)), id="logprobs"),
+        pytest.param(EngineCoreOutput("r", [], new_logprobs=logprobs(0, 3)), id="logprobs of none"),
+        pytest.param(EngineCoreOutput("r", [5], new_logprobs=logprobs(1, 99)), id="many logprobs"),
         pytest.param(
-            EngineCoreOutput("r", [5], new_prompt_logprobs_tensors=tensors((4, 2), (4, 2), (4,))), id="prompt logprobs"
+            EngineCoreOutput("r", [5], new_prompt_logprobs_tensors=prompt_logprobs(4, 2)), id="prompt logprobs"
         ),
         pytest.param(
             EngineCoreOutput("r", [], pooling_output=torch.ones(8), finish_reason=FinishReason.STOP), id="pooling"
@@ -68,8 +60,6 @@ def test_an_invalid_token_id_is_refused(tokens: list[Any], complaint: str) -> No
 
 
 def test_the_answer_to_a_call_is_decoded() -> None:
-    from vllm.v1.engine import UtilityOutput
-
     message = EngineCoreOutputs(utility_output=UtilityOutput(7, result=UtilityResult({"a": [1]})))
     decoded = EngineApi().decode_outputs(MsgpackEncoder().encode(message))
     assert (decoded.utility_output.call_id, decoded.utility_output.result.result) == (7, {"a": [1]})

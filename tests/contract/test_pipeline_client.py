@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
+from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, encode
@@ -26,7 +27,6 @@ from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
 from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, store_options
-from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -82,7 +82,7 @@ def ready(max_model_len: int, replica_id: int = 0) -> bytes:
     return ready_response(config(max_model_len), replica_id, kv_blocks=100, block_size=16)
 
 
-class Head:
+class Head(IdleFleet):
     """A client in front of stages that have no replicas; its reader of prompts has a configuration of its own.
 
     Attributes:
@@ -93,21 +93,12 @@ class Head:
     def __init__(self, ready_responses: list[list[bytes]]) -> None:
         pools = [StagePool(stage.id, RandomBalancer()) for stage in PIPELINE.stages]
         apis = [FakeEngineApi() for _ in PIPELINE.stages]
-        self.orchestrator = Orchestrator(
-            pools, apis, 0, time.monotonic, input_builder=StageInputBuilder(PIPELINE, apis, str)
-        )  # type: ignore[arg-type]
-        self.fleet_calls = FleetCalls(self.orchestrator)
+        builder = StageInputBuilder(PIPELINE, apis, str)
+        super().__init__(Orchestrator(pools, apis, 0, time.monotonic, input_builder=builder))  # type: ignore[arg-type]
         self.own = config(1000)
         self.configs = [None, config(1000), config(1000), config(2000)]
         self.stages = FleetStages(PIPELINE, self.configs)
         self.client = FleetClient(self, self.own, ready_responses)
-
-    def wait_for_requests(self, timeout: float) -> float:
-        """There is no request."""
-        raise AssertionError
-
-    def close(self, timeout: float | None = None) -> None:
-        """Nothing was started."""
 
     async def told(self) -> Any:
         (message,) = await self.orchestrator.request_async_queue.get_batch()

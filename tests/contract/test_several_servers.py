@@ -23,7 +23,8 @@ from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
 from vllm_omni_plugin.integration.processes.several_servers import ApiServerLauncher, serve_api_servers
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 
-from .pipeline_files import read, write_pipeline, write_text_model
+from .pipeline_files import read, write_pipeline
+from .stage_models import model
 
 
 class Arguments:
@@ -84,7 +85,7 @@ def test_engines_of_every_stage_have_the_number_of_api_servers(
     # By the same number vLLM divides the cores of a CPU, unless the user does.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     for name in ("thinker", "refiner"):
-        write_text_model(tmp_path / name)
+        model(tmp_path / name)
     file = write_pipeline(tmp_path)
     supervised.run(f"--omni-pipeline {file} --dtype float32 --enforce-eager --api-server-count 5")
     told = [plan.vllm_config.parallel_config._api_process_count for plan in supervised.plans]
@@ -94,10 +95,10 @@ def test_engines_of_every_stage_have_the_number_of_api_servers(
 def test_a_supervisor_may_open_as_many_sockets_as_its_replicas_need(
     supervised: Supervised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_text_model(tmp_path / "model")
+    where = model(tmp_path / "model")
     with zmq.Context() as unused:
         monkeypatch.setattr(zmq.Context, "instance", lambda: unused)
-        supervised.run(f"{model} --dtype float32 --enforce-eager --api-server-count 2 --omni-dp-size-local 30")
+        supervised.run(f"{where} --dtype float32 --enforce-eager --api-server-count 2 --omni-dp-size-local 30")
     assert supervised.sockets > 30 * 37
 
 

@@ -20,7 +20,8 @@ from vllm_omni_plugin.stages.stage_process import StageProcess
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 
-from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline, write_text_model
+from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline
+from .stage_models import model
 
 ENGINE = "--dtype float32 --enforce-eager"
 VOCODER = f"engine: {STAGES}:Vocoder\ntransform: text"
@@ -30,8 +31,8 @@ VOCODER = f"engine: {STAGES}:Vocoder\ntransform: text"
 def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes the models, and restores the environment that planning changes."""
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")
-    write_text_model(tmp_path / "thinker")
-    write_text_model(tmp_path / "refiner", max_position_embeddings=256)
+    model(tmp_path / "thinker")
+    model(tmp_path / "refiner", max_position_embeddings=256)
 
 
 def configured(line: str) -> tuple[Any, Any]:
@@ -86,7 +87,7 @@ def test_every_rank_of_a_replica_is_planned_for(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_stage_of_experts_are_in_groups_of_their_own(tmp_path: Path) -> None:
-    write_text_model(tmp_path / "thinker", **MIXTRAL)
+    model(tmp_path / "thinker", **MIXTRAL)
     file = write_pipeline(tmp_path, "replicas: 2\nengine_args: {data-parallel-size: 2}", "replicas: 2", VOCODER)
     thinker, refiner, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
     assert [plan.replicas for plan in (thinker, refiner, vocoder)] == [4, 2, 1]

@@ -14,14 +14,13 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine import UtilityOutput as EngineUtilityOutput
 from vllm.v1.metrics.stats import SchedulerStats as EngineSchedulerStats
-from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder
 
 from vllm_omni_plugin.vllm_api.protocol import stage_protocol
 from vllm_omni_plugin.vllm_api.protocol.stage_codec import StageCodec
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
     OutputContent,
     SchedulerStats,
-    StageRequest,
     WireOutput,
     WireOutputs,
 )
@@ -66,26 +65,6 @@ def test_vllm_reads_outputs_with_tensors_and_statistics(size: int) -> None:
     assert output.kv_transfer_params == {"omni": {"text": "text", "token_ids": [7], "metadata": {"rate": 24000}}}
 
 
-def test_vllm_reads_answers_to_calls() -> None:
-    side = StageCodec()
-    result = decoded(side.encode_result(5, ("x", 1))).utility_output
-    assert (result.call_id, result.failure_message, result.result.result) == (5, None, ["x", 1])
-    failure = decoded(side.encode_failure(6, "no")).utility_output
-    assert (failure.call_id, failure.failure_message, failure.result) == (6, "no", None)
-
-
 def test_vllm_reads_the_ready_response() -> None:
     response = msgspec.msgpack.decode(stage_protocol.ready_response(3), type=EngineCoreReadyResponse)
     assert (response.data_parallel_rank, response.num_gpu_blocks, response.kv_events_config) == (3, 0, None)
-
-
-@pytest.mark.parametrize("size", [2, 2000])
-def test_a_stage_reads_what_vllms_encoder_writes(size: int) -> None:
-    tensor = torch.arange(float(size)).view(2, -1)
-    frames = MsgpackEncoder().encode(StageRequest("a", text="x", tensor=tensor, metadata={"k": [1]}))
-    kind, request = StageCodec().decode([EngineCoreRequestType.ADD.value, *frames])
-    assert (kind, request.request_id, request.text, request.metadata) == ("add", "a", "x", {"k": [1]})
-    assert torch.equal(request.tensor.to_torch(), tensor)
-    frames = MsgpackEncoder().encode((1, 2, "sleep", (1, "abort")))
-    call = StageCodec().decode([EngineCoreRequestType.UTILITY.value, *frames])
-    assert call == ("call", (1, 2, "sleep", [1, "abort"]))

@@ -10,36 +10,18 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReadyResponse, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.pool.late_interaction import build_late_interaction_doc_params, build_late_interaction_query_params
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
 from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 PROMPT = [5, 6, 7]
-READY: dict[str, Any] = {
-    "max_model_len": 1024,
-    "num_gpu_blocks": 500,
-    "block_size": 16,
-    "dp_stats_address": None,
-    "dtype": "float32",
-    "vllm_version": "0",
-    "world_size": 1,
-    "data_parallel_size": 1,
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "decode_context_parallel_size": 1,
-    "data_parallel_rank": 0,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "instance_id": "i",
-    "supports_lora": False,
-    "max_loras": 0,
-}
 
 
 def request(params: Any = None, **fields: Any) -> EngineCoreRequest:
@@ -50,7 +32,7 @@ def request(params: Any = None, **fields: Any) -> EngineCoreRequest:
 
 
 def ready(**fields: Any) -> bytes:
-    return msgspec.msgpack.encode(EngineCoreReadyResponse(**(READY | fields)))
+    return ready_response(0, **{"num_gpu_blocks": 500, "block_size": 16, **fields})
 
 
 def test_a_plain_request() -> None:
