@@ -43,11 +43,6 @@ async def test_new_requests_are_refused_and_those_in_flight_finish() -> None:
         assert fleet.orchestrator.metrics.requests_failed_before_accept == 1
 
 
-async def test_a_server_without_a_fleet_cannot_be_drained() -> None:
-    async with client_of(app_of(None)) as client:
-        assert (await client.post("/omni/drain")).status_code == 404
-
-
 def test_the_api_servers_of_a_command_drain_together() -> None:
     flag = [0]
     logs = [EventLog(), EventLog()]

@@ -305,19 +305,6 @@ async def test_a_stream_that_is_refused_while_it_waits_gets_the_correct_status(
     assert len(client.sent) == 2
 
 
-async def test_a_plain_response_that_is_refused_while_it_waits_has_retry_after() -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert head.submit().refuse(FULL)
-        await send(start(503, JSON))
-        await send(part(b"as vLLM says it", more=False))
-
-    head = Head(app)
-    client = head.request()
-    assert await client.status() == 503
-    assert client.headers["retry-after"] == "7"
-    assert client.error["message"] == str(FULL)
-
-
 async def test_a_started_response_keeps_its_status_when_a_further_request_is_refused() -> None:
     stream = Stream()
     client = Head(stream).request()
@@ -338,19 +325,6 @@ async def test_other_errors_of_a_request_are_unchanged() -> None:
     with pytest.raises(ValueError, match="of the stream"):
         await client.status()
     assert client.sent == [start(headers=EVENTS), part(b"event: created\n\n")]
-
-
-async def test_a_stream_whose_client_disconnects_before_the_first_output_still_sends_its_status() -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(start(headers=EVENTS))
-        head.submit()
-        assert (await receive())["type"] == "http.disconnect"
-
-    head = Head(app)
-    client = head.request()
-    client.disconnect()
-    assert await client.status() == 200
-    assert client.sent == [start(headers=EVENTS)]
 
 
 async def test_a_cancelled_stream_is_released() -> None:
