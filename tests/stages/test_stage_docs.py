@@ -1,6 +1,5 @@
 """The example in docs/python_stages.md runs."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,11 @@ import pytest
 import torch
 import yaml
 
+from tests.pipeline.test_docs import DOCS, block
 from tests.stages.heads import Head, open_head, stage
 from vllm_omni_plugin.pipeline.transfer import StageInput
 
-PAGE = (Path(__file__).parents[2] / "docs" / "python_stages.md").read_text()
-
-
-def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    assert found
-    return found[1]
+PAGE = (DOCS / "python_stages.md").read_text()
 
 
 async def audio(head: Head, request_id: str, *chunks: range) -> Any:
@@ -29,9 +23,9 @@ async def audio(head: Head, request_id: str, *chunks: range) -> Any:
 
 
 async def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tones.py").write_text(block("python"))
+    (tmp_path / "tones.py").write_text(block(PAGE, "python"))
     monkeypatch.syspath_prepend(tmp_path)
-    (fields,) = yaml.safe_load(block("yaml"))
+    (fields,) = yaml.safe_load(block(PAGE, "yaml"))
     described = replace(stage(), engine=fields["engine"], options=fields["options"], sampling=fields["sampling"])
     async with open_head(described) as head:
         whole = await audio(head, "whole", range(10))

@@ -180,3 +180,13 @@ def test_a_stage_does_not_outlive_the_process_that_started_it() -> None:
         owner.kill()
         assert ended(fd)
         os.close(fd)
+
+
+def test_the_process_imports_neither_vllm_nor_torch_nor_the_head() -> None:
+    script = (
+        "import sys, vllm_omni_plugin.stages.stage_main\n"
+        "heavy = {'vllm', 'torch', 'vllm_omni_plugin.orchestrator', 'vllm_omni_plugin.integration', 'jsonschema'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
