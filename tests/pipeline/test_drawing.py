@@ -43,11 +43,6 @@ def test_a_diamond_is_drawn_with_all_its_edges() -> None:
     ]
 
 
-def test_the_order_in_the_file_does_not_change_the_drawing() -> None:
-    pipeline = load_pipeline(DIAMOND)
-    assert mermaid(Pipeline(pipeline.stages[::-1])) == mermaid(pipeline)
-
-
 def test_a_prefill_is_drawn_with_its_threshold_and_its_transfer(file: Path) -> None:
     file.write_text(PREFILL)
     _, prefill, decode = summary(load_pipeline(file))

@@ -122,10 +122,6 @@ def test_invalid_kv_transfers_are_refused(
     assert (raised.value.place, raised.value.message) == (place, message)
 
 
-def test_a_python_stage_needs_no_bound_for_its_chunks() -> None:
-    assert Pipeline((vllm(0), python(1, "s0", async_chunk=True))).stages[1].async_chunk
-
-
 def test_the_first_of_vllms_stages_without_inputs_reads_the_prompt() -> None:
     pipeline = Pipeline((python(0), vllm(1, "s2"), vllm(2), vllm(3)))
     assert pipeline.entry.id == 2

@@ -54,10 +54,6 @@ def test_every_key_of_a_stage_is_read() -> None:
     )
 
 
-def test_stages_may_stand_in_any_order() -> None:
-    assert [stage.name for stage in load_pipeline(DIAMOND).stages] == ["writer", "critic", "classifier", "verdict"]
-
-
 def test_names_of_engine_arguments_get_underscores_up_to_a_dot(file: Path) -> None:
     file.write_text(
         chain("engine_args: {a-b: 1, c_d: 2, e-f.g-h: 3}", "inputs: [writer]", "output: text", "final: true")

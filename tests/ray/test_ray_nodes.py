@@ -127,12 +127,6 @@ def test_a_dead_actor_is_one_event_with_a_reason_in_one_line(ray: FakeRay, nodes
     assert list(nodes.events(0.0)) == [NodeEvent(0, None, "its node has failed.")]
 
 
-def test_events_of_all_nodes_come_together(ray: FakeRay, nodes: RayNodes) -> None:
-    for actor in ray.actors:
-        actor.calls["host"].answer = "here"
-    assert list(nodes.events(0.0)) == [NodeEvent(0, "here"), NodeEvent(1, "here")]
-
-
 def test_a_placement_reported_after_the_end_is_ignored(ray: FakeRay, nodes: RayNodes) -> None:
     ray.actors[0].calls["wait"].answer = 3
     assert list(nodes.events(0.0)) == [NodeEvent(0, None, 3)]
