@@ -18,12 +18,6 @@ keyless = partial(app_of, has_admin_keys=False)
 """A server without keys."""
 
 
-@pytest.fixture
-async def fleet() -> AsyncIterator[FakeFleet]:
-    async with FakeFleet(replicas=1) as fleet:
-        yield fleet
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1"])
 async def test_a_loopback_peer_may_change_the_fleet(fleet: FakeFleet, address: str) -> None:
     async with client_of(keyless(fleet), address) as client:

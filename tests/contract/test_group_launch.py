@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
 
 from .configs import vllm_config, write_model
+from .test_node_shares import platform
 
 RANKS = 2
 
@@ -91,9 +91,7 @@ def test_a_later_group_uses_the_next_devices(experts: Path, monkeypatch: pytest.
         spawned[rank] = config
         raise ReplicaError("seen")
 
-    ids = list(range(100, 108))
-    platform = SimpleNamespace(is_cpu=lambda: False, device_id_to_physical_device_id=ids.__getitem__)
-    monkeypatch.setattr(launch, "current_platform", platform)
+    monkeypatch.setattr(launch, "current_platform", platform("cuda"))
     monkeypatch.setattr(group_launch, "spawn_engine", spawn)
     launcher = launcher_of(experts, data_parallel_size=RANKS)
     starts = [launcher.start(replica) for replica in (2, 3)]

@@ -45,11 +45,6 @@ def refused(
     return str(raised.value)
 
 
-def test_text_is_tokenised_as_the_model_does_it(own: Any, other: Any) -> None:
-    assert api(own).build(source(), RED_BLUE, {}, for_client=False).prompt_token_ids == [1, 3, 5]
-    assert api(other, own).build(source(), RED_BLUE, {}, for_client=False).prompt_token_ids == [1, 8, 6]
-
-
 def test_priority_salt_session_and_trace_headers_are_copied(own: Any, other: Any) -> None:
     fields: dict[str, Any] = {
         "priority": 3,
