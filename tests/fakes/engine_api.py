@@ -37,6 +37,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
     move: str = "resume"
     length: int = 0
     session: str | None = None
+    mm_features: Any = None
     stop: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     priority: int = 0

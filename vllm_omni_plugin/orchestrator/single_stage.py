@@ -55,7 +55,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
             ticket=ticket,
         )
         self.states[request.request_id] = OrchestratorRequestState(
-            request, message.submitted_at, ticket, runs={_STAGE: run}
+            request, message.submitted_at, ticket, mm_features=request.mm_features, runs={_STAGE: run}
         )
         if ended := self._dispatcher.submit(run):
             self.runs_ended(_STAGE, ended)

@@ -102,6 +102,7 @@ class OrchestratorRequestState:
     sampling_params_list: tuple[Mapping[str, Any], ...] = ()
     stage_submit_ts: dict[int, float] = field(default_factory=dict)
     pipeline_timings: dict[str, dict[str, float]] = field(default_factory=dict)
+    mm_features: Any = None
     call: PipelineCall | None = None
     runs: dict[int, StageRun] = field(default_factory=dict)
 
@@ -158,6 +159,7 @@ class PipelineRequestState(OrchestratorRequestState):
             final_stage_id=plan.answer_stage,
             final_output_stage_ids=plan.finals,
             sampling_params_list=tuple(sampling.get(stage.name, {}) for stage in stages),
+            mm_features=request.mm_features,
             call=call,
             plan=plan,
             chosen_replicas=message.chosen_replicas,
