@@ -140,7 +140,7 @@ def nodes(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
     """A head without engines and two headless nodes, all of them in service before each test and after it."""
 
     def start(log: Path) -> NodeFleet:
-        return NodeFleet(tiny_model, log, nodes=2, flags=(*QUICK_HEARTBEATS, "--enable-lora"), environment=RUNTIME_LORA)
+        return NodeFleet(tiny_model, log, nodes=2, flags=("--enable-lora",), environment=RUNTIME_LORA)
 
     running: NodeFleet = servers.keep("nodes", start, engines=2)
     running.wait_for_replicas(2)
@@ -187,7 +187,7 @@ def nodes_of_both_kinds(
             log,
             nodes=1,
             local=1,
-            flags=(*QUICK_HEARTBEATS, *SMALL_CACHE, "--enable-lora"),
+            flags=(*SMALL_CACHE, "--enable-lora"),
             head_flags=(
                 *KV_AWARE,
                 *("--lora-modules", f"{ADAPTER}={adapter}"),
