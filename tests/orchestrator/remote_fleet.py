@@ -17,11 +17,14 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 
 class Attachment:
-    """Satisfies `RemoteReplica` over a link in memory."""
+    """Satisfies `RemoteReplica` over a link in memory.
+
+    Attributes:
+        arrived: why its server lost the engine, in a message that has arrived and is not yet read.
+    """
 
     ready_response = b"ready"
     synced = False
-    grace = 0.0
 
     def __init__(self, info: ReplicaInfo, replica_id: int, on_outputs: OnOutputs, on_status: OnStatus) -> None:
         self.info = info
@@ -31,12 +34,17 @@ class Attachment:
         self.on_outputs, self.on_status = on_outputs, on_status
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_lost: Callable[[str], None] = lambda reason: None
-        self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end, grace=self.grace)
+        self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end)
         self.client.start()
         self.drain_requested = self.closed = False
+        self.arrived = ""
 
     def report_synced(self) -> None:
         self.synced = True
+
+    def drain(self) -> None:
+        if self.arrived:
+            self.client.mark_dead(self.arrived, engine_failed=True)
 
     def _end(self, reason: str) -> None:
         self.lost.set_result(reason)

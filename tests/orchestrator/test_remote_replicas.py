@@ -105,35 +105,13 @@ async def test_an_unlisted_replica_is_gone_and_its_requests_move(fleet: Fleet) -
     assert len(fleet.attachments) == 2
 
 
-async def test_a_replica_whose_server_says_after_the_list_why_it_is_lost_leaves_with_that_reason(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Attachment, "grace", 60.0)
-    first, second = await fleet.joined(row(1), row(2))
-    await fleet.submit("a")
-    gone, other = (first, second) if first.link.added else (second, first)
-    fleet.unregister(gone.info)
-    await fleet.all_handled()
-    await fleet.submit("b")
-    assert len(gone.link.added) == 1, "no new requests"
-    gone.client.mark_dead("its engine crashed", engine_failed=True)
-    await eventually(lambda: len(other.link.added) == 2 and gone.closed)
-    lost = [event.reason for event in fleet.orchestrator.events.after() if event.kind is EventKind.LOST]
-    assert lost == ["its engine crashed"]
-    assert len(fleet.pool.members) == 1
-
-
-async def test_a_replica_that_is_listed_again_before_it_is_lost_keeps_its_place(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Attachment, "grace", 60.0)
+async def test_an_unlisted_replica_is_lost_for_the_reason_that_its_server_has_sent(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
-    (member,) = fleet.pool.members
+    replica.arrived = "its engine crashed"
     fleet.unregister(replica.info)
-    fleet.register(row(1, incarnation=2))
     await eventually(lambda: replica.closed)
-    await fleet.serving(1)
-    assert fleet.pool.members == (member,)
+    lost = [event.reason for event in fleet.orchestrator.events.after() if event.kind is EventKind.LOST]
+    assert (lost, fleet.pool.members) == (["its engine crashed"], ())
 
 
 async def test_an_unknown_unlisted_replica_is_no_error(fleet: Fleet) -> None:

@@ -55,8 +55,6 @@ class RemoteReplicas:
         self._refusing: set[asyncio.Task[None]] = set()
         # The incarnations of replicas that were removed or refused. The coordinator may still list them.
         self._dismissed: dict[ReplicaKey, int] = {}
-        # Replicas that are no longer listed but still attached, with the reason.
-        self._unlisted: dict[ReplicaKey, str] = {}
         self._closed = False
 
     def register(self, message: RegisterRemoteReplica) -> None:
@@ -65,7 +63,6 @@ class RemoteReplicas:
         if self._closed or info.incarnation <= self._dismissed.get(key, -1):
             return
         self._dismissed.pop(key, None)
-        self._unlisted.pop(key, None)
         keeper = self._keepers.get(key)
         if keeper is not None:
             keeper.update(info, message.accepts)
@@ -79,19 +76,14 @@ class RemoteReplicas:
 
     def unregister(self, message: UnregisterRemoteReplica) -> None:
         """A replica is no longer listed: its requests move, and its id is freed."""
-        key = ReplicaKey.of(message)
-        self._dismissed.pop(key, None)
-        keeper = self._keepers.get(key)
+        self._dismissed.pop(ReplicaKey.of(message), None)
+        keeper = self._keepers.pop(ReplicaKey.of(message), None)
         if keeper is None:
             return
-        self._unlisted[key] = message.reason
-        if (replica := keeper.attached) is None:
-            self._remove_unlisted(key)
-        else:
-            # Only the server knows why its engine was lost. Its message has another path and may come after the list.
-            keeper.update(keeper.info, accepts=False)
-            replica.lost.add_done_callback(lambda _: self._remove_unlisted(key))
-            replica.client.mark_dead_after_grace(message.reason)
+        if (replica := keeper.attached) is not None:
+            # Only the server knows why it lost its engine. A head that was busy may see the list before that message.
+            replica.drain()
+        self._remove(keeper, message.reason)
 
     def leave(self, member: PoolMember) -> None:
         """End the replica's engine for good; its requests move. Returns at once.
@@ -101,19 +93,18 @@ class RemoteReplicas:
         """
         key = ReplicaKey.of(member)
         keeper = self._keepers.get(key)
-        replica = None if keeper is None else keeper.attached
-        if keeper is None or replica is None:
+        if keeper is None or (replica := keeper.attached) is None:
             raise ReplicaError(f"replica {member.name} is not attached now and cannot be removed")
         replica.request_drain()
         self._dismissed[key] = keeper.info.incarnation
-        self._remove(key, "it was removed")
+        del self._keepers[key]
+        self._remove(keeper, "it was removed")
 
     async def close(self) -> None:
         """Detach from all. Idempotent."""
         # A later attachment would never be closed, and `term` would wait for its sockets.
         self._closed = True
         self._keepers.clear()
-        self._unlisted.clear()
         tasks = [*self._tasks.values(), *self._refusing]
         for task in tasks:
             task.cancel()
@@ -150,13 +141,7 @@ class RemoteReplicas:
         self._tasks[keeper] = task
         task.add_done_callback(lambda _: self._tasks.pop(keeper))
 
-    def _remove_unlisted(self, key: ReplicaKey) -> None:
-        if key in self._unlisted:
-            self._remove(key, self._unlisted[key])
-
-    def _remove(self, key: ReplicaKey, reason: str) -> None:
-        self._unlisted.pop(key, None)
-        keeper = self._keepers.pop(key)
+    def _remove(self, keeper: RemoteReplicaKeeper, reason: str) -> None:
         member = keeper.member
         if member.client is not None:
             self._orchestrator.replica_lost(member, reason)

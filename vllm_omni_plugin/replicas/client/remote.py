@@ -208,6 +208,11 @@ class RemoteReplica:
             return f"its server at {address} did not answer {seconds}"
         return f"its engine did not answer {seconds}"
 
+    def drain(self) -> None:
+        """Handle the server's messages that have arrived, which may report the loss of the engine."""
+        if self._control is not None:
+            self._control.drain()
+
     def report_synced(self) -> None:
         """Tell the server that the engine has received all recorded operator calls."""
         self._send(StateSynced)

@@ -56,9 +56,9 @@ class CacheListener:
             if source.replay_endpoint is not None:
                 self._replay_socket = self._connect(zmq.DEALER, source.replay_endpoint, self._on_replayed)
                 self._request_replay(self._replay_socket)
-        except zmq.ZMQError as error:  # no socket is left, or an address is invalid
+        except BaseException:
             self.close()
-            raise ReplicaError(f"{source.endpoint!r} cannot be connected to: {error}") from error
+            raise
 
     def close(self) -> None:
         for socket, reader in self._sockets:
@@ -67,14 +67,17 @@ class CacheListener:
         self._sockets.clear()
 
     def _connect(self, kind: int, address: str, on_message: Callable[[list[Any]], None]) -> "zmq.Socket[bytes]":
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-        reader = SocketReader(socket, on_message)
-        self._sockets.append((socket, reader))
-        socket.maxmsgsize = _MAX_MESSAGE_BYTES
-        socket.rcvhwm = _MAX_UNREAD
-        socket.ipv6 = "[" in address
-        socket.connect(address)
-        reader.resume()
+        try:
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+            reader = SocketReader(socket, on_message)
+            self._sockets.append((socket, reader))
+            socket.maxmsgsize = _MAX_MESSAGE_BYTES
+            socket.rcvhwm = _MAX_UNREAD
+            socket.ipv6 = "[" in address
+            socket.connect(address)
+            reader.resume()
+        except (zmq.ZMQError, OSError) as error:  # no descriptor is left, or the address is invalid
+            raise ReplicaError(f"{address!r} cannot be connected to: {error}") from error
         return socket
 
     def _on_published(self, frames: list[Any]) -> None:
