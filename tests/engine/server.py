@@ -24,7 +24,7 @@ IN_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_execut
 """The model is computed in the process of its engine, as vLLM does by itself on one GPU. On CPUs it starts a worker."""
 WORKERS = ("--distributed-executor-backend", "mp")
 """The model is computed in worker processes of the engine, as vLLM does by itself on CPUs and for several GPUs."""
-START_S = 150.0
+START_S = 240.0
 STOP_S = 30.0
 _STARTUP = Path(__file__).with_name("startup")
 
