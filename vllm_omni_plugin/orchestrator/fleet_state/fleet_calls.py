@@ -290,7 +290,11 @@ class FleetCalls:
         return OngoingCall.begin(stages, numbered.method, args, engines, numbered.number)
 
     async def _settle_taken_over(self, call: OngoingCall, in_snapshot: bool) -> None:
-        """Settle a call whose caller was lost or has failed; `in_snapshot`: the state that this head adopted contains the call."""
+        """Settle a call whose caller was lost or has failed.
+
+        Args:
+            in_snapshot: the state that this head adopted contains the call.
+        """
         # If the session is lost again, `_finish` has notified AsyncLLM.
         with suppress(CoordinatorUnavailableError):
             accepted = await self._settle(call)
