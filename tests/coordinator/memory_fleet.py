@@ -131,7 +131,7 @@ class MemoryFleet:
         self.lists = ListDeltas(self.table, self.replica_ids)
         self.sessions = ConnectedHeads(self.lists)
         # There are no nodes.
-        self.frames = HeadFrames(self.sessions, self, lambda stage_id: HeadInfo(0.0, [], {}), None)  # type: ignore[arg-type]
+        self.frames = HeadFrames(self.sessions, self, lambda query: HeadInfo(0.0, [], {}), None)  # type: ignore[arg-type]
         self._note_state()
         for name in self.heads:
             self.connect(name)

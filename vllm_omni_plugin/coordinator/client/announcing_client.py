@@ -28,6 +28,7 @@ class OmniCoordClientForStage:
         coord_zmq_addr: The coordinator's ROUTER address.
         heartbeat_interval: Seconds; must be less than a third of the coordinator's timeout.
         control_addr: Address on which heads attach; empty for a replica without attachment.
+        number, host_slot: See `ReplicaEvent`.
         secrets: Secrets of the fleet, tried in turn; None without encryption.
         on_unreachable: Called in the client's thread with the reason whenever the coordinator is unreachable for a new
             reason, and with "" once it is reached. Must not block.
@@ -46,6 +47,8 @@ class OmniCoordClientForStage:
         *,
         heartbeat_interval: float = 1.0,
         control_addr: str = "",
+        number: int = -1,
+        host_slot: str = "",
         secrets: Secrets | None = None,
         on_unreachable: Callable[[str], None] | None = None,
     ) -> None:
@@ -65,6 +68,8 @@ class OmniCoordClientForStage:
             0,
             incarnation=_next_incarnation(),
             control_addr=control_addr,
+            number=number,
+            host_slot=host_slot,
         )
         self._queue_event("update", ReplicaStatus.UP, 0)
         self._link = CoordinatorLink(coord_zmq_addr, open_dealer, secrets, self._link_changed)

@@ -16,6 +16,7 @@ import zmq
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Wakeup, open_head_dealer
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    MAX_HOST_SLOTS,
     MAX_LISTENING,
     REACHABILITY_TIMEOUT_S,
     HeadInfo,
@@ -63,16 +64,19 @@ def query_head(
     stage_id: int,
     secrets: Secrets | None,
     listening: Mapping[str, socket.socket] | None = None,
+    host_slots: Sequence[str] = (),
     *,
     wall_clock: Callable[[], float] = time.time,
 ) -> HeadQueryResult:
     """Query the coordinator at a ZMQ address about a stage. Raises `ConfigError` only if it is no address.
 
     ``listening``: sockets by ZMQ address with a numeric host. The head checks whether it reaches the first 32 of them.
+    ``host_slots``: see `HeadQuery`; the head numbers the first 1,024 of them.
     """
     deadline = time.monotonic() + TIMEOUT_S
     checked = dict(islice((listening or {}).items(), MAX_LISTENING))
-    query = HeadQuery(stage_id, list(checked), token_hex(_NONCE_BYTES) if checked else "")
+    nonce = token_hex(_NONCE_BYTES) if checked else ""
+    query = HeadQuery(stage_id, list(checked), nonce, tuple(host_slots[:MAX_HOST_SLOTS]))
     with answer_with_nonce(checked.values(), query.nonce.encode()):
         result = replace(_query(address, query, secrets, wall_clock, deadline), listening=query.listening)
     if not result.refused:

@@ -34,6 +34,7 @@ def main() -> int:
             arguments.heartbeat_timeout,
             settle_time=arguments.settle_time,
             first_replica_ids=arguments.first_replica_ids,
+            reserved_numbers=arguments.reserved_numbers,
             secrets=Secrets.from_file(arguments.secret_file) if arguments.secret_file else None,
             fingerprints=arguments.fingerprints,
         )

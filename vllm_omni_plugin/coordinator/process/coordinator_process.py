@@ -34,6 +34,7 @@ class ChildArguments(msgspec.Struct, frozen=True):
     settle_time: float = 0.0
     secret_file: str | None = None
     first_replica_ids: dict[int, int] = {}
+    reserved_numbers: int = 0
     fingerprints: dict[int, dict[str, str]] = {}
 
 

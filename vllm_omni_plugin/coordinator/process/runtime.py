@@ -53,6 +53,7 @@ class OmniCoordinatorRuntime:
         *,
         secret_file: str | None = None,
         first_replica_ids: Mapping[int, int] | None = None,
+        reserved_numbers: int = 0,
         fingerprints: Mapping[int, Mapping[str, str]] | None = None,
         answer_timeout: float = ANSWER_TIMEOUT,
     ) -> None:
@@ -69,6 +70,7 @@ class OmniCoordinatorRuntime:
             answer_timeout / ALIVE_BYTES_PER_TIMEOUT,
             secret_file=secret_file,
             first_replica_ids=dict(first_replica_ids or {}),
+            reserved_numbers=reserved_numbers,
             fingerprints={stage_id: dict(fields) for stage_id, fields in (fingerprints or {}).items()},
         )
         # The child ends with the thread that creates it, so this thread lives as long as the runtime. It has no other

@@ -13,6 +13,8 @@ MAX_QUEUE_LENGTH = 2**31 - 1
 MAX_ADDRESS_CHARS = 256
 # A full membership table, and as many ids again that are reserved after a restart of the coordinator.
 MAX_REPLICA_ID = 8191
+MAX_NUMBER = 32767
+MAX_HOST_SLOT_CHARS = 128
 MAX_EVENT_BYTES = 64 * 1024
 # A full membership table with the longest addresses is smaller than this.
 MAX_REPLICA_LIST_BYTES = 24 * 1024 * 1024
@@ -25,6 +27,8 @@ OptionalAddress = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 Ordinal = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 ReplicaId = Annotated[int, Meta(ge=0, le=MAX_REPLICA_ID)]
 OptionalReplicaId = Annotated[int, Meta(ge=-1, le=MAX_REPLICA_ID)]
+OptionalNumber = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
+OptionalHostSlot = Annotated[str, Meta(max_length=MAX_HOST_SLOT_CHARS)]
 WallSeconds = Annotated[float, Meta(ge=0)]
 EventType = Literal["update", "heartbeat"]
 
@@ -49,6 +53,8 @@ class ReplicaEvent(Struct, frozen=True):
         sequence: Grows with each event of one incarnation, so that the coordinator detects replays. 0: unknown; events
             of the same incarnation then count in order of arrival.
         control_addr: ZMQ address on which heads attach; empty for a replica without attachment.
+        number: Unique in the fleet, from `HeadInfo` or chosen by the node. -1: unknown.
+        host_slot: Names the replica's place on its machine, in all its restarts. Empty: unknown.
     """
 
     input_addr: Address
@@ -60,6 +66,8 @@ class ReplicaEvent(Struct, frozen=True):
     incarnation: Ordinal = 0
     sequence: Ordinal = 0
     control_addr: OptionalAddress = ""
+    number: OptionalNumber = -1
+    host_slot: OptionalHostSlot = ""
 
 
 class HasReplicaAddress(Protocol):

@@ -12,6 +12,8 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from vllm_omni_plugin.coordinator.protocol.control_messages import (
+    MAX_HOST_SLOT_CHARS,
+    MAX_NUMBER,
     MAX_REPLICA_LIST_BYTES,
     Address,
     Ordinal,
@@ -39,6 +41,7 @@ ENGINE_KEYS = 2**53
 # This many rows with the longest addresses fit into MAX_HEAD_FRAME_BYTES.
 ROWS_PER_FRAME = 400
 MAX_LISTENING = 32
+MAX_HOST_SLOTS = 1024
 MAX_NONCE_CHARS = 64
 REACHABILITY_TIMEOUT_S = 2.0
 """For a connection to a node's port. TCP repeats a lost connection request after 1 s."""
@@ -51,6 +54,8 @@ _HEAD_PREFIX = b'{"type":'
 HeadId = Annotated[str, Meta(min_length=1, max_length=MAX_HEAD_ID_CHARS)]
 Method = Annotated[str, Meta(min_length=1, max_length=MAX_METHOD_CHARS)]
 EngineKey = Annotated[int, Meta(ge=0, lt=ENGINE_KEYS)]
+HostSlot = Annotated[str, Meta(min_length=1, max_length=MAX_HOST_SLOT_CHARS)]
+ReplicaNumber = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 ErrorText = Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
 
 
@@ -152,20 +157,28 @@ class Bye(Struct, frozen=True, tag="bye"):
 
 
 class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
-    """Sent by a node before it loads a model. It needs no session. Older coordinators do not answer."""
+    """Sent by a node before it loads a model. It needs no session. Older coordinators do not answer.
+
+    ``host_slots``: of the replicas that the node will start, see `ReplicaEvent`.
+    """
 
     stage_id: StageId
     listening: Annotated[list[Address], Meta(max_length=MAX_LISTENING)] = []
     nonce: Annotated[str, Meta(max_length=MAX_NONCE_CHARS)] = ""
+    host_slots: Annotated[tuple[HostSlot, ...], Meta(max_length=MAX_HOST_SLOTS)] = ()
 
 
 class HeadInfo(Struct, frozen=True, tag="facts"):
-    """The answer to `HeadQuery`. ``trying``: a `ReachabilityReport` follows."""
+    """The answer to `HeadQuery`. ``trying``: a `ReachabilityReport` follows.
+
+    ``numbers``: one for each host slot; none while the coordinator learns the numbers of running replicas.
+    """
 
     timestamp: WallSeconds
     stages: list[StageId]
     fingerprint: dict[str, str]
     trying: bool = False
+    numbers: Annotated[tuple[ReplicaNumber, ...], Meta(max_length=MAX_HOST_SLOTS)] = ()
 
 
 class ReachabilityReport(Struct, frozen=True, tag="reached"):

@@ -26,11 +26,11 @@ from vllm_omni_plugin.errors import WireError
 class HeadFrames:
     """Connects the ROUTER with `ConnectedHeads` and `ReachabilityChecks`. For the coordinator's thread only.
 
-    ``head_info`` returns the answer to a query about a stage.
+    ``head_info`` returns the answer to a query.
     """
 
     def __init__(
-        self, heads: ConnectedHeads, router: Socket, head_info: Callable[[int], HeadInfo], checks: ReachabilityChecks
+        self, heads: ConnectedHeads, router: Socket, head_info: Callable[[HeadQuery], HeadInfo], checks: ReachabilityChecks
     ) -> None:
         self._heads = heads
         self._router = router
@@ -42,7 +42,7 @@ class HeadFrames:
         message = decode_from_head(frame)
         if isinstance(message, HeadQuery):
             trying = self._checks.begin(peer, message.listening, message.nonce, now)
-            self._answer_node(peer, replace(self._head_info(message.stage_id), trying=trying))
+            self._answer_node(peer, replace(self._head_info(message), trying=trying))
             return True
         try:
             frames = self._heads.handle(peer, message, now)

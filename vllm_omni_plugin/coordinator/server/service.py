@@ -22,15 +22,19 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
     Wakeup,
     poll_ms,
 )
-from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, is_of_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, HeadQuery, is_of_head
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.server.reachability_checks import MAX_CONNECTIONS, ReachabilityChecks
 from vllm_omni_plugin.coordinator.state.connected_heads import RELAY_INTERVAL, ConnectedHeads
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, PublishSchedule, ReplicaIds, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Change, MembershipTable, TableFullError
+from vllm_omni_plugin.coordinator.state.number_book import ReplicaNumbers
 from vllm_omni_plugin.curve import Secrets, cut_connection
 from vllm_omni_plugin.errors import ConfigError, WireError
+from vllm_omni_plugin.logger import init_logger
+
+logger = init_logger(__name__)
 
 # Frames received before deadlines and publishing are handled.
 BATCH_FRAMES = 256
@@ -56,6 +60,7 @@ class OmniCoordinator:
         *,
         settle_time: float = 0.0,
         first_replica_ids: Mapping[int, int] | None = None,
+        reserved_numbers: int = 0,
         secrets: Secrets | None = None,
         fingerprints: Mapping[int, Mapping[str, str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -69,6 +74,7 @@ class OmniCoordinator:
                 so that heads get no empty list.
             first_replica_ids: By stage, the lowest replica id. Lower ids are the head's own engines, which do not
                 register.
+            reserved_numbers: How many of the lowest numbers (see `ReplicaEvent`) are those of the head's own engines.
             secrets: Only their holders can connect; None admits everybody, without encryption.
             fingerprints: By stage, the configuration that all its replicas share. Nodes can query it if there are
                 secrets.
@@ -88,12 +94,14 @@ class OmniCoordinator:
         self._stopped = threading.Event()
         self._table = MembershipTable(heartbeat_timeout)
         self._replica_ids = ReplicaIds(first_replica_ids)
+        self._numbers = ReplicaNumbers(reserved_numbers)
         self._lists = ListDeltas(self._table, self._replica_ids)
         self._heads = ConnectedHeads(self._lists)
         self._drops = DropLog()
         self._ticked_at = clock()
-        self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._ticked_at + settle_time)
-        self._delta_schedule = PublishSchedule(self._ticked_at, self._ticked_at + settle_time, RELAY_INTERVAL)
+        self._settled_at = self._ticked_at + settle_time
+        self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._settled_at)
+        self._delta_schedule = PublishSchedule(self._ticked_at, self._settled_at, RELAY_INTERVAL)
         self._sockets = CoordinatorSockets(router_zmq_addr, pub_zmq_addr, secrets)
         self._router = self._sockets.router
         self._pub = self._sockets.pub
@@ -190,6 +198,12 @@ class OmniCoordinator:
         return change is not None
 
     def _record(self, changes: list[Change], now: float) -> None:
+        for event in self._numbers.record(changes):
+            logger.warning(
+                "The replica at %s has number %d, as another replica. Restart it, and it gets a number of its own.",
+                event.control_addr or event.input_addr,
+                event.number,
+            )
         if self._lists.record(changes):
             self._schedule.request(now)
             self._delta_schedule.request(now)
@@ -264,9 +278,11 @@ class OmniCoordinator:
             self._delta_schedule.request(now)
         return self._head_frames.receive(peer, frame, now)
 
-    def _head_info(self, stage_id: int) -> HeadInfo:
-        fingerprint = dict(self._fingerprints.get(stage_id, {}))
-        return HeadInfo(self._wall_clock(), sorted(self._fingerprints), fingerprint)
+    def _head_info(self, query: HeadQuery) -> HeadInfo:
+        fingerprint = dict(self._fingerprints.get(query.stage_id, {}))
+        # Before, a running replica that has not registered again may have any number.
+        numbers = self._numbers.for_host_slots(query.host_slots) if self._clock() >= self._settled_at else ()
+        return HeadInfo(self._wall_clock(), sorted(self._fingerprints), fingerprint, numbers=numbers)
 
     def _receive_subscriptions(self) -> None:
         for _ in range(BATCH_FRAMES):

@@ -31,6 +31,7 @@ def start_coordinator(
         options.heartbeat_timeout,
         secret_file=options.secret_file,
         first_replica_ids=first_replica_ids,
+        reserved_numbers=sum(plan.replicas for plan in plans),
         fingerprints={plan.stage_id: plan.fingerprint for plan in plans},
     )
     if port:

@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 
 from vllm_omni_plugin.coordinator import OmniCoordClientForStage, ReplicaStatus
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.replicas.server.server_settings import ReplicaIdentity, ServerSettings
 
 logger = init_logger(__name__)
 
@@ -22,10 +22,17 @@ class Announcer:
 
     Args:
         addresses: control, input and output address of the replica.
+        identity: of the replica.
         joined: set once the coordinator has been reached.
     """
 
-    def __init__(self, settings: ServerSettings, addresses: Sequence[str], joined: asyncio.Event) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        addresses: Sequence[str],
+        identity: ReplicaIdentity,
+        joined: asyncio.Event,
+    ) -> None:
         self._coordinator_addr = settings.coordinator_addr
         self._joined = joined
         self._loop = asyncio.get_running_loop()
@@ -39,6 +46,8 @@ class Announcer:
             settings.stage_id,
             heartbeat_interval=settings.heartbeat_interval,
             control_addr=control_addr,
+            number=identity.number,
+            host_slot=identity.host_slot,
             secrets=settings.secrets,
             on_unreachable=self._on_client_thread,
         )

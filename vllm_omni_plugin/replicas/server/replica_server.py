@@ -17,7 +17,7 @@ from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listene
 from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
 from vllm_omni_plugin.replicas.server.served_engine import ServedEngine, start_served_engine
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.replicas.server.server_settings import NO_IDENTITY, ReplicaIdentity, ServerSettings
 
 logger = init_logger(__name__)
 
@@ -31,6 +31,7 @@ class ReplicaServer:
     Args:
         codec: see `StageClient`; not shared with other servers.
         executor: runs blocking steps, at most two at the same time.
+        identity: announced to the coordinator.
 
     Attributes:
         ready: set once the engine is ready for the first time.
@@ -44,6 +45,7 @@ class ReplicaServer:
         index: int,
         codec: Codec,
         executor: Executor,
+        identity: ReplicaIdentity = NO_IDENTITY,
         *,
         delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -52,6 +54,7 @@ class ReplicaServer:
         self._index = index
         self._codec = codec
         self._executor = executor
+        self._identity = identity
         self._delay = delay
         self.ready = asyncio.Event()
         self.joined = asyncio.Event()
@@ -170,7 +173,7 @@ class ReplicaServer:
         if self._draining:
             return
         if self._announcer is None:
-            self._announcer = Announcer(self._settings, self._addresses, self.joined)
+            self._announcer = Announcer(self._settings, self._addresses, self._identity, self.joined)
         else:
             self._announcer.announce(ReplicaStatus.UP, new_incarnation=True)
         heads.admit(engine)

@@ -10,6 +10,22 @@ from vllm_omni_plugin.vllm_api.protocol.message_filter import MessageFilter, rej
 
 
 @dataclass(frozen=True)
+class ReplicaIdentity:
+    """What a replica keeps over its restarts.
+
+    Attributes:
+        number: unique in the fleet; -1: none.
+        host_slot: names its place on its machine; "": none.
+    """
+
+    number: int = -1
+    host_slot: str = ""
+
+
+NO_IDENTITY = ReplicaIdentity()
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """The same for all replicas of a node. Times are seconds.
 

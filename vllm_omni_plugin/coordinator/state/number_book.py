@@ -1,0 +1,130 @@
+"""Numbers that replicas keep over their restarts."""
+
+from collections.abc import Iterable, Mapping
+
+from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaEvent, ReplicaKey
+from vllm_omni_plugin.coordinator.state.membership_table import Change, Liveness
+
+_FLEET = 0
+# Nodes ask for numbers minutes before their replicas register.
+_LEAST_REMEMBERED = 1024
+
+_Name = str | ReplicaKey
+_Scoped = tuple[int, _Name]
+
+
+class NumberBook:
+    """Gives each name the lowest free number of its scope, and remembers the numbers of absent names.
+
+    The name of a replica is its host slot. Without one, or if a present replica has the same, its key is its name. A
+    name is present from `claim` to `release`. Of the absent names, the last ``least_remembered`` are remembered, or as
+    many as were ever present at once if that is more. ``first``: by scope, the lowest number to give, where it is not 0.
+    """
+
+    def __init__(self, first: Mapping[int, int], least_remembered: int) -> None:
+        self._first = dict(first)
+        self._remembered = least_remembered
+        self._numbers: dict[_Scoped, int] = {}
+        self._names: dict[tuple[int, int], _Name] = {}
+        # Oldest first.
+        self._absent: dict[_Scoped, None] = {}
+        self._holders: dict[_Scoped, ReplicaKey] = {}
+        self._claimed: dict[ReplicaKey, _Scoped] = {}
+        self._lowest: dict[int, int] = {}
+
+    def prepare(self, scope: int, name: _Name) -> int:
+        """Return the number of a name, which a replica will claim later."""
+        scoped = scope, name
+        if self._numbers.get(scoped, -1) < self._first.get(scope, 0):
+            self._forget(scoped)
+            self._give(scoped, self._lowest_free(scope))
+        if scoped not in self._holders:
+            self._set_absent(scoped)
+        return self._numbers[scoped]
+
+    def claim(self, scope: int, key: ReplicaKey, host_slot: str, wanted: int) -> int:
+        """Return the number of a present replica: ``wanted`` unless that is -1 or a present replica has it."""
+        scoped: _Scoped = scope, host_slot or key
+        if self._holders.get(scoped, key) != key:
+            scoped = scope, key
+        if self._claimed.get(key, scoped) != scoped:
+            self.release(key)
+        if wanted >= 0 and self._numbers.get(scoped) != wanted and not self._is_present(scope, wanted):
+            if (former := self._names.get((scope, wanted))) is not None:
+                self._forget((scope, former))
+            self._forget(scoped)
+            self._give(scoped, wanted)
+        elif scoped not in self._numbers:
+            self._give(scoped, self._lowest_free(scope))
+        self._absent.pop(scoped, None)
+        self._holders[scoped], self._claimed[key] = key, scoped
+        self._remembered = max(self._remembered, len(self._holders))
+        return self._numbers[scoped]
+
+    def release(self, key: ReplicaKey) -> None:
+        """A replica is gone. Its number is remembered."""
+        scoped = self._claimed.pop(key, None)
+        if scoped is not None:
+            del self._holders[scoped]
+            self._set_absent(scoped)
+
+    def is_claimed(self, key: ReplicaKey) -> bool:
+        return key in self._claimed
+
+    def _is_present(self, scope: int, number: int) -> bool:
+        name = self._names.get((scope, number))
+        return name is not None and (scope, name) in self._holders
+
+    def _set_absent(self, scoped: _Scoped) -> None:
+        self._absent.pop(scoped, None)
+        self._absent[scoped] = None
+        while len(self._absent) > self._remembered:
+            self._forget(next(iter(self._absent)))
+
+    def _give(self, scoped: _Scoped, number: int) -> None:
+        self._numbers[scoped] = number
+        self._names[scoped[0], number] = scoped[1]
+
+    def _forget(self, scoped: _Scoped) -> None:
+        self._absent.pop(scoped, None)
+        number = self._numbers.pop(scoped, None)
+        if number is not None:
+            scope = scoped[0]
+            del self._names[scope, number]
+            self._lowest[scope] = min(number, self._lowest_bound(scope))
+
+    def _lowest_free(self, scope: int) -> int:
+        number = self._lowest_bound(scope)
+        while (scope, number) in self._names:
+            number += 1
+        self._lowest[scope] = number
+        return number
+
+    def _lowest_bound(self, scope: int) -> int:
+        """Return a bound below which no number is free."""
+        return max(self._lowest.get(scope, 0), self._first.get(scope, 0))
+
+
+class ReplicaNumbers:
+    """The numbers of all replicas of the fleet. ``reserved``: the numbers below it are the head's own engines."""
+
+    def __init__(self, reserved: int) -> None:
+        self._book = NumberBook({_FLEET: reserved}, _LEAST_REMEMBERED)
+
+    def for_host_slots(self, host_slots: Iterable[str]) -> tuple[int, ...]:
+        """Return the numbers of replicas that will start on these host slots."""
+        return tuple([self._book.prepare(_FLEET, host_slot) for host_slot in host_slots])
+
+    def record(self, changes: Iterable[Change]) -> list[ReplicaEvent]:
+        """Record the numbers that replicas announce. Returns the new replicas whose number another one has."""
+        conflicts = []
+        for change in changes:
+            event = change.member.event
+            key = ReplicaKey.of(event)
+            if change.member.liveness in (Liveness.DEAD, Liveness.LEFT):
+                self._book.release(key)
+            elif change.alters_list and event.number >= 0:
+                is_new = not self._book.is_claimed(key)
+                if self._book.claim(_FLEET, key, event.host_slot, event.number) != event.number and is_new:
+                    conflicts.append(event)
+        return conflicts
