@@ -67,6 +67,8 @@ def test_stage_client_announces_up_at_once(fake_coordinator: FakeCoordinator, cl
         "queue_length": 0,
         "sequence": 1,
         "control_addr": "",
+        "number": -1,
+        "host_slot": "",
     }
 
 

@@ -286,7 +286,7 @@ def test_an_older_node_gets_the_answer_without_a_check(serve: Serve, dealer: Ope
     asking = dealer(serve(None))
     asking.send(b'{"type":"question","stage_id":0}')
     assert json.loads(asking.recv()) == [
-        {"type": "facts", "timestamp": NOW, "stages": [], "fingerprint": {}, "trying": False}
+        {"type": "facts", "timestamp": NOW, "stages": [], "fingerprint": {}, "trying": False, "numbers": []}
     ]
 
 

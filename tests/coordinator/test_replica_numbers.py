@@ -1,15 +1,18 @@
 """Each replica has a number that no other has, in all its restarts and those of the coordinator."""
 
-from collections.abc import Iterator
-
-import pytest
 from coordinator_support import ANY, ManualClock, eventually, make_event
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.fakes.keeping import Keep
-from vllm_omni_plugin.coordinator import OmniCoordClientForStage, OmniCoordinator, ReplicaEvent, ReplicaStatus, query_head
+from vllm_omni_plugin.coordinator import (
+    OmniCoordClientForStage,
+    OmniCoordinator,
+    ReplicaEvent,
+    ReplicaStatus,
+    query_head,
+)
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
 from vllm_omni_plugin.coordinator.state.number_book import NumberBook, ReplicaNumbers
 
@@ -109,7 +112,7 @@ def test_endless_host_slots_are_forgotten_and_their_numbers_given_again() -> Non
     assert max(fleet.numbers.for_host_slots([f"k/{slot}" for slot in range(5000)])) < 2 * 1024 + 2
 
 
-@given(st.lists(st.tuples(st.sampled_from("ask start stop age".split()), st.integers(0, 5), st.integers(0, 8))))
+@given(st.lists(st.tuples(st.sampled_from(["ask", "start", "stop", "age"]), st.integers(0, 5), st.integers(0, 8))))
 def test_present_replicas_never_share_a_number_that_was_given(steps: list[tuple[str, int, int]]) -> None:
     fleet = Fleet(reserved=1)
     for step, place, number in steps:
@@ -129,15 +132,13 @@ def test_present_replicas_never_share_a_number_that_was_given(steps: list[tuple[
         assert len(set(numbers)) == len(slots)
 
 
-@pytest.fixture
-def clock() -> Iterator[ManualClock]:
-    yield ManualClock(SETTLED - 1.0)
-
-
 def test_a_node_gets_numbers_from_the_coordinator_once_that_has_learned_those_of_running_replicas(
-    clock: ManualClock, keep: Keep
+    keep: Keep,
 ) -> None:
-    coordinator = keep(OmniCoordinator(ANY, ANY, settle_time=1.0, reserved_numbers=1, clock=clock, wall_clock=clock.wall))
+    clock = ManualClock(SETTLED - 1.0)
+    coordinator = keep(
+        OmniCoordinator(ANY, ANY, settle_time=1.0, reserved_numbers=1, clock=clock, wall_clock=clock.wall)
+    )
     address = coordinator.router_zmq_addr
     keep(OmniCoordClientForStage(address, "tcp://a:1", "tcp://a:2", 0, number=1, host_slot="n/0"))
     eventually(lambda: coordinator.get_active_replicas().replicas)

@@ -30,7 +30,11 @@ class HeadFrames:
     """
 
     def __init__(
-        self, heads: ConnectedHeads, router: Socket, head_info: Callable[[HeadQuery], HeadInfo], checks: ReachabilityChecks
+        self,
+        heads: ConnectedHeads,
+        router: Socket,
+        head_info: Callable[[HeadQuery], HeadInfo],
+        checks: ReachabilityChecks,
     ) -> None:
         self._heads = heads
         self._router = router

@@ -18,7 +18,7 @@ class NumberBook:
 
     The name of a replica is its host slot. Without one, or if a present replica has the same, its key is its name. A
     name is present from `claim` to `release`. Of the absent names, the last ``least_remembered`` are remembered, or as
-    many as were ever present at once if that is more. ``first``: by scope, the lowest number to give, where it is not 0.
+    many as were ever present at once if that is more. ``first``: by scope, the lowest number to give, if not 0.
     """
 
     def __init__(self, first: Mapping[int, int], least_remembered: int) -> None:
