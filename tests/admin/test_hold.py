@@ -162,6 +162,22 @@ async def test_the_number_of_held_requests_is_bounded(monkeypatch: pytest.Monkey
         assert await client.status() == 200
 
 
+async def test_the_bytes_of_held_bodies_are_bounded_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hold, "MAX_WAITING_BYTES", 1 << 20)
+    server = Server()
+    held = server.request()
+    held.upload(bytes(700_000))
+    await eventually(lambda: server.metrics.held_bytes_before_accept == 700_000, "the first body")
+    refused = server.request()
+    refused.upload(bytes(400_000), more=True)
+    assert await refused.status() == 503
+    assert "the bodies of waiting requests have more than 1 MiB" in refused.error["message"]
+    assert server.metrics.held_bytes_before_accept == 700_000
+    server.serve()
+    assert await held.status() == 200
+    assert server.metrics.held_bytes_before_accept == 0
+
+
 async def test_a_server_that_shuts_down_refuses_held_and_new_requests() -> None:
     server = Server()
     waiting = server.request()

@@ -19,6 +19,8 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 MAX_WAITING = 1024
 """Requests that may be held at a time; each keeps a connection and its body. Further ones are refused at once."""
+MAX_WAITING_BYTES = 64 * 1024 * 1024
+"""Bytes of the bodies of held requests that are kept at a time. A request that needs more is refused."""
 RETRY_AFTER_S = 5
 """`Retry-After` of a refusal: about the time in which a crashed replica restarts or a spare one joins."""
 RATE_LIMITED = "rate_limit_exceeded"
@@ -53,15 +55,16 @@ class Hold:
         """Wait until the fleet can serve or the client has disconnected.
 
         Args:
-            disconnected: returns when the client has disconnected; cancelled when the wait ends.
+            disconnected: returns when the client has disconnected, or raises an error that ends the wait; cancelled
+                when the wait ends.
             has_key: whether the request may wait: it has a valid API key, or the server needs none.
 
         Returns:
             Whether the client is still connected.
 
         Raises:
-            NoReplicaError: the time is up, too many requests wait, the server shuts down or is drained, or the request
-                may not wait.
+            NoReplicaError: the time is up, too many requests or bytes wait, the server shuts down or is drained, or the
+                request may not wait.
         """
         if reason := self.closed_reason():
             raise self._refuse(reason)
@@ -79,12 +82,26 @@ class Hold:
                 raise self._refuse(SHUTTING_DOWN)
             if not gone.done() and not served.done():
                 raise self._refuse_without_replica(f"waited {self.replica_wait:g} s")
+            if gone.done():
+                gone.result()
             return not gone.done()
         finally:
             metrics.held_before_accept -= 1
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def keep(self, size: int) -> None:
+        """Count bytes of a held body. Raises `NoReplicaError` if held requests have too many; `release` them anyway."""
+        metrics = self.orchestrator.metrics
+        metrics.held_bytes_before_accept += size
+        if metrics.held_bytes_before_accept > MAX_WAITING_BYTES:
+            limit = MAX_WAITING_BYTES // (1024 * 1024)
+            raise self._refuse_without_replica(f"the bodies of waiting requests have more than {limit} MiB")
+
+    def release(self, size: int) -> None:
+        """These bytes are no longer those of a held request."""
+        self.orchestrator.metrics.held_bytes_before_accept -= size
 
     def _refuse_without_replica(self, reason: str) -> NoReplicaError:
         pools = self.orchestrator.needed_pools
@@ -125,7 +142,13 @@ class HoldMiddleware:
     async def _wait(self, hold: Hold, scope: Scope, receive: Receive, send: Send) -> None:
         request = BufferedRequest(receive)
         try:
-            if await hold.wait(request.until_disconnect, self._has_key(Headers(scope=scope))):
+            try:
+                connected = await hold.wait(
+                    lambda: request.until_disconnect(hold.keep), self._has_key(Headers(scope=scope))
+                )
+            finally:
+                hold.release(request.kept)
+            if connected:
                 await self._app(scope, request.receive, send)
             else:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
@@ -136,20 +159,33 @@ class HoldMiddleware:
 
 
 class BufferedRequest:
-    """Reads a request before the application does, because a disconnect is seen only after the body."""
+    """Reads a request before the application does, because a disconnect is seen only after the body.
+
+    Attributes:
+        kept: bytes of the body that `until_disconnect` has buffered.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._messages: deque[Message] = deque()
+        self.kept = 0
         # Kept after the wait: a message that comes as the wait ends must still reach the application.
         self._pending: asyncio.Future[Message] | None = None
 
-    async def until_disconnect(self) -> None:
-        """Buffer messages; return when the client has disconnected."""
+    async def until_disconnect(self, keep: Callable[[int], None]) -> None:
+        """Buffer messages; return when the client has disconnected.
+
+        Args:
+            keep: called with the size of each part of the body; an error that it raises is raised.
+        """
         while not self._messages or self._messages[-1]["type"] != "http.disconnect":
             self._pending = asyncio.ensure_future(self._receive())
-            self._messages.append(await asyncio.shield(self._pending))
+            message = await asyncio.shield(self._pending)
             self._pending = None
+            self._messages.append(message)
+            size = len(message.get("body", b""))
+            self.kept += size
+            keep(size)
 
     async def body(self) -> bytes | None:
         """Read and buffer the whole body; None if the client has disconnected."""

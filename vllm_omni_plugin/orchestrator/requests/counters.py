@@ -65,6 +65,7 @@ class OrchestratorMetrics:
         cached_tokens: prompt tokens that these engines reported as cached.
         coordinator_connected: whether this head has a session with the coordinator; None without a coordinator.
         held_before_accept: requests that are held before they are accepted.
+        held_bytes_before_accept: bytes of their bodies.
     """
 
     def __init__(self) -> None:
@@ -88,6 +89,7 @@ class OrchestratorMetrics:
         self.cached_tokens = 0
         self.coordinator_connected: bool | None = None
         self.held_before_accept = 0
+        self.held_bytes_before_accept = 0
 
     def observe_stage(self, stage_id: int, name: str, part: str, seconds: float) -> None:
         """Observe the time of a request in one part of a stage, see `HISTOGRAMS`."""
