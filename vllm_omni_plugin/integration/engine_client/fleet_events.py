@@ -124,7 +124,8 @@ class FleetEventHandler:
     def _fail(self, failure: RequestFailed) -> None:
         response = self.responses.get(failure.request_id)
         if response is None or not response.refuse(failure.error):
-            self._abort(fail_request(self._output_processor, failure))
+            # The request itself too: a chunk that its client sent before this error has begun it anew.
+            self._abort([failure.request_id, *fail_request(self._output_processor, failure)])
             return
         # Nothing of the response has been sent, so the middleware sends the error instead.
         for request_id in response.request_ids:
