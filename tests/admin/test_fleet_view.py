@@ -8,9 +8,11 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
+from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
 
 async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> None:
@@ -39,6 +41,25 @@ async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> No
     assert (first_one["heartbeat_seconds"], second["heartbeat_seconds"]) == (0.5, None)
     assert (second["status"], second["held_back"]) == ("draining", ["suspect"])
     assert (second["tokens_per_second"], second["hit_rate"]) == (None, None)
+
+
+async def test_requests_that_wait_in_the_admission_queue_are_queued() -> None:
+    async with FakeFleet(
+        replicas=1, send_window=SendWindow(BatchLimits(tokens=1000, sequences=1), limited=True)
+    ) as fleet:
+        view = FleetView(
+            fleet.orchestrator,
+            HeadDrain(fleet.orchestrator.events),
+            lambda: False,
+            TokenRates(CollectorRegistry(), lambda: 0.0),
+            {},
+            None,
+        )
+        for number in range(9):
+            await fleet.submit(f"r{number}")
+        sent = len(fleet.links[0].added)
+        assert sent < 9
+        assert view.state()["requests"]["queued"] == 9 - sent
 
 
 async def test_a_viewer_leaves_the_loads_that_the_orchestrators_thread_keeps_alone(

@@ -246,9 +246,11 @@ def test_waiting_and_running_requests_are_in_flight() -> None:
 @pytest.mark.parametrize(("heads", "expected"), [(1, 5), (2, 3), (8, 1)])
 def test_several_heads_share_the_limit(heads: int, expected: int) -> None:
     rules = admission(AdmissionConfig(default_tenant=TenantSettings(max_in_flight=5)), heads=heads)
-    while isinstance(rules.new_ticket(RequestTerms("a"), 0, 1, 0.0), Ticket):
+    while isinstance(refusal := rules.new_ticket(RequestTerms("a"), 0, 1, 0.0), Ticket):
         pass
     assert rules.tenant_reports()[0]["a"].in_flight == expected
+    part = "" if heads == 1 else f"; 5 are allowed, divided among {heads} heads"
+    assert str(refusal) == f"The tenant has {expected} requests in flight at this head, which is its limit{part}."
 
 
 def test_a_tenant_may_owe_tokens_and_is_refused_until_they_are_paid() -> None:

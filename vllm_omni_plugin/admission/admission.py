@@ -296,7 +296,9 @@ class Admission:
         """Why a tenant's own limits refuse a request."""
         heads = self._stage.heads
         if account.is_at_in_flight_limit(heads):
-            message = f"The tenant has {account.in_flight} requests in flight, which is its limit."
+            limit = account.settings.max_in_flight
+            part = "" if heads == 1 else f"; {limit} are allowed, divided among {heads} heads"
+            message = f"The tenant has {account.in_flight} requests in flight at this head, which is its limit{part}."
             return _refusal(True, RefusalReason.IN_FLIGHT, message)
         debt_s = account.debt_s(heads, now)
         if debt_s:
