@@ -62,6 +62,26 @@ def test_builds_of_one_commit_for_other_hardware_are_the_same(
     assert fingerprint(vllm_config(model), 0)["vLLM version"] == told
 
 
+@pytest.mark.parametrize("resolved", ["cpu_awq", "awq_marlin", None])
+def test_a_quantized_checkpoint_is_the_same_under_whatever_name_a_platform_resolves(
+    tmp_path: Path, resolved: str | None
+) -> None:
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    folder = write_model(tmp_path / "quantized", quantization_config=quantization)
+    # vLLM reads the header of a quantized checkpoint's weights.
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    config = vllm_config(folder, dtype="bfloat16")
+    config.model_config.quantization = resolved
+    assert fingerprint(config, 0)["quantization"] == "awq"
+
+
+@pytest.mark.parametrize("method", ["fp8", None])
+def test_quantization_while_loading_is_told_as_vllm_names_it(model: Path, method: str | None) -> None:
+    config = vllm_config(model)
+    config.model_config.quantization = method
+    assert fingerprint(config, 0)["quantization"] == str(method)
+
+
 @pytest.mark.parametrize(
     ("arguments", "fields"),
     [

@@ -49,7 +49,7 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
         "runner": f"{model.runner_type}, convert {model.convert_type}",
         "dtype": str(model.dtype).removeprefix("torch."),
         "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
-        "quantization": str(model.quantization),
+        "quantization": _quantization(model),
         "max model length": str(model.max_model_len),
         "logprobs mode": str(model.logprobs_mode),
         "logits processors": _logits_processors(model.logits_processors),
@@ -62,6 +62,12 @@ def _build(version: str) -> str:
     public, _, local = version.partition("+")
     kept = [part for part in local.split(".") if part and not _PLATFORM.fullmatch(part)]
     return "+".join([public, ".".join(kept)]) if kept else public
+
+
+def _quantization(model: Any) -> str:
+    """The checkpoint's own method: which of its kernels vLLM resolves from it depends on the platform."""
+    checkpoint = model.model_arch_config.quantization_config or {}
+    return str(checkpoint.get("quant_method") or model.quantization)
 
 
 def _overrides(overrides: Any) -> str:
