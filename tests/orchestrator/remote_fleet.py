@@ -17,11 +17,7 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 
 class Attachment:
-    """Satisfies `RemoteReplica` over a link in memory.
-
-    Attributes:
-        arrived: why its server lost the engine, in a message that has arrived and is not yet read.
-    """
+    """Satisfies `RemoteReplica` over a link in memory."""
 
     ready_response = b"ready"
     synced = False
@@ -37,14 +33,9 @@ class Attachment:
         self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end)
         self.client.start()
         self.drain_requested = self.closed = False
-        self.arrived = ""
 
     def report_synced(self) -> None:
         self.synced = True
-
-    def drain(self) -> None:
-        if self.arrived:
-            self.client.mark_dead(self.arrived, engine_failed=True)
 
     def _end(self, reason: str) -> None:
         self.lost.set_result(reason)

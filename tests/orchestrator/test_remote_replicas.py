@@ -93,25 +93,80 @@ async def test_the_requests_of_a_lost_replica_move_and_it_is_attached_to_again(f
     assert len(fleet.pool.members) == 2
 
 
-async def test_an_unlisted_replica_is_gone_and_its_requests_move(fleet: Fleet) -> None:
+async def test_a_replica_serves_while_its_lease_lasts_though_a_new_coordinator_does_not_list_it(fleet: Fleet) -> None:
+    first, second = await fleet.joined(row(1, replica_id=4), row(2, replica_id=7))
+    await fleet.submit("a")
+    for replica in (first, second):
+        fleet.register(replica.info, accepts=False)
+        fleet.unregister(replica.info)
+        fleet.unregister(replica.info)
+    await fleet.all_handled()
+    await fleet.submit("b")
+    assert [len(replica.link.added) for replica in (first, second)] == [1, 1]
+    for replica in (first, second):
+        fleet.register(replica.info)
+        replica.link.output(replica.link.added[0], 5, finish_reason="stop")
+    await fleet.all_handled()
+    assert {("a", "stop"), ("b", "stop")} <= set(await fleet.read())
+    assert [member.replica_id for member in fleet.pool.members] == [4, 7]
+    assert fleet.attachments == [first, second]
+    assert not first.closed
+
+
+@pytest.mark.parametrize("listed_again", [False, True])
+async def test_an_unlisted_replica_is_forgotten_when_its_lease_ends_unless_it_is_listed_again(
+    fleet: Fleet, listed_again: bool
+) -> None:
     first, second = await fleet.joined(row(1), row(2))
     await fleet.submit("a")
     gone, other = (first, second) if first.link.added else (second, first)
     fleet.unregister(gone.info)
+    if listed_again:
+        fleet.register(gone.info)
+    await fleet.all_handled()
+    assert not other.link.added
+    gone.client.mark_dead("its engine crashed", engine_failed=True)
     await eventually(lambda: other.link.added and gone.closed)
+    await fleet.serving(1 + listed_again)
+    assert len(fleet.attachments) == 2 + listed_again
     await fleet.read()
-    assert len(fleet.pool.members) == 1
-    assert isinstance(fleet.changes[-1], ReplicaLeft)
-    assert len(fleet.attachments) == 2
+    assert isinstance(fleet.changes[-1], ReplicaLeft) is not listed_again
+    events = [(event.kind, event.reason) for event in fleet.orchestrator.events.after()]
+    assert (EventKind.LOST, "its engine crashed") in events
 
 
-async def test_an_unlisted_replica_is_lost_for_the_reason_that_its_server_has_sent(fleet: Fleet) -> None:
+async def test_an_unlisted_replica_whose_lease_has_ended_already_is_gone(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
-    replica.arrived = "its engine crashed"
+    fleet.pause_over.clear()
+    replica.link.say_dead()
+    await eventually(lambda: fleet.pauses)
     fleet.unregister(replica.info)
+    await eventually(lambda: not fleet.pool.members)
+    assert fleet.attachments == [replica]
+
+
+async def test_an_unlisted_replica_that_drains_is_forgotten_when_it_has_drained(fleet: Fleet) -> None:
+    (replica,) = await fleet.joined(row(1))
+    fleet.unregister(replica.info)
+    await fleet.all_handled()
+    replica.on_status(ReplicaStatus.DRAINING)
     await eventually(lambda: replica.closed)
-    lost = [event.reason for event in fleet.orchestrator.events.after() if event.kind is EventKind.LOST]
-    assert (lost, fleet.pool.members) == (["its engine crashed"], ())
+    assert fleet.pool.members == ()
+    await fleet.joined(row(1, incarnation=2))
+
+
+async def test_an_unlisted_replica_that_is_taken_out_or_removed_is_forgotten_once(fleet: Fleet) -> None:
+    first, second = await fleet.joined(row(1), row(2))
+    for replica in (first, second):
+        fleet.unregister(replica.info)
+    await fleet.all_handled()
+    fleet.orchestrator.distrust(fleet.pool.member(0), "its outputs are wrong")
+    fleet.remote.leave(fleet.pool.member(1))
+    assert fleet.pool.members == ()
+    await eventually(lambda: first.closed and second.closed)
+    await fleet.read()
+    assert [type(change) for change in fleet.changes[2:]] == [ReplicaLeft] * 2
+    await fleet.joined(row(1))
 
 
 async def test_an_unknown_unlisted_replica_is_no_error(fleet: Fleet) -> None:
@@ -119,18 +174,18 @@ async def test_an_unknown_unlisted_replica_is_no_error(fleet: Fleet) -> None:
     await fleet.joined(row(2))
 
 
-async def test_a_late_replica_gets_no_new_requests_and_keeps_those_it_has(fleet: Fleet) -> None:
+async def test_a_late_replica_is_not_attached_to_but_serves_while_its_lease_lasts(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
-    await fleet.submit("a")
     fleet.register(row(1), accepts=False)
-    await fleet.serving(0)
-    await fleet.submit("b")
+    fleet.register(row(2), accepts=False)
+    await fleet.all_handled()
+    await fleet.submit("a")
     assert len(replica.link.added) == 1
-    replica.link.output(replica.link.added[0], 5, finish_reason="stop")
-    assert ("a", "stop") in await fleet.read()
+    replica.link.say_dead()
+    await eventually(lambda: replica.closed)
+    assert fleet.attachments == [replica]
     fleet.register(row(1))
-    await eventually(lambda: len(replica.link.added) == 2)
-    assert not replica.closed
+    await fleet.serving(1)
 
 
 @pytest.mark.parametrize("by_list", [True, False], ids=["from the list", "from its node"])
@@ -181,9 +236,9 @@ async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
     assert fleet.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage() for record in warnings] == ["Replica 0.0 cannot be attached to: nobody there"]
-    fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
-    fleet.register(row(1))
     fleet.unregister(row(1))
+    await fleet.all_handled()
+    fleet.attachments[0].link.say_dead()
     await eventually(lambda: not fleet.pool.members)
     kinds = [event.kind.value for event in fleet.orchestrator.events.after()]
     assert kinds[:2] == ["refuse", "attach"]
@@ -224,13 +279,17 @@ async def test_a_replica_with_an_invalid_ready_response_is_refused_and_not_repor
     assert [change.replica_id for change in fleet.changes] == [0, 1]
 
 
-async def test_a_restarted_replica_is_attached_to_anew(fleet: Fleet) -> None:
+async def test_a_replica_is_attached_to_anew_when_its_lease_ends_and_not_when_its_row_is_newer(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
+    await fleet.submit("a")
     fleet.register(row(1, incarnation=2))
+    await fleet.all_handled()
+    assert fleet.attachments == [replica]
+    replica.client.mark_dead("its server has restarted the engine")
     await eventually(lambda: len(fleet.attachments) == 2)
     await fleet.serving(1)
-    assert replica.closed
     assert fleet.attachments[1].info.incarnation == 2
+    assert len(fleet.attachments[1].link.added) == 1
 
 
 async def test_a_replica_that_fails_a_call_that_others_accepted_is_attached_to_anew(fleet: Fleet) -> None:
@@ -279,12 +338,13 @@ async def test_a_replica_that_an_operator_drained_is_cordoned_when_it_is_listed_
     await fleet.manage("drain", 0)
     for incarnation in (2, 3):
         fleet.unregister(row(1))
+        await fleet.all_handled()
+        fleet.attachments[-1].link.say_dead()
         fleet.register(row(1, incarnation=incarnation))
         await eventually(lambda incarnation=incarnation: len(fleet.attachments) == incarnation)  # type: ignore[misc]
         assert fleet.pool.members[0].cordons == {ADMIN_CORDON}
     await fleet.manage("resume", 0)
-    fleet.unregister(row(1))
-    await fleet.joined(row(1, incarnation=4))
+    assert fleet.pool.members[0].cordons == set()
 
 
 async def test_a_replica_that_is_not_attached_cannot_be_removed(fleet: Fleet) -> None:
@@ -347,6 +407,8 @@ async def test_two_hundred_joins_and_leaves_leave_nothing_behind(fleet: Fleet) -
         fleet.register(row(number))
         await fleet.serving(2)
         fleet.unregister(row(number))
+        await fleet.all_handled()
+        fleet.attachments[-1].link.say_dead()
         await eventually(lambda: fleet.attachments[-1].closed)
     await eventually(lambda: len(asyncio.all_tasks()) == tasks)
     assert [member.replica_id for member in fleet.pool.members] == [0]

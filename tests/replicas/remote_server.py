@@ -86,6 +86,7 @@ class FakeServer:
         self.zap_handler.admit_secret_holders("replica")
         self._data_key, self._data_secret = zmq.curve_keypair()
         self._head = b""
+        self.incarnation = 0
         self._control = self._bind(zmq.ROUTER, lambda socket: secure_server(socket, secrets, "replica"))
         self._input = self._bind(zmq.PULL, self._guard)
         self._output = self._bind(zmq.PUSH, self._guard)
@@ -173,6 +174,7 @@ class FakeServer:
                 data_key=self._data_key.decode() if self._encrypted else "",
                 fingerprint={},
                 synced=self.synced,
+                incarnation=self.incarnation,
             )
         )
 

@@ -107,6 +107,15 @@ async def test_attaching_sends_the_configuration_and_waits_for_an_answer_of_the_
         assert (add[0], add[1], add[-1]) == (IDENTITY, b"add", b"%d" % CLIENT_INDEX)
 
 
+@pytest.mark.parametrize(("current", "known"), [(7, 7), (0, 1)], ids=["of the lease", "of an older server"])
+async def test_the_head_knows_the_current_incarnation_though_the_list_has_an_older_one(
+    head: RemoteHead, server: FakeServer, current: int, known: int
+) -> None:
+    server.incarnation = current
+    async with head.attached(server.info) as replica:
+        assert replica.incarnation == known
+
+
 async def test_times_are_converted_to_our_clock(head: RemoteHead, server: FakeServer) -> None:
     async with head.attached(server.info):
         server.send_outputs(TimedOutputs(timestamp=50.0, outputs=[TimedOutput("a-1", events=[FakeEvent(49.0)])]))

@@ -88,6 +88,7 @@ async def test_a_restarted_engine_is_not_synced(node: Node, monkeypatch: pytest.
     [
         ("protocol", 99, True, "protocol: head has 99, replica 4"),
         ("incarnation", 3, False, "incarnation: head has 3"),
+        ("incarnation", 2**62, False, "incarnation: head has 4611686018427387904"),
         ("fingerprint", {"model": "tiny", "dtype": "bf16"}, True, "dtype: head has bf16, replica float32"),
         ("fingerprint", {}, True, "model: head has nothing, replica tiny"),
     ],

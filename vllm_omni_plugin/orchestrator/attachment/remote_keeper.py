@@ -1,4 +1,4 @@
-"""Keeps the head attached to one replica of another process, for as long as the coordinator lists it."""
+"""Keeps the head attached to one replica of another process, while it is listed or a lease lasts."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_CORDON, LATE_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_CORDON, PoolMember
 from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
 
 logger = init_logger(__name__)
@@ -37,9 +37,11 @@ class RemoteReplicaKeeper:
         accepts: see `RegisterRemoteReplica`.
         clock: monotonic seconds.
         delay: sleeps between attempts.
+        on_gone: called when the lease of a replica that is no longer listed has ended.
 
     Attributes:
         joined: whether the replica has ever served.
+        unlisted: whether the replica is no longer listed.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class RemoteReplicaKeeper:
         accepts: bool,
         clock: Callable[[], float],
         delay: Callable[[float], Awaitable[None]],
+        on_gone: Callable[[], None],
     ) -> None:
         self.member = member
         self.info = info
@@ -60,9 +63,10 @@ class RemoteReplicaKeeper:
         self._accepts = accepts
         self._clock = clock
         self._delay = delay
+        self._on_gone = on_gone
         self._changed = asyncio.Event()
         self._server_drains = False
-        self.joined = False
+        self.joined = self.unlisted = False
         self._replica: RemoteReplica | None = None
         self._last_failure = ""
 
@@ -72,16 +76,15 @@ class RemoteReplicaKeeper:
         return self._replica if self.member.client is not None else None
 
     def update(self, info: ReplicaInfo, accepts: bool) -> None:
-        """Apply a row of the replica list, which may be unchanged."""
-        restarted = info.incarnation > self.info.incarnation
+        """Apply a row of the replica list, which may be unchanged.
+
+        A row ends no lease: if the server has restarted the engine, it ends the lease itself.
+        """
         changed = _relevant(info, accepts) != _relevant(self.info, self._accepts)
-        self.info, self._accepts = info, accepts
-        if not changed:
-            return
-        self._changed.set()
-        self._update_cordons()
-        if restarted and self._replica is not None:
-            self._replica.client.mark_dead("its server has restarted it")
+        self.info, self._accepts, self.unlisted = info, accepts, False
+        if changed:
+            self._changed.set()
+            self._update_cordons()
 
     def on_outputs(self, outputs: Any) -> None:
         """Pass on outputs of the replica. Before it serves, they belong to no request of this head."""
@@ -99,6 +102,8 @@ class RemoteReplicaKeeper:
         # Ignored before the replica serves, and if this head ends the attachment itself.
         if self.attached is not None:
             self._orchestrator.replica_lost(self.member, reason)
+        if self.unlisted:
+            self._on_gone()
 
     async def run(self, attach: RemoteReplicaFactory) -> None:
         """Attach, serve, and attach again after a loss, until cancelled."""
@@ -148,13 +153,11 @@ class RemoteReplicaKeeper:
         self._orchestrator.events.record(EventKind.ATTACH, f"attached to {self.info.control_addr}", member)
 
     def _update_cordons(self) -> None:
-        drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
-        late = not self._accepts and not drains
-        for reason, applies in ((DRAIN_CORDON, drains), (LATE_CORDON, late)):
-            if applies:
-                self._orchestrator.cordon(self.member, reason)
-            else:
-                self._orchestrator.uncordon(self.member, reason)
+        # That the coordinator does not hear from a replica whose lease lasts, says nothing about the replica.
+        if self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING):
+            self._orchestrator.cordon(self.member, DRAIN_CORDON)
+        else:
+            self._orchestrator.uncordon(self.member, DRAIN_CORDON)
         self._await_drain()
 
     def _await_drain(self) -> None:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaKey
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import RemoteReplicaKeeper
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -22,6 +23,8 @@ from vllm_omni_plugin.replicas.client.remote import (
     RemoteReplica,
     attach_remote,
 )
+
+logger = init_logger(__name__)
 
 MAX_ATTACHING = 256
 """Attempts at once. Each blocks the loop for a third of a millisecond to open its sockets."""
@@ -75,15 +78,20 @@ class RemoteReplicas:
             task.add_done_callback(self._refusing.discard)
 
     def unregister(self, message: UnregisterRemoteReplica) -> None:
-        """A replica is no longer listed: its requests move, and its id is freed."""
-        self._dismissed.pop(ReplicaKey.of(message), None)
-        keeper = self._keepers.pop(ReplicaKey.of(message), None)
+        """A replica is no longer listed: it is removed now, or when its lease ends.
+
+        The coordinator may be new, or cut off from the replica's node, while this head is not.
+        """
+        key = ReplicaKey.of(message)
+        self._dismissed.pop(key, None)
+        keeper = self._keepers.get(key)
         if keeper is None:
             return
-        if (replica := keeper.attached) is not None:
-            # Only the server knows why it lost its engine. A head that was busy may see the list before that message.
-            replica.drain()
-        self._remove(keeper, message.reason)
+        if keeper.attached is None:
+            self._forget(key, message.reason)
+        else:
+            keeper.unlisted = True
+            logger.info("Replica %s: %s, and it serves until its lease ends.", keeper.member.name, message.reason)
 
     def leave(self, member: PoolMember) -> None:
         """End the replica's engine for good; its requests move. Returns at once.
@@ -96,9 +104,8 @@ class RemoteReplicas:
         if keeper is None or (replica := keeper.attached) is None:
             raise ReplicaError(f"replica {member.name} is not attached now and cannot be removed")
         replica.request_drain()
-        self._dismissed[key] = keeper.info.incarnation
-        del self._keepers[key]
-        self._remove(keeper, "it was removed")
+        self._dismissed[key] = max(keeper.info.incarnation, replica.incarnation)
+        self._forget(key, "it was removed")
 
     async def close(self) -> None:
         """Detach from all. Idempotent."""
@@ -133,7 +140,14 @@ class RemoteReplicas:
         if key in self._orchestrator.drained:
             self._orchestrator.cordon(member, ADMIN_CORDON)
         keeper = self._keepers[key] = RemoteReplicaKeeper(
-            self._orchestrator, self._fleet_calls, member, info, message.accepts, self._settings.clock, self._delay
+            self._orchestrator,
+            self._fleet_calls,
+            member,
+            info,
+            message.accepts,
+            self._settings.clock,
+            self._delay,
+            partial(self._forget, key, "it is not listed, and its lease has ended"),
         )
         task = asyncio.get_running_loop().create_task(
             keeper.run(partial(self._open, keeper)), name=f"omni-replica-{member.name}"
@@ -141,7 +155,12 @@ class RemoteReplicas:
         self._tasks[keeper] = task
         task.add_done_callback(lambda _: self._tasks.pop(keeper))
 
-    def _remove(self, keeper: RemoteReplicaKeeper, reason: str) -> None:
+    def _forget(self, key: ReplicaKey, reason: str) -> None:
+        """Remove a replica: its requests move, and its id is freed."""
+        keeper = self._keepers.pop(key, None)
+        if keeper is None:
+            return
+        keeper.unlisted = False
         member = keeper.member
         if member.client is not None:
             self._orchestrator.replica_lost(member, reason)

@@ -175,6 +175,8 @@ class RemoteReplica:
             settings.context, lease, credential, settings.max_message_bytes, self._data_connection_lost
         )
         self.ready_response, self.synced = lease.ready_response, lease.synced
+        # The head's row may be older, if the coordinator was away when the server registered a new one.
+        self.incarnation = max(self.incarnation, lease.incarnation)
         self.client = StageClient(
             self._link,
             settings.codecs[self._info.stage_id],
@@ -207,11 +209,6 @@ class RemoteReplica:
         if self._link is None:
             return f"its server at {address} did not answer {seconds}"
         return f"its engine did not answer {seconds}"
-
-    def drain(self) -> None:
-        """Handle the server's messages that have arrived, which may report the loss of the engine."""
-        if self._control is not None:
-            self._control.drain()
 
     def report_synced(self) -> None:
         """Tell the server that the engine has received all recorded operator calls."""

@@ -31,7 +31,8 @@ class Attach(Struct, frozen=True, tag="attach"):
     """Head to server: requests a lease of this replica.
 
     Attributes:
-        incarnation: the incarnation that the head has in its replica list.
+        incarnation: the incarnation that the head has in its replica list. It may be older than the current one, but
+            not older than the server's process.
         credential: authenticates the head on the data sockets, made for this lease only: the public half of a CURVE
             key pair (Z85) if links are encrypted, else a random string of the same length.
     """
@@ -89,6 +90,7 @@ class Attached(Struct, frozen=True, tag="attached"):
         max_message_bytes: limit of one message to the engine, all frames together.
         data_key: public CURVE key (Z85) of the data sockets, or "" if links are not encrypted.
         synced: whether a head has sent `StateSynced` for this engine, and the engine has had a head ever since.
+        incarnation: the current one. 0: an older server, which has that of `Attach`.
     """
 
     lease: int
@@ -101,6 +103,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     data_key: Text
     fingerprint: Fingerprint
     synced: bool = field(name="told")
+    incarnation: Annotated[int, Meta(ge=0)] = 0
 
 
 class AttachRefused(Struct, frozen=True, tag="refused"):

@@ -89,6 +89,7 @@ class AttachedHeads:
         self._cache_polls = CachePollServer(send)
         self._cleaning: set[asyncio.Task[None]] = set()
         self._resetting = self._synced = False
+        self._first_incarnation: int | None = None
         self._last_lost: tuple[bytes, int] | None = None
         self._logged_refusals: set[tuple[str, str]] = set()
 
@@ -97,6 +98,8 @@ class AttachedHeads:
 
     def admit(self, engine: ServedEngine) -> None:
         """Let heads attach to an engine: a new one, or one that hung and answers again."""
+        if self._first_incarnation is None:
+            self._first_incarnation = self._incarnation()
         if engine is not self._engine:
             self._engine, self._synced = engine, False
             self._leases.free_all()
@@ -199,7 +202,10 @@ class AttachedHeads:
             return AttachRefused("; ".join(differing)[:MAX_TEXT_CHARS], lasting=True)
         if self._status is not ReplicaStatus.UP:
             return AttachRefused(f"it is {self._status}: {self._reason}", lasting=False)
-        if message.incarnation != self._incarnation():
+        # A head may not have got a newer row, for the coordinator may be away. A row from before the start of this
+        # process is of another replica, which had this port.
+        assert self._first_incarnation is not None
+        if not self._first_incarnation <= message.incarnation <= self._incarnation():
             return AttachRefused(
                 f"incarnation: head has {message.incarnation}, replica {self._incarnation()}", lasting=False
             )
@@ -225,6 +231,7 @@ class AttachedHeads:
             data_key=proxy.data_key,
             fingerprint=dict(self._settings.fingerprint),
             synced=self._synced,
+            incarnation=self._incarnation(),
         )
 
     def _connection_lost(self, lease: Lease) -> None:
