@@ -18,7 +18,6 @@ from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     LONGEST_PAUSE_S,
 )
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
-from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -91,101 +90,6 @@ async def test_the_requests_of_a_lost_replica_move_and_it_is_attached_to_again(f
     assert lost.closed
     assert fleet.attachments[2].info == lost.info
     assert len(fleet.pool.members) == 2
-
-
-async def test_a_replica_serves_while_its_lease_lasts_though_a_new_coordinator_does_not_list_it(fleet: Fleet) -> None:
-    first, second = await fleet.joined(row(1, replica_id=4), row(2, replica_id=7))
-    await fleet.submit("a")
-    for replica in (first, second):
-        fleet.register(replica.info, accepts=False)
-        fleet.unregister(replica.info)
-        fleet.unregister(replica.info)
-    await fleet.all_handled()
-    await fleet.submit("b")
-    assert [len(replica.link.added) for replica in (first, second)] == [1, 1]
-    for replica in (first, second):
-        fleet.register(replica.info)
-        replica.link.output(replica.link.added[0], 5, finish_reason="stop")
-    await fleet.all_handled()
-    assert {("a", "stop"), ("b", "stop")} <= set(await fleet.read())
-    assert [member.replica_id for member in fleet.pool.members] == [4, 7]
-    assert fleet.attachments == [first, second]
-    assert not first.closed
-
-
-@pytest.mark.parametrize("listed_again", [False, True])
-async def test_an_unlisted_replica_is_forgotten_when_its_lease_ends_unless_it_is_listed_again(
-    fleet: Fleet, listed_again: bool
-) -> None:
-    first, second = await fleet.joined(row(1), row(2))
-    await fleet.submit("a")
-    gone, other = (first, second) if first.link.added else (second, first)
-    fleet.unregister(gone.info)
-    if listed_again:
-        fleet.register(gone.info)
-    await fleet.all_handled()
-    assert not other.link.added
-    gone.client.mark_dead("its engine crashed", engine_failed=True)
-    await eventually(lambda: other.link.added and gone.closed)
-    await fleet.serving(1 + listed_again)
-    assert len(fleet.attachments) == 2 + listed_again
-    await fleet.read()
-    assert isinstance(fleet.changes[-1], ReplicaLeft) is not listed_again
-    events = [(event.kind, event.reason) for event in fleet.orchestrator.events.after()]
-    assert (EventKind.LOST, "its engine crashed") in events
-
-
-async def test_an_unlisted_replica_whose_lease_has_ended_already_is_gone(fleet: Fleet) -> None:
-    (replica,) = await fleet.joined(row(1))
-    fleet.pause_over.clear()
-    replica.link.say_dead()
-    await eventually(lambda: fleet.pauses)
-    fleet.unregister(replica.info)
-    await eventually(lambda: not fleet.pool.members)
-    assert fleet.attachments == [replica]
-
-
-async def test_an_unlisted_replica_that_drains_is_forgotten_when_it_has_drained(fleet: Fleet) -> None:
-    (replica,) = await fleet.joined(row(1))
-    fleet.unregister(replica.info)
-    await fleet.all_handled()
-    replica.on_status(ReplicaStatus.DRAINING)
-    await eventually(lambda: replica.closed)
-    assert fleet.pool.members == ()
-    await fleet.joined(row(1, incarnation=2))
-
-
-async def test_an_unlisted_replica_that_is_taken_out_or_removed_is_forgotten_once(fleet: Fleet) -> None:
-    first, second = await fleet.joined(row(1), row(2))
-    for replica in (first, second):
-        fleet.unregister(replica.info)
-    await fleet.all_handled()
-    fleet.orchestrator.distrust(fleet.pool.member(0), "its outputs are wrong")
-    fleet.remote.leave(fleet.pool.member(1))
-    assert fleet.pool.members == ()
-    await eventually(lambda: first.closed and second.closed)
-    await fleet.read()
-    assert [type(change) for change in fleet.changes[2:]] == [ReplicaLeft] * 2
-    await fleet.joined(row(1))
-
-
-async def test_an_unknown_unlisted_replica_is_no_error(fleet: Fleet) -> None:
-    fleet.unregister(row(1))
-    await fleet.joined(row(2))
-
-
-async def test_a_late_replica_is_not_attached_to_but_serves_while_its_lease_lasts(fleet: Fleet) -> None:
-    (replica,) = await fleet.joined(row(1))
-    fleet.register(row(1), accepts=False)
-    fleet.register(row(2), accepts=False)
-    await fleet.all_handled()
-    await fleet.submit("a")
-    assert len(replica.link.added) == 1
-    replica.link.say_dead()
-    await eventually(lambda: replica.closed)
-    assert fleet.attachments == [replica]
-    fleet.register(row(1))
-    await fleet.serving(1)
 
 
 @pytest.mark.parametrize("by_list", [True, False], ids=["from the list", "from its node"])
@@ -277,19 +181,6 @@ async def test_a_replica_with_an_invalid_ready_response_is_refused_and_not_repor
     await fleet.serving(2)
     await fleet.read()
     assert [change.replica_id for change in fleet.changes] == [0, 1]
-
-
-async def test_a_replica_is_attached_to_anew_when_its_lease_ends_and_not_when_its_row_is_newer(fleet: Fleet) -> None:
-    (replica,) = await fleet.joined(row(1))
-    await fleet.submit("a")
-    fleet.register(row(1, incarnation=2))
-    await fleet.all_handled()
-    assert fleet.attachments == [replica]
-    replica.client.mark_dead("its server has restarted the engine")
-    await eventually(lambda: len(fleet.attachments) == 2)
-    await fleet.serving(1)
-    assert fleet.attachments[1].info.incarnation == 2
-    assert len(fleet.attachments[1].link.added) == 1
 
 
 async def test_a_replica_that_fails_a_call_that_others_accepted_is_attached_to_anew(fleet: Fleet) -> None:
