@@ -102,20 +102,23 @@ def test_a_supervisor_may_open_as_many_sockets_as_its_replicas_need(
     assert supervised.sockets > 30 * 37
 
 
-def test_the_coordinator_gets_the_fingerprint_of_each_stage(
+def test_the_coordinator_gets_each_stages_fingerprint_and_reserves_numbers_for_the_heads_own_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[Any] = []
 
-    def open_runtime(*_: Any, fingerprints: Any, **__: Any) -> SimpleNamespace:
-        told.append(fingerprints)
+    def open_runtime(*_: Any, fingerprints: Any, reserved_numbers: int, **__: Any) -> SimpleNamespace:
+        told.append((fingerprints, reserved_numbers))
         return SimpleNamespace(router_address="tcp://127.0.0.1:7500", close=lambda: None)
 
     monkeypatch.setattr(coordinator_start, "OmniCoordinatorRuntime", open_runtime)
-    plans: Any = [SimpleNamespace(stage_id=number, fingerprint={"model": name}) for number, name in enumerate("ab")]
+    plans: Any = [
+        SimpleNamespace(stage_id=number, fingerprint={"model": name}, replicas=number + 1)
+        for number, name in enumerate("ab")
+    ]
     with ExitStack() as resources:
         several_servers._open_fleet(OmniConfig(), plans, resources)
-    assert told == [{0: {"model": "a"}, 1: {"model": "b"}}]
+    assert told == [({0: {"model": "a"}, 1: {"model": "b"}}, 3)]
 
 
 def test_the_value_for_not_accepting_is_that_of_vllm() -> None:
