@@ -258,7 +258,7 @@ class OmniConfig:
     migration_limit: int = _flag(
         3,
         Side.HEAD,
-        "How often a request may move to another replica because its replica was lost. One more loss fails it.",
+        "How often a request may move in a stage because its replica was lost. One more loss fails it.",
         "N",
         integer(0),
     )

@@ -1,7 +1,8 @@
 """The table of replicas, without sockets or clocks.
 
-States and rules follow SWIM, as in hashicorp/memberlist: late (there: "suspect") comes before dead, left is not dead,
-older incarnations are ignored, and an observer that was delayed itself extends the deadlines of present rows first.
+A heartbeat table with time limits, with states and incarnations as in SWIM (hashicorp/memberlist): late (there:
+"suspect") comes before dead, left is not dead, older incarnations are ignored, and an observer that was delayed itself
+extends the deadlines of present rows first.
 Times are monotonic seconds, and never go back from one call to the next.
 """
 
@@ -69,8 +70,8 @@ class MembershipTable:
     """At most ``max_replicas`` rows; a replica is dead after ``heartbeat_timeout`` seconds of silence, and
     gets no new requests after half of that.
 
-    Each operation takes constant time. All rows of one state share one timeout, so in a dict ordered by the last change
-    the first row has the next deadline.
+    All rows of one state share one timeout, so in a dict ordered by the last change the first row has the next
+    deadline. Each operation takes constant time, except to extend the deadlines after a delay, which walks all rows.
     """
 
     def __init__(self, heartbeat_timeout: float, max_replicas: int = DEFAULT_MAX_REPLICAS) -> None:

@@ -1,4 +1,4 @@
-"""The load of one replica: charged before a request is sent, released once, joined with what others report."""
+"""The load of one replica: charged before a request is sent, released after it, joined with what others report."""
 
 from math import ceil, exp
 from typing import NamedTuple
@@ -196,7 +196,7 @@ class LoadLedger:
             self._load = None
 
     def release(self, run: StageRun, now: float) -> None:
-        """The attempt is over, for whatever reason. To be called once."""
+        """Undo `charge`: the attempt is over, or the run is to be assigned anew."""
         self._load = None
         self.requests -= 1
         if run.has_output:
@@ -217,7 +217,7 @@ class LoadLedger:
     def report(self, report: LoadReport) -> bool:
         """Apply a report of the engine; attempts that it finished before have been released. Ignored without requests.
 
-        Requests charged after the report was taken are not in it. So it can hide other heads' requests, but no own one.
+        Requests charged after the report was taken are not in it. A report never hides this head's own requests.
 
         Returns:
             Whether `requests` has changed.

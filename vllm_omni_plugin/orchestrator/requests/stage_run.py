@@ -274,7 +274,7 @@ class StageRun:
 
         Args:
             loss: which replica, and why.
-            migration_limit: moves of the request that are allowed in all. Losses with another culprit, and
+            migration_limit: moves that are allowed in this stage. Losses with another culprit, and
                 `excused_losses`, do not count.
             on_delivered: the result of `EngineApi.how_to_move`. It counts only if a part of the answer was delivered.
                 Before that the run restarts. A `PINNED` run never moves.
