@@ -159,7 +159,7 @@ def test_child_may_have_as_many_connections_as_the_system_allows(runtime: OmniCo
 def test_process_out_of_descriptors_cuts_new_connections_and_goes_on(
     keep: Keep, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=1000.0)
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=1000.0, settle_time=0.0)
     hub = keep(OmniCoordClientForHub(runtime.pub_address))
     client = keep(OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0, heartbeat_interval=0.1))
     eventually(lambda: names(hub.get_replica_list()) == ["a"])

@@ -185,7 +185,7 @@ def test_failing_callback_does_not_end_the_client(
 
 
 def test_restarted_process_has_the_secret_and_no_list_loses_a_replica(tmp_path: Path, report: OpenReplica) -> None:
-    runtime = OmniCoordinatorRuntime(heartbeat_timeout=9.0, secret_file=write_secret(tmp_path / "secret", OLD_LINE))
+    runtime = OmniCoordinatorRuntime(heartbeat_timeout=3.0, secret_file=write_secret(tmp_path / "secret", OLD_LINE))
     lists: list[list[str]] = []
     hub = OmniCoordClientForHub(runtime.pub_address, lambda replicas: lists.append(names(replicas)), secrets=OLD)
     clients = [report(runtime.router_address, OLD, name) for name in "ab"]

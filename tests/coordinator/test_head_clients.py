@@ -187,7 +187,7 @@ def test_coordinator_that_is_not_there_yet_is_no_error(keep: Keep) -> None:
 
 
 def test_restarted_coordinator_keeps_replica_ids(keep: Keep, connect: Connect) -> None:
-    runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=9.0, first_replica_ids={0: 2}))
+    runtime = keep(OmniCoordinatorRuntime(settle_time=2.0, first_replica_ids={0: 2}))
     first, second = connect(runtime.router_address, "first", "second")
 
     def announce(name: str) -> OmniCoordClientForStage:
@@ -210,6 +210,18 @@ def test_restarted_coordinator_keeps_replica_ids(keep: Keep, connect: Connect) -
     eventually(lambda: first.resyncs > wanted)
     keep(announce("c"))
     eventually(lambda: numbers_are({"tcp://b:1": 3, "tcp://c:1": 2}))
+
+
+def test_the_first_list_of_a_new_coordinator_has_replicas_that_register_after_a_head(
+    keep: Keep, connect: Connect
+) -> None:
+    runtime = keep(OmniCoordinatorRuntime(heartbeat_timeout=3.0))
+    # It may have had a session with the coordinator of a head that this one replaces.
+    (head,) = connect(runtime.router_address, "head")
+    eventually(lambda: head.resyncs)
+    keep(OmniCoordClientForStage(runtime.router_address, "tcp://a:1", "tcp://a:2", 0))
+    eventually(lambda: head.lists)
+    assert numbers(head.lists[0]) == {"tcp://a:1": 0}
 
 
 def test_impossible_address_interval_and_id_are_refused() -> None:

@@ -30,8 +30,8 @@ class ChildArguments(msgspec.Struct, frozen=True):
     router_zmq_addr: str
     pub_zmq_addr: str
     heartbeat_timeout: float
-    alive_interval: float = 1.0
-    settle_time: float = 0.0
+    alive_interval: float
+    settle_time: float
     secret_file: str | None = None
     first_replica_ids: dict[int, int] = {}
     reserved_numbers: int = 0

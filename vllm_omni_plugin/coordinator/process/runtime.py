@@ -38,6 +38,8 @@ class OmniCoordinatorRuntime:
         host: Name or address to bind for replicas and heads, IPv6 without brackets.
         port: Port for them; 0 for any free port. Subscribers always get a free port of 127.0.0.1.
         secret_file: Path of the fleet's secrets. Each new process reads it again.
+        settle_time: None: time in which each replica connects again and sends a heartbeat, at most 5 s. The replicas
+            may have run with the coordinator of a head that this one replaces.
         answer_timeout: Seconds after which a process that does not answer is killed and restarted.
 
     Raises:
@@ -51,6 +53,7 @@ class OmniCoordinatorRuntime:
         port: int = 0,
         heartbeat_timeout: float = 30.0,
         *,
+        settle_time: float | None = None,
         secret_file: str | None = None,
         first_replica_ids: Mapping[int, int] | None = None,
         reserved_numbers: int = 0,
@@ -68,6 +71,7 @@ class OmniCoordinatorRuntime:
             f"tcp://{LIST_HOST}:0",
             heartbeat_timeout,
             answer_timeout / ALIVE_BYTES_PER_TIMEOUT,
+            _time_to_register(heartbeat_timeout) if settle_time is None else settle_time,
             secret_file=secret_file,
             first_replica_ids=dict(first_replica_ids or {}),
             reserved_numbers=reserved_numbers,
@@ -121,7 +125,10 @@ class OmniCoordinatorRuntime:
             if self._first_start.done():
                 logger.warning("The coordinator process was restarted on %s", addresses[0])
             else:
-                self._arguments = _restart_arguments(self._arguments, *addresses)
+                router_address, pub_address = addresses
+                self._arguments = msgspec.structs.replace(
+                    self._arguments, router_zmq_addr=router_address, pub_zmq_addr=pub_address
+                )
                 self._first_start.set_result(addresses)
             yield self._watch(child)
         finally:
@@ -150,13 +157,7 @@ class OmniCoordinatorRuntime:
         return not self._closing.wait(seconds)
 
 
-def _restart_arguments(first: ChildArguments, router_address: str, pub_address: str) -> ChildArguments:
-    """Return the arguments of later processes: they bind the same ports, and publish only after a while."""
-    return msgspec.structs.replace(
-        first,
-        router_zmq_addr=router_address,
-        pub_zmq_addr=pub_address,
-        # By then each replica has connected again and sent a heartbeat, which it does at least three times per timeout.
-        # It is not longer, because subscribers get a list every 5 s.
-        settle_time=min(KEEP_ALIVE_INTERVAL, first.heartbeat_timeout / 3 + RECONNECT_MAX_MS / 1000),
-    )
+def _time_to_register(heartbeat_timeout: float) -> float:
+    # By then each replica has connected again and sent a heartbeat, which it does at least three times per timeout. It
+    # is not longer, because subscribers get a list every 5 s.
+    return min(KEEP_ALIVE_INTERVAL, heartbeat_timeout / 3 + RECONNECT_MAX_MS / 1000)

@@ -70,8 +70,8 @@ class OmniCoordinator:
 
         Args:
             heartbeat_timeout: Seconds of silence after which a replica is dead. After half of it, it is late.
-            settle_time: Seconds without publishing. A restarted coordinator gives replicas time to register again,
-                so that heads get no empty list.
+            settle_time: Seconds without publishing. A new coordinator gives replicas time to register again, so that
+                heads get no list without them.
             first_replica_ids: By stage, the lowest replica id. Lower ids are the head's own engines, which do not
                 register.
             reserved_numbers: How many of the lowest numbers (see `ReplicaEvent`) are those of the head's own engines.
