@@ -44,10 +44,18 @@ async def test_a_text_is_spoken(model: Model, speech: Pipeline) -> None:
     assert app.engine.aborted == []
 
 
+async def test_a_file_of_several_parts_has_its_true_length(model: Model, speech: Pipeline) -> None:
+    client = speak(PipelineApp(model, speech, samples(0.5), samples(0.25, last=True), ("", "stop"), ENDED))
+    assert await client.status() == 200
+    assert client.headers["content-length"] == "48"
+    with wave.open(io.BytesIO(client.body)) as file:
+        assert (file.getnframes(), file.readframes(2)) == (2, b"\x00\x40\x00\x20")
+
+
 async def test_a_streamed_file_of_unknown_length_is_read_to_its_end(model: Model, speech: Pipeline) -> None:
     rest = asyncio.Event()
     app = PipelineApp(model, speech, samples(0.5), rest, samples(0.25, last=True), ("", "stop"), ENDED)
-    client = speak(app)
+    client = speak(app, stream_format="audio")
     await eventually(lambda: len(client.body) > 44, "the first audio")
     assert int.from_bytes(client.body[40:44], "little") == UNKNOWN
     rest.set()
@@ -116,7 +124,7 @@ async def test_a_stage_that_fails_later_cuts_the_file_or_ends_the_events_with_it
     model: Model, speech: Pipeline
 ) -> None:
     app = PipelineApp(model, speech, samples(0.5), PipelineCallEnded(StageError("Stage 'vocoder': it broke")))
-    client = speak(app)
+    client = speak(app, stream_format="audio")
     with pytest.raises(StageError):
         await client.status()
     assert client.sent[-1]["more_body"]
@@ -126,10 +134,17 @@ async def test_a_stage_that_fails_later_cuts_the_file_or_ends_the_events_with_it
     assert last["error"]["message"] == "Stage 'vocoder': it broke"
 
 
+async def test_a_stage_that_fails_later_gives_a_status_instead_of_a_whole_file(model: Model, speech: Pipeline) -> None:
+    app = PipelineApp(model, speech, samples(0.5), PipelineCallEnded(StageError("Stage 'vocoder': it broke")))
+    client = speak(app)
+    assert await client.status() == 500
+    assert client.error["message"] == "Stage 'vocoder': it broke"
+
+
 @pytest.mark.parametrize("heard", [False, True])
 async def test_a_client_that_leaves_ends_all_stages(model: Model, speech: Pipeline, heard: bool) -> None:
     app = PipelineApp(model, speech, samples(0.5)) if heard else PipelineApp(model, speech)
-    client = speak(app)
+    client = speak(app, stream_format="audio" if heard else None)
     await eventually(lambda: bool(app.engine.finished) and (not heard or len(client.sent) > 1), "the request")
     client.disconnect()
     await eventually(lambda: bool(app.engine.given_up), "the end of the request")

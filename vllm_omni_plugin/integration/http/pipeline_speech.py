@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 
-from vllm_omni_plugin.admin.answers.audio import wav_header
+from vllm_omni_plugin.admin.answers.audio import wav, wav_header
 from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
 from vllm_omni_plugin.admin.answers.stage_results import StageResults
 from vllm_omni_plugin.errors import OmniError
@@ -43,6 +43,8 @@ class SpeechRequest(BaseModel):
         input: the prompt of the pipeline's entry stage.
         voice: stages read it as `params["voice"]`, and `instructions` likewise.
         speed: stages that support other speeds read them from `omni.params`.
+        stream_format: None sends a WAV file when it is complete, since only then its header can have the length, and
+            PCM as it comes.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -53,7 +55,7 @@ class SpeechRequest(BaseModel):
     instructions: str | None = None
     response_format: Literal["wav", "pcm"] = "wav"
     speed: Literal[1] = 1
-    stream_format: Literal["audio", "sse"] = "audio"
+    stream_format: Literal["audio", "sse"] | None = None
     omni: SpeechStages = Field(default_factory=SpeechStages)
 
 
@@ -72,7 +74,7 @@ class SpeechHandler:
     abort: Abort
 
     async def handle(self, request: SpeechRequest, raw_request: Request) -> Response:
-        """The response. Waits for the first audio, so that an error before it has its own HTTP status."""
+        """The response. Waits for what is sent first, so that an error before it has its own HTTP status."""
         try:
             options = self._options(request)
         except BadOptionError as error:
@@ -82,8 +84,14 @@ class SpeechHandler:
         completion = CompletionRequest(model=request.model, prompt=request.input, max_tokens=1)
         items = running.run(once(self.create, completion, raw_request))
         usage: dict[str, int] = {}
-        audio = _audio(results, items, request.response_format == "wav", usage)
+        media_type = f"audio/{request.response_format}"
+        samples = _samples(results, items, usage)
         try:
+            if request.response_format == "wav" and request.stream_format is None:
+                async with aclosing(samples):
+                    whole = b"".join([part async for part, _ in samples])
+                return Response(wav(whole, results.rate), media_type=media_type)
+            audio = _audio(results, samples, request.response_format == "wav")
             first = await anext(audio)
         except _RefusedError as refused:
             return _refusal(refused.response)
@@ -92,7 +100,7 @@ class SpeechHandler:
         audio = _joined(first, audio)
         if request.stream_format == "sse":
             return StreamingResponse(self._events(audio, usage), media_type="text/event-stream")
-        return StreamingResponse(audio, media_type=f"audio/{request.response_format}")
+        return StreamingResponse(audio, media_type=media_type)
 
     def _options(self, request: SpeechRequest) -> CallOptions:
         fields = {"modalities": ["audio"], "omni": request.omni.model_dump()}
@@ -118,32 +126,41 @@ class _RefusedError(Exception):
         self.response = response
 
 
-async def _audio(
-    results: StageResults, items: AsyncGenerator[Any, None], wav: bool, usage: dict[str, int]
-) -> AsyncGenerator[bytes, None]:
-    """The audio as it comes, in at least one part. The first part has the header of a WAV file.
+async def _samples(
+    results: StageResults, items: AsyncGenerator[Any, None], usage: dict[str, int]
+) -> AsyncGenerator[tuple[bytes, bool], None]:
+    """The samples of each part of the audio that has some, and whether the part is the last one.
 
     Args:
         items: of `ActivePipelineCall.run`.
         usage: is filled with the numbers of tokens, as in OpenAI's last event of speech.
     """
-    started = False
     async with aclosing(items):
         async for item in items:
             match item:
                 case StageEvent() | PipelineCallEnded():
                     part = results.read(item)
                     if part.samples:
-                        size = len(part.samples) if part.last else None
-                        yield (wav_header(results.rate, size) if wav and not started else b"") + part.samples
-                        started = True
+                        yield part.samples, part.last
                 case ErrorResponse():
                     raise _RefusedError(item)
                 case _:
                     read, made = item.usage.prompt_tokens, item.usage.completion_tokens
                     usage |= {"input_tokens": read, "output_tokens": made, "total_tokens": read + made}
+
+
+async def _audio(
+    results: StageResults, samples: AsyncGenerator[tuple[bytes, bool], None], is_wav: bool
+) -> AsyncGenerator[bytes, None]:
+    """The audio as it comes, in at least one part. The first part has the header of a WAV file."""
+    started = False
+    async with aclosing(samples):
+        async for part, last in samples:
+            size = len(part) if last else None
+            yield (wav_header(results.rate, size) if is_wav and not started else b"") + part
+            started = True
     if not started:
-        yield wav_header(results.rate, 0) if wav else b""
+        yield wav_header(results.rate, 0) if is_wav else b""
 
 
 def build_speech_router(handler: SpeechHandler) -> APIRouter:
