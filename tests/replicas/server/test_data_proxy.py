@@ -73,7 +73,7 @@ def fill(writer: "zmq.Socket[bytes]", message: list[bytes], times: int) -> None:
             writer.send_multipart(message)
 
 
-async def test_a_proxy_to_a_head_that_does_not_read_closes_at_once(
+async def test_a_proxy_to_a_head_that_does_not_read_closes_at_once_and_leaves_whole_messages_in_the_slot(
     tmp_path: Path, slot: "zmq.Socket[bytes]", open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
     inputs, outputs = listen_on_ports("127.0.0.1", None, 2)
@@ -85,9 +85,11 @@ async def test_a_proxy_to_a_head_that_does_not_read_closes_at_once(
     engine.connect(f"ipc://{tmp_path}/slot")
     engine.send(b"first")
     assert await asyncio.to_thread(head.poll, 20_000)
-    await asyncio.to_thread(fill, engine, [bytes(20_000)], 100_000)
+    await asyncio.to_thread(fill, engine, [b"outputs", bytes(20_000)], 100_000)
     proxy.close()
     close_all([inputs, outputs])
+    # The proxy had read the first frame of a message for which the head had no room.
+    assert [slot.recv_multipart()[0] for _ in range(3)] == [b"outputs"] * 3
 
 
 def test_the_forwarder_of_an_engine_that_does_not_read_closes_at_once(

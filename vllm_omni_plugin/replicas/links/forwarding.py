@@ -36,8 +36,8 @@ def forward(
     terminated context, a `forwarding_context`. Sockets of another context belong to the caller once the thread is
     joined.
 
-    The end may cut a multipart message. A `sink` in `closes` never delivers half a message, since libzmq rolls it back
-    when the socket closes. A `source` that is not closed may keep the other half.
+    The end may cut a multipart message, which is then lost as a whole: libzmq rolls back what a `sink` in `closes` has of
+    it, and the thread discards what a `source` of the caller has of it.
     """
     thread = threading.Thread(target=_run, args=(source, sink, closes, passes), name=name, daemon=True)
     thread.start()
@@ -61,3 +61,12 @@ def _run(
     finally:
         for socket in closes:
             socket.close()
+        if source not in closes:
+            _discard_rest(source)
+
+
+def _discard_rest(socket: Socket) -> None:
+    """Discard the frames of a message whose first frames were read. Otherwise they would be read as a message."""
+    with contextlib.suppress(zmq.ZMQError):
+        while socket.getsockopt(zmq.RCVMORE):
+            socket.recv(zmq.NOBLOCK, copy=False)
