@@ -220,6 +220,15 @@ class OmniConfig:
         "SECONDS",
         seconds,
     )
+    lease_timeout: float = _flag(
+        3.0,
+        Side.HEAD,
+        "Seconds without an answer of a replica's machine after which this head counts it as lost and moves its "
+        "requests, unless --omni-heartbeat-timeout is shorter. After a third of this time the replica gets no new "
+        "requests. It is lost at once if its connection breaks.",
+        "SECONDS",
+        seconds,
+    )
     secret_file: str | None = _flag(
         None,
         Side.BOTH,

@@ -30,7 +30,7 @@ REPLICAS = [
     {
         "id": "0.10",
         "status": "draining",
-        "held_back": ["admin", "suspect"],
+        "held_back": ["admin", "late"],
         "remote": True,
         "input_addr": "",
         "in_flight": 0,
@@ -40,9 +40,9 @@ REPLICAS = [
     },
 ]
 TABLE = """\
-ID    STATUS    WHERE   IN FLIGHT  DISPATCHED  RESTARTS  SINCE  HELD BACK       ADDRESS
-0.0   up        local   12         100         0         61 s   -               ipc:///a
-0.10  draining  remote  0          0           3         -      admin, suspect  -
+ID    STATUS    WHERE   IN FLIGHT  DISPATCHED  RESTARTS  SINCE  HELD BACK    ADDRESS
+0.0   up        local   12         100         0         61 s   -            ipc:///a
+0.10  draining  remote  0          0           3         -      admin, late  -
 """
 DECISION = {
     "policy": "kv-aware",

@@ -71,12 +71,10 @@ async def test_a_drained_replica_gets_no_new_requests_until_it_is_resumed(
 
 
 async def test_only_a_drained_replica_can_be_resumed(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
-    fleet.pool.cordon(fleet.pool.member(1), "suspect")
+    fleet.pool.cordon(fleet.pool.member(1), "late")
     answer = await client.post("/omni/replicas/0.1/resume")
     assert answer.status_code == 409
-    assert answer.json()["detail"] == (
-        "Replica 0.1 is not drained by an operator (it is draining, held back: suspect)."
-    )
+    assert answer.json()["detail"] == ("Replica 0.1 is not drained by an operator (it is draining, held back: late).")
 
 
 async def test_a_replica_that_is_deleted_is_ended_by_its_keeper(fleet: FakeFleet, client: httpx.AsyncClient) -> None:

@@ -104,6 +104,7 @@ FLEET_FLAGS = (
     Case(f"{HEAD} --omni-stage-id 1", "--omni-stage-id", "needs --headless"),
     Case(f"{HEAD} --omni-heartbeat-interval 4", "--omni-heartbeat-interval", "under a third of"),
     Case(f"{HEAD} --omni-heartbeat-interval 0", "--omni-heartbeat-interval", "must be positive"),
+    Case(f"{HEAD} --omni-lease-timeout 0", "--omni-lease-timeout", "must be positive"),
     Case(f"{HEAD} --omni-heartbeat-timeout nan", "--omni-heartbeat-timeout", "'nan' is not a number of seconds"),
     Case(f"{HEAD} --omni-replica-wait -1", "--omni-replica-wait", "-1 s is below 0"),
     Case(f"{HEAD} --omni-secret-file /nowhere/secret", "--omni-secret-file", "/nowhere/secret"),

@@ -18,6 +18,7 @@ FLAGS = (
     "--omni-replica-ports",
     "--omni-heartbeat-interval",
     "--omni-heartbeat-timeout",
+    "--omni-lease-timeout",
     "--omni-secret-file",
     "--omni-insecure",
     "--omni-any-vllm",

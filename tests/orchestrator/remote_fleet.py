@@ -30,6 +30,7 @@ class Attachment:
         self.on_outputs, self.on_status = on_outputs, on_status
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_lost: Callable[[str], None] = lambda reason: None
+        self.on_late: Callable[[bool], None] = lambda late: None
         self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end)
         self.client.start()
         self.drain_requested = self.closed = False

@@ -114,6 +114,30 @@ async def test_a_late_replica_is_not_attached_to_but_serves_while_its_lease_last
     await fleet.serving(1)
 
 
+async def test_a_replica_whose_server_answers_late_gets_no_new_requests_and_finishes_those_it_has(fleet: Fleet) -> None:
+    first, second = await fleet.joined(row(1), row(2))
+    await fleet.submit("a")
+    late, other = (first, second) if first.link.added else (second, first)
+    late.on_late(True)
+    await fleet.submit("b")
+    await fleet.submit("c")
+    assert (len(late.link.added), len(other.link.added)) == (1, 2)
+    assert [sorted(member.cordons) for member in fleet.pool.members if member.cordons] == [["late"]]
+    late.link.output(late.link.added[0], 5, finish_reason="stop")
+    await fleet.all_handled()
+    assert ("a", "stop") in await fleet.read()
+    late.on_late(False)
+    await fleet.serving(2)
+
+
+async def test_a_late_replica_that_is_lost_serves_when_it_is_attached_to_again(fleet: Fleet) -> None:
+    (replica,) = await fleet.joined(row(1))
+    replica.on_late(True)
+    replica.client.mark_dead("the connection to its server broke")
+    await fleet.serving(1)
+    assert len(fleet.attachments) == 2
+
+
 async def test_a_replica_is_attached_to_anew_when_its_lease_ends_and_not_when_its_row_is_newer(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     await fleet.submit("a")

@@ -194,6 +194,7 @@ class Fleet:
             fingerprints={plan.stage_id: plan.fingerprint for plan in self._plans},
             heartbeat_interval=self._options.heartbeat_interval,
             heartbeat_timeout=self._options.heartbeat_timeout,
+            lease_timeout=self._options.lease_timeout,
             secrets=self._secrets,
             max_message_bytes=self._options.max_message_bytes,
         )

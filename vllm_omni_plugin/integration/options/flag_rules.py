@@ -13,7 +13,7 @@ from vllm_omni_plugin.integration.options.listening import bind_address, check_e
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
-_LINK_FIELDS = ("secret_file", "insecure", "max_message_size")
+_LINK_FIELDS = ("lease_timeout", "secret_file", "insecure", "max_message_size")
 _BEATS_PER_TIMEOUT = 3
 _KEY_IN_PIPELINE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "dp_size_local": "replicas"}
 """The fields that a pipeline's file sets for each stage."""
@@ -150,6 +150,8 @@ def _check_heartbeats(options: OmniConfig) -> None:
             f"argument --omni-heartbeat-interval: {interval} s must be positive and under a third of "
             f"--omni-heartbeat-timeout, {timeout} s, so that one lost heartbeat does not count as a dead replica"
         )
+    if not options.lease_timeout:
+        raise ConfigError("argument --omni-lease-timeout: 0 s must be positive")
 
 
 def _check_link_flags(given: Collection[str]) -> None:

@@ -14,7 +14,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_CORDON, LATE_CORDON, PoolMember
 from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
 
 logger = init_logger(__name__)
@@ -65,7 +65,7 @@ class RemoteReplicaKeeper:
         self._delay = delay
         self._on_gone = on_gone
         self._changed = asyncio.Event()
-        self._server_drains = False
+        self._server_drains = self._late = False
         self.joined = self.unlisted = False
         self._replica: RemoteReplica | None = None
         self._last_failure = ""
@@ -98,6 +98,10 @@ class RemoteReplicaKeeper:
             self._server_drains = drains
             self._update_cordons()
 
+    def _on_late(self, late: bool) -> None:
+        self._late = late
+        self._update_cordons()
+
     def _on_lost(self, reason: str) -> None:
         # Ignored before the replica serves, and if this head ends the attachment itself.
         if self.attached is not None:
@@ -117,11 +121,11 @@ class RemoteReplicaKeeper:
             self._changed.clear()
             await self._changed.wait()
         self._changed.clear()
-        self._server_drains = False
+        self._server_drains = self._late = False
         member = self.member
         replica: RemoteReplica = await attach(member.stage_id, member.replica_id)
         self._replica = replica
-        replica.on_lost = self._on_lost
+        replica.on_lost, replica.on_late = self._on_lost, self._on_late
         try:
             member.incarnation = replica.incarnation
             synced = await self._fleet_calls.wait_synced()
@@ -154,10 +158,10 @@ class RemoteReplicaKeeper:
 
     def _update_cordons(self) -> None:
         # That the coordinator does not hear from a replica whose lease lasts, says nothing about the replica.
-        if self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING):
-            self._orchestrator.cordon(self.member, DRAIN_CORDON)
-        else:
-            self._orchestrator.uncordon(self.member, DRAIN_CORDON)
+        drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
+        for reason, applies in ((LATE_CORDON, self._late), (DRAIN_CORDON, drains)):
+            change = self._orchestrator.cordon if applies else self._orchestrator.uncordon
+            change(self.member, reason)
         self._await_drain()
 
     def _await_drain(self) -> None:

@@ -14,12 +14,12 @@ ADMIN_CORDON = "admin"
 """An operator drains the replica."""
 DRAIN_CORDON = "drain"
 """The replica's server shuts down."""
-LATE_CORDON = "suspect"
-"""The replica's heartbeats are late."""
+LATE_CORDON = "late"
+"""The replica's server answers late."""
 CORDON_REASONS = {
     ADMIN_CORDON: ("an operator drains it", "an operator resumes it"),
     DRAIN_CORDON: ("its server shuts down", "its server is back"),
-    LATE_CORDON: ("its heartbeats are late", "its heartbeats come in time again"),
+    LATE_CORDON: ("its server answers late", "its server answers in time again"),
 }
 """Why a replica is cordoned and uncordoned, in words."""
 

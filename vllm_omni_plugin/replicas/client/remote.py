@@ -46,6 +46,9 @@ _GRACE_S = 1.0
 """How long to wait for the server's status after the engine reported its death or its connection broke. Only the server
 knows the engine's exit status, but its message may arrive later."""
 
+_LATE_SHARE = 1 / 3
+"""Of the lease timeout: a replica is late after this time."""
+
 OnOutputs = Callable[[Any], None]
 OnStatus = Callable[[ReplicaStatus], None]
 
@@ -98,6 +101,8 @@ class AttachSettings:
         fingerprints: by stage, see `vllm_api.launch.model_fingerprint`.
         heartbeat_interval: seconds between renewals of a lease.
         heartbeat_timeout: seconds without an answer after which a server is lost; also the limit for attaching.
+        lease_timeout: seconds without an answer of its machine after which a server is lost; after a third of them
+            without an answer of the server, the replica is late.
     """
 
     codecs: Mapping[int, Codec]
@@ -106,6 +111,7 @@ class AttachSettings:
     heartbeat_interval: float
     heartbeat_timeout: float
     secrets: Secrets | None = None
+    lease_timeout: float = OmniConfig().lease_timeout
     clock: Callable[[], float] = time.monotonic
     max_message_bytes: int = OmniConfig().max_message_bytes
     context: Context = field(default_factory=_context_for_many)
@@ -117,6 +123,8 @@ class RemoteReplica:
     Attributes:
         lost: done with the reason when the lease or the engine has ended.
         on_lost: called with the reason when `lost` is set; does nothing unless replaced.
+        on_late: called with True when the replica is late, and with False when its server answers again; does nothing
+            unless replaced.
     """
 
     client: StageClient
@@ -136,6 +144,8 @@ class RemoteReplica:
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.on_lost: Callable[[str], None] = lambda reason: None
+        self.on_late: Callable[[bool], None] = lambda late: None
+        self._late = False
         self._answer: asyncio.Future[Attached | AttachRefused] = loop.create_future()
         self._control: ControlClient | None = None
         self._lease: int | None = None
@@ -151,8 +161,9 @@ class RemoteReplica:
             settings.context,
             self._info.control_addr,
             settings.secrets,
+            settings.lease_timeout,
             self._on_message,
-            lambda: self._lose("the connection to its server broke"),
+            self._control_connection_lost,
         )
         credential = DataCredential.new(encrypted=settings.secrets is not None)
         self._control.send(
@@ -243,6 +254,7 @@ class RemoteReplica:
                     self._answer.set_result(message)
             case Status(lease=lease) if lease == self._lease:
                 self._unanswered = 0
+                self._set_late(False)
                 if self._link is not None:
                     self.client.answered_at = self._settings.clock()
                 if message.status in (ReplicaStatus.UP, ReplicaStatus.DRAINING):
@@ -271,14 +283,29 @@ class RemoteReplica:
         if self.lost.done():
             return
         settings = self._settings
-        if self._unanswered * settings.heartbeat_interval >= settings.heartbeat_timeout:
+        silent_for = self._silent_for
+        if silent_for >= settings.heartbeat_timeout:
             self._lose(f"its server has not answered for {settings.heartbeat_timeout:g} s")
             return
+        self._set_late(silent_for >= settings.lease_timeout * _LATE_SHARE)
         self._unanswered += 1
         self._control.send(RenewLease(self._lease))
         if self._cache_polls is not None:
             self._cache_polls.poll()
         self._next_renewal = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._renew)
+
+    @property
+    def _silent_for(self) -> float:
+        return self._unanswered * self._settings.heartbeat_interval
+
+    def _set_late(self, late: bool) -> None:
+        if late is not self._late:
+            self._late = late
+            self.on_late(late)
+
+    def _control_connection_lost(self) -> None:
+        silence = f", which had not answered for {self._silent_for:g} s" if self._late else ""
+        self._lose(f"the connection to its server broke{silence}")
 
     def _data_connection_lost(self) -> None:
         # Outputs that have arrived are valid and need not be computed again.

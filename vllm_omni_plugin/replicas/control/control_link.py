@@ -1,5 +1,6 @@
 """The control connection of a head and a replica server: both ends."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,17 +25,12 @@ from vllm_omni_plugin.replicas.links.replica_ports import Listener
 
 logger = init_logger(__name__)
 
-# The head detects a silent connection loss within about a second, and reconnects as fast.
-_HEARTBEAT_MS = 250
-_HEARTBEAT_TIMEOUT_MS = 800
+_HEARTBEATS_PER_TIMEOUT = 12
 _RECONNECT_MS = 100
 _CONNECT_TIMEOUT_MS = 1000
 # How long a closing head waits for its last messages to leave.
 _LINGER_MS = 500
 _QUEUE_MESSAGES = 64
-# The server detects a silent connection loss after this time; TCP alone would take a quarter of an hour.
-_SERVER_HEARTBEAT_MS = 5000
-_SERVER_HEARTBEAT_TIMEOUT_MS = 15000
 
 
 class ControlClient:
@@ -42,6 +38,7 @@ class ControlClient:
 
     Args:
         attempt: index of the secret to use.
+        timeout: seconds without an answer of the server's machine after which the connection breaks.
         on_lost: called when the connection breaks after it was established.
 
     Raises:
@@ -54,6 +51,7 @@ class ControlClient:
         address: str,
         secrets: Secrets | None,
         attempt: int,
+        timeout: float,
         on_message: Callable[[FromServer], None],
         on_lost: Callable[[], None],
     ) -> None:
@@ -67,7 +65,8 @@ class ControlClient:
             secure_client(self._socket, secrets, CONTROL_ROLE, attempt)
             self._socket.ipv6 = "[" in address
             self._socket.maxmsgsize = MAX_CONTROL_BYTES
-            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
+            self._socket.heartbeat_ivl = math.ceil(timeout * 1000 / _HEARTBEATS_PER_TIMEOUT)
+            self._socket.heartbeat_timeout = math.ceil(timeout * 1000)
             self._socket.reconnect_ivl, self._socket.connect_timeout = _RECONNECT_MS, _CONNECT_TIMEOUT_MS
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -110,6 +109,7 @@ async def open_control_link(
     context: Context,
     address: str,
     secrets: Secrets | None,
+    timeout: float,
     on_message: Callable[[FromServer], None],
     on_lost: Callable[[], None],
 ) -> ControlClient:
@@ -120,7 +120,7 @@ async def open_control_link(
     refusal: HandshakeRefusedError | None = None
     for attempt in range(secrets.count if secrets else 1):
         # A socket may not connect again after a refused handshake, so each secret needs a new socket.
-        link = ControlClient(context, address, secrets, attempt, on_message, on_lost)
+        link = ControlClient(context, address, secrets, attempt, timeout, on_message, on_lost)
         try:
             await link.connection.established
             return link
@@ -137,11 +137,18 @@ async def open_control_link(
 class ControlServer:
     """The server's end: a ROUTER that is read on the running loop. Without secrets every peer is admitted.
 
+    A connection is closed when its peer has been silent for one and a half times `timeout` seconds, later than a lease
+    ends. TCP alone would take a quarter of an hour.
+
     `on_message` is called with the sender's routing id and its message. Its exceptions are logged.
     """
 
     def __init__(
-        self, listener: Listener, secrets: Secrets | None, on_message: Callable[[bytes, ToServer], None]
+        self,
+        listener: Listener,
+        secrets: Secrets | None,
+        timeout: float,
+        on_message: Callable[[bytes, ToServer], None],
     ) -> None:
         self._on_message = on_message
         self._drops = DropLog()
@@ -153,8 +160,8 @@ class ControlServer:
         self._router.maxmsgsize = MAX_CONTROL_BYTES
         self._router.rcvhwm = self._router.sndhwm = _QUEUE_MESSAGES
         self._router.handshake_ivl = HANDSHAKE_MS
-        self._router.heartbeat_ivl = _SERVER_HEARTBEAT_MS
-        self._router.heartbeat_timeout = _SERVER_HEARTBEAT_TIMEOUT_MS
+        self._router.heartbeat_ivl = math.ceil(timeout * 500)
+        self._router.heartbeat_timeout = math.ceil(timeout * 1500)
         if secrets is not None:
             self._zap_handler = ZapHandler(self._context, secrets)
             self._zap_handler.admit_secret_holders(CONTROL_ROLE)

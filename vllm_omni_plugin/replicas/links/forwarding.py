@@ -36,8 +36,8 @@ def forward(
     terminated context, a `forwarding_context`. Sockets of another context belong to the caller once the thread is
     joined.
 
-    The end may cut a multipart message, which is then lost as a whole: libzmq rolls back what a `sink` in `closes` has of
-    it, and the thread discards what a `source` of the caller has of it.
+    The end may cut a multipart message, which is then lost as a whole: libzmq rolls back what a `sink` in `closes` has
+    of it, and the thread discards what a `source` of the caller has of it.
     """
     thread = threading.Thread(target=_run, args=(source, sink, closes, passes), name=name, daemon=True)
     thread.start()

@@ -131,7 +131,10 @@ class ReplicaServer:
     def _open(self, stack: AsyncExitStack, listeners: list[Listener]) -> AttachedHeads:
         control_listener, *first_ports = listeners
         control = ControlServer(
-            control_listener, self._settings.secrets, lambda peer, message: heads.handle(peer, message)
+            control_listener,
+            self._settings.secrets,
+            self._settings.heartbeat_timeout,
+            lambda peer, message: heads.handle(peer, message),
         )
         stack.callback(control.close, _LINGER_S)
         heads = AttachedHeads(
