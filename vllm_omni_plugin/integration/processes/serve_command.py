@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_omni_plugin.integration.command_line import parse_or_exit
 from vllm_omni_plugin.integration.patching import patch_function
+from vllm_omni_plugin.integration.processes.init_process import leave_process_1
 
 _SERVE = "vllm.entrypoints.cli.serve"
 
@@ -23,6 +24,8 @@ def _validate(original: Any, args: argparse.Namespace) -> None:
     options = parse_or_exit(args)
     original(args)
     if options is not None:
+        # Before anything is started: threads and children do not go along.
+        leave_process_1()
         from vllm_omni_plugin.integration.checks.start_checks import check_or_exit
         from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
 
