@@ -8,11 +8,13 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets, user_secret
+from vllm_omni_plugin.curve.user_secret import keep_in_memory
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.flag_rules import check
 from vllm_omni_plugin.integration.options.listening import with_secret
@@ -88,7 +90,7 @@ def test_a_secret_from_before_the_run_time_directory_stays_in_use(
 def test_a_folder_that_others_can_reach_is_refused(temporary: Path, mode: int) -> None:
     (temporary / FOLDER).mkdir()
     (temporary / FOLDER).chmod(mode)
-    with pytest.raises(ConfigError, match=f"{FOLDER} must be a folder of this user's.* with {mode:04o}"):
+    with pytest.raises(ConfigError, match=f"{FOLDER}: it must be a folder of this user's.* with {mode:04o}"):
         user_secret()
 
 
@@ -97,6 +99,44 @@ def test_a_folder_of_another_user_is_refused(temporary: Path) -> None:
     (temporary / FOLDER).mkdir(mode=0o700)
     os.chown(temporary / FOLDER, 1, 1)
     with pytest.raises(ConfigError, match="not of user 1 "):
+        user_secret()
+
+
+def test_a_folder_that_is_exchanged_after_the_check_gives_no_secret(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Path(user_secret()).read_text()
+    foreign = temporary / "foreign"
+    foreign.mkdir(mode=0o777)
+    (foreign / "loopback.secret").write_text("everybody knows this secret")
+
+    def exchange(check: Any) -> Any:
+        def checked(place: Any, **other: Any) -> os.stat_result:
+            found: os.stat_result = check(place, **other)
+            if foreign.exists() and stat.S_ISDIR(found.st_mode):
+                (temporary / FOLDER).rename(temporary / "before")
+                foreign.rename(temporary / FOLDER)
+            return found
+
+        return checked
+
+    monkeypatch.setattr(os, "lstat", exchange(os.lstat))
+    monkeypatch.setattr(os, "fstat", exchange(os.fstat))
+    keep_in_memory.cache_clear()
+    assert Path(user_secret()).read_text() == own
+    assert not foreign.exists()
+
+
+@pytest.mark.parametrize("fault", ["others may read it", "link", "folder"])
+def test_a_file_that_is_not_this_users_alone_is_refused(temporary: Path, fault: str) -> None:
+    user_secret()
+    path = secret_in(temporary / FOLDER)
+    if fault == "others may read it":
+        path.chmod(0o644)
+    else:
+        path.rename(temporary / "elsewhere")
+        path.symlink_to(temporary / "elsewhere") if fault == "link" else path.mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match=FOLDER):
         user_secret()
 
 
@@ -115,14 +155,14 @@ def test_files_of_others_in_the_temporary_directory_do_not_matter_with_a_run_tim
     (temporary / FOLDER).mkdir(mode=0o777)
     (temporary / FOLDER).chmod(0o777)
     if trouble == "out of reach":
-        own_lstat = os.lstat
+        own_open = os.open
 
-        def lstat(path: Path) -> os.stat_result:
-            if Path(path).name == FOLDER:
+        def open_other(path: Any, *arguments: Any, **other: Any) -> int:
+            if isinstance(path, Path) and path.name == FOLDER:
                 raise PermissionError(13, "Permission denied", str(path))
-            return own_lstat(path)
+            return own_open(path, *arguments, **other)
 
-        monkeypatch.setattr(os, "lstat", lstat)
+        monkeypatch.setattr(os, "open", open_other)
     assert Path(user_secret()).read_bytes() == secret_in(tmp_path / "vllm-omni-plugin").read_bytes()
 
 

@@ -1,0 +1,103 @@
+"""The folder that all processes of one user share, and that no other user can reach. Imports little.
+
+Where a user has no run-time directory, the folder is in the directory for temporary files. There others may create a
+folder of its name and exchange it at any time, so it is opened first, then checked, and its files are reached through
+the open folder only.
+"""
+
+import errno
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+# Non-blocking, because opening a named pipe would wait for a writer.
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def folder_paths() -> Iterator[Path]:
+    """Where the folder may be, best place first: the user's run-time directory, the directory for temporary files."""
+    user = os.geteuid()
+    # The variable is set in a login session, but not for the user's services, which need the same folder.
+    for runtime in dict.fromkeys((os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{user}", f"/run/user/{user}")):
+        with suppress(OSError):
+            if os.stat(runtime).st_uid == user:
+                yield Path(runtime, "vllm-omni-plugin")
+    yield Path(tempfile.gettempdir(), f"vllm-omni-plugin-{user}")
+
+
+class UserFolder:
+    """The folder, open. Files are named without a path. Every method may raise `OSError`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self, name: str) -> str:
+        """The text of a file. Raises `PermissionError` if it is not a file of this user's that only he can access."""
+        descriptor = os.open(name, _FILE_FLAGS, dir_fd=self._descriptor)
+        with open(descriptor, encoding="utf-8", errors="replace") as file:
+            _require_private(descriptor, stat.S_ISREG, f"file {name}", 0o600)
+            return file.read()
+
+    def create(self, name: str, text: str) -> None:
+        """Create a file with this text, unless there is one. Nobody reads half of it."""
+        draft = self._write_draft(text)
+        try:
+            with suppress(FileExistsError):
+                os.link(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        finally:
+            self.remove(draft)
+
+    def replace(self, name: str, text: str) -> None:
+        """Create a file with this text, in place of one that may be there. Nobody reads half of it."""
+        os.rename(self._write_draft(text), name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        os.unlink(name, dir_fd=self._descriptor)
+
+    def _write_draft(self, text: str) -> str:
+        name = f"draft-{secrets.token_hex(8)}"
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._descriptor)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        return name
+
+
+@contextmanager
+def open_user_folder(path: Path, create: bool = False) -> Iterator[UserFolder]:
+    """The folder at one of `folder_paths`.
+
+    Raises:
+        FileNotFoundError: There is none, and it is not to be created.
+        PermissionError: It is not a folder of this user's that only he can access.
+        OSError: It cannot be opened or created.
+    """
+    if create:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    try:
+        descriptor = os.open(path, _FOLDER_FLAGS)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        fault = "it must be a folder of this user's with mode 0700, not a link or a file"
+        raise PermissionError(error.errno, fault) from error
+    try:
+        _require_private(descriptor, stat.S_ISDIR, "folder", 0o700)
+        yield UserFolder(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_private(descriptor: int, is_kind: Callable[[int], bool], kind: str, mode: int) -> None:
+    found = os.fstat(descriptor)
+    found_mode = stat.S_IMODE(found.st_mode)
+    if is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found_mode & 0o077:
+        return
+    must = f"it must be a {kind} of this user's with mode {mode:04o}"
+    raise PermissionError(errno.EACCES, f"{must}, not of user {found.st_uid} with {found_mode:04o}")
