@@ -7,8 +7,10 @@ import pytest
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.options.flag_rules import check
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
+    check_exposure,
     coordinator_address,
     log_join_command,
     warn_if_insecure,
@@ -87,3 +89,26 @@ def test_the_log_says_how_to_join(caplog: pytest.LogCaptureFixture, given: str, 
 def test_the_log_warns_of_what_was_accepted(caplog: pytest.LogCaptureFixture, insecure: bool) -> None:
     warn_if_insecure(options("10.0.0.1", insecure=insecure), "10.0.0.1")
     assert ["everybody who reaches 10.0.0.1" in message for message in caplog.messages] == [True] * insecure
+
+
+@pytest.mark.parametrize(
+    ("headless", "replica_address", "blamed"),
+    [
+        (False, None, "argument --omni-master-address: 10.0.0.2 can be reached"),
+        (True, None, "argument --omni-master-address: this node's address on the way to the head (10.0.0.2) can be"),
+        (True, "10.0.0.2", "argument --omni-replica-address: 10.0.0.2 can be reached"),
+    ],
+)
+def test_an_address_without_a_secret_blames_a_flag_that_was_given(
+    headless: bool, replica_address: str | None, blamed: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_exposure(options("10.0.0.1", replica_address=replica_address), "10.0.0.2", headless)
+    assert str(refused.value).startswith(blamed)
+
+
+def test_a_second_head_without_join_is_told_of_the_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        second = OmniConfig(master_address="127.0.0.1", master_port=first.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"Address already in use; if another head has it, .* --omni-join"):
+            check(second, ("master_address", "master_port"), headless=False)

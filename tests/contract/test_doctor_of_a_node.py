@@ -13,6 +13,7 @@ from vllm_omni_plugin.integration import doctor
 from vllm_omni_plugin.integration.checks import machine_checks
 from vllm_omni_plugin.integration.flags import parse_fleet_flags
 from vllm_omni_plugin.integration.processes import headless
+from vllm_omni_plugin.sim.sim_command import run_sim
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
 
@@ -124,3 +125,21 @@ def test_our_flags_are_read_as_vllm_reads_them(spell: str) -> None:
 def test_a_flag_that_is_cut_short_is_read_as_vllm_reads_it() -> None:
     assert parse_fleet_flags(["--omni-sec", "x"], "doctor") == ({"secret_file": "x"}, [])
     assert parse_headless_args(["--omni-sec", "x"], "doctor", "", "", lambda parser: None).omni_secret_file == "x"
+
+
+def test_an_unknown_argument_is_one_line_after_a_short_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_headless_args(["MODEL", "--no-such-flag"], "vllm-omni-plugin doctor", "", "", lambda parser: None)
+    *usage, error = capsys.readouterr().err.splitlines()
+    assert error == "vllm-omni-plugin doctor: error: unrecognized arguments: --no-such-flag"
+    assert len(usage) < 3
+
+
+def test_simulated_replicas_without_a_head_blame_flags_of_their_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_sim(["MODEL", "--replicas", "2"])
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error == (
+        "vllm-omni-plugin sim: error: argument --omni-master-address: a node needs it, and --omni-master-port: the "
+        "address of the head to join"
+    )

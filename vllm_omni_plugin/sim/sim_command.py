@@ -65,18 +65,23 @@ def settings_of(vllm_config: Any, args: argparse.Namespace) -> EngineSettings:
 
 def run_sim(arguments: Sequence[str]) -> int:
     """Run the sub-command with the arguments after its name; returns the exit code."""
-    from vllm_omni_plugin.integration.command_line import parse_or_exit
+    from vllm_omni_plugin.errors import ConfigError
+    from vllm_omni_plugin.integration.command_line import parse_options
+    from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
     from vllm_omni_plugin.integration.processes.headless import serve_replicas
     from vllm_omni_plugin.sim.sim_launcher import EngineHost
     from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
 
     args = parse_headless_args(arguments, _PROG, _DESCRIPTION, _EPILOG, add_flags)
     args.omni_dp_size_local = args.replicas
-    options = parse_or_exit(args)
+    try:
+        options = parse_options(args)
+    except ConfigError as error:
+        exit_usage_error(error, _PROG)
     assert options is not None, "the number of replicas is one of our flags"
     raise_limits(args.replicas, more=_DESCRIPTORS_PER_ENGINE)
     with EngineHost() as host:
-        return serve_replicas(args, options, partial(_launcher, args, host))
+        return serve_replicas(args, options, partial(_launcher, args, host), _PROG)
 
 
 def _launcher(

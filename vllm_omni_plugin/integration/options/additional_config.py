@@ -51,7 +51,7 @@ def without_options(vllm_config: Any) -> Any:
     return config
 
 
-def exit_usage_error(error: ConfigError) -> NoReturn:
-    """Exit like argparse does for wrong arguments."""
-    sys.stderr.write(f"vllm serve: error: {error}\n")
+def exit_usage_error(error: ConfigError, program: str = "vllm serve") -> NoReturn:
+    """Exit like argparse does for wrong arguments. `program`: the command that the user typed."""
+    sys.stderr.write(f"{program}: error: {error}\n")
     raise SystemExit(_EXIT_USAGE) from None

@@ -1,5 +1,6 @@
 """Rules for our flags: which combinations are valid, and whether their files and addresses can be used."""
 
+import errno
 import socket
 from collections.abc import Collection
 
@@ -56,7 +57,8 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
             return
         raise
     if not headless:
-        _check_bindable(address, options.master_port or 0, "--omni-master-address")
+        hint = "; if another head has it, join its fleet with --omni-join"
+        _check_bindable(address, options.master_port or 0, "--omni-master-address", hint)
     elif options.replica_address is not None:
         _check_bindable(address, 0, "--omni-replica-address")
     check_exposure(options, address, headless)
@@ -135,8 +137,7 @@ def _check_master(options: OmniConfig, headless: bool) -> None:
         raise ConfigError(f"argument {there}: needs {missing} too")
     if headless and not options.is_open:
         raise ConfigError(
-            "argument --headless: with --omni-* flags it needs --omni-master-address and --omni-master-port, the head "
-            "to join"
+            "argument --omni-master-address: a node needs it, and --omni-master-port: the address of the head to join"
         )
     if options.dp_size_local == 0 and (headless or not options.is_open):
         need = " with --headless" if headless else ", or else --omni-master-address, so that others can join"
@@ -166,7 +167,7 @@ def _given_flags(given: Collection[str], fields: Collection[str]) -> list[Flag]:
     return [flag for flag in FLAGS if flag.field in fields and flag.field in given]
 
 
-def _check_bindable(address: str, port: int, flag: str) -> None:
+def _check_bindable(address: str, port: int, flag: str, hint_if_used: str = "") -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As ZMQ binds: connections of an earlier process in TIME_WAIT do not matter.
@@ -175,4 +176,7 @@ def _check_bindable(address: str, port: int, flag: str) -> None:
             probe.bind((address, port))
         except OSError as error:
             where = f"{address} port {port}" if port else address
-            raise ConfigError(f"argument {flag}: {where} cannot be bound on this machine: {error.strerror}") from error
+            hint = hint_if_used if error.errno == errno.EADDRINUSE else ""
+            raise ConfigError(
+                f"argument {flag}: {where} cannot be bound on this machine: {error.strerror}{hint}"
+            ) from error

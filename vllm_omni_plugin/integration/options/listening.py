@@ -52,7 +52,11 @@ def check_exposure(options: OmniConfig, address: str, headless: bool) -> None:
     """Raise ConfigError if other machines reach the address, and there is neither a secret nor `--omni-insecure`."""
     if options.secret_file is not None or options.insecure or ipaddress.ip_address(address).is_loopback:
         return
-    flag = "--omni-replica-address" if headless else "--omni-master-address"
+    flag = "--omni-master-address"
+    if headless and options.replica_address is not None:
+        flag = "--omni-replica-address"
+    elif headless:
+        address = f"this node's address on the way to the head ({address})"
     raise ConfigError(
         f"argument {flag}: {address} can be reached from other machines, and without a secret everybody there could "
         "use and harm the fleet. Give all nodes the same --omni-secret-file, or accept that with --omni-insecure"

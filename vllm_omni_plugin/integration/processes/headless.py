@@ -50,12 +50,16 @@ _WARN_EVERY = 10
 
 
 def serve_replicas(
-    args: argparse.Namespace, options: OmniConfig, launcher: Callable[..., Launcher] = new_launcher
+    args: argparse.Namespace,
+    options: OmniConfig,
+    launcher: Callable[..., Launcher] = new_launcher,
+    program: str = "vllm serve",
 ) -> int:
     """Run this node's replicas until they have left the fleet; returns the exit status of the process.
 
     Args:
         launcher: see `model_plan`; not used for a Python stage.
+        program: the command that the user typed, for errors.
     """
     forbid_fork()
     use_socket_folder()
@@ -68,7 +72,7 @@ def serve_replicas(
             require_same_model(answer, plan.stage_id, plan.fingerprint)
             runner.run(_serve(options, plan, address, coordinator, reaper))
         except OmniError as error:
-            sys.stderr.write(f"vllm serve: error: {error}\n")
+            sys.stderr.write(f"{program}: error: {error}\n")
             return _EXIT_REFUSED if isinstance(error, RefusedByHeadError) else _EXIT_FAILED
     return _EXIT_OK
 

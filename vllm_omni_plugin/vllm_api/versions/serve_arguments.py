@@ -23,7 +23,9 @@ def parse_headless_args(
     add_flags: Callable[[argparse.ArgumentParser], None],
 ) -> argparse.Namespace:
     """Parse arguments of `vllm serve --headless`, with the flags of plugins and those that `add_flags` adds."""
-    parser = make_arg_parser(FlexibleArgumentParser(prog=prog, description=description, epilog=epilog))
+    # An error prints the usage, which would be 300 lines with each flag of vLLM.
+    usage = "%(prog)s [MODEL] [ARGUMENTS OF vllm serve MODEL --headless]; more with --help"
+    parser = make_arg_parser(FlexibleArgumentParser(prog=prog, usage=usage, description=description, epilog=epilog))
     add_flags(parser)
     args: argparse.Namespace = parser.parse_args(list(arguments))
     args.model = args.model_tag or args.model
