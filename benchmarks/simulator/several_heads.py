@@ -235,7 +235,7 @@ class SeveralHeads(Head):
             for replica in views:
                 replica.exchange = exchange
                 replica.ledger.set_peer_work(exchange.add_member(cast(Any, replica)))
-            exchange.handle(Welcome([], False))
+            exchange.handle(Welcome([]))
 
 
 def _follows_caches(policy: Policy) -> bool:

@@ -22,8 +22,9 @@ from vllm_omni_plugin.coordinator.client.head_session import HeadSession, Sessio
 from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, SessionRefused
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, ReplicaIds, replica_list
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
+from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 from vllm_omni_plugin.errors import WireError
 
 QUEUE_FRAMES = 3

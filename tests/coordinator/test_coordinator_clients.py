@@ -69,6 +69,7 @@ def test_stage_client_announces_up_at_once(fake_coordinator: FakeCoordinator, cl
         "control_addr": "",
         "number": -1,
         "host_slot": "",
+        "replica_id": -1,
     }
 
 

@@ -3,8 +3,9 @@
 from coordinator_support import make_event
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.state.list_deltas import PublishSchedule, ReplicaIds, replica_list
+from vllm_omni_plugin.coordinator.state.list_deltas import PublishSchedule, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Liveness, Member
+from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 
 
 def test_under_any_load_at_most_ten_lists_go_out_per_second() -> None:

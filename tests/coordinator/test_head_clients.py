@@ -35,11 +35,9 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FleetState,
     FullList,
     Hello,
-    KnownReplicaIds,
     ListDelta,
     NumberedCall,
     OperatorCall,
-    ReplicaIdRow,
     StageState,
     WorkReport,
     encode_from_head,
@@ -186,30 +184,28 @@ def test_coordinator_that_is_not_there_yet_is_no_error(keep: Keep) -> None:
     eventually(lambda: head.resyncs)
 
 
-def test_restarted_coordinator_keeps_replica_ids(keep: Keep, connect: Connect) -> None:
+def test_replicas_keep_their_ids_at_another_coordinator(keep: Keep, connect: Connect) -> None:
     runtime = keep(OmniCoordinatorRuntime(settle_time=2.0, first_replica_ids={0: 2}))
-    first, second = connect(runtime.router_address, "first", "second")
+    (head,) = connect(runtime.router_address, "head")
 
     def announce(name: str) -> OmniCoordClientForStage:
         addresses = (f"tcp://{name}:1", f"tcp://{name}:2")
-        return OmniCoordClientForStage(runtime.router_address, *addresses, 0, heartbeat_interval=0.2)
+        return keep(OmniCoordClientForStage(runtime.router_address, *addresses, 0, heartbeat_interval=0.2))
 
-    def numbers_are(expected: dict[str, int]) -> bool:
-        return all(numbers(head.replicas) == expected for head in (first, second))
-
-    leaver = announce("a")
-    eventually(lambda: numbers_are({"tcp://a:1": 2}))
-    keep(announce("b"))
-    eventually(lambda: numbers_are({"tcp://a:1": 2, "tcp://b:1": 3}))
-    leaver.close()
-    # Each of them would send the ids that it still knows to the next coordinator.
-    eventually(lambda: numbers_are({"tcp://b:1": 3}))
-    wanted = first.resyncs
+    announce("a")
+    eventually(lambda: numbers(head.replicas) == {"tcp://a:1": 2})
+    # Its node learns the id from the heads that attach.
+    announce("b").set_replica_id(3)
+    eventually(lambda: numbers(head.replicas) == {"tcp://a:1": 2, "tcp://b:1": 3})
+    announce("z").set_replica_id(4)
+    eventually(lambda: numbers(head.replicas).get("tcp://z:1") == 4)
+    wanted = head.resyncs
     assert runtime.process_id is not None
     os.kill(runtime.process_id, signal.SIGKILL)
-    eventually(lambda: first.resyncs > wanted)
-    keep(announce("c"))
-    eventually(lambda: numbers_are({"tcp://b:1": 3, "tcp://c:1": 2}))
+    eventually(lambda: head.resyncs > wanted)
+    announce("0")
+    eventually(lambda: len(numbers(head.replicas)) == 4)
+    assert numbers(head.replicas) == {"tcp://0:1": 2, "tcp://a:1": 5, "tcp://b:1": 3, "tcp://z:1": 4}
 
 
 def test_the_first_list_of_a_new_coordinator_has_replicas_that_register_after_a_head(
@@ -243,7 +239,6 @@ def test_call_that_is_too_large_or_no_json_is_the_callers_error(coordinator: Omn
 FROM_HEADS = [
     Hello("stranger", 5, SESSION_PROTOCOL),
     WorkReport(True, [ROW]),
-    KnownReplicaIds([ReplicaIdRow(0, "tcp://a:1", "tcp://a:2", 3)]),
     OperatorCall(1, "collective_rpc", ["greet", None, [[1]], {}], [0], [5]),
     CallOutcome(1, [True], [5], [5]),
     CallDone(1),
@@ -251,7 +246,7 @@ FROM_HEADS = [
     Bye(),
     Beat(),
 ]
-HELLO, WORK, RPC = (encode_from_head(FROM_HEADS[index]) for index in (0, 1, 3))
+HELLO, WORK, RPC = (encode_from_head(FROM_HEADS[index]) for index in (0, 1, 2))
 BAD_FRAMES = {
     "unknown-type": HELLO.replace(b"hello", b"hallo"),
     "no-id": HELLO.replace(b"stranger", b""),
@@ -287,7 +282,7 @@ def test_frames_without_a_session_are_stale(coordinator: OmniCoordinator, dealer
     for message in FROM_HEADS:
         if not isinstance(message, Hello):
             peer.send(encode_from_head(message))
-    eventually(lambda: coordinator.invalid_frames["stale"] == 8)
+    eventually(lambda: coordinator.invalid_frames["stale"] == 7)
 
 
 def test_a_head_reports_the_reason_of_a_missing_session(
@@ -342,7 +337,7 @@ def test_hostile_coordinator_harms_no_head(keep: Keep, open_socket: OpenSocket) 
     keep(head.client)
     peer = router.recv_multipart()[0]
     rng = random.Random(7)
-    messages = [Welcome(["x"], False), FullList([], 1.0), ListDelta([], 2.0, removed=[(0, "a", "b")])]
+    messages = [Welcome(["x"]), FullList([], 1.0), ListDelta([], 2.0, removed=[(0, "a", "b")])]
     samples = [frame for message in messages for frame in frames_to_head([encode_to_head(message)])]
     for _ in range(2000):
         router.send_multipart([peer, *hostile_message(rng, samples)])

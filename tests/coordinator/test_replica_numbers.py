@@ -26,7 +26,7 @@ class Fleet:
         self.table = MembershipTable(10.0)
         self.numbers = ReplicaNumbers(reserved)
         self.now = 0.0
-        self._incarnations = iter(range(1, 10_000))
+        self._numbers = iter(range(1, 10_000))
 
     def start(self, host_slot: str, address: str) -> int:
         """Start a replica as a node does: it asks for its number first. Returns the number."""
@@ -34,17 +34,19 @@ class Fleet:
         assert not self.announce(address, host_slot, number)
         return number
 
-    def announce(self, address: str, host_slot: str, number: int) -> list[ReplicaEvent]:
+    def announce(self, address: str, host_slot: str, number: int, incarnation: int | None = None) -> list[ReplicaEvent]:
         """A replica registers. Returns it if another one has its number."""
-        event = make_event(address, incarnation=next(self._incarnations))
+        sequence = next(self._numbers)
+        event = make_event(address, incarnation=incarnation or sequence, sequence=sequence)
         return self._apply(replace(event, host_slot=host_slot, number=number))
 
     def stop(self, address: str) -> None:
-        self._apply(make_event(address, status=ReplicaStatus.DOWN, incarnation=next(self._incarnations)))
+        self._apply(make_event(address, status=ReplicaStatus.DOWN, incarnation=next(self._numbers)))
 
     def _apply(self, event: ReplicaEvent) -> list[ReplicaEvent]:
         change = self.table.apply(event, self.now)
-        return self.numbers.record([] if change is None else [change])
+        former = self.table.end_former(event, self.now)
+        return self.numbers.record([each for each in (former, change) if each is not None])
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -88,10 +90,18 @@ def test_the_second_replica_with_a_number_is_reported_once_and_gets_its_own_at_i
     assert fleet.numbers.for_host_slots(["n/0", "m/0"]) == (5, 0)
 
 
+def test_a_replica_killed_and_started_again_in_its_host_slot_does_not_conflict_with_its_old_row() -> None:
+    fleet = Fleet()
+    fleet.announce("a", "n/0", 5)
+    assert not fleet.announce("b", "n/0", 5)
+    assert not fleet.announce("c", "n/0", 5)
+
+
 def test_two_machines_that_have_the_same_name_get_numbers_of_their_own() -> None:
     fleet = Fleet()
-    fleet.announce("a", "localhost/0", 3)
-    assert fleet.announce("b", "localhost/0", 3)
+    fleet.announce("a", "localhost/0", 3, incarnation=1)
+    fleet.announce("b", "localhost/0", 3, incarnation=2)
+    assert fleet.announce("a", "localhost/0", 3, incarnation=1)
     assert fleet.numbers.for_host_slots(["k/0"]) == (1,)
 
 

@@ -9,7 +9,6 @@ from memory_fleet import QUEUE_FRAMES, MemoryFleet, rows
 
 from vllm_omni_plugin.coordinator import (
     PeerWork,
-    ReplicaEvent,
     ReplicaKey,
     ReplicaStatus,
     ReplicaWork,
@@ -25,7 +24,6 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     CallRefused,
     Hello,
     OperatorCall,
-    ReplicaIdRow,
     SessionRefused,
     WorkReport,
     encode_from_head,
@@ -33,17 +31,11 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     frames_to_head,
 )
 from vllm_omni_plugin.coordinator.state.connected_heads import HEAD_TIMEOUT, MAX_WORK_ROWS, ConnectedHead
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, ReplicaIds
-from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
 from vllm_omni_plugin.errors import WireError
 
 
 def key(name: str, stage_id: int = 0) -> ReplicaKey:
     return ReplicaKey(stage_id, f"tcp://{name}:1", f"tcp://{name}:2")
-
-
-def number(name: str, replica_id: int) -> ReplicaIdRow:
-    return ReplicaIdRow(*key(name), replica_id)
 
 
 def engine(name: str = "a") -> int:
@@ -74,52 +66,6 @@ def test_engine_keys_are_unique_and_the_same_in_all_processes() -> None:
     assert len({engine_key(*engine) for engine in engines}) == len(engines)
     # Computed by each head for itself: it may not depend on the process.
     assert engine_key(0, "tcp://10.0.0.1:40001", "tcp://10.0.0.1:40002", 7) == 5802032172893674
-
-
-def test_a_replica_gets_and_keeps_the_lowest_free_id_of_its_stage() -> None:
-    replica_ids = ReplicaIds()
-    assert [replica_ids.id_of(key(name)) for name in "abca"] == [0, 1, 2, 0]
-    assert replica_ids.id_of(key("x", stage_id=1)) == 0
-    replica_ids.release(key("b"))
-    replica_ids.release(key("unknown"))
-    assert [replica_ids.id_of(key(name)) for name in "de"] == [1, 3]
-
-
-def test_reserved_ids_wait_for_their_replicas_until_the_end_of_reservations() -> None:
-    replica_ids = ReplicaIds()
-    replica_ids.reserve([number("b", 0), number("a", 5), number("thief", 5), number("b", 9)])
-    assert [replica_ids.id_of(key(name)) for name in "axb"] == [5, 1, 0]
-    replica_ids.reserve([number("gone", 2), number("x", 7), number("late", 5)])
-    replica_ids.end_reservations()
-    assert [replica_ids.id_of(key(name)) for name in ("y", "late", "x")] == [2, 3, 1]
-
-
-def test_ids_of_the_heads_own_engines_are_not_assigned() -> None:
-    replica_ids = ReplicaIds({0: 2})
-    replica_ids.reserve([number("a", 1), number("b", 3)])
-    assert [replica_ids.id_of(key(name)) for name in "abc"] == [2, 3, 4]
-    assert replica_ids.id_of(key("x", stage_id=1)) == 0
-    replica_ids.release(key("a"))
-    replica_ids.reserve([number("d", 7)])
-    replica_ids.end_reservations()
-    assert replica_ids.id_of(key("e")) == 2
-
-
-def test_the_id_of_a_displaced_row_is_free_again() -> None:
-    table, replica_ids = MembershipTable(10.0, max_replicas=1), ReplicaIds()
-    lists = ListDeltas(table, replica_ids)
-
-    def announce(event: ReplicaEvent) -> None:
-        change = table.apply(event, 0.0)
-        assert change is not None
-        lists.record([change])
-        lists.next_delta(0.0, 0.0)
-
-    announce(make_event("a"))
-    announce(make_event("a", status=ReplicaStatus.DOWN))
-    assert replica_ids.id_of(key("a", stage_id=make_event("a").stage_id)) == 0
-    announce(make_event("b"))
-    assert replica_ids.id_of(key("b", stage_id=make_event("b").stage_id)) == 0
 
 
 def test_a_full_list_is_followed_by_deltas(fleet: MemoryFleet) -> None:
@@ -317,8 +263,8 @@ def test_silence_of_the_coordinator_drops_the_work_of_others_but_not_the_list(fl
 def test_a_coordinator_that_refuses_a_session_counts_as_silent(answer: str) -> None:
     session = HeadSession("head")
     state = encode_to_head(PeerWork("other", True, [work()]))
-    (welcome,) = frames_to_head([encode_to_head(Welcome(["other"], False)), state])
-    assert session.receive(welcome, 0.0) == [Welcome(["other"], False), PeerWork("other", True, [work()])]
+    (welcome,) = frames_to_head([encode_to_head(Welcome(["other"])), state])
+    assert session.receive(welcome, 0.0) == [Welcome(["other"]), PeerWork("other", True, [work()])]
     session.disconnected()
     session.open(2)
     (refused,) = frames_to_head([encode_to_head(SessionRefused("there are 64 heads already"))])

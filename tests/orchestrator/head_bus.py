@@ -16,8 +16,9 @@ from vllm_omni_plugin.coordinator import ReplicaWork, SessionLost
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessageFromHead, OperatorCall, decode_from_head
 from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, OutgoingFrame
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, ReplicaIds
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
+from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener

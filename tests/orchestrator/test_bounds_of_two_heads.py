@@ -39,7 +39,7 @@ async def test_what_waits_at_one_head_leaves_less_room_at_the_other() -> None:
             heads.append(await stack.enter_async_context(head))
         for head in heads:
             assert head.exchange is not None
-            head.exchange.handle(Welcome([], False))
+            head.exchange.handle(Welcome([]))
         timers.advance(1.0)
         # The engine of each gets the first two.
         assert await come(heads[0], "abcd") == []

@@ -78,7 +78,7 @@ async def test_an_attaching_replica_waits_until_its_head_is_synced_again(
 ) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
     heads[1].fleet_calls.handle(SessionLost())
-    heads[1].fleet_calls.handle(Welcome(["a", "c"], starting=False))
+    heads[1].fleet_calls.handle(Welcome(["a", "c"]))
     attaching = asyncio.create_task(heads[1].bring_up(2))
     await asyncio.wait([attaching], timeout=0.02)
     assert not attaching.done()
@@ -90,7 +90,7 @@ async def test_a_head_that_loses_the_coordinator_before_its_first_state_does_not
     heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_calls, "FIRST_STATE_TIMEOUT_S", 600.0)
-    heads[0].fleet_calls.handle(Welcome([], starting=True))
+    heads[0].fleet_calls.handle(Welcome([]))
     heads[0].fleet_calls.handle(SessionLost())
     assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
 

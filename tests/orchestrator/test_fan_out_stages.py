@@ -133,7 +133,7 @@ class PlayedHead(FakePipelineFleet):
 @pytest.fixture
 async def head() -> AsyncIterator[PlayedHead]:
     async with PlayedHead() as head:
-        head.receive(Welcome(["b"], starting=False))
+        head.receive(Welcome(["b"]))
         head.receive(FleetState(0, [], []))
         yield head
 

@@ -195,7 +195,7 @@ async def test_a_replica_that_fails_a_call_that_others_accepted_is_attached_to_a
 async def test_a_replica_that_is_taken_out_is_left_alone_until_all_heads_have_left_it(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     exchange = fleet.pool.exchange = WorkExchange(lambda work, full: None)
-    exchange.handle(Welcome(["other"], False))
+    exchange.handle(Welcome(["other"]))
     exchange.handle(PeerWork("other", True, []))
     fleet.pause_over.clear()
     fleet.orchestrator.distrust(fleet.pool.member(0), "it failed a call that others took")

@@ -152,7 +152,7 @@ def test_without_the_last_other_head_this_one_is_alone_again(lost: HeadLeft | Se
 async def test_it_reports_by_the_running_loop_s_timers() -> None:
     reported = asyncio.Event()
     exchange = WorkExchange(lambda work, full: reported.set())
-    exchange.handle(Welcome([], False))
+    exchange.handle(Welcome([]))
     await asyncio.wait_for(reported.wait(), 5.0)
     exchange.close()
 

@@ -148,7 +148,7 @@ class WorkBus:
 
     def _welcome(self, head_id: str) -> None:
         others = [other for other in self._inboxes if other != head_id]
-        self._inboxes[head_id].append(Welcome(others, False))
+        self._inboxes[head_id].append(Welcome(others))
         for other in others:
             if other in self._work:
                 self._inboxes[head_id].append(PeerWork(other, True, list(self._work[other].values())))

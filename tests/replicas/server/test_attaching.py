@@ -1,6 +1,8 @@
 """Heads attach, exchange messages with the engine, and go."""
 
+import asyncio
 import errno
+import logging
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -10,9 +12,16 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import Node, StartNode
 from tests.replicas.server.heads import Head
-from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Expired, StateSynced, Status, encode
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    Attached,
+    AttachRefused,
+    Expired,
+    StateSynced,
+    Status,
+    encode,
+)
 from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
@@ -39,6 +48,20 @@ async def test_requests_and_outputs_pass_between_head_and_engine(head: Head, nod
     assert head.attached.ready_response == b'"ready"'
     assert head.attached.client_index == 0
     assert await head.renew() == Status(head.attached.lease, ReplicaStatus.UP)
+
+
+async def test_a_replica_has_the_id_that_heads_know_also_at_a_new_coordinator(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    info = await node.up()
+    async with node.head() as head:
+        assert isinstance(await head.try_attach(info.incarnation, replica_id=7), Attached)
+    assert f"Replica 0 of this node is replica 0.7 of the fleet, at {info.input_addr}." in caplog.text
+    addresses = node.coordinator.router_zmq_addr, node.coordinator.pub_zmq_addr
+    await asyncio.to_thread(node.coordinator.close)
+    node.coordinator = await asyncio.to_thread(OmniCoordinator, *addresses)
+    assert (await node.up()).replica_id == 7
 
 
 async def test_two_heads_have_different_slots(node: Node) -> None:

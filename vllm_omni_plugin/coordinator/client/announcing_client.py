@@ -116,6 +116,11 @@ class OmniCoordClientForStage:
             )
             self._link.wake()
 
+    def set_replica_id(self, replica_id: int) -> None:
+        """Announce an id from now on, see `ReplicaEvent`. Ignored once closed."""
+        with self._lock:
+            self._last = replace(self._last, replica_id=replica_id)
+
     def close(self) -> None:
         """Send DOWN, waiting up to 2 s for it to be sent, and close. Raises RuntimeError when called again."""
         with self._lock:

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE_FRAMES
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     ROWS_PER_FRAME,
@@ -16,10 +15,8 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FullList,
     HeadLeft,
     Hello,
-    KnownReplicaIds,
     ListDelta,
     PeerWork,
-    ReplicaIdRow,
     ReplicaWork,
     SessionLost,
     SessionRefused,
@@ -51,7 +48,6 @@ class HeadSession:
         self._number = 0
         self._last_frame_at: float | None = None
         self._is_open = False
-        self._replica_ids: dict[ReplicaKey, int] = {}
         self.frames: deque[bytes] = deque()
         self.open(0)
 
@@ -113,35 +109,16 @@ class HeadSession:
         match message:
             case Welcome():
                 self._is_open = True
-                if message.starting:
-                    self._report_replica_ids()
                 yield message
             case SessionRefused():
                 yield message
             case _ if not self._is_open:
                 # It belongs to a previous session.
                 return
-            case FullList() | ListDelta():
-                self._record_replica_ids(message)
-                yield message
             case PeerWork() if message.head_id == self._head_id:
                 return
             case _:
                 yield message
-
-    def _record_replica_ids(self, message: FullList | ListDelta) -> None:
-        if isinstance(message, FullList):
-            self._replica_ids.clear()
-        else:
-            for key in message.removed:
-                self._replica_ids.pop(key, None)
-        rows = (*message.replicas, *message.no_new_work)
-        self._replica_ids |= {ReplicaKey.of(row): row.replica_id for row in rows}
-
-    def _report_replica_ids(self) -> None:
-        rows = [ReplicaIdRow(*key, replica_id) for key, replica_id in self._replica_ids.items() if replica_id >= 0]
-        for start in range(0, len(rows), ROWS_PER_FRAME):
-            self._add(KnownReplicaIds(rows[start : start + ROWS_PER_FRAME]))
 
     def _send_hello(self) -> None:
         self.frames.clear()

@@ -11,8 +11,8 @@ from vllm_omni_plugin.errors import WireError
 MAX_STAGE_ID = 1023
 MAX_QUEUE_LENGTH = 2**31 - 1
 MAX_ADDRESS_CHARS = 256
-# A full membership table, and as many ids again that are reserved after a restart of the coordinator.
-MAX_REPLICA_ID = 8191
+# Above a full membership table, as many remembered ids, and the engines of the first head.
+MAX_REPLICA_ID = 9_999
 MAX_NUMBER = 32767
 MAX_HOST_SLOT_CHARS = 128
 MAX_EVENT_BYTES = 64 * 1024
@@ -54,7 +54,9 @@ class ReplicaEvent(Struct, frozen=True):
             of the same incarnation then count in order of arrival.
         control_addr: ZMQ address on which heads attach; empty for a replica without attachment.
         number: Unique in the fleet, from `HeadInfo` or chosen by the node. -1: unknown.
-        host_slot: Names the replica's place on its machine, in all its restarts. Empty: unknown.
+        host_slot: Names the replica's place on its machine, in all its restarts. Only one process has it at a time.
+            Empty: unknown.
+        replica_id: The last id that a head called it by, see `ReplicaInfo`. -1: unknown.
     """
 
     input_addr: Address
@@ -68,6 +70,7 @@ class ReplicaEvent(Struct, frozen=True):
     control_addr: OptionalAddress = ""
     number: OptionalNumber = -1
     host_slot: OptionalHostSlot = ""
+    replica_id: OptionalReplicaId = -1
 
 
 class HasReplicaAddress(Protocol):

@@ -18,7 +18,6 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     Address,
     Ordinal,
     QueueLength,
-    ReplicaId,
     ReplicaKey,
     ReplicaList,
     StageId,
@@ -28,7 +27,7 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
 )
 from vllm_omni_plugin.errors import WireError
 
-SESSION_PROTOCOL = 2
+SESSION_PROTOCOL = 3
 """Version of these messages. Both ends must have the same."""
 
 MAX_HEAD_ID_CHARS = 128
@@ -77,15 +76,6 @@ class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
     prefill_tokens: Ordinal
 
 
-class ReplicaIdRow(Struct, frozen=True, array_like=True, gc=False):
-    """The id that a head knows for a replica."""
-
-    stage_id: StageId
-    input_addr: Address
-    output_addr: Address
-    replica_id: ReplicaId
-
-
 class Hello(Struct, frozen=True, tag="hello"):
     """Opens a session. The head repeats it until it gets `Welcome` or `SessionRefused`."""
 
@@ -103,12 +93,6 @@ class WorkReport(Struct, frozen=True, tag="work"):
 
     full: bool
     work: Annotated[list[ReplicaWork], Meta(max_length=ROWS_PER_FRAME)]
-
-
-class KnownReplicaIds(Struct, frozen=True, tag="numbers"):
-    """The replica ids that a head knows, for a coordinator that has just started."""
-
-    numbers: Annotated[list[ReplicaIdRow], Meta(max_length=ROWS_PER_FRAME)]
 
 
 class OperatorCall(Struct, frozen=True, tag="call"):
@@ -188,10 +172,9 @@ class ReachabilityReport(Struct, frozen=True, tag="reached"):
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """A full resync begins. ``heads`` are the other heads; ``starting`` requests `KnownReplicaIds`."""
+    """A full resync begins. ``heads`` are the other heads."""
 
     heads: list[HeadId]
-    starting: bool
 
 
 class SessionRefused(Struct, frozen=True, tag="refused"):
@@ -255,7 +238,7 @@ class SessionLost(Struct, frozen=True):
 
 
 CallMessageFromHead = OperatorCall | CallOutcome | CallDone | FleetState
-FromHead = Hello | Beat | WorkReport | KnownReplicaIds | CallMessageFromHead | Bye
+FromHead = Hello | Beat | WorkReport | CallMessageFromHead | Bye
 CallMessageToHead = NumberedCall | CallRefused | TakeOverCall | CallOutcome | CallFinished | FleetState
 ToHead = Welcome | SessionRefused | FullList | ListDelta | PeerWork | HeadLeft | CallMessageToHead
 

@@ -27,9 +27,9 @@ from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.server.reachability_checks import MAX_CONNECTIONS, ReachabilityChecks
 from vllm_omni_plugin.coordinator.state.connected_heads import RELAY_INTERVAL, ConnectedHeads
-from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, PublishSchedule, ReplicaIds, replica_list
+from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, PublishSchedule, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Change, MembershipTable, TableFullError
-from vllm_omni_plugin.coordinator.state.number_book import ReplicaNumbers
+from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds, ReplicaNumbers
 from vllm_omni_plugin.curve import Secrets, cut_connection
 from vllm_omni_plugin.errors import ConfigError, WireError
 from vllm_omni_plugin.logger import init_logger
@@ -194,7 +194,9 @@ class OmniCoordinator:
         now = self._clock()
         change = self._table.apply(event, now, authoritative=authoritative)
         if change is not None:
-            self._record([change], now)
+            former = self._table.end_former(event, now)
+            # First, so that its number and id are free.
+            self._record([change] if former is None else [former, change], now)
         return change is not None
 
     def _record(self, changes: list[Change], now: float) -> None:

@@ -17,7 +17,6 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FromHead,
     HeadLeft,
     Hello,
-    KnownReplicaIds,
     OperatorCall,
     PeerWork,
     ReplicaWork,
@@ -129,8 +128,6 @@ class ConnectedHeads:
                 return [(peer, _ANSWER_TO_BEAT)]
             case WorkReport():
                 head.report(message)
-            case KnownReplicaIds():
-                self._lists.reserve(message)
             case Bye():
                 return self._remove(head)
             case _:
@@ -216,7 +213,7 @@ class ConnectedHeads:
         head.synced, head.synced_at = True, now
         others = [other for other in self._heads.values() if other is not head]
         full_list = self._lists.full_list(now)
-        messages = [encode_to_head(Welcome([other.head_id for other in others], starting=full_list is None))]
+        messages = [encode_to_head(Welcome([other.head_id for other in others]))]
         if full_list is not None:
             messages.append(full_list)
         messages += [encode_to_head(work) for other in others if (work := other.all_work()) is not None]

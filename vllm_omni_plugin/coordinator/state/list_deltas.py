@@ -1,78 +1,17 @@
-"""The replica list: ids (`ReplicaIds`), what heads (`ListDeltas`) and subscribers (`replica_list`) get, and when
-(`PublishSchedule`)."""
+"""The replica list: what heads (`ListDeltas`) and subscribers (`replica_list`) get, and when (`PublishSchedule`)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from msgspec import Raw
 
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey, ReplicaList
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FullList,
-    KnownReplicaIds,
     ListDelta,
-    ReplicaIdRow,
     encode_to_head,
 )
-from vllm_omni_plugin.coordinator.state.membership_table import DEFAULT_MAX_REPLICAS, Change, Member, MembershipTable
-
-
-class ReplicaIds:
-    """Gives each replica the lowest free id of its stage. ``first``: the lowest id by stage, where it is not 0."""
-
-    def __init__(self, first: Mapping[int, int] | None = None) -> None:
-        self._first = dict(first or {})
-        self._ids: dict[ReplicaKey, int] = {}
-        self._reserved: dict[ReplicaKey, int] = {}
-        self._taken: dict[int, set[int]] = {}
-        self._lowest: dict[int, int] = {}
-
-    def id_of(self, key: ReplicaKey) -> int:
-        """Return the id of a replica. Assigns one if it has none."""
-        replica_id = self._ids.get(key)
-        if replica_id is None:
-            reserved = self._reserved.pop(key, None)
-            replica_id = self._ids[key] = self._take_lowest(key.stage_id) if reserved is None else reserved
-        return replica_id
-
-    def reserve(self, rows: Iterable[ReplicaIdRow]) -> None:
-        """Reserve ids for replicas. Taken ids, and replicas that have an id or a reservation, do not change."""
-        for row in rows:
-            key = ReplicaKey.of(row)
-            taken = self._taken.setdefault(row.stage_id, set())
-            known = key in self._ids or key in self._reserved or row.replica_id in taken
-            allowed = row.replica_id >= self._first.get(row.stage_id, 0)
-            if allowed and not known and len(self._reserved) < DEFAULT_MAX_REPLICAS:
-                self._reserved[key] = row.replica_id
-                taken.add(row.replica_id)
-
-    def end_reservations(self) -> None:
-        """Free the reserved ids that were not used."""
-        for key, replica_id in self._reserved.items():
-            self._free(key.stage_id, replica_id)
-        self._reserved.clear()
-
-    def release(self, key: ReplicaKey) -> None:
-        """Free the id of a replica, if it has one."""
-        replica_id = self._ids.pop(key, None)
-        if replica_id is not None:
-            self._free(key.stage_id, replica_id)
-
-    def _take_lowest(self, stage_id: int) -> int:
-        taken = self._taken.setdefault(stage_id, set())
-        replica_id = self._lowest_of(stage_id)
-        while replica_id in taken:
-            replica_id += 1
-        taken.add(replica_id)
-        self._lowest[stage_id] = replica_id + 1
-        return replica_id
-
-    def _free(self, stage_id: int, replica_id: int) -> None:
-        self._taken[stage_id].remove(replica_id)
-        self._lowest[stage_id] = min(replica_id, self._lowest_of(stage_id))
-
-    def _lowest_of(self, stage_id: int) -> int:
-        """Return a bound below which all ids are taken."""
-        return self._lowest.get(stage_id, self._first.get(stage_id, 0))
+from vllm_omni_plugin.coordinator.state.membership_table import Change, Member, MembershipTable
+from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 
 
 class ListDeltas:
@@ -93,17 +32,11 @@ class ListDeltas:
     def record(self, changes: Iterable[Change]) -> bool:
         """Record changes of the table; return whether the next delta is not empty."""
         for change in changes:
+            self._replica_ids.record(change)
             if change.alters_list:
                 self._touched.add(ReplicaKey.of(change.member.event))
                 self._full = None
-            if change.forgotten is not None:
-                self._replica_ids.release(ReplicaKey.of(change.forgotten.event))
         return bool(self._touched)
-
-    def reserve(self, known: KnownReplicaIds) -> None:
-        """Reserve the ids of replicas from before a restart of the coordinator. Ignored once there is a list."""
-        if not self.has_list:
-            self._replica_ids.reserve(known.numbers)
 
     def full_list(self, now: float) -> Raw | None:
         """Return the encoded `FullList`, or None before the first list. ``now``: monotonic seconds."""
@@ -121,9 +54,7 @@ class ListDeltas:
         if not self.has_list:
             self.has_list = True
             self._touched.clear()
-            full_list = self.full_list(now)
-            self._replica_ids.end_reservations()
-            return full_list
+            return self.full_list(now)
         if not self._touched:
             return None
         delta = ListDelta([], wall_now, [], removed=[])
@@ -168,7 +99,7 @@ def _row(member: Member, replica_ids: ReplicaIds, wall_offset: float) -> Replica
         registered_at=max(0.0, member.registered_at + wall_offset),
         incarnation=event.incarnation,
         control_addr=event.control_addr,
-        replica_id=replica_ids.id_of(ReplicaKey.of(event)),
+        replica_id=replica_ids.id_of(event),
     )
 
 

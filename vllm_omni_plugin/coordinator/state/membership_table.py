@@ -82,6 +82,8 @@ class MembershipTable:
         self._alive: dict[ReplicaKey, Member] = {}
         self._late: dict[ReplicaKey, Member] = {}
         self._gone: dict[ReplicaKey, Member] = {}
+        # The present row of each host slot.
+        self._slots: dict[tuple[int, str], ReplicaKey] = {}
 
     def __len__(self) -> int:
         return len(self._alive) + len(self._late) + len(self._gone)
@@ -115,6 +117,22 @@ class MembershipTable:
             self._store(member)
         unchanged = replace(row.event, event_type=event.event_type, sequence=event.sequence)
         return Change(member, alters_list=member.liveness is not row.liveness or event != unchanged)
+
+    def end_former(self, event: ReplicaEvent, now: float) -> Change | None:
+        """End the row that had the host slot of a replica that has registered now; return the change.
+
+        The process of that row has ended, since two processes never have the same host slot.
+        """
+        key, slot = ReplicaKey.of(event), (event.stage_id, event.host_slot)
+        former_key = self._slots.get(slot, key)
+        former = self.get(former_key)
+        if former is None or former_key == key or event.status is ReplicaStatus.DOWN:
+            return None
+        if former.event.incarnation >= event.incarnation:
+            return None
+        change = self._store(replace(former, liveness=Liveness.LEFT, changed_at=now))
+        self._slots[slot] = key
+        return change
 
     def expire(self, now: float, late_by: float = 0.0) -> list[Change]:
         """Return the changes by silence up to ``now``.
@@ -158,12 +176,17 @@ class MembershipTable:
         key = ReplicaKey.of(member.event)
         self._remove(key)
         buckets = {Liveness.ALIVE: self._alive, Liveness.LATE: self._late}
-        buckets.get(member.liveness, self._gone)[key] = member
+        bucket = buckets.get(member.liveness, self._gone)
+        bucket[key] = member
+        if member.event.host_slot and bucket is not self._gone:
+            self._slots.setdefault((key.stage_id, member.event.host_slot), key)
         return Change(member)
 
     def _remove(self, key: ReplicaKey) -> None:
         for bucket in (self._alive, self._late, self._gone):
-            bucket.pop(key, None)
+            row = bucket.pop(key, None)
+            if row is not None and self._slots.get(slot := (key.stage_id, row.event.host_slot)) == key:
+                del self._slots[slot]
 
     def _extend_deadlines(self, now: float, late_by: float) -> None:
         for bucket in (self._alive, self._late):

@@ -1,4 +1,4 @@
-"""Numbers that replicas keep over their restarts."""
+"""Numbers and ids that replicas keep over their restarts."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,6 +8,8 @@ from vllm_omni_plugin.coordinator.state.membership_table import Change, Liveness
 _FLEET = 0
 # Nodes ask for numbers minutes before their replicas register.
 _LEAST_REMEMBERED = 1024
+# Ids stay low even if all nodes that join have new host slots.
+_LEAST_REMEMBERED_IDS = 64
 
 _Name = str | ReplicaKey
 _Scoped = tuple[int, _Name]
@@ -68,8 +70,10 @@ class NumberBook:
             del self._holders[scoped]
             self._set_absent(scoped)
 
-    def is_claimed(self, key: ReplicaKey) -> bool:
-        return key in self._claimed
+    def number_of(self, key: ReplicaKey) -> int | None:
+        """Return the number of a present replica; None if it claimed none."""
+        scoped = self._claimed.get(key)
+        return None if scoped is None else self._numbers[scoped]
 
     def _is_present(self, scope: int, number: int) -> bool:
         name = self._names.get((scope, number))
@@ -124,7 +128,35 @@ class ReplicaNumbers:
             if change.member.liveness in (Liveness.DEAD, Liveness.LEFT):
                 self._book.release(key)
             elif change.alters_list and event.number >= 0:
-                is_new = not self._book.is_claimed(key)
+                is_new = self._book.number_of(key) is None
                 if self._book.claim(_FLEET, key, event.host_slot, event.number) != event.number and is_new:
                     conflicts.append(event)
         return conflicts
+
+
+class ReplicaIds:
+    """The ids of replicas in their stages. ``first``: the lowest id by stage, where it is not 0.
+
+    A replica keeps its id while it is present.
+    """
+
+    def __init__(self, first: Mapping[int, int] | None = None) -> None:
+        self._first = dict(first or {})
+        self._book = NumberBook(self._first, _LEAST_REMEMBERED_IDS)
+
+    def record(self, change: Change) -> None:
+        """Take over the id that a replica had at a former coordinator, if it is free; free that of one that left."""
+        event = change.member.event
+        if change.member.liveness in (Liveness.DEAD, Liveness.LEFT):
+            self._book.release(ReplicaKey.of(event))
+        elif event.replica_id >= self._first.get(event.stage_id, 0):
+            self._id(event, event.replica_id)
+
+    def id_of(self, event: ReplicaEvent) -> int:
+        """Return the id of a present replica. Assigns one if it has none."""
+        return self._id(event, -1)
+
+    def _id(self, event: ReplicaEvent, wanted: int) -> int:
+        key = ReplicaKey.of(event)
+        known = self._book.number_of(key)
+        return self._book.claim(event.stage_id, key, event.host_slot, wanted) if known is None else known

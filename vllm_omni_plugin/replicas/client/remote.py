@@ -173,6 +173,7 @@ class RemoteReplica:
                 settings.head_id,
                 credential.public,
                 dict(settings.fingerprints[self._info.stage_id]),
+                self._info.replica_id,
             )
         )
         lease = await self._answer

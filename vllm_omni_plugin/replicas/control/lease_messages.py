@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.control_messages import decode_strictly
+from vllm_omni_plugin.coordinator.protocol.control_messages import OptionalReplicaId, decode_strictly
 from vllm_omni_plugin.replicas.kv_events.cache_log import MAX_PART, Cursor
 
 PROTOCOL_VERSION = 4
@@ -35,6 +35,7 @@ class Attach(Struct, frozen=True, tag="attach"):
             not older than the server's process.
         credential: authenticates the head on the data sockets, made for this lease only: the public half of a CURVE
             key pair (Z85) if links are encrypted, else a random string of the same length.
+        replica_id: of the replica list. -1: an older head, or a list without ids.
     """
 
     protocol: int
@@ -42,6 +43,7 @@ class Attach(Struct, frozen=True, tag="attach"):
     head_id: Text
     credential: Credential
     fingerprint: Fingerprint
+    replica_id: OptionalReplicaId = -1
 
 
 class RenewLease(Struct, frozen=True, tag="beat"):

@@ -60,6 +60,10 @@ class Announcer:
         """With `new_incarnation`, all heads must attach again."""
         self._client.update_info(status, new_incarnation=new_incarnation)
 
+    def set_replica_id(self, replica_id: int) -> None:
+        """Announce this id from now on, so that the replica keeps it at a new coordinator."""
+        self._client.set_replica_id(replica_id)
+
     async def close(self, executor: Executor) -> None:
         """Announce DOWN; takes up to two seconds."""
         self._closed = True

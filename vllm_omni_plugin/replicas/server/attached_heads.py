@@ -63,6 +63,7 @@ class AttachedHeads:
         incarnation: returns the announced incarnation.
         on_drain: called when a head requests a drain for its operator.
         on_last_disconnect: called whenever the last lease has ended.
+        on_replica_id: called with the id by which an attached head knows the replica.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class AttachedHeads:
         incarnation: Callable[[], int],
         on_drain: Callable[[], None],
         on_last_disconnect: Callable[[], None],
+        on_replica_id: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
@@ -81,6 +83,7 @@ class AttachedHeads:
         self._incarnation = incarnation
         self._on_drain = on_drain
         self._on_last_disconnect = on_last_disconnect
+        self._on_replica_id = on_replica_id
         self._clock = clock
         self._engine: ServedEngine | None = None
         self._status = ReplicaStatus.DOWN
@@ -188,12 +191,14 @@ class AttachedHeads:
         if lease is None:
             return AttachRefused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
         try:
-            return self._attached(self._engine, lease, message.credential)
+            attached = self._attached(self._engine, lease, message.credential)
         except (ConfigError, OSError, zmq.ZMQError) as error:
             self._leases.end(lease)
             self._leases.free(lease.slot)
             self._close_ports(lease.slot)
             return AttachRefused(str(error), lasting=False)
+        self._on_replica_id(message.replica_id)
+        return attached
 
     def _refusal(self, message: Attach) -> AttachRefused | None:
         if message.protocol != PROTOCOL_VERSION:

@@ -67,6 +67,7 @@ class ReplicaServer:
         self._heads: AttachedHeads | None = None
         self._keeper: EngineKeeper[ServedEngine] | None = None
         self._serving = False
+        self._replica_id = -1
 
     @property
     def control_addr(self) -> str:
@@ -105,7 +106,7 @@ class ReplicaServer:
         if not self._serving or not self._heads:
             self._finished.set()
             return
-        logger.info("Replica %d drains: it stops when its %d heads have finished.", self._index, len(self._heads))
+        logger.info("Replica %s drains: it stops when its %d heads have finished.", self._name, len(self._heads))
         timeout = self._settings.drain_timeout
         self._set_timer(timeout, partial(self.stop_now, f"its drain timeout of {timeout:g} s passed"))
 
@@ -144,6 +145,7 @@ class ReplicaServer:
             lambda: 0 if self._announcer is None else self._announcer.incarnation,
             self.drain,
             self._on_last_disconnect,
+            self._set_replica_id,
             time.monotonic,
         )
         self._heads = heads
@@ -182,12 +184,12 @@ class ReplicaServer:
         heads.admit(engine)
         self._serving = True
         self.ready.set()
-        logger.info("Replica %d (process %d) serves at %s.", self._index, engine.pid, self.control_addr)
+        logger.info("Replica %s (process %d) serves at %s.", self._name, engine.pid, self.control_addr)
 
     def _suspend(self, heads: AttachedHeads, engine: ServedEngine, reason: str, hangs: bool) -> None:
         """Take an engine out of service that is lost or hangs. Every head must move its requests now."""
         self._serving = False
-        logger.warning("Replica %d is out of service: %s", self._index, reason)
+        logger.warning("Replica %s is out of service: %s", self._name, reason)
         # Before the announcement: only this message has the exit status, and a head detaches from a replica that is no
         # longer listed.
         heads.detach_all(ReplicaStatus.ERROR, reason, engine.client.engine_failed)
@@ -198,11 +200,26 @@ class ReplicaServer:
             self._finished.set()
 
     def _log_restart(self, seconds: float, reason: str | Exception) -> None:
-        logger.warning("Replica %d is restarted in %.0f s: %s", self._index, seconds, reason)
+        logger.warning("Replica %s is restarted in %.0f s: %s", self._name, seconds, reason)
 
     def _on_last_disconnect(self) -> None:
         if self._draining:
             self._finished.set()
+
+    @property
+    def _name(self) -> str:
+        """What users call it: until a head has attached, its place on this node."""
+        if self._replica_id < 0:
+            return f"{self._index} of this node"
+        return f"{self._settings.stage_id}.{self._replica_id}"
+
+    def _set_replica_id(self, replica_id: int) -> None:
+        if replica_id in (-1, self._replica_id):
+            return
+        former, self._replica_id = self._name, replica_id
+        logger.info("Replica %s is replica %s of the fleet, at %s.", former, self._name, self._addresses[1])
+        if self._announcer is not None:
+            self._announcer.set_replica_id(replica_id)
 
     def _announce(self, status: ReplicaStatus) -> None:
         if self._announcer is not None:
