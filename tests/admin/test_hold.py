@@ -118,12 +118,27 @@ async def test_a_request_passes_at_once_while_a_replica_serves_also_without_a_ke
 
 @pytest.mark.parametrize(
     ("path", "method"),
-    [("/health", "GET"), ("/v1/completions", "GET"), ("/tokenize", "POST"), ("/v1/models", "GET"), ("/pause", "POST")],
+    [("/v1/completions", "GET"), ("/tokenize", "POST"), ("/v1/models", "GET"), ("/pause", "POST")],
 )
 async def test_requests_without_an_engine_are_never_held(path: str, method: str) -> None:
     client = Server().request(path, method)
     client.upload(b"")
     assert await client.status() == 200
+
+
+@pytest.mark.parametrize("ending", [False, True])
+async def test_a_failing_health_check_says_why(ending: bool) -> None:
+    server = Server()
+    if ending:
+        server.ending.set()
+    client = server.request("/health", "GET", root_path="/ai")
+    client.upload(b"")
+    assert await client.status() == 503
+    assert client.body.decode() == (
+        f"{SHUTTING_DOWN}\n"
+        if ending
+        else "No replica of stage 0 can serve right now (replica 0 is down). Please try again later.\n"
+    )
 
 
 async def test_a_path_below_the_root_path_waits_too() -> None:

@@ -155,18 +155,58 @@ def test_calls_apply_in_the_order_of_recording_not_of_results() -> None:
     assert replayed(shared) == EngineModel()
 
 
+def rpc(method: str, **named: Any) -> tuple[Any, ...]:
+    return (method, None, (), named)
+
+
 @pytest.mark.parametrize(
-    ("method", "taken"),
+    ("method", "taken", "changed"),
     [
-        *((f"{step}_weight_update", True) for step in ("start", "finish")),
-        *((f"{step}_weights", True) for step in ("update", "reload", "reset")),
-        ("update_weights", False),
+        *((f"{step}_weight_update", True, True) for step in ("start", "start_draft", "finish")),
+        *((f"{step}_weights", True, True) for step in ("update", "reset")),
+        ("update_weights", False, False),
+        ("reload_weights", True, False),
     ],
 )
-def test_weights_changed_at_run_time_make_the_state_unreplayable(method: str, taken: bool) -> None:
+def test_weights_changed_at_run_time_are_those_of_no_fresh_engine(method: str, taken: bool, changed: bool) -> None:
     shared = SharedState()
-    shared.record("collective_rpc", (method, None, (), {}))(taken)
-    assert shared.unreplayable == ("weights were updated at run time" if taken else None)
+    shared.record("collective_rpc", rpc(method))(taken)
+    assert shared.weights_changed == changed
+
+
+def test_a_reload_of_the_models_files_undoes_an_update_unless_other_files_were_read_before() -> None:
+    shared = SharedState()
+    shared.record("collective_rpc", rpc("update_weights"))(True)
+    shared.record("collective_rpc", rpc("reload_weights"))(True)
+    assert not shared.weights_changed
+    shared.record("collective_rpc", rpc("reload_weights", weights_path="/step-2"))(True)
+    shared.record("collective_rpc", rpc("reload_weights"))(True)
+    assert shared.weights_changed, "the second reload has read /step-2 again"
+
+
+@pytest.mark.parametrize(
+    ("before", "method", "named", "all_fresh", "completes"),
+    [
+        (["start_weight_update", "update_weights"], "finish_weight_update", {}, False, True),
+        (["start_draft_weight_update", "update_weights"], "finish_weight_update", {}, False, False),
+        (["start_weight_update", "finish_weight_update"], "finish_weight_update", {}, False, False),
+        (["start_weight_update"], "update_weights", {}, False, False),
+        ([], "reset_weights", {}, False, False),
+        (["update_weights"], "reload_weights", {}, False, True),
+        (["reload_weights /other"], "reload_weights", {}, False, False),
+        (["reload_weights /other"], "reload_weights", {}, True, True),
+        (["reload_weights /other"], "reload_weights", {"weights_path": "/new"}, False, True),
+    ],
+)
+def test_which_calls_give_all_engines_the_same_weights(
+    before: list[str], method: str, named: dict[str, Any], all_fresh: bool, completes: bool
+) -> None:
+    shared = SharedState()
+    for call in before:
+        name, _, path = call.partition(" ")
+        shared.record("collective_rpc", rpc(name, **({"weights_path": path} if path else {})))(True)
+    assert shared.completes_weight_update("collective_rpc", rpc(method, **named), all_fresh) == completes
+    assert not shared.completes_weight_update("set_weight_version", ("v2",), all_fresh)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +217,7 @@ def test_calls_without_state_are_not_recorded(method: str, args: tuple[Any, ...]
     settle: Callable[[bool], None] = shared.record(method, args)
     settle(True)
     assert shared.replay() == []
-    assert shared.unreplayable is None
+    assert not shared.weights_changed
 
 
 def test_a_snapshot_contains_the_whole_state() -> None:
@@ -188,4 +228,4 @@ def test_a_snapshot_contains_the_whole_state() -> None:
     other.record("pause_scheduler", ("keep",))
     other.adopt(shared.snapshot(3))
     assert other.snapshot(3) == shared.snapshot(3)
-    assert other.unreplayable
+    assert other.weights_changed

@@ -190,25 +190,6 @@ async def test_a_joiner_that_refuses_its_replay_is_an_error(fleet: FakeFleet) ->
         await fleet.replayed(link=link)
 
 
-async def test_no_replica_joins_after_the_weights_were_changed(
-    fleet: FakeFleet, caplog: pytest.LogCaptureFixture
-) -> None:
-    await fleet.call("collective_rpc", "update_weights", None, [], {})
-    with pytest.raises(ReplicaError, match="cannot be brought up to date: weights were updated at run time"):
-        await fleet.replayed()
-    assert caplog.records == [], "there are no other heads to notify"
-
-
-async def test_no_replica_joins_when_the_weights_change_meanwhile(fleet: FakeFleet) -> None:
-    await fleet.call("set_weight_version", "v1")
-    link, joining = await join(fleet)
-    await fleet.call("collective_rpc", "reload_weights", None, [], {})
-    link.answer(link.calls[0][0])
-    with pytest.raises(ReplicaError, match="weights were updated at run time"):
-        await joining
-    assert len(link.calls) == 1
-
-
 async def test_a_cancelled_call_leaves_nothing_behind(fleet: FakeFleet) -> None:
     fleet.answer_with(None)
     reply = fleet.ask("one")

@@ -13,7 +13,7 @@ from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallOutcome, OperatorCall
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, ReplicaError
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, WEIGHTS_CORDON
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
@@ -54,8 +54,8 @@ async def test_a_replica_synced_by_another_head_gets_no_replay_and_may_have_upda
     await heads[0].call("pause_scheduler", "keep", True)
     late = await joined(stack, bus, "late", replicas=0)
     assert await late.bring_up(0, synced=True) == []
-    with pytest.raises(ReplicaError, match="weights were updated at run time"):
-        await late.bring_up(7)
+    assert await late.bring_up(7) == [("pause_scheduler", ["keep", False])]
+    assert [member.cordons for member in late.pool.members] == [frozenset(), {WEIGHTS_CORDON}]
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -258,7 +258,7 @@ async def test_a_call_whose_head_dies_is_not_repeated_after_a_later_call_or_if_i
 ) -> None:
     heads[0].ask_unanswered(*call)
     stage = heads[1].orchestrator.stage_calls[0]
-    await eventually(lambda: heads[1].replay == PAUSED or stage.shared.unreplayable)
+    await eventually(lambda: heads[1].replay == PAUSED or stage.shared.weights_changed)
     if heads[1].replay == PAUSED:
         await heads[1].call("resume_scheduler")
     bus.cut(heads[0])

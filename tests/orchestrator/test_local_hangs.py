@@ -104,6 +104,29 @@ async def test_an_engine_that_answers_again_is_reset_brought_up_to_date_and_serv
     assert {(await received(each))[0] for each in node.launcher.engines} == {"add"}
 
 
+@pytest.mark.parametrize("missed", [False, True])
+async def test_an_engine_that_hangs_keeps_updated_weights_and_waits_if_it_missed_an_update(
+    node: Node, missed: bool
+) -> None:
+    engine, probe = node.engine_of(0), ToldProbe.made[0]
+    for hangs in (False, missed):
+        if hangs:
+            probe.hangs()
+        reply: Future[list[object]] = Future()
+        update = ("reload_weights", None, [], {"weights_path": "/step"})
+        node.orchestrator.rpc_async_queue.force_put(CallReplicas("collective_rpc", update, reply))
+        for called in node.launcher.engines:
+            if not hangs or called is not engine:
+                await answer(called, "collective_rpc")
+        await asyncio.wrap_future(reply)
+    if not missed:
+        probe.hangs()
+    probe.answers()
+    await bring_up_to_date(engine)
+    await node.until_statuses(ReplicaStatus.DRAINING if missed else UP, UP)
+    assert len(node.launcher.engines) == 2
+
+
 async def test_a_call_fails_on_an_engine_that_hangs_and_returns_the_other_answers(
     node: Node,
 ) -> None:

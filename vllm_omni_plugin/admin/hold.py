@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError, OmniError, RequestRefusedError
@@ -25,6 +25,7 @@ RETRY_AFTER_S = 5
 """`Retry-After` of a refusal: about the time in which a crashed replica restarts or a spare one joins."""
 RATE_LIMITED = "rate_limit_exceeded"
 """OpenAI's error `type` for 429."""
+_HEALTH_PATHS = frozenset({"/health", "/ping"})
 CLIENT_CLOSED_REQUEST = 499
 """No client reads this status; it keeps clients that disconnected out of the server errors in metrics and logs."""
 
@@ -45,6 +46,11 @@ class Hold:
     replica_wait: float
     closed_reason: Callable[[], str]
     until_ending: Callable[[], Coroutine[Any, Any, None]]
+
+    @property
+    def reason(self) -> str:
+        """Why a request that comes now must be held or refused."""
+        return self.closed_reason() or str(self._unavailable())
 
     @property
     def is_needed(self) -> bool:
@@ -104,9 +110,11 @@ class Hold:
         self.orchestrator.metrics.held_bytes_before_accept -= size
 
     def _refuse_without_replica(self, reason: str) -> NoReplicaError:
+        return self._refuse(f"{self._unavailable()} ({reason})")
+
+    def _unavailable(self) -> NoReplicaError:
         pools = self.orchestrator.needed_pools
-        closed = next((pool for pool in pools if not pool.serving), pools[0])
-        return self._refuse(f"{closed.unavailable()} ({reason})")
+        return next((pool for pool in pools if not pool.serving), pools[0]).unavailable()
 
     def _refuse(self, message: str) -> NoReplicaError:
         self.orchestrator.metrics.requests_failed_before_accept += 1
@@ -115,6 +123,8 @@ class Hold:
 
 class HoldMiddleware:
     """Holds POST requests to inference paths by `app.state.omni_hold`; all other requests pass at once.
+
+    It also answers a health check that fails, because vLLM's answer does not say why.
 
     A refusal is a 503 with `Retry-After`, in the format of OpenAI's errors. Any other 503 of these paths gets the same
     header, because vLLM's error handlers set none.
@@ -131,9 +141,13 @@ class HoldMiddleware:
         self._has_key = has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hold: Hold | None = getattr(scope["app"].state, "omni_hold", None) if is_post_to(self._paths, scope) else None
+        is_health = is_request("GET", _HEALTH_PATHS, scope)
+        is_held = is_health or is_request("POST", self._paths, scope)
+        hold: Hold | None = getattr(scope["app"].state, "omni_hold", None) if is_held else None
         if hold is None:
             await self._app(scope, receive, send)
+        elif is_health and hold.is_needed:
+            await PlainTextResponse(f"{hold.reason}\n", HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
         elif not hold.is_needed:
             await self._app(scope, receive, _with_retry_after(send))
         else:
@@ -209,9 +223,9 @@ class BufferedRequest:
             self._pending.cancel()
 
 
-def is_post_to(paths: Collection[str], scope: Scope) -> bool:
-    """Whether a request is a POST to one of these paths below the server's root path."""
-    if scope["type"] != "http" or scope["method"] != "POST":
+def is_request(method: str, paths: Collection[str], scope: Scope) -> bool:
+    """Whether a request has this method and one of these paths below the server's root path."""
+    if scope["type"] != "http" or scope["method"] != method:
         return False
     return scope["path"].removeprefix(scope.get("root_path", "")) in paths
 

@@ -16,7 +16,7 @@ from vllm_omni_plugin.admin.hold import (
     CLIENT_CLOSED_REQUEST,
     BufferedRequest,
     error_response,
-    is_post_to,
+    is_request,
     refusal_response,
 )
 from vllm_omni_plugin.admission import RequestTerms
@@ -174,7 +174,7 @@ class AdmissionMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         admission: HttpAdmission | None = (
-            getattr(scope["app"].state, "omni_admission", None) if is_post_to(self._paths, scope) else None
+            getattr(scope["app"].state, "omni_admission", None) if is_request("POST", self._paths, scope) else None
         )
         if admission is None:
             await self._app(scope, receive, send)

@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_omni_plugin.admin.hold import is_post_to, refusal_response
+from vllm_omni_plugin.admin.hold import is_request, refusal_response
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 
 OPERATOR_PATHS = frozenset(
@@ -42,7 +42,7 @@ class OperatorCallMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = None
-        if is_post_to(OPERATOR_PATHS, scope):
+        if is_request("POST", OPERATOR_PATHS, scope):
             fleet: FleetAdmin | None = getattr(scope["app"].state, "omni_fleet", None)
             error = None if fleet is None else fleet.refusal
         await (self._app if error is None else refusal_response(error))(scope, receive, send)

@@ -30,6 +30,7 @@ class EventKind(StrEnum):
     REFUSE = "refuse"
     RESTART = "restart"
     QUERY_OF_DEATH = "query_of_death"
+    OLD_WEIGHTS = "old_weights"
 
 
 _LINES = {
@@ -42,6 +43,7 @@ _LINES = {
     EventKind.REFUSE: (logging.WARNING, "%(who)s cannot be attached to: %(reason)s"),
     EventKind.RESTART: (logging.WARNING, "%(who)s is restarted %(reason)s"),
     EventKind.QUERY_OF_DEATH: (logging.ERROR, "A request gets no third replica: %(reason)s."),
+    EventKind.OLD_WEIGHTS: (logging.ERROR, "No replica that has the updated weights is left: %(reason)s."),
 }
 
 

@@ -19,9 +19,9 @@ from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
-from vllm_omni_plugin.orchestrator.pool.pool_member import CORDON_REASONS
+from vllm_omni_plugin.orchestrator.pool.pool_member import CORDON_REASONS, WEIGHTS_CORDON
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import WEIGHTS_REMEDY, PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -168,7 +168,7 @@ class Orchestrator:
         else:
             requests = PipelineRequests(input_builder, self._dispatchers, gate, self._put, self.metrics, clock)
             self._requests, self.pause_sequence = requests, requests.pause_sequence
-        self.stage_calls = tuple(StageCalls(pool, self.distrust) for pool in stage_pools)
+        self.stage_calls = tuple(StageCalls(pool, self.distrust, self._hold_back) for pool in stage_pools)
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
 
     @property
@@ -233,6 +233,8 @@ class Orchestrator:
     ) -> None:
         """Check that a replica can do its stage's task, and replay the state that operator calls have left.
 
+        A replica that lacks weights which were updated at run time is cordoned until the next complete update.
+
         The caller must call `replica_serves` in the same step of the loop, without an await in between.
 
         Args:
@@ -253,7 +255,8 @@ class Orchestrator:
             raise ReplicaError(
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
-        await self.stage_calls[member.stage_id].bring_up_to_date(client, up_to_date, remote=member.remote)
+        stage = self.stage_calls[member.stage_id]
+        self._hold_back(member, not await stage.bring_up_to_date(client, up_to_date, remote=member.remote))
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
@@ -285,12 +288,14 @@ class Orchestrator:
         pool = self.stage_pools[member.stage_id]
         engine_failed = member.client is not None and member.client.engine_failed
         member.changed_at = self._clock()
-        others = pool.others_at(member)
+        others, served = pool.others_at(member), member.status is ReplicaStatus.UP
         orphans = pool.lose(member, status)
         # The other orphans were charged to it, but not sent yet.
         sent = [run for run in orphans if run.sent]
         loss = Loss(member, reason, len(sent), others)
         self.events.record(EventKind.LOST, reason, member, requests=len(sent))
+        if served:
+            self._report_old_weights(pool)
         ended = self._dispatchers[member.stage_id].move(orphans, member, loss, engine_failed)
         moved = sum(not run.ended for run in sent)
         if moved:
@@ -325,6 +330,18 @@ class Orchestrator:
         if self.admission is not None:
             queue_position = self.admission.queue_position(question.terms, question.priority, self._clock())
         return self.stage_pools[question.stage_id].explain(question.task, queue_position)
+
+    def _hold_back(self, member: PoolMember, waits: bool) -> None:
+        """Cordon a replica until it has got a complete weight update, or uncordon it."""
+        if not waits:
+            self.uncordon(member, WEIGHTS_CORDON)
+        elif WEIGHTS_CORDON not in member.cordons:
+            self.cordon(member, WEIGHTS_CORDON)
+            self._report_old_weights(self.stage_pools[member.stage_id])
+
+    def _report_old_weights(self, pool: StagePool) -> None:
+        if not pool.serving and any(WEIGHTS_CORDON in member.cordons for member in pool.members):
+            self.events.record(EventKind.OLD_WEIGHTS, f"stage {pool.stage_id} {WEIGHTS_REMEDY}", stage=pool.stage_id)
 
     def _wake_at(self, time: float) -> None:
         """Schedule `_tick` for this time, or earlier."""

@@ -121,11 +121,11 @@ class CallDone(Struct, frozen=True, tag="call_done"):
 
 
 class StageState(Struct, frozen=True):
-    """The calls that bring a fresh engine to the state of its stage. ``unreplayable``: no calls can."""
+    """The calls that bring a fresh engine to the state of its stage, except for weights that were updated."""
 
     stage_id: StageId
     replay: list[tuple[Method, list[Any]]]
-    unreplayable: bool
+    weights_changed: bool
 
 
 class FleetState(Struct, frozen=True, tag="fleet_state"):

@@ -16,8 +16,16 @@ from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 from vllm_omni_plugin.vllm_api.requests.pause_state import EngineCall, PauseState
 
 _WEIGHT_UPDATES = frozenset(
-    {"start_weight_update", "update_weights", "finish_weight_update", "reload_weights", "reset_weights"}
+    {
+        "finish_weight_update",
+        "reload_weights",
+        "reset_weights",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_weights",
+    }
 )
+"""Methods of vLLM's workers that change the weights. They are called with `collective_rpc`."""
 
 
 @dataclass
@@ -27,6 +35,10 @@ class _State:
     rest: PauseState = field(default_factory=PauseState)
     weight_version: str | None = None
     weights_changed: bool = False
+    # Whether a reload without a path reads other files than a fresh engine does.
+    reads_other_files: bool = False
+    # Whether an update of the whole model is open, which may also be one of its draft model only.
+    is_updating: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -53,9 +65,9 @@ class SharedState:
         self._open: list[_RecordedCall] = []
 
     @property
-    def unreplayable(self) -> str | None:
-        """The reason why a replica with the weights from disk must not join; None if it may."""
-        return "weights were updated at run time" if self._current().weights_changed else None
+    def weights_changed(self) -> bool:
+        """Whether the weights were updated at run time, so that a fresh engine has others."""
+        return self._current().weights_changed
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
@@ -71,6 +83,19 @@ class SharedState:
     def leaves_state(self, method: str, args: tuple[Any, ...]) -> bool:
         """Whether a call changes the state."""
         return method in _RECORDERS and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)
+
+    def completes_weight_update(self, method: str, args: tuple[Any, ...], all_fresh: bool) -> bool:
+        """Whether all engines that accept this call now have the same weights after it, whichever they had.
+
+        Args:
+            all_fresh: none of them has got an update.
+        """
+        if method != "collective_rpc":
+            return False
+        state = self._current()
+        if args[0] == "reload_weights":
+            return all_fresh or _names_path(args) or not state.reads_other_files
+        return args[0] == "finish_weight_update" and state.is_updating
 
     def record(self, method: str, args: tuple[Any, ...]) -> Callable[[bool], None]:
         """Record a call before it is sent. Call the returned function once with whether any replica accepted it."""
@@ -96,11 +121,11 @@ class SharedState:
     def snapshot(self, stage_id: int) -> StageState:
         """Return the state of a stage. Calls without a result count as accepted."""
         calls = [(method, to_builtins(list(args))) for method, args in self.replay()]
-        return StageState(stage_id, calls, self.unreplayable is not None)
+        return StageState(stage_id, calls, self.weights_changed)
 
     def adopt(self, snapshot: StageState) -> None:
         """Replace this state by a snapshot. Raises `WireError` if it is invalid; then nothing has changed."""
-        state = _State(weights_changed=snapshot.unreplayable)
+        state = _State(weights_changed=snapshot.weights_changed, reads_other_files=snapshot.weights_changed)
         for method, arguments in snapshot.replay:
             args = decode(method, arguments)
             if not self.leaves_state(method, args):
@@ -147,8 +172,24 @@ def _set_weight_version(state: _State, args: tuple[Any, ...]) -> None:
     state.weight_version = args[0]
 
 
-def _update_weights(state: _State, args: tuple[Any, ...]) -> None:
+def _change_weights(state: _State, args: tuple[Any, ...]) -> None:
+    match args[0]:
+        case "reload_weights":
+            state.reads_other_files |= _names_path(args)
+            # Otherwise they are those of the files again, which a fresh engine has, too.
+            state.weights_changed = state.reads_other_files
+            return
+        case "start_weight_update":
+            state.is_updating = True
+        case "finish_weight_update" | "start_draft_weight_update":
+            state.is_updating = False
     state.weights_changed = True
+
+
+def _names_path(args: tuple[Any, ...]) -> bool:
+    """Whether a call of `reload_weights` names the folder to read; later calls without one read that folder again."""
+    _, _, arguments, named = args
+    return len(arguments) > 1 or "weights_path" in named
 
 
 _RECORDERS: dict[str, Callable[[_State, tuple[Any, ...]], None]] = {
@@ -163,5 +204,5 @@ _RECORDERS: dict[str, Callable[[_State, tuple[Any, ...]], None]] = {
     "wake_up": lambda state, args: state.rest.wake_up(*args),
     "release_kv_cache_memory": lambda state, args: state.rest.release_kv_cache(),
     "set_weight_version": _set_weight_version,
-    "collective_rpc": _update_weights,
+    "collective_rpc": _change_weights,
 }

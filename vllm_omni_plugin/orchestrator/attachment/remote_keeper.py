@@ -14,7 +14,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_CORDON, LATE_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_CORDON, LATE_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
 
 logger = init_logger(__name__)
@@ -131,14 +131,16 @@ class RemoteReplicaKeeper:
             synced = await self._fleet_calls.wait_synced()
             await self._orchestrator.prepare_replica(member, replica.client, replica.ready_response, replica.synced)
             if synced:
-                replica.report_synced()
+                if WEIGHTS_CORDON not in member.cordons:
+                    replica.report_synced()
+                member.report_synced = replica.report_synced
             if replica.lost.done():
                 raise ReplicaError("it was lost as soon as it was attached")
             self._serve(replica)
             # Shielded: cancelling the wait must not cancel `lost`.
             yield asyncio.shield(replica.lost)
         finally:
-            self._replica = None
+            self._replica = member.report_synced = None
             replica.close()
 
     def _serve(self, replica: RemoteReplica) -> None:

@@ -331,7 +331,7 @@ class FleetCalls:
         if call is not None:
             await call.sending
             for each, accepted in zip(call.calls, outcome.taken, strict=True):
-                each.stage.distrust_the_different(each, accepted)
+                each.stage.conclude(each, accepted, outcome.failed)
             if any(outcome.taken):
                 await self._notify_state_change(call)
         self._send(CallDone(outcome.number))

@@ -94,7 +94,7 @@ class OngoingCall:
         ]
         for call, was_accepted in zip(self.calls, accepted, strict=True):
             call.settle(was_accepted)
-            call.stage.distrust_the_different(call, was_accepted)
+            call.stage.conclude(call, was_accepted)
         return accepted
 
     def settle(self, accepted: bool) -> None:

@@ -16,10 +16,16 @@ DRAIN_CORDON = "drain"
 """The replica's server shuts down."""
 LATE_CORDON = "late"
 """The replica's server answers late."""
+WEIGHTS_CORDON = "weights"
+"""The weights were updated at run time, and the replica's engine has not got them."""
 CORDON_REASONS = {
     ADMIN_CORDON: ("an operator drains it", "an operator resumes it"),
     DRAIN_CORDON: ("its server shuts down", "its server is back"),
     LATE_CORDON: ("its server answers late", "its server answers in time again"),
+    WEIGHTS_CORDON: (
+        "weights were updated before its engine started, so it waits for the next complete update",
+        "it has the updated weights",
+    ),
 }
 """Why a replica is cordoned and uncordoned, in words."""
 
@@ -54,6 +60,7 @@ class PoolMember:
         changed_at: monotonic seconds at which the replica last began to serve or was lost.
         leave: removes the replica for good, moves its requests and frees its id. Returns at once; raises
             `ReplicaError` if the replica cannot be reached. Set by the owner of the replica.
+        report_synced: tells the node of a remote replica that its engine has got all operator calls; None: not now.
         idle: done as soon as nothing is in flight; None if nothing waits for that.
         engine_index: the replica's number in vLLM's metrics and logs.
         name: the replica's name for users, `<stage>.<replica>`.
@@ -74,6 +81,7 @@ class PoolMember:
     cordons: frozenset[str] = frozenset()
     changed_at: float = 0.0
     leave: Callable[[], None] | None = None
+    report_synced: Callable[[], None] | None = None
     idle: "asyncio.Future[None] | None" = None
     engine_index: int = field(init=False)
     name: str = field(init=False)

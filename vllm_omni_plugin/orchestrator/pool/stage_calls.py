@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import NotAllowedError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_mismatch
@@ -31,6 +32,8 @@ class StageCall:
         settle: to be called once with whether any replica accepted the call.
         answers: the answers of `members`; a `ReplicaError` for each that failed.
         cleared: the replicas that cleared their prefix caches for the call.
+        called_elsewhere: engine keys of the replicas that another head calls.
+        completes_update: whether all replicas that accept the call have the same weights after it.
     """
 
     stage: "StageCalls"
@@ -40,11 +43,13 @@ class StageCall:
     settle: Callable[[bool], None]
     answers: list[Any] = field(default_factory=list)
     cleared: list[PoolMember] = field(default_factory=list)
+    called_elsewhere: Collection[int] = ()
+    completes_update: bool = False
 
     @property
     def results(self) -> list[Any]:
         """The answers of the replicas that accepted the call."""
-        return [answer for answer in self.answers if not isinstance(answer, ReplicaError)]
+        return [answer for answer in self.answers if _is_result(answer)]
 
     @property
     def refused(self) -> bool:
@@ -67,17 +72,26 @@ class StageCalls:
     Args:
         pool: its replicas are called, also those that are cordoned.
         distrust: called with a replica that failed a call which another replica accepted, and the reason.
+        hold_back: called with a replica and whether it must wait for a weight update before it serves.
 
     Attributes:
         shared: the state that all replicas of the stage should have.
     """
 
-    def __init__(self, pool: StagePool, distrust: Callable[[PoolMember, str], None]) -> None:
+    def __init__(
+        self,
+        pool: StagePool,
+        distrust: Callable[[PoolMember, str], None],
+        hold_back: Callable[[PoolMember, bool], None],
+    ) -> None:
         self._pool = pool
         self._distrust = distrust
+        self._hold_back = hold_back
         self.shared = SharedState()
         # The calls that each attaching replica has still to get.
         self._joiners: dict[StageClient, deque[EngineCall]] = {}
+        # Whether an engine has the weights of the fleet; None: it has those of the model's files.
+        self._has_weights: WeakKeyDictionary[StageClient, bool | None] = WeakKeyDictionary()
         self._unnumbered = 0
         self._numbered = asyncio.Event()
         # Held while local replicas get the calls they have missed: later calls must not overtake these.
@@ -87,29 +101,33 @@ class StageCalls:
     def members(self) -> list[PoolMember]:
         return [member for member in self._pool.members if member.client is not None]
 
-    async def bring_up_to_date(self, client: StageClient, synced: bool, remote: bool) -> None:
+    async def bring_up_to_date(self, client: StageClient, synced: bool, remote: bool) -> bool:
         """Make the calls that an attaching replica has missed: adapters, pause, sleep; see `SharedState.replay`.
 
         Args:
             synced: another head has made all calls so far.
             remote: see `PoolMember`.
 
+        Returns:
+            Whether its engine has the weights of the others. If not, it must wait for the next complete update.
+
         Raises:
-            ReplicaError: a call failed, or other replicas refused one meanwhile; the replica must not serve.
+            ReplicaError: a call failed, other replicas refused one meanwhile, or it cannot be known whether another
+                head has updated its weights meanwhile; the replica must not serve.
         """
         rollbacks = self.shared.rollbacks
         backlog = self._joiners[client] = deque([] if synced else self.shared.replay())
         try:
-            if not synced:
-                self._require_replayable()
             while backlog or self._unnumbered:
-                if backlog:
-                    # Checked before each call: a weight update must not run twice, and other heads may have made it.
-                    self._require_replayable()
-                    method, args = backlog.popleft()
-                    await _call_engine(client, remote, method, args)
-                else:
+                if not backlog:
                     await self._numbered.wait()
+                    continue
+                method, args = backlog.popleft()
+                if method != "collective_rpc":
+                    await _call_engine(client, remote, method, args)
+                elif remote:
+                    # It must not run twice, and another head may have made it.
+                    raise ReplicaError("weights were updated while this head attached to it")
         finally:
             del self._joiners[client]
         if self.shared.rollbacks != rollbacks:
@@ -117,6 +135,9 @@ class StageCalls:
             raise ReplicaError(
                 "it cannot be brought up to date: other replicas refused a call meanwhile, or it has new ones to get"
             )
+        # An engine that hung is known.
+        self._has_weights.setdefault(client, True if synced else None)
+        return self._is_updated(client)
 
     @contextmanager
     def unnumbered(self) -> Iterator[list[int]]:
@@ -136,10 +157,20 @@ class StageCalls:
         Args:
             called_elsewhere: engine keys of replicas that another head calls, for a call of that head.
         """
+        all_fresh = all(WEIGHTS_CORDON in member.cordons for member in self.members)
+        completes_update = self.shared.completes_weight_update(method, args, all_fresh)
         settle = self.shared.record(method, args)
         skipped = called_elsewhere or ()
         members = [member for member in self.members if member.engine_key not in skipped]
-        call = StageCall(self, method, args, [] if method == FORGET_LORA else members, settle)
+        call = StageCall(
+            self,
+            method,
+            args,
+            [] if method == FORGET_LORA else members,
+            settle,
+            called_elsewhere=skipped,
+            completes_update=completes_update,
+        )
         if self.shared.leaves_state(method, args) and method != FORGET_LORA:
             for backlog in self._joiners.values():
                 backlog.append((method, args))
@@ -156,8 +187,15 @@ class StageCalls:
         """
         if snapshot == self.shared.snapshot(self._pool.stage_id):
             return []
-        undo = self.shared.undo()
+        undo, had_changed = self.shared.undo(), self.shared.weights_changed
         self.shared.adopt(snapshot)
+        if self.shared.weights_changed and not had_changed:
+            # Other heads have updated the remote ones.
+            for member in self.members:
+                if member.client is not None and not member.remote:
+                    self._has_weights[member.client] = False
+                    self._hold_back(member, True)
+        self._release_updated()
         return undo + self.shared.replay()
 
     async def catch_up(self, calls: list[EngineCall]) -> None:
@@ -168,7 +206,41 @@ class StageCalls:
     async def send(self, call: StageCall) -> None:
         call.answers = await asyncio.gather(*(self._call_in_turn(member, call) for member in call.members))
 
-    def distrust_the_different(self, call: StageCall, taken: bool) -> None:
+    def conclude(self, call: StageCall, taken: bool, failed_elsewhere: Collection[int] = ()) -> None:
+        """Take out replicas that differ from the others after a call; let those serve that have the weights now.
+
+        Args:
+            taken: whether any replica accepted the call.
+            failed_elsewhere: engine keys of the replicas that failed the calls of other heads.
+        """
+        self._distrust_the_different(call, taken)
+        if call.method != "collective_rpc":
+            return
+        if taken and self.shared.leaves_state(call.method, call.args):
+            reached = [member for member, answer in zip(call.members, call.answers, strict=True) if _is_result(answer)]
+            reached += self.find(set(call.called_elsewhere) - set(failed_elsewhere))
+            clients = {member.client for member in reached}
+            for client in self._has_weights:
+                if client not in clients:
+                    self._has_weights[client] = False
+                elif call.completes_update:
+                    self._has_weights[client] = True
+        self._release_updated()
+
+    def _is_updated(self, client: StageClient | None) -> bool:
+        """Whether an engine has the weights of the fleet."""
+        has_weights = None if client is None else self._has_weights.get(client)
+        return not self.shared.weights_changed if has_weights is None else has_weights
+
+    def _release_updated(self) -> None:
+        """Let the replicas serve that waited for the weights which they have now."""
+        for member in self.members:
+            if WEIGHTS_CORDON in member.cordons and self._is_updated(member.client):
+                if member.report_synced is not None:
+                    member.report_synced()
+                self._hold_back(member, False)
+
+    def _distrust_the_different(self, call: StageCall, taken: bool) -> None:
         """Distrust the replicas that accepted a call which the others refused, or the other way round."""
         for member, answer in zip(call.members, call.answers, strict=True):
             if isinstance(answer, ReplicaError) is taken and not isinstance(answer, NotAllowedError):
@@ -179,6 +251,9 @@ class StageCalls:
                     self._distrust(member, f"it accepted the call {call.method}, which other replicas refused")
 
     def distrust(self, member: PoolMember, method: str) -> None:
+        """Take out a replica that failed a call, unless it only goes on to wait for a complete weight update."""
+        if method == "collective_rpc" and WEIGHTS_CORDON in member.cordons:
+            return
         self._distrust(member, f"it failed the call {method}, which other replicas accepted")
 
     async def _catch_up(self, member: PoolMember, calls: list[EngineCall]) -> None:
@@ -211,16 +286,16 @@ class StageCalls:
     def find(self, engines: Collection[int]) -> list[PoolMember]:
         return [member for member in self.members if member.engine_key in engines]
 
-    def _require_replayable(self) -> None:
-        if self.shared.unreplayable is not None:
-            raise ReplicaError(f"it cannot be brought up to date: {self.shared.unreplayable}")
-
 
 async def _call_engine(client: StageClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:
     """Call an engine. Adapter files of a local engine are checked first, as a replica server does for a remote one."""
     if method == "add_lora" and not remote and (why := await asyncio.to_thread(adapter_mismatch, args[0])):
         raise ReplicaError(why)
     return await client.call(method, *args)
+
+
+def _is_result(answer: Any) -> bool:
+    return not isinstance(answer, ReplicaError)
 
 
 def _is_failure(answer: Any) -> bool:

@@ -22,7 +22,7 @@ from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.affinity_bindings import AffinityBindings
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -36,6 +36,11 @@ logger = init_logger(__name__)
 __all__ = ["BOUND", "PoolMember", "StagePool"]
 BOUND = "bound"
 """The reason of a decision without the policy: the request may go to one replica only."""
+WEIGHTS_REMEDY = (
+    "serves after the next complete weight update; to serve with the weights of the model's files, "
+    'POST {"method": "reload_weights"} to /collective_rpc'
+)
+"""What helps a stage whose only replicas lack the updated weights."""
 APART = "apart"
 """The reason of a decision against the policy: the request avoids the policy's replica, see `Suspects`."""
 _DECISIONS_PER_LINE = 100
@@ -352,7 +357,12 @@ def _states(members: Collection[PoolMember]) -> str:
     if len(members) > _MAX_DESCRIBED:
         counts = Counter(member.status.value for member in members)
         return "of its replicas " + ", ".join(f"{count} are {status}" for status, count in sorted(counts.items()))
-    return ", ".join(f"replica {member.replica_id} is {member.status.value}" for member in members)
+    return ", ".join(f"replica {member.replica_id} {_state(member)}" for member in members)
+
+
+def _state(member: PoolMember) -> str:
+    waits = member.client is not None and WEIGHTS_CORDON in member.cordons
+    return "waits for a weight update" if waits else f"is {member.status.value}"
 
 
 def _in_engine_s(run: StageRun, now: float) -> float | None:
