@@ -37,6 +37,7 @@ class Head:
 
     Args:
         refused: the refusal for a priority.
+        keys: the server's API keys; none: it has none.
 
     Attributes:
         counted: refusals before the application saw the request.
@@ -49,6 +50,7 @@ class Head:
         app: ASGIApp | None = None,
         refused: Callable[[int | None], RequestRefusedError | None] = lambda _: None,
         headers: tuple[str, ...] = BOTH_HEADERS,
+        keys: tuple[str, ...] = (),
     ) -> None:
         self.now = 100.0
         self.may_refuse = True
@@ -60,7 +62,11 @@ class Head:
         self._main.state.omni_admission = HttpAdmission(
             self._refusal, lambda _: self.may_refuse, self.counted.append, headers, lambda: self.now
         )
-        self.app = AdmissionMiddleware(app or self.submitting, frozenset({PATH}))
+        self.app = AdmissionMiddleware(
+            app or self.submitting,
+            frozenset({PATH}),
+            lambda headers: not keys or headers.get("authorization") in {f"Bearer {key}" for key in keys},
+        )
 
     def request(self, path: str = PATH, method: str = "POST", **headers: str) -> Client:
         """Send a request up to its body."""
@@ -118,6 +124,24 @@ async def test_a_tenant_is_named_by_a_header_or_by_its_key(headers: dict[str, st
         client.upload(b"")
         await client.status()
         assert head.seen == [RequestTerms(expected)]
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer made-up", "Basic right"])
+async def test_requests_without_a_valid_key_are_one_tenant_without_a_better_priority_whatever_they_say(
+    authorization: str,
+) -> None:
+    head = Head(keys=("right",), refused=lambda priority: FULL if priority in (None, 3) else None)
+    for tenant, priority in (("acme", b"-5"), ("made-up", b"3")):
+        client = head.request(authorization=authorization, x_tenant_id=tenant, x_request_timeout="2")
+        client.upload(b'{"priority": %s}' % priority)
+        assert await client.status() == (200 if priority == b"-5" else 503)
+    stranger = RequestTerms("", 2.0, anonymous=True)
+    assert head.asked == [(stranger, None), (stranger, 0), (stranger, None), (stranger, 3)]
+    assert head.seen == [stranger]
+    keyed = head.request(authorization="Bearer right", x_tenant_id="acme")
+    keyed.upload(b"{}")
+    await keyed.status()
+    assert head.seen[1:] == [RequestTerms("acme")]
 
 
 @pytest.mark.parametrize(

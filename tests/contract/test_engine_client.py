@@ -82,7 +82,7 @@ async def test_a_further_request_for_an_answer_that_is_refused_is_not_sent(
     admission = HttpAdmission(lambda *_: None, lambda _: True, list, (), lambda: 0.0)
     state = SimpleNamespace(omni_admission=admission)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "app": SimpleNamespace(state=state)}
-    http = Client(AdmissionMiddleware(app, frozenset({"/"})), scope)
+    http = Client(AdmissionMiddleware(app, frozenset({"/"}), lambda _: True), scope)
     assert await http.status() == HTTPStatus.SERVICE_UNAVAILABLE
     assert await orchestrator.request_async_queue.get_batch() == [AbortRequests(("further",), whole=True)]
     assert not processor.has_unfinished_requests()

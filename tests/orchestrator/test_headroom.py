@@ -5,7 +5,7 @@ import pytest
 from tests.admission.fakes import admission, come
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, TenantSettings, Ticket
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings, Ticket
 from vllm_omni_plugin.balancing import (
     LeastTokensBalancer,
     PrefixBalancer,
@@ -324,6 +324,16 @@ def test_a_request_that_is_within_its_share_again_is_recalled_before_others() ->
     assert [*line.next_recalls(2.0, 2, over_share=False)] == [runs["b"]]
     yielding.add("b")
     assert [*line.next_recalls(3.0, 2, over_share=False)] == []
+
+
+def test_the_priority_of_a_stranger_brings_it_before_nobody() -> None:
+    gate = AdmissionGate(StagePool(0, LeastTokensBalancer()), AdmissionConfig(), OrchestratorMetrics(), lambda: 0.0)
+
+    def priority(of: int, anonymous: bool) -> int:
+        terms = RequestTerms(anonymous=anonymous)
+        return gate.issue_ticket(SubmitRequest(FakeRequest("a", priority=of), 0.0, terms=terms)).priority
+
+    assert [priority(of, anonymous) for anonymous in (False, True) for of in (-5, 0, 5)] == [-5, 0, 5, 0, 0, 5]
 
 
 def test_a_later_stage_does_not_change_the_place_of_a_waiting_request() -> None:

@@ -9,6 +9,8 @@ from http import HTTPStatus
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
+from starlette.datastructures import Headers as RequestHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -57,10 +59,16 @@ class HttpAdmission:
     tenant_headers: Sequence[str]
     clock: Callable[[], float]
 
-    def request_terms(self, headers: Headers) -> RequestTerms:
-        """Read the tenant and the timeout of a request. Raises `BadTimeoutError`."""
+    def request_terms(self, headers: Headers, has_key: bool) -> RequestTerms:
+        """Read the tenant and the timeout of a request. Raises `BadTimeoutError`.
+
+        Args:
+            has_key: see `AdmissionMiddleware`.
+        """
         text = headers.get(_TIMEOUT)
         timeout_s = None if text is None else _seconds(text.decode("latin-1"))
+        if not has_key:
+            return RequestTerms(timeout_s=timeout_s, anonymous=True)
         return RequestTerms(_tenant(headers, self.tenant_headers) if self.tenant_headers else "", timeout_s)
 
 
@@ -121,7 +129,7 @@ class DeferredResponse:
         timeout_s = self._terms.timeout_s
         if timeout_s is None:
             return self._terms
-        return RequestTerms(self._terms.tenant, max(0.0, timeout_s - (now - self._arrived)))
+        return replace(self._terms, timeout_s=max(0.0, timeout_s - (now - self._arrived)))
 
     def refuse(self, error: Exception | None) -> bool:
         """A request for this response has failed. Returns whether the client gets a refusal instead of the response."""
@@ -166,11 +174,14 @@ class AdmissionMiddleware:
 
     Args:
         paths: the inference paths, below the root path.
+        has_key: whether the headers have a valid API key, or the server needs none. vLLM does not check the keys of all
+            paths, and a client without a key must not take the place of a tenant.
     """
 
-    def __init__(self, app: ASGIApp, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, paths: frozenset[str], has_key: Callable[[RequestHeaders], bool]) -> None:
         self._app = app
         self._paths = paths
+        self._has_key = has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         admission: HttpAdmission | None = (
@@ -181,7 +192,7 @@ class AdmissionMiddleware:
             return
         now = admission.clock()
         try:
-            terms = admission.request_terms(dict(scope["headers"]))
+            terms = admission.request_terms(dict(scope["headers"]), self._has_key(RequestHeaders(scope=scope)))
         except BadTimeoutError as error:
             await error_response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
             return
@@ -193,7 +204,7 @@ class AdmissionMiddleware:
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
                 return
             if (priority := _priority(body)) is not None:
-                refusal = admission.expected_refusal(terms, priority, now)
+                refusal = admission.expected_refusal(terms, terms.allowed_priority(priority), now)
         if refusal is None:
             response = DeferredResponse(terms, now, send, admission.may_refuse(terms))
             refusal = await self._respond(response, scope, receive)

@@ -16,10 +16,17 @@ class RequestTerms(Struct, frozen=True):
     Attributes:
         tenant: "" if none was named.
         timeout_s: seconds that the client waits for the first token; None if it did not say.
+        anonymous: whether the client has no valid API key, although the server has keys. All such clients are one
+            tenant, "", and none of their requests comes before others by its priority.
     """
 
     tenant: str = ""
     timeout_s: float | None = None
+    anonymous: bool = False
+
+    def allowed_priority(self, priority: int) -> int:
+        """The priority that counts, of OpenAI's; lower ones start first."""
+        return max(0, priority) if self.anonymous else priority
 
 
 class TicketPhase(IntEnum):

@@ -157,7 +157,7 @@ class PipelineApp:
         attach_completion(self.app)
         init_exception_handler(self.app)
         paths = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/audio/speech"})
-        self.app.add_middleware(AdmissionMiddleware, paths=paths)
+        self.app.add_middleware(AdmissionMiddleware, paths=paths, has_key=lambda _: True)
         self.app.state.omni_admission = HttpAdmission(lambda *_: None, lambda _: True, list, (), time.monotonic)
         models = OpenAIServingModels(self.engine, [BaseModelPath(MODEL, MODEL)])
         shared: dict[str, Any] = {"online_renderer": model.online, "request_logger": None}

@@ -120,7 +120,7 @@ class FleetEndpoints:
         app.include_router(build_router(access))
         app.include_router(build_watch_router(access))
         # Innermost, so that vLLM checks API keys first, and its HTTP metrics include the waiting time.
-        app.user_middleware.append(Middleware(AdmissionMiddleware, paths=INFERENCE_PATHS))
+        app.user_middleware.append(Middleware(AdmissionMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
         app.user_middleware.append(Middleware(ReplicaHeaderMiddleware))
         app.user_middleware.append(Middleware(OperatorCallMiddleware))

@@ -70,7 +70,8 @@ class AdmissionGate:
         Raises:
             RequestRefusedError: the tenant is at a limit.
         """
-        terms, priority = message.terms or _NO_TERMS, message.request.priority
+        terms = message.terms or _NO_TERMS
+        priority = terms.allowed_priority(message.request.priority)
         ticket = self.admission.new_ticket(terms, priority, message.prompt_tokens, self._clock())
         if isinstance(ticket, RequestRefusedError):
             count_reason(self._metrics.requests_refused, (self._pool.stage_id, ticket.reason, str(ticket.status)))
