@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from concurrent.futures import Future
 from http import HTTPStatus
 from threading import Thread
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmis
 from vllm_omni_plugin.errors import ReplicaError, RequestRefusedError
 from vllm_omni_plugin.integration.engine_client import fleet_client
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
@@ -66,6 +68,23 @@ async def test_a_request_that_comes_too_late_is_refused_unsent_and_its_state_is_
     with pytest.raises(GracefulHTTPError, match="shutting down") as refused:
         queue.get_nowait()
     assert refused.value.http_status == HTTPStatus.SERVICE_UNAVAILABLE
+
+
+@pytest.mark.parametrize("ids", [("r", "unknown"), ()], ids=["by ids", "all"])
+async def test_an_abort_through_another_head_ends_the_requests_of_this_one(
+    orchestrator: Orchestrator, client: FleetClient, ids: tuple[str, ...]
+) -> None:
+    processor, queue = registered(client, "mine")
+    aborted = AbortedElsewhere(ids, Future())
+    for item in (aborted, EngineApi().idle_report(0)):
+        orchestrator.output_async_queue.force_put(item)
+    await client.get_output_async()
+    assert aborted.applied.done()
+    assert not processor.has_unfinished_requests()
+    output = queue.get_nowait()
+    assert isinstance(output, RequestOutput)
+    assert output.outputs[0].finish_reason == "abort"
+    assert await orchestrator.request_async_queue.get_batch() == [AbortRequests(("mine",), whole=True)]
 
 
 async def test_a_further_request_for_an_answer_that_is_refused_is_not_sent(

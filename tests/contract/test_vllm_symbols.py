@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
 import vllm_omni_plugin
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.call_arguments import HEAD_CALLS
 from vllm_omni_plugin.integration.engine_client import utility_calls
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
@@ -71,7 +71,7 @@ def test_every_engine_method_that_vllms_client_calls_is_listed_and_may_be_called
     listed = {symbol.path.rpartition(".") for symbol in SYMBOLS}
     assert called - {name for owner, _, name in listed if owner.endswith(".EngineCoreProc")} == set()
     assert called - ALLOWED_CALLS == set()
-    assert utility_calls.STAGES_OF_METHOD.keys() | utility_calls.COMBINE_ANSWERS.keys() <= called | {FORGET_LORA}
+    assert utility_calls.STAGES_OF_METHOD.keys() | utility_calls.COMBINE_ANSWERS.keys() <= called | HEAD_CALLS
 
 
 def overridden() -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, decode, encode
+from vllm_omni_plugin.coordinator.protocol.call_arguments import ABORT_CLIENT_REQUESTS, FORGET_LORA, decode, encode
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
@@ -14,6 +14,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("add_lora", Adapter("story", 7, "/loras/story", None, True)),
     ("remove_lora", 7),
     (FORGET_LORA, 2**53),
+    (ABORT_CLIENT_REQUESTS, ["cmpl-1-0"]),
     ("pin_lora", 7),
     ("pause_generation", "wait", False),
     ("pause_scheduler", "abort", True),
@@ -59,6 +60,7 @@ def test_calls_that_leave_state_can_be_encoded() -> None:
         "reset_mm_cache",
         "reset_encoder_cache",
         "profile",
+        ABORT_CLIENT_REQUESTS,
     }
 
 

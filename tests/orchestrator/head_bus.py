@@ -20,7 +20,7 @@ from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
 from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -108,6 +108,7 @@ class FakeHead(FakeFleet):
     Attributes:
         adapters: adapters that requests may name, as AsyncLLM was notified.
         sleep_level: as AsyncLLM was notified.
+        aborted: ids of requests that AsyncLLM should abort, of each call.
     """
 
     def __init__(self, bus: HeadBus, head_id: str, replicas: int = 2) -> None:
@@ -120,6 +121,7 @@ class FakeHead(FakeFleet):
         self.inbox: deque[bytes] = deque()
         self.adapters: dict[str, Adapter] = {}
         self.sleep_level = 0
+        self.aborted: list[list[str]] = []
         self._listener = SessionListener(self.orchestrator.rpc_async_queue)
 
     @cached_property
@@ -217,6 +219,9 @@ class FakeHead(FakeFleet):
     async def _read_updates(self) -> None:
         while True:
             for item in await self.orchestrator.output_async_queue.get_batch():
+                if isinstance(item, AbortedElsewhere):
+                    self.aborted.append(list(item.request_ids))
+                    item.applied.set_result(None)
                 if not isinstance(item, EngineStateUpdate):
                     continue
                 for adapter in item.loaded:

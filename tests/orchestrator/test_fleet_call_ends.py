@@ -11,7 +11,8 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.links import refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import STORY, forbid_calls
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.coordinator.protocol.call_arguments import ABORT_CLIENT_REQUESTS
+from vllm_omni_plugin.errors import CoordinatorUnavailableError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import OngoingCall
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
@@ -126,3 +127,19 @@ async def test_a_head_that_closes_during_a_call_logs_no_error(bus: HeadBus, capl
             head.ask_unanswered("set_weight_version", "v2")
             await eventually(lambda: head.links[1].calls)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("ids", [["a", "b"], []], ids=["by ids", "all"])
+async def test_an_abort_reaches_the_requests_of_all_other_heads_and_no_engine(
+    heads: list[FakeHead], ids: list[str]
+) -> None:
+    assert await heads[1].call(ABORT_CLIENT_REQUESTS, ids) == []
+    assert [head.aborted for head in heads] == [[ids], [], [ids]]
+    assert [head.calls(0) for head in heads] == [[]] * 3
+    assert [head.replay for head in heads] == [[]] * 3
+
+
+async def test_an_abort_is_an_error_while_other_heads_cannot_be_notified(bus: HeadBus, heads: list[FakeHead]) -> None:
+    bus.cut(heads[0])
+    with pytest.raises(CoordinatorUnavailableError):
+        await heads[0].call(ABORT_CLIENT_REQUESTS, ["a"])

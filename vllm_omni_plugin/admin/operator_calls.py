@@ -1,9 +1,13 @@
-"""Refuses calls to the engines as a whole while they cannot be sent to all heads of the fleet."""
+"""Calls to the engines as a whole: refused while they cannot be sent to all heads; aborts reach all heads' requests."""
 
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_omni_plugin.admin.hold import is_request, refusal_response
+from vllm_omni_plugin.admin.hold import BufferedRequest, is_request, refusal_response
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
+from vllm_omni_plugin.errors import OmniError
 
 OPERATOR_PATHS = frozenset(
     {
@@ -33,6 +37,11 @@ OPERATOR_PATHS = frozenset(
 """vLLM's routes that call engines as a whole. Their handlers turn every error into a status of their own, so a
 middleware is needed."""
 
+AbortElsewhere = Callable[[Sequence[str]], Awaitable[None]]
+"""Aborts requests of the other servers by their clients' ids; without ids, all."""
+
+_ABORT_PATHS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
+
 
 class OperatorCallMiddleware:
     """Answers a POST to one of `OPERATOR_PATHS` with 503 and `Retry-After` if `omni_fleet` has a `refusal`."""
@@ -46,3 +55,49 @@ class OperatorCallMiddleware:
             fleet: FleetAdmin | None = getattr(scope["app"].state, "omni_fleet", None)
             error = None if fleet is None else fleet.refusal
         await (self._app if error is None else refusal_response(error))(scope, receive, send)
+
+
+class AbortEverywhereMiddleware:
+    """Aborts the requests of other servers by `app.state.omni_abort_elsewhere`, then lets vLLM abort its own.
+
+    If the other servers cannot be notified, the answer is a 503 with `Retry-After`, and vLLM does not see the call.
+
+    Args:
+        abort_all_paths: the paths where a call without ids aborts all requests.
+    """
+
+    def __init__(self, app: ASGIApp, abort_all_paths: Collection[str]) -> None:
+        self._app = app
+        self._abort_all_paths = abort_all_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        abort: AbortElsewhere | None = (
+            getattr(scope["app"].state, "omni_abort_elsewhere", None)
+            if is_request("POST", _ABORT_PATHS, scope)
+            else None
+        )
+        if abort is None:
+            await self._app(scope, receive, send)
+            return
+        request = BufferedRequest(receive)
+        ids = _request_ids(await request.body() or b"")
+        if ids or (ids == () and is_request("POST", self._abort_all_paths, scope)):
+            try:
+                await abort(ids)
+            except OmniError as error:
+                await refusal_response(error)(scope, request.receive, send)
+                return
+        await self._app(scope, request.receive, send)
+
+
+class _Body(msgspec.Struct):
+    request_ids: tuple[str, ...] | str | None = None
+
+
+def _request_ids(body: bytes) -> tuple[str, ...] | None:
+    """The ids in a body; () if it has none, None if it cannot be decoded, which vLLM reports."""
+    try:
+        ids = msgspec.json.decode(body, type=_Body).request_ids
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return (ids,) if isinstance(ids, str) else ids or ()

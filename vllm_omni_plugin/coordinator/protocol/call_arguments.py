@@ -14,10 +14,17 @@ from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, AdapterId
 FORGET_LORA = "forget_lora"
 """Recorded but not sent to engines: like vLLM's, they keep an adapter that requests can no longer name."""
 
+ABORT_CLIENT_REQUESTS = "abort_client_requests"
+"""Aborts requests by the ids that their clients know, or all if it names none. Each head aborts its own."""
+
+HEAD_CALLS = frozenset({ABORT_CLIENT_REQUESTS, FORGET_LORA})
+"""Calls for the heads, which send them to no engine."""
+
 MANAGE_CALLS = frozenset({"drain", "resume", "remove"})
 """Calls for one replica. The argument is its `ReplicaKey`."""
 
-_MAX_RPC_CHARS = 128 * 1024
+_MAX_CHARS = 128 * 1024
+_LONG = frozenset({"collective_rpc", ABORT_CLIENT_REQUESTS})
 # Worker methods that belong to one request of one head.
 _OF_ONE_REQUEST = frozenset({"release_late_interaction_query_cache"})
 
@@ -31,6 +38,7 @@ _ARGUMENTS: dict[str, Any] = {
     "add_lora": tuple[Adapter],
     "remove_lora": tuple[AdapterId],
     FORGET_LORA: tuple[AdapterId],
+    ABORT_CLIENT_REQUESTS: tuple[list[str]],
     "pin_lora": tuple[AdapterId],
     "pause_generation": tuple[_Mode, bool],
     "pause_scheduler": tuple[_Mode, bool],
@@ -63,7 +71,7 @@ def encode(method: str, args: Sequence[Any]) -> list[Any] | None:
         require_flat(plain)
     except (TypeError, WireError):
         return None
-    if method == "collective_rpc" and len(msgspec.json.encode(plain)) > _MAX_RPC_CHARS:
+    if method in _LONG and len(msgspec.json.encode(plain)) > _MAX_CHARS:
         return None
     return plain
 

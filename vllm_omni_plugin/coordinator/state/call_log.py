@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import asdict, replace
 
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode
+from vllm_omni_plugin.coordinator.protocol.call_arguments import HEAD_CALLS, MANAGE_CALLS, decode
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     CallDone,
@@ -25,7 +25,7 @@ from vllm_omni_plugin.errors import WireError
 
 MAX_OPEN_CALLS = 1024
 # Not sent to engines, or not idempotent.
-_NOT_REPEATED = MANAGE_CALLS | {FORGET_LORA, "collective_rpc"}
+_NOT_REPEATED = MANAGE_CALLS | HEAD_CALLS | {"collective_rpc"}
 _OF_ADAPTERS = frozenset({"add_lora", "pin_lora", "remove_lora"})
 
 OutgoingMessages = list[tuple[str, CallMessageToHead]]

@@ -17,7 +17,7 @@ from vllm_omni_plugin.integration.engine_client.server_state_sync import ServerS
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     OutputUnusable,
@@ -36,7 +36,7 @@ logger = init_logger(__name__)
 _TEXT_IN_FRONT = "a"
 """Decoding after some text keeps the space in front of the first word of a response."""
 
-FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, EngineStateUpdate)
+FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, EngineStateUpdate, AbortedElsewhere)
 """The messages in the orchestrator's output queue that are not outputs."""
 
 
@@ -113,6 +113,8 @@ class FleetEventHandler:
                     self._replica_changed(item)
                 case EngineStateUpdate():
                     self.server_state.apply(item)
+                case AbortedElsewhere():
+                    self._abort_for_operator(item)
         except Exception:
             # An exception would end AsyncLLM's output loop, and with it every response.
             logger.exception("%s could not be handled.", type(item).__name__)
@@ -130,6 +132,17 @@ class FleetEventHandler:
         # Nothing of the response has been sent, so the middleware sends the error instead.
         for request_id in response.request_ids:
             self.forget(request_id)
+
+    def _abort_for_operator(self, item: AbortedElsewhere) -> None:
+        processor = self._output_processor
+        if item.request_ids:
+            aborted = processor.abort_requests(item.request_ids, internal=False)
+        else:
+            every = [*processor.request_states, *processor.parent_requests]
+            aborted = processor.abort_requests(every, internal=True)
+        self._abort(aborted)
+        if item.applied.set_running_or_notify_cancel():
+            item.applied.set_result(None)
 
     def _output_failed(self, request_id: str, error: BaseException) -> None:
         logger.error("Request %s fails, because vLLM cannot process its output.", request_id, exc_info=error)

@@ -1,7 +1,7 @@
 """Utility calls (LoRA, sleep, caches, ...): vLLM's client makes them, and here they go to all replicas concerned."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.replies import result_of
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.call_arguments import ABORT_CLIENT_REQUESTS, FORGET_LORA, HEAD_CALLS
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -44,6 +44,8 @@ COMBINE_ANSWERS: dict[str, Callable[[list[Any]], Any]] = {
     "remove_lora": any,
 }
 """How the results of replicas become the one that vLLM's client returns. For other methods: the first result."""
+
+_IDS_PER_CALL = 128
 
 
 class UnknownCallError(OmniError, AttributeError, NotImplementedError):
@@ -87,7 +89,7 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         """Like `call_utility_async`, but returns the results of all replicas. Only for methods that nodes pass on."""
-        if method not in ALLOWED_CALLS and method != FORGET_LORA:
+        if method not in ALLOWED_CALLS | HEAD_CALLS:
             raise UnknownCallError(method)
         reply: Future[list[Any]] = Future()
         stages = STAGES_OF_METHOD[method](self.stages) if method in STAGES_OF_METHOD else None
@@ -116,6 +118,15 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
     async def forget_lora_async(self, lora_id: int) -> None:
         """Forget an adapter: engines keep it, as with vLLM, but replicas that join later do not load it."""
         await self.call_utility_async(FORGET_LORA, lora_id)
+
+    async def abort_elsewhere(self, request_ids: Sequence[str]) -> None:
+        """Abort requests of all other heads by their clients' ids; without ids, all of them.
+
+        Raises:
+            CoordinatorUnavailableError: the other heads cannot be notified.
+        """
+        for begin in range(0, max(1, len(request_ids)), _IDS_PER_CALL):
+            await self.call_utility_async(ABORT_CLIENT_REQUESTS, list(request_ids[begin : begin + _IDS_PER_CALL]))
 
     async def collective_rpc_async(
         self,

@@ -24,7 +24,7 @@ from vllm_omni_plugin.admin.explain import explain
 from vllm_omni_plugin.admin.head_drain import DRAINING
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
 from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, tenant_headers
-from vllm_omni_plugin.admin.operator_calls import OperatorCallMiddleware
+from vllm_omni_plugin.admin.operator_calls import AbortEverywhereMiddleware, OperatorCallMiddleware
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
@@ -124,6 +124,9 @@ class FleetEndpoints:
         app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
         app.user_middleware.append(Middleware(ReplicaHeaderMiddleware))
         app.user_middleware.append(Middleware(OperatorCallMiddleware))
+        # Without ids, only the route of the development mode aborts all requests.
+        abort_all_paths = {"/abort_requests"} if envs.VLLM_SERVER_DEV_MODE else ()
+        app.user_middleware.append(Middleware(AbortEverywhereMiddleware, abort_all_paths=abort_all_paths))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Give routes and middleware the fleet, if the server has one."""
@@ -149,6 +152,7 @@ class FleetEndpoints:
                 _handle_second_signal(fleet, self._app), name="omni-second-signal"
             )
         state.omni_drain = fleet.head_drain
+        state.omni_abort_elsewhere = fleet.abort_elsewhere
         state.omni_broadcast = _broadcast(fleet)
         headers = tenant_headers(options.tenant_header, options.admission)
         if headers:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from vllm_omni_plugin.coordinator import HeadLeft, OmniCoordClientForHead, PeerWork, ReplicaKey, SessionLost, Welcome
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA, MANAGE_CALLS, decode, encode
+from vllm_omni_plugin.coordinator.protocol.call_arguments import HEAD_CALLS, MANAGE_CALLS, decode, encode
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     CallDone,
     CallFinished,
@@ -148,7 +148,7 @@ class FleetCalls:
             CoordinatorUnavailableError: other heads cannot be notified, or it is unknown whether they were.
         """
         stages = [self._stages[stage_id] for stage_id in stage_ids]
-        if method != FORGET_LORA and not any(stage.members for stage in stages):
+        if method not in HEAD_CALLS and not any(stage.members for stage in stages):
             if method in _CACHE_CALLS:
                 return []
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
@@ -156,7 +156,7 @@ class FleetCalls:
         if arguments is not None:
             call = await self._begin_own(method, arguments, stage_ids)
         else:
-            if not self._is_alone and stages[0].shared.leaves_state(method, args):
+            if not self._is_alone and (method in HEAD_CALLS or stages[0].shared.leaves_state(method, args)):
                 logger.warning("Other heads cannot be notified of this call of %s.", method)
             call = OngoingCall.begin(stages, method, args)
         await self._settle(call)
@@ -365,7 +365,7 @@ class FleetCalls:
             self._synced.set()
 
     async def _notify_state_change(self, call: OngoingCall) -> None:
-        await notify_state_change(self._orchestrator.output_async_queue.give, call.engine_state_update())
+        await notify_state_change(self._orchestrator.output_async_queue.give, call.server_update())
 
     def _send(self, message: CallMessageFromHead) -> bool:
         client = self._client()

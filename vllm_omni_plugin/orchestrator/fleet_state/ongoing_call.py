@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.call_arguments import ABORT_CLIENT_REQUESTS, FORGET_LORA, HEAD_CALLS
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCall, StageCalls
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
@@ -32,7 +32,18 @@ class EngineStateUpdate:
     applied: "Future[None]"
 
 
-async def notify_state_change(put: Callable[[Any], None], update: EngineStateUpdate | None) -> None:
+@dataclass(frozen=True, slots=True)
+class AbortedElsewhere:
+    """An operator has aborted requests through another head: by their clients' ids, or all without ids."""
+
+    request_ids: Sequence[str]
+    applied: "Future[None]"
+
+
+ServerUpdate = EngineStateUpdate | AbortedElsewhere
+
+
+async def notify_state_change(put: Callable[[Any], None], update: ServerUpdate | None) -> None:
     """Send an update to AsyncLLM; returns when it is applied, or after 10 seconds."""
     if update is not None:
         put(update)
@@ -90,7 +101,7 @@ class OngoingCall:
         # A stage without replicas counts as the others do: its first replica must replay what they have accepted.
         anywhere = any(call.results for call in self.calls)
         accepted = [
-            self.method == FORGET_LORA or (bool(call.results) if call.members else anywhere) for call in self.calls
+            self.method in HEAD_CALLS or (bool(call.results) if call.members else anywhere) for call in self.calls
         ]
         for call, was_accepted in zip(self.calls, accepted, strict=True):
             call.settle(was_accepted)
@@ -101,10 +112,12 @@ class OngoingCall:
         for call in self.calls:
             call.settle(accepted)
 
-    def engine_state_update(self) -> EngineStateUpdate | None:
+    def server_update(self) -> ServerUpdate | None:
         """What AsyncLLM must know of this call if another head made it; None: nothing."""
         if not self.calls:
             return None
+        if self.method == ABORT_CLIENT_REQUESTS:
+            return AbortedElsewhere(self.args[0], Future())
         method, args, shared = self.method, self.args, self.calls[0].stage.shared
         known = {adapter.lora_int_id for adapter in shared.adapters}
         loaded = args if method == "add_lora" and args[0].lora_int_id in known else ()

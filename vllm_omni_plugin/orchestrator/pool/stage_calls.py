@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.call_arguments import HEAD_CALLS
 from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import NotAllowedError, ReplicaError
@@ -166,12 +166,12 @@ class StageCalls:
             self,
             method,
             args,
-            [] if method == FORGET_LORA else members,
+            [] if method in HEAD_CALLS else members,
             settle,
             called_elsewhere=skipped,
             completes_update=completes_update,
         )
-        if self.shared.leaves_state(method, args) and method != FORGET_LORA:
+        if self.shared.leaves_state(method, args) and method not in HEAD_CALLS:
             for backlog in self._joiners.values():
                 backlog.append((method, args))
         return call
