@@ -243,14 +243,42 @@ def test_waiting_and_running_requests_are_in_flight() -> None:
     come(rules, "a")
 
 
-@pytest.mark.parametrize(("heads", "expected"), [(1, 5), (2, 3), (8, 1)])
-def test_several_heads_share_the_limit(heads: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "expected", "says"),
+    [
+        (1, 5, "has 5 requests in flight at this head, which is its limit (max_in_flight 5)"),
+        (
+            2,
+            3,
+            "has 3 requests in flight at this head, which is its part of the limit (max_in_flight 5, divided among 2",
+        ),
+        (
+            8,
+            1,
+            "has 1 request in flight at this head, which is its part of the limit (max_in_flight 5, divided among 8",
+        ),
+    ],
+)
+def test_several_heads_share_the_limit(heads: int, expected: int, says: str) -> None:
     rules = admission(AdmissionConfig(default_tenant=TenantSettings(max_in_flight=5)), heads=heads)
     while isinstance(refusal := rules.new_ticket(RequestTerms("a"), 0, 1, 0.0), Ticket):
         pass
     assert rules.tenant_reports()[0]["a"].in_flight == expected
-    part = "" if heads == 1 else f"; 5 are allowed, divided among {heads} heads"
-    assert str(refusal) == f"The tenant has {expected} requests in flight at this head, which is its limit{part}."
+    assert str(refusal).removesuffix(" heads).").removesuffix(".") == f"The tenant {says}"
+
+
+@pytest.mark.parametrize(
+    ("heads", "part"),
+    [
+        (1, "its limit (tokens_per_s 10)"),
+        (2, "its part of the limit (tokens_per_s 10, divided among 2 heads)"),
+    ],
+)
+def test_a_refusal_says_whose_part_of_the_tokens_is_used(heads: int, part: str) -> None:
+    rules = admission(AdmissionConfig(default_tenant=TenantSettings(tokens_per_s=10.0)), heads=heads)
+    come(rules, "a", 200)
+    refusal = rules.new_ticket(RequestTerms("a"), 0, 1, 0.0)
+    assert str(refusal) == f"The tenant has used more tokens at this head than {part}."
 
 
 def test_a_tenant_may_owe_tokens_and_is_refused_until_they_are_paid() -> None:

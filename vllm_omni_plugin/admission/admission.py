@@ -296,13 +296,14 @@ class Admission:
         """Why a tenant's own limits refuse a request."""
         heads = self._stage.heads
         if account.is_at_in_flight_limit(heads):
-            limit = account.settings.max_in_flight
-            part = "" if heads == 1 else f"; {limit} are allowed, divided among {heads} heads"
-            message = f"The tenant has {account.in_flight} requests in flight at this head, which is its limit{part}."
+            limit = _limit_of(heads, f"max_in_flight {account.settings.max_in_flight}")
+            requests = "1 request" if account.in_flight == 1 else f"{account.in_flight} requests"
+            message = f"The tenant has {requests} in flight at this head, which is {limit}."
             return _refusal(True, RefusalReason.IN_FLIGHT, message)
         debt_s = account.debt_s(heads, now)
         if debt_s:
-            message = f"The tenant has used more than its {account.settings.tokens_per_s:g} tokens per second."
+            limit = _limit_of(heads, f"tokens_per_s {account.settings.tokens_per_s:g}")
+            message = f"The tenant has used more tokens at this head than {limit}."
             return _refusal(True, RefusalReason.TOKEN_RATE, message, debt_s)
         return None
 
@@ -357,6 +358,10 @@ def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> fl
 def _late_s(queue: WaitQueue, account: TenantAccount, index: int, start_tag: float, limit_s: float) -> float:
     """Seconds by which a request would be sent too late; 0 if it would be in time."""
     return max(0.0, queue.expected_send_s(queue.ahead_of(account, index, start_tag)) - limit_s)
+
+
+def _limit_of(heads: int, limit: str) -> str:
+    return f"its limit ({limit})" if heads == 1 else f"its part of the limit ({limit}, divided among {heads} heads)"
 
 
 def _refusal(over_share: bool, reason: RefusalReason, message: str, retry_after_s: float = 0.0) -> RequestRefusedError:
