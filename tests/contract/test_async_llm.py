@@ -1,5 +1,6 @@
 """What AsyncLLM gets when it asks for its engine client."""
 
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
-from vllm_omni_plugin.integration import async_llm
+from vllm_omni_plugin.integration import async_llm, command_line
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.options.additional_config import store_options
 
@@ -54,22 +55,21 @@ def test_an_error_of_the_command_line_found_late_ends_the_server_with_one_line(
     assert capsys.readouterr().err == "vllm serve: error: pipeline.yaml: stage 'talker': its model generates\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "fault"),
-    [
-        ({"dp_size_local": "x"}, ": Expected `int`, got `str` - at `$.dp_size_local`"),
-        ({"dp_size_locl": 2}, " has unknown options: 'dp_size_locl'"),
-        ({"b": 1, "a": 1, "dp_size_local": 1}, " has unknown options: 'a', 'b'"),
-        (5, " must be an object with options, not 5"),
-    ],
-)
-def test_wrong_options_in_additional_config_end_the_server_with_one_line_that_names_them(
-    make_client: Any, capsys: pytest.CaptureFixture[str], options: Any, fault: str
+@pytest.mark.parametrize("options", [None, OmniConfig()], ids=["no flag", "a flag"])
+def test_options_that_a_user_wrote_into_additional_config_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: OmniConfig | None
 ) -> None:
+    class EngineArgs:
+        @classmethod
+        def from_cli_args(cls, args: Any) -> Any:
+            return SimpleNamespace(additional_config={"vllm_omni_plugin": {"dp_size_local": 2}})
+
+    monkeypatch.setattr(command_line, "parse_options", lambda args: options)
+    command_line.patch_engine_args(EngineArgs)
     with pytest.raises(SystemExit) as ended:
-        make_client(SimpleNamespace(additional_config={"vllm_omni_plugin": options}), object, True)
+        EngineArgs.from_cli_args(Namespace())
     assert ended.value.code == 2
-    message = f"argument --additional-config: 'vllm_omni_plugin'{fault}"
+    message = "argument --additional-config: 'vllm_omni_plugin' is not for users: give the --omni-* flags instead"
     assert capsys.readouterr().err == f"vllm serve: error: {message}\n"
 
 

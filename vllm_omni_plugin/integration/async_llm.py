@@ -27,10 +27,7 @@ def patch_async_llm() -> None:
 def _make_client(
     original: Any, vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    try:
-        options = options_of(vllm_config)
-    except ConfigError as error:
-        exit_usage_error(error)
+    options = options_of(vllm_config)
     if options is None:
         return original(vllm_config, executor_class, log_stats, *args, **kwargs)
     renderer = kwargs.get("renderer")

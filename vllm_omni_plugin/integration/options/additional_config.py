@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import msgspec
@@ -21,26 +21,21 @@ def store_options(engine_args: Any, options: OmniConfig) -> None:
     engine_args.additional_config = {**(engine_args.additional_config or {}), _KEY: asdict(options)}
 
 
-def options_of(vllm_config: Any) -> OmniConfig | None:
-    """The options in a `VllmConfig`, or None if none of our flags was given.
+def refuse_options_of_user(engine_args: Any) -> None:
+    """Raise `ConfigError` if a user wrote options where only `store_options` puts them: they enable nothing."""
+    if _KEY in _additional(engine_args):
+        raise ConfigError(f"argument --additional-config: '{_KEY}' is not for users: give the --omni-* flags instead")
 
-    Raises:
-        ConfigError: an option is unknown or its value has a wrong type.
-    """
-    additional = vllm_config.additional_config
-    plain = additional.get(_KEY) if isinstance(additional, dict) else None
-    if plain is None:
-        return None
-    # A user may write them there instead of giving flags.
-    if not isinstance(plain, dict):
-        raise ConfigError(f"argument --additional-config: '{_KEY}' must be an object with options, not {plain!r}")
-    if unknown := plain.keys() - {field.name for field in fields(OmniConfig)}:
-        names = ", ".join(map(repr, sorted(unknown)))
-        raise ConfigError(f"argument --additional-config: '{_KEY}' has unknown options: {names}")
-    try:
-        return msgspec.convert(plain, OmniConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"argument --additional-config: '{_KEY}': {error}") from None
+
+def options_of(vllm_config: Any) -> OmniConfig | None:
+    """The options in a `VllmConfig`, or None if none of our flags was given."""
+    plain = _additional(vllm_config).get(_KEY)
+    return None if plain is None else msgspec.convert(plain, OmniConfig)
+
+
+def _additional(config: Any) -> dict[str, Any]:
+    # It may also be an object of a platform.
+    return config.additional_config if isinstance(config.additional_config, dict) else {}
 
 
 def without_options(vllm_config: Any) -> Any:
