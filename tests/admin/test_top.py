@@ -1,6 +1,7 @@
 """`vllm-omni-plugin top`: the fleet in a terminal, from a head that comes and goes."""
 
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,10 +50,10 @@ def lost(event_id: str) -> tuple[str, Any]:
     return "lost", {"id": event_id, **LOST}
 
 
-def run(streams: Streams, out: io.StringIO) -> str:
+def run(streams: Streams, out: io.StringIO, lines: int = 50, columns: int = 120) -> str:
     """The output until Ctrl-C."""
     with pytest.raises(KeyboardInterrupt):
-        Top(streams, out, lambda: None).run()
+        Top(streams, out, lambda: None, lambda: os.terminal_size((columns, lines))).run()
     return out.getvalue()
 
 
@@ -71,6 +72,32 @@ def test_an_unknown_value_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     with StreamingHead(state(kv_usage=None, tokens_per_second=None, heartbeat_seconds=None)) as head:
         assert main(["top", "--once", "--url", head.url]) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[5:9] == ["-"] * 4
+
+
+def fleet_of(statuses: dict[int, str]) -> Stream:
+    (stage,) = STATE["stages"]
+    (replica,) = stage["replicas"]
+    replicas = [{**replica, "id": f"0.{number}", "status": status} for number, status in statuses.items()]
+    return [("history", []), ("state", {**STATE, "stages": [{**stage, "replicas": replicas}]})]
+
+
+def test_replicas_that_are_not_up_come_first_and_the_others_by_number() -> None:
+    shown = run(Streams(fleet_of({10: "up", 2: "up", 11: "error", 3: "draining"})), Terminal())
+    assert [line.split()[0] for line in shown.splitlines()[2:6]] == ["0.3", "0.11", "0.2", "0.10"]
+
+
+def test_a_large_fleet_fits_the_terminal_beside_the_last_events() -> None:
+    stream = fleet_of({**dict.fromkeys(range(258), "up"), 77: "error"})
+    stream[1:1] = [lost(f"a-{number}") for number in range(9)]
+    shown = run(Streams(stream), Terminal(), lines=24, columns=60).split("\x1b[2J")[1]
+    *lines, interruption = shown.splitlines()
+    assert "trying again" in interruption
+    # The head's line takes two rows of the terminal, and one is the cursor's.
+    assert len(lines) == 22
+    assert lines[2].split()[:2] == ["0.77", "error"]
+    assert lines[-6] == "... and 244 more"
+    assert [line.split()[1] for line in lines[-5:]] == ["lost"] * 5
+    assert max(map(len, lines[1:])) <= 60
 
 
 def test_only_a_terminal_is_cleared_for_each_state() -> None:

@@ -1,8 +1,10 @@
 """The fleet in a terminal: the table of `vllm-omni-plugin top`. Needs only the standard library."""
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os import terminal_size
 from typing import Any, TextIO
 
 from vllm_omni_plugin.errors import ServerUnavailableError
@@ -17,42 +19,50 @@ _CLEAR = "\x1b[H\x1b[2J"
 class Top:
     """Shows the states that a head streams: one table after the other, of which a terminal shows the last.
 
-    `read` opens the stream after an event's id, and yields kind and content. `pause` waits before a reconnection.
+    `read` opens the stream after an event's id, and yields kind and content. `pause` waits before a reconnection. A
+    terminal of `size` shows as much of each table as fits.
     """
 
     def __init__(
-        self, read: Callable[[str], Iterator[tuple[str, Any]]], out: TextIO, pause: Callable[[], object]
+        self,
+        read: Callable[[str], Iterator[tuple[str, Any]]],
+        out: TextIO,
+        pause: Callable[[], object],
+        size: Callable[[], terminal_size] = shutil.get_terminal_size,
     ) -> None:
         self._read = read
         self._out = out
         self._pause = pause
+        self._size = size
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
 
     def once(self) -> None:
         """Show one state. Raises ValueError, LookupError or TypeError if the server is not a head of a fleet."""
-        self._write(next(self._tables()))
+        self._write("".join(next(self._tables(lambda: None))))
 
     def run(self) -> None:
         """Show every state, and reconnect after an interruption. Raises like `once` until a head has answered."""
-        form = _CLEAR + "{}" if self._out.isatty() else "{}\n"
+        is_terminal = self._out.isatty()
+        form = _CLEAR + "{}" if is_terminal else "{}\n"
         has_answered = False
         while True:
             try:
-                for shown in self._tables():
+                for lines in self._tables(self._size if is_terminal else lambda: None):
                     has_answered = True
-                    self._write(form.format(shown))
+                    self._write(form.format("".join(lines)))
             except ServerUnavailableError as error:
                 if not has_answered:
                     raise
                 self._write(_printable(f"{error}; trying again") + "\n")
                 self._pause()
 
-    def _tables(self) -> Iterator[str]:
+    def _tables(self, size: Callable[[], terminal_size | None]) -> Iterator[list[str]]:
         is_fleet = False
         for kind, content in self._read(self._events[-1]["id"] if self._events else ""):
             is_fleet = True
             if kind == "state":
-                yield _headline(content) + table(_rows(content)) + "".join(map(_event_line, self._events))
+                events = list(map(_event_line, self._events))
+                yield _fitted(_headline(content), table(_rows(content)).splitlines(True), events, size())
             elif kind != "history":
                 self._add(content)
         raise ServerUnavailableError("the head has ended the stream") if is_fleet else ValueError("no stream of events")
@@ -75,6 +85,20 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def _fitted(head: str, replicas: list[str], events: list[str], size: terminal_size | None) -> list[str]:
+    """All lines, as many and as much of each as fit a terminal. The head's may wrap; the last events get a quarter."""
+    if size is None:
+        return [head, *replicas, *events]
+    # The last line stays free for the cursor.
+    rows = size.lines - 2 - (len(head) - 2) // size.columns
+    if len(replicas) + len(events) > rows:
+        events = events[-max(1, rows // 4) :]
+        shown = replicas[: max(1, rows - len(events) - 1)]
+        if len(shown) < len(replicas):
+            replicas = [*shown, f"... and {len(replicas) - len(shown)} more\n"]
+    return [head, *(f"{line[:-1][: size.columns]}\n" for line in (*replicas, *events))]
+
+
 def _log_of(event: Mapping[str, Any]) -> str:
     return str(event["id"]).partition("-")[0]
 
@@ -88,7 +112,14 @@ def _headline(state: Mapping[str, Any]) -> str:
 
 
 def _rows(state: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    return [_COLUMNS, *(_row(replica) for stage in state["stages"] for replica in stage["replicas"])]
+    replicas = [replica for stage in state["stages"] for replica in stage["replicas"]]
+    return [_COLUMNS, *map(_row, sorted(replicas, key=_order))]
+
+
+def _order(replica: Mapping[str, Any]) -> tuple[bool, int, int]:
+    """What is not up comes first, as somebody looks for it; then by stage and number."""
+    stage, _, number = replica["id"].partition(".")
+    return replica["status"] == "up", int(stage), int(number)
 
 
 def _row(replica: Mapping[str, Any]) -> tuple[str, ...]:
