@@ -24,7 +24,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
 
 PROMPT_TOKENS = 4096
 SHARED_TOKENS = 3072
@@ -82,7 +82,7 @@ class Service:
             # Nothing is sent: the pool only asks whether there is a client.
             client = cast(StageClient, object())
             address = f"tcp://10.0.0.1:{replica_id}"
-            self._pool.serve(self._pool.add(replica_id), client, address, address, CacheSize(50_000, BLOCK_SIZE))
+            self._pool.serve(self._pool.add(replica_id), client, address, address, EngineSize(50_000, BLOCK_SIZE))
         self._limit = replicas * REQUESTS_PER_REPLICA
         self._prefilling: deque[tuple[PoolMember, StageRun]] = deque()
         self._decoding: deque[tuple[PoolMember, StageRun]] = deque()

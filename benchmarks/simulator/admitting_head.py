@@ -14,7 +14,7 @@ from vllm_omni_plugin.admission import Admission, AdmissionConfig, Backlog, Head
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 
 @dataclass
@@ -52,12 +52,11 @@ class AdmittingHead(Head):
         policy: Policy,
         clock: Clock,
         send: Callable[[SimReplica, Job], None],
-        limits: BatchLimits,
         config: AdmissionConfig,
         refuse: Callable[[Request], None],
         after: Callable[..., Any],
     ) -> None:
-        super().__init__(policy, clock, partial(self._start, send), limits)
+        super().__init__(policy, clock, partial(self._start, send))
         self._stage = OnlyStage(StageFlow(clock))
         self._admission = Admission(config, self._stage)
         self._refuse = refuse

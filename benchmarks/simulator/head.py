@@ -13,9 +13,9 @@ from vllm_omni_plugin.orchestrator.dispatch.head_queue import HEADROOM_REASON
 from vllm_omni_plugin.orchestrator.dispatch.headroom import Headroom
 from vllm_omni_plugin.orchestrator.dispatch.unsent_queue import RECALLS, UnsentQueue, UnsentRun
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
+from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow, short_prefill_tokens
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 
 class Policy(Protocol):
@@ -49,14 +49,11 @@ class Head:
         recalls: requests that waited for a replica and went to another one.
     """
 
-    def __init__(
-        self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
-    ) -> None:
+    def __init__(self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None]) -> None:
         self.unsent = UnsentQueue(self._run_is_over_share)
         self.reserve_bubbles = self.recalls = 0
-        self._send_window = (
-            SendWindow(limits, limited=True, recalls=True) if getattr(policy, "binds_late", False) else SEND_AT_ONCE
-        )
+        binds_late = getattr(policy, "binds_late", False)
+        self._send_window = SendWindow(limited=True, recalls=True) if binds_late else SEND_AT_ONCE
         self._headroom = Headroom(self, self._send_window, self._run_is_over_share, self._headroom_size, clock)
         self._send = send
         self._jobs: dict[StageRun, Job] = {}
@@ -115,10 +112,10 @@ class Head:
 
     def _prefer_headroom(self, request: Request, decision: Decision) -> Decision:
         """See `HeadQueue.prefer_headroom`."""
-        few = self._send_window.short_prefill_tokens
+        chosen = self.serving[decision.position]
+        few = short_prefill_tokens(chosen.ledger)
         if not self.unsent.has_over_share or decision.matched_tokens > few or self._is_over_share(request):
             return decision
-        chosen = self.serving[decision.position]
 
         def may_start(replica: SimReplica) -> bool:
             return self._send_window.has_room(replica.ledger, request.prompt_tokens)
@@ -181,7 +178,7 @@ class Head:
         if computes_more and self.serving[decision.position].ledger.prefill_tokens and not overtakes:
             return
         may_begin = self._may_begin(run, decision)
-        if not may_begin and overtakes and decision.matched_tokens <= self._send_window.short_prefill_tokens:
+        if not may_begin and overtakes and decision.matched_tokens <= short_prefill_tokens(replica.ledger):
             decision = Decision(self.serving.index(replica), HEADROOM_REASON)
             may_begin = self._may_begin(run, decision)
         if may_begin and self.serving[decision.position] is not charged_to:

@@ -9,7 +9,7 @@ from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
 
 
 class Clock:
@@ -56,7 +56,10 @@ class SimReplica:
         self.alive = True
         self.expected = inf
         self.in_flight: dict[Job, StageRun] = {}
-        self.ledger = LoadLedger(CacheSize(self._settings.kv_blocks, self._settings.block_size))
+        settings = self._settings
+        self.ledger = LoadLedger(
+            EngineSize(settings.kv_blocks, settings.block_size, settings.max_num_batched_tokens, settings.max_num_seqs)
+        )
 
     def serves(self, serving: bool) -> None:
         if self._served_since is not None:

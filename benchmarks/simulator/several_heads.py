@@ -15,7 +15,7 @@ from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, Welcome
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, PeerWorkChanges, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 After = Callable[..., Any]
 """Calls a function after some seconds, the first argument."""
@@ -68,10 +68,8 @@ class SharingHead(Head):
     aware = True
     """Whether its policy takes into account that other heads choose as well."""
 
-    def __init__(
-        self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None], limits: BatchLimits
-    ) -> None:
-        super().__init__(policy, clock, send, limits)
+    def __init__(self, policy: Policy, clock: Clock, send: Callable[[SimReplica, Job], None]) -> None:
+        super().__init__(policy, clock, send)
         self.engines_report = _follows_caches(policy)
 
     def handle_reports(self, heads: int, others_work: PeerWorkChanges) -> None:
@@ -127,8 +125,7 @@ class SeveralHeads(Head):
         rng: random.Random,
         make_head: Callable[..., SharingHead] = SharingHead,
     ) -> None:
-        limits = BatchLimits(settings.max_num_batched_tokens, settings.max_num_seqs)
-        super().__init__(policies[0], clock, send, limits)
+        super().__init__(policies[0], clock, send)
         self.serving = ServingReplicas(replicas)
         self.engines_report = _follows_caches(policies[0])
         self._rng = rng
@@ -138,7 +135,7 @@ class SeveralHeads(Head):
         # By the indexes of heads and replicas.
         self._views: list[list[SharedReplica]] = []
         for number, policy in enumerate(policies):
-            self._heads.append(make_head(policy, clock, partial(self._send_of, number), limits))
+            self._heads.append(make_head(policy, clock, partial(self._send_of, number)))
         for head in self._heads:
             head.aware = aware
             self._views.append([SharedReplica(replica, settings, clock) for replica in replicas])

@@ -15,7 +15,7 @@ from simulator.requests import Job, Request, Session
 from simulator.workload import Incident, Workload
 from vllm_omni_plugin.balancing import CacheChange
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 LINK_S = 0.0005
 """One-way latency between head and engine, with encoding."""
@@ -44,14 +44,13 @@ class Simulation:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
         self._replicas = [SimReplica(number, settings, self._clock) for number in range(replicas)]
-        limits = BatchLimits(settings.max_num_batched_tokens, settings.max_num_seqs)
         self._measured_tenant = workload.measured_tenant
         if workload.admission is not None and getattr(policy, "binds_late", False):
             self._head: Head = AdmittingHead(
-                policy, self._clock, self._send, limits, workload.admission, self._refuse, self._after
+                policy, self._clock, self._send, workload.admission, self._refuse, self._after
             )
         else:
-            self._head = Head(policy, self._clock, self._send, limits)
+            self._head = Head(policy, self._clock, self._send)
         self._sessions = iter(workload.sessions)
         self._open: dict[Request, tuple[Session, int]] = {}
         self._waiting: list[Request] = []

@@ -17,14 +17,13 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, DRAIN_C
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 from week.played_engine import BLOCK_SIZE, BLOCKS, PLACES, PlayedApi, PlayedEngine
 
 MOVES, WAIT_S = 3, 60.0
 """The defaults of `--omni-migration-limit` and `--omni-replica-wait`."""
 _STEP_TOKENS = 64
 """Of prompts in one step of an engine; what an engine with a queue gets ahead follows from it."""
-_READY = f"[{BLOCKS}, {BLOCK_SIZE}]".encode()
+_READY = f"[{BLOCKS}, {BLOCK_SIZE}, {_STEP_TOKENS}, {PLACES}]".encode()
 
 
 class Head:
@@ -53,9 +52,7 @@ class Head:
         self._tasks: set[asyncio.Task[None]] = set()
         self._befallen: set[PoolMember] = set()
         self.happened: Counter[str] = Counter()
-        send_window = (
-            SEND_AT_ONCE if plan is None else SendWindow(BatchLimits(_STEP_TOKENS, PLACES), limited=True, recalls=True)
-        )
+        send_window = SEND_AT_ONCE if plan is None else SendWindow(limited=True, recalls=True)
         self.pool = StagePool(0, policy, name, self._loop.time, send_window=send_window)
         # Those of its methods that only pipelines need are missing.
         apis: list[Any] = [PlayedApi()]

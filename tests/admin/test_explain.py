@@ -17,7 +17,7 @@ from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, ex
 from vllm_omni_plugin.admission import AdmissionConfig, HeadroomSize, RequestClass, RequestTerms
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
 
 class Scripted:
@@ -213,8 +213,8 @@ async def test_the_answer_has_the_place_in_the_queue() -> None:
 async def test_the_answer_respects_the_headroom_for_other_tenants() -> None:
     balancer = Scripted()
     balancer.decision = Decision(0, "match")
-    send_window = SendWindow(BatchLimits(tokens=1000, sequences=9), limited=True)
-    async with FakeFleet(1, balancer, send_window=send_window) as fleet, client_of(explaining(fleet)) as client:
+    fleet = FakeFleet(1, balancer, send_window=SendWindow(limited=True), size=EngineSize(step_tokens=1000, sequences=9))
+    async with fleet, client_of(explaining(fleet)) as client:
         await fleet.submit("calm", prompt=[1], terms=RequestTerms("calm"))
         for number in range(6):
             await fleet.submit(f"{number}", prompt=[1], terms=RequestTerms("flood"))
@@ -230,9 +230,9 @@ async def test_the_answer_respects_the_headroom_for_other_tenants() -> None:
 async def test_the_answer_respects_large_headroom() -> None:
     balancer = Scripted()
     balancer.decision = Decision(0, "match")
-    send_window = SendWindow(BatchLimits(tokens=16, sequences=100), limited=True)
-    for size, waits in ((HeadroomSize.NORMAL, False), (HeadroomSize.LARGE, True)):
-        fleet = FakeFleet(1, balancer, send_window=send_window, plan=AdmissionConfig(headroom=size))
+    send_window, size = SendWindow(limited=True), EngineSize(step_tokens=16, sequences=100)
+    for headroom, waits in ((HeadroomSize.NORMAL, False), (HeadroomSize.LARGE, True)):
+        fleet = FakeFleet(1, balancer, send_window=send_window, plan=AdmissionConfig(headroom=headroom), size=size)
         async with fleet, client_of(explaining(fleet)) as client:
             for name, tenant in (("0", "calm"), ("1", "flood"), ("2", "flood")):
                 await fleet.submit(name, prompt=[1], terms=RequestTerms(tenant))

@@ -12,7 +12,7 @@ from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
 
 async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> None:
@@ -45,7 +45,7 @@ async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> No
 
 async def test_requests_that_wait_in_the_admission_queue_are_queued() -> None:
     async with FakeFleet(
-        replicas=1, send_window=SendWindow(BatchLimits(tokens=1000, sequences=1), limited=True)
+        replicas=1, send_window=SendWindow(limited=True), size=EngineSize(step_tokens=1000, sequences=1)
     ) as fleet:
         view = FleetView(
             fleet.orchestrator,

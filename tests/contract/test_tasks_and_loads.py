@@ -18,7 +18,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
 from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
 
 PROMPT = [5, 6, 7]
@@ -115,9 +115,10 @@ def test_an_invalid_kv_usage_is_zero(usage: float) -> None:
     assert report == LoadReport(0, 0, 0.0)
 
 
-def test_the_size_of_a_cache_is_read_from_the_ready_response() -> None:
-    assert EngineApi().cache_size(ready()) == CacheSize(500, 16)
-    assert EngineApi().cache_size(ready(effective_attention_block_size=64)) == CacheSize(500, 64)
+def test_the_size_of_an_engine_is_read_from_the_ready_response() -> None:
+    sizes = {"max_num_batched_tokens": 2048, "max_num_seqs": 8}
+    assert EngineApi().engine_size(ready(**sizes)) == EngineSize(500, 16, step_tokens=2048, sequences=8)
+    assert EngineApi().engine_size(ready(effective_attention_block_size=64, **sizes)).block_size == 64
 
 
 @pytest.mark.parametrize(
@@ -128,9 +129,11 @@ def test_the_size_of_a_cache_is_read_from_the_ready_response() -> None:
         (msgspec.msgpack.encode({"block_size": "x"}), "block_size"),
         (ready(dtype=b"\xff"), "dtype"),
         (ready(max_model_len=-1), "max_model_len is -1"),
+        (ready(max_num_seqs=-1), "max_num_seqs is -1"),
+        (ready(max_num_batched_tokens=-1), "max_num_batched_tokens is -1"),
         (ready(num_gpu_blocks=-1), "num_gpu_blocks is -1"),
     ],
 )
 def test_a_ready_response_that_cannot_be_used_is_refused(payload: bytes, complaint: str) -> None:
     with pytest.raises(WireError, match=f"not a valid EngineCoreReadyResponse: .*{complaint}"):
-        EngineApi().cache_size(payload)
+        EngineApi().engine_size(payload)

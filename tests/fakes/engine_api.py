@@ -8,7 +8,7 @@ import msgspec
 from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.links.link import Frames
-from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport, Move
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport, Move
 
 DEAD_FRAME = b"DEAD"
 UNREADABLE = b"\xc1"
@@ -124,10 +124,10 @@ class FakeEngineApi:
         running = outputs.scheduler_stats
         return None if running is None else LoadReport(0, running, running / 100)
 
-    def cache_size(self, ready_response: bytes) -> CacheSize:
+    def engine_size(self, ready_response: bytes) -> EngineSize:
         if ready_response == UNREADABLE:
             raise WireError("not a ready response")
-        return CacheSize(*msgspec.json.decode(ready_response)) if ready_response.startswith(b"[") else CacheSize()
+        return EngineSize(*msgspec.json.decode(ready_response)) if ready_response.startswith(b"[") else EngineSize()
 
     def cut_short(self, output: Any) -> bool:
         return output.finish_reason in ("abort", "error", REFUSED)

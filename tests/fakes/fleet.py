@@ -3,6 +3,8 @@
 import random
 from typing import Any
 
+import msgspec
+
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
@@ -13,6 +15,7 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ChosenReplicas,
     ReplicaJoined,
@@ -20,10 +23,14 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RequestFailed,
     SubmitRequest,
 )
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
 
 class FakeFleet(PlayedFleet):
     """One stage of replicas that the test plays. Use it as an asynchronous context manager.
+
+    Args:
+        size: of each engine; the ready response has it.
 
     Attributes:
         now: time of the orchestrator's clock.
@@ -43,6 +50,7 @@ class FakeFleet(PlayedFleet):
         exchange: WorkExchange | None = None,
         send_window: SendWindow = SEND_AT_ONCE,
         plan: AdmissionConfig | None = None,
+        size: EngineSize = UNKNOWN_SIZE,
     ) -> None:
         self.now = 0.0
         self.pool = StagePool(
@@ -59,7 +67,7 @@ class FakeFleet(PlayedFleet):
         self.orchestrator = Orchestrator(
             [self.pool], apis, migration_limit, lambda: self.now, replica_wait, admission_config=plan
         )
-        self.ready_response = b""
+        self.ready_response = msgspec.json.encode(size)
         self.links: dict[int, FakeLink] = {}
         self.events: list[tuple[str, Any]] = []
         self.tokens: dict[str, list[int]] = {}

@@ -9,17 +9,17 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admission import AdmissionConfig, HeadroomSize, RequestTerms
 from vllm_omni_plugin.balancing import DecidingBalancer, Decision, LeastTokensBalancer, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
-TWO_AT_MOST = SendWindow(limited=True, recalls=True)
-"""An engine gets one request to begin and one behind it."""
+LATE = SendWindow(limited=True, recalls=True)
+"""An engine of unknown size gets one request to begin and one behind it."""
 FLOOD, CALM = RequestTerms("flood"), RequestTerms("calm")
 SLOTS = 9
 SPARE = 2
 """Half of the root of the slots, rounded up."""
 LARGE_SPARE = 3
 """Three quarters of the root of the slots, rounded up."""
-ROOMY = SendWindow(BatchLimits(tokens=1000, sequences=SLOTS), limited=True, recalls=True)
+ROOMY = EngineSize(step_tokens=1000, sequences=SLOTS)
 EQUALS = AdmissionConfig()
 LARGE_HEADROOM = AdmissionConfig(headroom=HeadroomSize.LARGE)
 
@@ -34,9 +34,9 @@ class Preferring(DecidingBalancer):
         return Decision(min(self.position, len(replicas) - 1), "preferred", matched_tokens=self.cached)
 
 
-def late(replicas: int = 1, send_window: SendWindow = TWO_AT_MOST, **options: Any) -> FakeFleet:
-    balancer = LeastTokensBalancer(rng=random.Random(0))
-    return FakeFleet(replicas, balancer, send_window=send_window, **options)
+def late(replicas: int = 1, send_window: SendWindow = LATE, **options: Any) -> FakeFleet:
+    options.setdefault("balancer", LeastTokensBalancer(rng=random.Random(0)))
+    return FakeFleet(replicas, send_window=send_window, **options)
 
 
 async def submit_all(fleet: FakeFleet, names: str, **fields: Any) -> None:

@@ -13,13 +13,12 @@ from vllm_omni_plugin.balancing import (
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.unsent_queue import UnsentQueue, UnsentRun
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
 from .late_fleet import (
     CALM,
@@ -27,6 +26,7 @@ from .late_fleet import (
     FLOOD,
     LARGE_HEADROOM,
     LARGE_SPARE,
+    LATE,
     ROOMY,
     SLOTS,
     SPARE,
@@ -53,13 +53,13 @@ async def flooded(fleet: FakeFleet, requests: int, priority: int = 0) -> str:
 
 
 async def test_a_tenant_alone_gets_all_slots() -> None:
-    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
+    async with late(size=ROOMY, plan=EQUALS) as fleet:
         assert len(await flooded(fleet, 20)) >= SLOTS
 
 
 @pytest.mark.parametrize(("plan", "spare"), [(EQUALS, SPARE), (LARGE_HEADROOM, LARGE_SPARE)])
 async def test_a_tenant_over_its_share_leaves_slots_for_other_tenants(plan: AdmissionConfig, spare: int) -> None:
-    async with late(send_window=ROOMY, plan=plan) as fleet:
+    async with late(size=ROOMY, plan=plan) as fleet:
         await answer_first(fleet, "0", CALM)
         assert len(await flooded(fleet, 20)) == SLOTS - spare
         for name in "12":
@@ -69,14 +69,14 @@ async def test_a_tenant_over_its_share_leaves_slots_for_other_tenants(plan: Admi
 
 
 async def test_a_minute_after_the_last_request_of_others_no_slots_are_left_free() -> None:
-    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
+    async with late(size=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         fleet.now = 61.0
         assert len(await flooded(fleet, 20)) >= SLOTS
 
 
 async def test_requests_within_their_share_go_first_and_two_are_sent_ahead_to_a_full_engine() -> None:
-    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
+    async with late(size=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await flooded(fleet, 20)
         link = fleet.links[0]
@@ -89,9 +89,7 @@ async def test_requests_within_their_share_go_first_and_two_are_sent_ahead_to_a_
 
 
 async def test_an_over_share_request_is_not_sent_behind_a_prompt_within_its_share() -> None:
-    async with late(
-        send_window=SendWindow(BatchLimits(tokens=1000, sequences=100), limited=True), plan=EQUALS
-    ) as fleet:
+    async with late(size=EngineSize(step_tokens=1000, sequences=100), plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         for name in "ab":
             await fleet.submit(name, prompt=[1] * 10, terms=FLOOD)
@@ -105,7 +103,7 @@ async def test_an_over_share_request_is_not_sent_behind_a_prompt_within_its_shar
 
 async def test_shares_are_by_weight() -> None:
     plan = AdmissionConfig(tenants={"flood": TenantSettings(weight=99.0), "calm": TenantSettings(weight=0.1)})
-    async with late(send_window=ROOMY, plan=plan) as fleet:
+    async with late(size=ROOMY, plan=plan) as fleet:
         await fleet.submit("0", prompt=[1, 2], terms=CALM)
         assert len(await flooded(fleet, 20)) >= SLOTS - 1
 
@@ -113,7 +111,7 @@ async def test_shares_are_by_weight() -> None:
 async def test_a_lower_class_leaves_headroom_for_a_higher_one_of_the_last_minute() -> None:
     plan = AdmissionConfig(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
     for later, expected in ((1.0, SLOTS - SPARE), (61.0, SLOTS)):
-        async with late(send_window=ROOMY, plan=plan) as fleet:
+        async with late(size=ROOMY, plan=plan) as fleet:
             await answer_first(fleet, "0", FLOOD)
             fleet.now = later
             assert len((await flooded(fleet, 20, priority=1))[:SLOTS]) == expected
@@ -122,10 +120,8 @@ async def test_a_lower_class_leaves_headroom_for_a_higher_one_of_the_last_minute
 @pytest.mark.parametrize(("prompt_tokens", "expected"), [(47, "0abc"), (48, "0ab")])
 async def test_kv_memory_is_left_free_in_the_same_share(prompt_tokens: int, expected: str) -> None:
     # 5 of 100 slots and 5 of 100 blocks of one token are to stay free; a running request holds one block.
-    send_window = SendWindow(BatchLimits(tokens=1000, sequences=100), limited=True)
-    async with late(replicas=0, send_window=send_window, plan=EQUALS) as fleet:
-        fleet.ready_response = b"[100, 1]"
-        fleet.join(fleet.pool.add(0))
+    size = EngineSize(100, 1, step_tokens=1000, sequences=100)
+    async with late(plan=EQUALS, size=size) as fleet:
         await answer_first(fleet, "0", CALM)
         prompt = list(range(prompt_tokens))
         await fleet.submit("a", prompt=prompt, terms=FLOOD)
@@ -141,16 +137,16 @@ async def test_kv_memory_is_left_free_in_the_same_share(prompt_tokens: int, expe
 async def test_small_prompts_are_packed_into_a_part_of_a_step_and_no_more(
     step_tokens: int, plan: AdmissionConfig
 ) -> None:
-    send_window = SendWindow(BatchLimits(tokens=step_tokens, sequences=100), limited=True)
-    async with late(send_window=send_window, plan=plan) as fleet:
+    size = EngineSize(step_tokens=step_tokens, sequences=100)
+    async with late(size=size, plan=plan) as fleet:
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcdefgh", terms=FLOOD)
         assert got(fleet.links[0]) == "0abcd"
 
 
 async def test_a_reload_changes_the_headroom_that_waiting_requests_leave() -> None:
-    send_window = SendWindow(BatchLimits(tokens=128, sequences=100), limited=True)
-    async with late(send_window=send_window, plan=LARGE_HEADROOM) as fleet:
+    size = EngineSize(step_tokens=128, sequences=100)
+    async with late(size=size, plan=LARGE_HEADROOM) as fleet:
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcdefgh", terms=FLOOD)
         assert fleet.orchestrator.admission is not None
@@ -164,9 +160,7 @@ async def test_a_reload_changes_the_headroom_that_waiting_requests_leave() -> No
 async def test_an_engine_with_few_or_unknown_slots_never_idles_for_headroom(
     sequences: int, plan: AdmissionConfig
 ) -> None:
-    async with late(
-        send_window=SendWindow(BatchLimits(tokens=8, sequences=sequences), limited=True), plan=plan
-    ) as fleet:
+    async with late(size=EngineSize(step_tokens=8, sequences=sequences), plan=plan) as fleet:
         await answer_first(fleet, "0", CALM)
         await submit_all(fleet, "abcd", terms=FLOOD)
         for name in "abcd":
@@ -174,11 +168,11 @@ async def test_an_engine_with_few_or_unknown_slots_never_idles_for_headroom(
             fleet.say(name, 1, finish_reason="stop", running=0)
 
 
-SMALL_STEPS = SendWindow(BatchLimits(tokens=16, sequences=100), limited=True, recalls=True)
+SMALL_STEPS = EngineSize(step_tokens=16, sequences=100)
 
 
 async def test_a_request_within_its_share_overtakes_over_share_work() -> None:
-    async with late(replicas=2, send_window=SMALL_STEPS, plan=EQUALS) as fleet:
+    async with late(replicas=2, size=SMALL_STEPS, plan=EQUALS) as fleet:
         fleet.pool.cordon(fleet.pool.member(0), ADMIN_CORDON)
         await answer_first(fleet, "0", CALM)
         for name in "abcdef":
@@ -207,7 +201,7 @@ async def beside_a_flood(fleet: FakeFleet, balancer: Preferring, first: int) -> 
 @pytest.mark.parametrize("first", [0, 1])
 async def test_a_request_within_its_share_goes_where_the_fewest_prompt_tokens_are_ahead(first: int) -> None:
     balancer = Preferring()
-    async with FakeFleet(2, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
+    async with FakeFleet(2, balancer, send_window=LATE, size=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, first)
         await fleet.submit("1", prompt=[1, 2], terms=CALM)
         assert fleet.attempt("1")[0] is fleet.links[1 - first]
@@ -219,7 +213,7 @@ async def test_a_request_within_its_share_goes_where_the_fewest_prompt_tokens_ar
 
 async def test_it_stays_where_more_is_cached_than_a_short_prefill() -> None:
     balancer = Preferring()
-    async with FakeFleet(2, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
+    async with FakeFleet(2, balancer, send_window=LATE, size=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, 0)
         balancer.cached = 251
         await fleet.submit("1", prompt=[1] * 300, terms=CALM)
@@ -228,7 +222,7 @@ async def test_it_stays_where_more_is_cached_than_a_short_prefill() -> None:
 
 async def test_it_does_not_go_to_a_replica_without_a_free_slot_whoever_has_taken_them() -> None:
     balancer = Preferring()
-    async with FakeFleet(2, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
+    async with FakeFleet(2, balancer, send_window=LATE, size=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, 0)
         fleet.say("x", 1, finish_reason="stop", running=0)
         fleet.pool.set_peer_work(fleet.pool.member(1), Work(SLOTS, 0))
@@ -238,7 +232,7 @@ async def test_it_does_not_go_to_a_replica_without_a_free_slot_whoever_has_taken
 
 async def test_it_does_not_go_where_a_suspect_is_isolated() -> None:
     balancer = Preferring()
-    async with FakeFleet(3, balancer, send_window=ROOMY, plan=EQUALS) as fleet:
+    async with FakeFleet(3, balancer, send_window=LATE, size=ROOMY, plan=EQUALS) as fleet:
         await beside_a_flood(fleet, balancer, 0)
         balancer.position = 2
         await fleet.submit("poison", prompt=[1], terms=FLOOD)
@@ -251,7 +245,7 @@ async def test_it_does_not_go_where_a_suspect_is_isolated() -> None:
 
 
 async def test_without_over_share_requests_a_request_waits_for_the_replica_of_the_policy() -> None:
-    async with FakeFleet(2, Preferring(), send_window=SMALL_STEPS, plan=EQUALS) as fleet:
+    async with FakeFleet(2, Preferring(), send_window=LATE, size=SMALL_STEPS, plan=EQUALS) as fleet:
         for name in "abc":
             await fleet.submit(name, prompt=[1] * 100, terms=CALM)
         fleet.links[1].report(running=0)
@@ -260,7 +254,7 @@ async def test_without_over_share_requests_a_request_waits_for_the_replica_of_th
 
 async def test_a_replica_with_waiting_requests_of_its_own_recalls_none() -> None:
     balancer = Preferring()
-    async with FakeFleet(2, balancer, send_window=SMALL_STEPS, plan=EQUALS) as fleet:
+    async with FakeFleet(2, balancer, send_window=LATE, size=SMALL_STEPS, plan=EQUALS) as fleet:
         for balancer.position, names in ((0, "abc"), (1, "def")):
             for name in names:
                 await fleet.submit(name, prompt=[1] * (10 if name in "cf" else 40), terms=CALM)
@@ -271,7 +265,7 @@ async def test_a_replica_with_waiting_requests_of_its_own_recalls_none() -> None
 
 async def test_a_request_is_not_recalled_from_a_large_cached_prefix() -> None:
     cached = list(range(2000))
-    async with FakeFleet(2, PrefixBalancer(), send_window=SMALL_STEPS, plan=EQUALS) as fleet:
+    async with FakeFleet(2, PrefixBalancer(), send_window=LATE, size=SMALL_STEPS, plan=EQUALS) as fleet:
         fleet.pool.cordon(fleet.pool.member(1), ADMIN_CORDON)
         await fleet.submit("0", prompt=cached, terms=CALM)
         fleet.say("0", 1)
@@ -285,7 +279,7 @@ async def test_a_request_is_not_recalled_from_a_large_cached_prefix() -> None:
 
 
 async def test_a_head_without_requests_at_a_busy_engine_sends_one_since_it_gets_no_reports() -> None:
-    async with late(send_window=ROOMY, plan=EQUALS) as fleet:
+    async with late(size=ROOMY, plan=EQUALS) as fleet:
         await answer_first(fleet, "0", CALM)
         await fleet.submit("a", prompt=list(range(10)), terms=FLOOD)
         fleet.say("a", 1, running=SLOTS)

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionConfig
 
-from .late_fleet import CALM, EQUALS, FLOOD, LARGE_HEADROOM, ROOMY, SLOTS, Preferring, answer_first, got
+from .late_fleet import CALM, EQUALS, FLOOD, LARGE_HEADROOM, LATE, ROOMY, SLOTS, Preferring, answer_first, got
 
 
 def sent(fleet: FakeFleet) -> list[str]:
@@ -25,7 +25,7 @@ async def flooded(
 ) -> AsyncIterator[FakeFleet]:
     """The first replicas decode an over-share request `a`, then each replica is to get a further one, `b`."""
     balancer = Preferring()
-    async with FakeFleet(replicas, balancer, send_window=ROOMY, plan=plan) as fleet:
+    async with FakeFleet(replicas, balancer, send_window=LATE, size=ROOMY, plan=plan) as fleet:
         if session_at is not None:
             balancer.position = session_at
             await fleet.submit("s", prompt=[1], resumable=True, terms=CALM)

@@ -19,7 +19,7 @@ from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorReq
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE
 
-from .late_fleet import TWO_AT_MOST
+from .late_fleet import LATE
 
 REPLICAS = 3
 CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
@@ -49,7 +49,7 @@ class Histories(RuleBasedStateMachine):
     def begin(self, limit: int, seed: int, wait: float, late: bool, most: int | None) -> None:
         balancer = LeastQueueLengthBalancer(random.Random(seed))
         send_window, plan = (
-            TWO_AT_MOST if late else SEND_AT_ONCE,
+            LATE if late else SEND_AT_ONCE,
             AdmissionConfig(classes=CLASSES, max_waiting_requests=most),
         )
         self.fleet = FakeFleet(REPLICAS, balancer, limit, wait, send_window=send_window, plan=plan)

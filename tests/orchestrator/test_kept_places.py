@@ -16,7 +16,7 @@ from vllm_omni_plugin.orchestrator.dispatch.suspects import CLEARING_OUTPUTS
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 
-from .late_fleet import TWO_AT_MOST, got, late, submit_all
+from .late_fleet import LATE, got, late, submit_all
 
 LONG = 600.0
 
@@ -121,7 +121,7 @@ async def test_the_first_request_is_sent_after_a_replica_that_was_dead() -> None
 
 
 async def test_the_first_request_is_sent_to_a_replica_that_has_room_earlier() -> None:
-    async with FakePipelineFleet(DISAGGREGATED, send_window=TWO_AT_MOST) as fleet:
+    async with FakePipelineFleet(DISAGGREGATED, send_window=LATE) as fleet:
         for name in "abc":
             await fleet.submit(name)
             fleet.tell(name, 0, 9, finish_reason="length", kv_transfer_params={"of": name}, cached=2)

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 
@@ -10,14 +11,13 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings
-from vllm_omni_plugin.balancing import PrefixBalancer, Prompt
+from vllm_omni_plugin.balancing import PrefixBalancer, Prompt, RoundRobinBalancer
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, SubmitRequest
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
-from .late_fleet import TWO_AT_MOST, got, late, submit_all
+from .late_fleet import LATE, got, late, submit_all
 
 NAMES = "abcdef"
 
@@ -39,25 +39,40 @@ async def test_the_next_request_is_sent_at_the_first_output_of_one_and_not_befor
 
 
 async def test_an_engine_gets_prompts_for_two_steps_behind_the_one_that_it_computes() -> None:
-    async with late(send_window=SendWindow(BatchLimits(tokens=4, sequences=100), limited=True)) as fleet:
+    async with late(size=EngineSize(step_tokens=4, sequences=100)) as fleet:
         await submit_all(fleet, "abcdefgh")
         assert got(fleet.links[0]) == "abcde"
 
 
 async def test_an_engine_whose_sequence_slots_are_full_gets_a_few_requests_ahead() -> None:
-    async with late(send_window=SendWindow(BatchLimits(tokens=1000, sequences=2), limited=True)) as fleet:
+    async with late(size=EngineSize(step_tokens=1000, sequences=2)) as fleet:
         fleet.links[0].report(running=2)
         await submit_all(fleet, NAMES)
         fleet.links[0].report(running=2)
         assert got(fleet.links[0]) == "abcd"
 
 
+async def test_each_replica_gets_what_its_own_batches_hold() -> None:
+    async with late(replicas=0, balancer=RoundRobinBalancer()) as fleet:
+        for replica_id, sequences in enumerate((2, 40)):
+            fleet.ready_response = msgspec.json.encode(EngineSize(step_tokens=1000, sequences=sequences))
+            fleet.join(fleet.pool.add(replica_id)).report(running=0)
+        for number in range(80):
+            await fleet.submit(f"r{number}", prompt=[1, 2])
+        assert [len(fleet.links[replica_id].added) for replica_id in (0, 1)] == [4, 40]
+
+
+async def test_an_engine_that_comes_back_smaller_gets_less() -> None:
+    async with late(size=EngineSize(step_tokens=1000, sequences=40), replica_wait=60.0) as fleet:
+        fleet.lose(0)
+        fleet.ready_response = msgspec.json.encode(EngineSize(step_tokens=1000, sequences=2))
+        fleet.join(fleet.pool.member(0))
+        await submit_all(fleet, NAMES)
+        assert got(fleet.links[0]) == "abcd"
+
+
 async def test_an_engine_without_free_kv_memory_gets_one_request_behind_another() -> None:
-    async with late(
-        replicas=0, send_window=SendWindow(BatchLimits(tokens=1000, sequences=1000), limited=True)
-    ) as fleet:
-        fleet.ready_response = b"[100, 1]"
-        fleet.join(fleet.pool.add(0))
+    async with late(size=EngineSize(100, 1, step_tokens=1000, sequences=1000)) as fleet:
         await fleet.submit("x")
         fleet.links[0].report(running=97)
         await submit_all(fleet, NAMES)
@@ -136,7 +151,7 @@ async def test_a_replica_with_room_recalls_requests_of_another_one() -> None:
 
 async def test_a_cached_prompt_is_computed_elsewhere_only_if_no_other_prompt_waits_there() -> None:
     cached = list(range(2000))
-    async with FakeFleet(2, PrefixBalancer(), send_window=TWO_AT_MOST) as fleet:
+    async with FakeFleet(2, PrefixBalancer(), send_window=LATE) as fleet:
 
         async def submit_to(replica: int, name: str, prompt: list[int]) -> None:
             other = fleet.pool.member(1 - replica)
@@ -212,7 +227,7 @@ async def test_a_tenant_at_its_limit_is_refused_until_one_of_its_requests_has_en
 @pytest.mark.parametrize("end", ["refused", "aborted", "sent and aborted"])
 async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) -> None:
     prompt, plan = list(range(160)), AdmissionConfig(max_waiting_requests=1)
-    async with FakeFleet(1, PrefixBalancer(), send_window=TWO_AT_MOST, plan=plan) as fleet:
+    async with FakeFleet(1, PrefixBalancer(), send_window=LATE, plan=plan) as fleet:
         if end == "refused":
             await submit_all(fleet, "abc")
         elif end == "aborted":

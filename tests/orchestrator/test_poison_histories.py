@@ -14,7 +14,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 
-from .late_fleet import TWO_AT_MOST
+from .late_fleet import LATE
 
 STEP_S = 0.1
 NEVER_S = 1e9
@@ -46,7 +46,7 @@ class History:
         self._replicas = draw.randint(2, 5)
         self._restart_s = draw.choice([0.1, 1.0, 10.0, NEVER_S])
         self._length = draw.choice([8, 30])
-        self._send_window = draw.choice([SEND_AT_ONCE, TWO_AT_MOST])
+        self._send_window = draw.choice([SEND_AT_ONCE, LATE])
         self._move = draw.choice(["resume", "replay"])
         # Where no engine crashes by itself, others are killed or drained, which ends nobody.
         self._disturbed = draw.random() < 0.5

@@ -10,13 +10,13 @@ from tests.stages.gate import Gate
 from tests.stages.heads import open_head, stage
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.pipeline.transfer import StageInput
-from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
 
 async def test_a_request_is_answered_with_what_the_class_computes() -> None:
     async with open_head(stage(options={"ending": "?"}, sampling={"voice": "low", "speed": 1})) as head:
         assert head.spawned == [head.replica.pid]
-        assert head.api.cache_size(head.replica.ready_response) == CacheSize()
+        assert head.api.engine_size(head.replica.ready_response) == EngineSize()
         head.send("a", StageInput([1, 2], "hello", sampling={"speed": 2}))
         answer = await head.answer("a")
         assert (answer.text, list(answer.token_ids), answer.finish_reason) == ("hello?", [1, 2], "stop")

@@ -246,7 +246,7 @@ class Orchestrator:
         """
         api = self._apis[member.stage_id]
         try:
-            api.cache_size(ready_response)
+            api.engine_size(ready_response)
         except WireError as error:
             raise ReplicaError(f"its engine's ready response is invalid: {error}") from error
         task = api.pooling_task
@@ -263,8 +263,8 @@ class Orchestrator:
     ) -> None:
         """A replica takes requests from now on, over this client, unless it is cordoned."""
         member.changed_at = self._clock()
-        cache = self._apis[member.stage_id].cache_size(ready_response)
-        serves = self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, cache)
+        size = self._apis[member.stage_id].engine_size(ready_response)
+        serves = self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, size)
         self.output_async_queue.attached(client)
         if serves:
             self._began_to_serve(member)

@@ -38,7 +38,6 @@ from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import why_no_cache_events
-from vllm_omni_plugin.vllm_api.requests.ready import batch_limits
 from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
@@ -219,9 +218,7 @@ def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> Stage
     # Late binding alone gains too little, see benchmarks/results/simulate.md; but admission control can only order
     # requests that wait at the head. The limits of a Python stage are not known.
     waits = plan.vllm_config is not None and admits
-    send_window = (
-        SendWindow(batch_limits(plan.vllm_config), limited=waits, recalls=binds_late) if waits else SEND_AT_ONCE
-    )
+    send_window = SendWindow(limited=True, recalls=binds_late) if waits else SEND_AT_ONCE
     pool = StagePool(
         plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange, send_window=send_window
     )

@@ -12,6 +12,7 @@ from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate,
 from vllm_omni_plugin.orchestrator.dispatch.headroom import Headroom
 from vllm_omni_plugin.orchestrator.dispatch.unsent_queue import RECALLS, UnsentQueue, UnsentRun
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.send_window import short_prefill_tokens
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
@@ -76,11 +77,10 @@ class HeadQueue:
         Args:
             avoided: ids of replicas to which the request does not go.
         """
-        window = self._pool.send_window
         is_bound = run.crash_losses or run.affinity_key is not None
-        if not window.recalls or is_bound or not self.unsent.has_over_share:
+        if not self._pool.send_window.recalls or is_bound or not self.unsent.has_over_share:
             return choice
-        if choice[1].matched_tokens > window.short_prefill_tokens or self._is_over_share(run):
+        if choice[1].matched_tokens > short_prefill_tokens(choice[0].ledger) or self._is_over_share(run):
             return choice
 
         def may_start(member: PoolMember) -> bool:
@@ -177,7 +177,7 @@ class HeadQueue:
                 # This run would start earlier, but all other prompts there later.
                 continue
             waits = not self._may_start(run, other, decision)
-            is_short = decision.matched_tokens <= self._pool.send_window.short_prefill_tokens
+            is_short = decision.matched_tokens <= short_prefill_tokens(member.ledger)
             if waits and overtakes and is_short and member.replica_id not in avoided_ids:
                 # The policy counts work that this run overtakes.
                 other, decision = member, HEADROOM_DECISION

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from vllm_omni_plugin.admission import HeadroomSize
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow, has_free_slot
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
@@ -85,7 +85,7 @@ class Headroom(Generic[R]):
         self._turn += 1
         serving = self._pool.serving
         group = _group(serving, self._turn % _groups(serving))
-        candidates = (each for each in (chosen, *group) if self._send_window.has_free_slot(each.ledger))
+        candidates = (each for each in (chosen, *group) if has_free_slot(each.ledger))
         startable = (each for each in candidates if may_start(each))
         return min(startable, key=lambda each: each.ledger.prefill_tokens_ahead, default=chosen)
 
@@ -107,7 +107,7 @@ class Headroom(Generic[R]):
 
     def _is_prefill_free(self, ledger: LoadLedger) -> bool:
         """Whether a replica could begin a prefill with its next step, as far as this head's own requests tell."""
-        return not ledger.pending and self._send_window.has_free_slot(ledger)
+        return not ledger.pending and has_free_slot(ledger)
 
 
 def _groups(serving: Sequence[R]) -> int:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from vllm_omni_plugin.admission import HeadroomSize
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits
 
 _STEPS = 2
 """Engine steps' worth of prompt tokens that are sent ahead: one for the time until the head gets the output of the step
@@ -22,25 +21,15 @@ _EXTRA_SLOTS = 1 / 16
 class SendWindow(NamedTuple):
     """When a request that is charged to a replica may be sent to it.
 
+    What an engine gets ahead is measured by its own `EngineSize`, not by the head's flags.
+
     Attributes:
-        limits: of one step of the engines.
         limited: whether requests wait at the head at all; otherwise each is sent at once.
         recalls: whether a request that waits for a replica may go to another one that has room earlier.
     """
 
-    limits: BatchLimits = BatchLimits()
     limited: bool = False
     recalls: bool = False
-
-    @property
-    def short_prefill_tokens(self) -> float:
-        """Prompt tokens whose prefill is so short that waiting for it does not matter."""
-        return _OVER_SHARE_STEPS[HeadroomSize.NORMAL] * self.limits.tokens
-
-    def has_free_slot(self, ledger: LoadLedger) -> bool:
-        """Whether the engine has a free sequence slot, as far as is known."""
-        busy = ledger.running + ledger.pending if ledger.receives_reports else ledger.others
-        return busy < (self.limits.sequences or inf)
 
     def has_room(
         self,
@@ -70,9 +59,9 @@ class SendWindow(NamedTuple):
         if pending < (2 if share == 1.0 else 1):
             return True
         # Whatever the length of this prompt: the pending prompts last for a step at least.
-        if ledger.pending_tokens_behind_first >= _STEPS * self.limits.tokens * share:
+        if ledger.pending_tokens_behind_first >= _STEPS * ledger.size.step_tokens * share:
             return False
-        slots = self.limits.sequences
+        slots = ledger.size.sequences
         if ledger.running + pending >= slots + max(2.0, slots * _EXTRA_SLOTS):
             return False
         return _fits_cache(ledger, prefill_tokens)
@@ -85,7 +74,7 @@ class SendWindow(NamedTuple):
         Trunk reservation of telephony (Kelly, "Loss networks", 1991): a few places are free for some callers only, who
         hardly ever wait then. Their number grows as the square root of all.
         """
-        busy, slots = ledger.running + ledger.pending, self.limits.sequences
+        busy, slots = ledger.running + ledger.pending, ledger.size.sequences
         if not ledger.receives_reports or not slots:
             return True
         spare = ceil(sqrt(slots) * _SPARE_SLOTS[headroom])
@@ -94,9 +83,20 @@ class SendWindow(NamedTuple):
         # An engine that decodes does not idle without a pending prompt.
         if ledger.pending >= (1 if ledger.decoding else 2):
             behind = ledger.pending_tokens + prefill_tokens
-            if behind_in_share or behind > _OVER_SHARE_STEPS[headroom] * self.limits.tokens * ledger.prefill_share:
+            if behind_in_share or behind > _OVER_SHARE_STEPS[headroom] * ledger.size.step_tokens * ledger.prefill_share:
                 return False
         return _fits_cache(ledger, prefill_tokens, ledger.cache_tokens * spare / slots)
+
+
+def has_free_slot(ledger: LoadLedger) -> bool:
+    """Whether an engine has a free sequence slot, as far as is known."""
+    busy = ledger.running + ledger.pending if ledger.receives_reports else ledger.others
+    return busy < (ledger.size.sequences or inf)
+
+
+def short_prefill_tokens(ledger: LoadLedger) -> float:
+    """Prompt tokens whose prefill at a replica is so short that waiting for it does not matter."""
+    return _OVER_SHARE_STEPS[HeadroomSize.NORMAL] * ledger.size.step_tokens
 
 
 def _fits_cache(ledger: LoadLedger, prefill_tokens: int, spare_tokens: float = 0.0) -> bool:

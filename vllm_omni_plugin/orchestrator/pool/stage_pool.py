@@ -26,11 +26,11 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import WEIGHTS_CORDON, PoolM
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
-from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_CACHE, LoadLedger, Work
+from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE, LoadLedger, Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explanation
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
-from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
 
 logger = init_logger(__name__)
 __all__ = ["BOUND", "PoolMember", "StagePool"]
@@ -128,11 +128,11 @@ class StagePool:
         client: StageClient,
         input_addr: str,
         output_addr: str,
-        cache: CacheSize = UNKNOWN_CACHE,
+        size: EngineSize = UNKNOWN_SIZE,
     ) -> bool:
         """The replica takes requests over this client from now on, unless it is cordoned. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
-        member.ledger = LoadLedger(cache)
+        member.ledger = LoadLedger(size)
         if self.exchange is not None:
             member.ledger.set_peer_work(self.exchange.add_member(member))
         return self._enter_service(member)

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.engine_types import CacheSize, LoadReport
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
 
 _RATE_MEMORY_S = 30.0
 """Seconds of prefill after which an observation weighs 1/e in the prefill rate."""
 
-UNKNOWN_CACHE = CacheSize()
+UNKNOWN_SIZE = EngineSize()
 _NO_REPORT = LoadReport(0, 0, 0.0)
 
 
@@ -31,13 +31,15 @@ class LoadLedger:
     until it is sent, *pending* until its first output, and *decoding* from then on.
 
     Attributes:
+        size: the engine's, as it reported when it was ready.
         requests: see `ReplicaLoad`; so are `others` and `prefill_tokens`.
         unsent: requests of this head that are charged and not sent.
         pending_tokens: prompt tokens of this head's pending requests that are still to be computed.
         prefill_free_since: monotonic seconds since which `Headroom` keeps prompts away; None: it does not.
     """
 
-    def __init__(self, cache: CacheSize = UNKNOWN_CACHE) -> None:
+    def __init__(self, size: EngineSize = UNKNOWN_SIZE) -> None:
+        self.size = size
         self.requests = 0
         self.others = 0
         self.prefill_tokens = 0
@@ -48,7 +50,6 @@ class LoadLedger:
         self._pending: dict[StageRun, None] = {}
         # Decoding sessions with streaming input.
         self._sessions = 0
-        self._cache = cache
         self._decode_tokens = 0
         self._peers: Work | None = None
         self._peers_prefill_tokens = 0
@@ -113,12 +114,12 @@ class LoadLedger:
     @property
     def free_tokens(self) -> float | None:
         """Tokens for which the engine has free KV blocks, as it reported; None: not known."""
-        return (1.0 - self._report.kv_usage) * self.cache_tokens if self._cache.blocks else None
+        return (1.0 - self._report.kv_usage) * self.cache_tokens if self.size.blocks else None
 
     @property
     def cache_tokens(self) -> int:
         """Tokens for which the engine has KV blocks; 0: not known."""
-        return self._cache.blocks * self._cache.block_size
+        return self.size.blocks * self.size.block_size
 
     @property
     def waiting(self) -> int:
@@ -150,7 +151,8 @@ class LoadLedger:
             self._decode_tokens,
             *self._report,
             self._computed_tokens / self._computing_s if self._computing_s else 0.0,
-            *self._cache,
+            self.size.blocks,
+            self.size.block_size,
             self._peers is not None,
         )
 

@@ -51,7 +51,7 @@ class EngineApi:
         self._encoder = MsgpackEncoder()
         self._decoder = _outputs_decoder()
 
-    cache_size = staticmethod(ready.cache_size)
+    engine_size = staticmethod(ready.engine_size)
     transfers_cache = staticmethod(moving.transfers_cache)
     continuation = staticmethod(moving.continuation)
     end_if_complete = staticmethod(moving.end_if_complete)

@@ -18,18 +18,20 @@ class LoadReport(NamedTuple):
     kv_usage: float
 
 
-class BatchLimits(NamedTuple):
-    """The largest batch of one engine step; zeros if unknown."""
+class EngineSize(NamedTuple):
+    """What one engine holds and computes at once; zeros if unknown.
 
-    tokens: int = 0
-    sequences: int = 0
-
-
-class CacheSize(NamedTuple):
-    """KV memory of an engine; zeros if unknown. `block_size` is in tokens."""
+    Attributes:
+        blocks: of KV memory.
+        block_size: tokens of a block.
+        step_tokens: tokens of its largest step.
+        sequences: sequences of its largest step.
+    """
 
     blocks: int = 0
     block_size: int = 0
+    step_tokens: int = 0
+    sequences: int = 0
 
 
 class Move(Enum):

@@ -9,7 +9,9 @@ from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.core_client import MPClient
 
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.requests.engine_types import BatchLimits, CacheSize
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+
+_COUNTS = ("max_model_len", "num_gpu_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs")
 
 
 def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[int, Any]:
@@ -38,13 +40,8 @@ def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[i
     return sources
 
 
-def batch_limits(vllm_config: Any) -> BatchLimits:
-    scheduler = vllm_config.scheduler_config
-    return BatchLimits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-
-
-def cache_size(payload: bytes) -> CacheSize:
-    """The KV memory in a ready response, in blocks of full attention, the only ones that are shared.
+def engine_size(payload: bytes) -> EngineSize:
+    """What an engine holds by its ready response; KV memory in blocks of full attention, the only ones that are shared.
 
     Raises WireError for an invalid response, which must not be passed to `apply_ready_responses`.
     """
@@ -52,7 +49,8 @@ def cache_size(payload: bytes) -> CacheSize:
         ready = msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise WireError(f"not a valid EngineCoreReadyResponse: {error}") from error
-    for name in ("max_model_len", "num_gpu_blocks", "block_size"):
+    for name in _COUNTS:
         if getattr(ready, name) < 0:
             raise WireError(f"not a valid EngineCoreReadyResponse: {name} is {getattr(ready, name)}")
-    return CacheSize(ready.num_gpu_blocks, ready.effective_attention_block_size or ready.block_size)
+    block_size = ready.effective_attention_block_size or ready.block_size
+    return EngineSize(ready.num_gpu_blocks, block_size, ready.max_num_batched_tokens, ready.max_num_seqs)
