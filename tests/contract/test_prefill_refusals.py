@@ -18,7 +18,7 @@ from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuild
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
-from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
 # vLLM reads fields of its own that it has deprecated.
@@ -67,7 +67,7 @@ class Fleet(PlayedFleet):
         )
         self.links = [SilentLink(stage.name) for stage in PIPELINE.stages]
         for pool, link, api in zip(pools, self.links, apis, strict=True):
-            self.serve(pool.add(), link, api, ready_response(config, 0, kv_blocks=100, block_size=16))
+            self.serve(pool.add(), link, api, ready_response(0, num_gpu_blocks=100, block_size=16))
 
 
 async def test_a_request_that_does_not_start_in_time_gets_503_and_costs_no_prefill(

@@ -18,6 +18,7 @@ from vllm_omni_plugin.orchestrator.dispatch.head_queue import Choice, HeadQueue
 from vllm_omni_plugin.orchestrator.dispatch.hold_queue import HoldQueue, MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.outcomes import Outcomes
 from vllm_omni_plugin.orchestrator.dispatch.paused_runs import PausedRuns
+from vllm_omni_plugin.orchestrator.dispatch.returning_replicas import ReturningReplicas
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, WaitingCounts, count_reason
@@ -69,6 +70,7 @@ class Dispatcher:
         )
         self._wake_at = wake_at
         self._held = HoldQueue(replica_wait, wake_at)
+        self._returning = ReturningReplicas(pool, wake_at, clock)
         self._moves = moves
         # Runs of lost replicas, in the order of the losses.
         self._moving: dict[StageRun, None] = {}
@@ -103,7 +105,11 @@ class Dispatcher:
     def submit(self, run: StageRun) -> Sequence[RunEnded]:
         if run.ticket is not None:
             self._queue.watch_deadline(run)
-        self._assign_and_send(run)
+        # Behind those that are held.
+        if self._returning.awaited and not run.request.abort_immediately and self._held.hold(run, self._clock()):
+            self._assign_held()
+        else:
+            self._assign_and_send(run)
         return self.outcomes.take_ended()
 
     def add_chunk(self, run: StageRun, chunk: Any) -> Sequence[RunEnded]:
@@ -165,13 +171,9 @@ class Dispatcher:
         return self.outcomes.take_ended()
 
     def assign_held(self) -> Sequence[RunEnded]:
-        """A replica serves again: assign and send the held runs, in order."""
-        for run in list(self._held):
-            # Sending may show that the replica is dead, and may evict another run.
-            if self._pool.serving and not run.ended and self._suspects.has_replica_for(run):
-                self._held.remove(run)
-                self._metrics.hold_time_seconds.observe(self._clock() - run.waiting_since)
-                self._assign_and_send(run)
+        """A replica serves again: assign and send the held runs, in order, see `ReturningReplicas`."""
+        self._returning.returned(len(self._held) + self._metrics.held_before_accept > 0)
+        self._assign_held()
         self._assign_suspects()
         for member in self._pool.serving if len(self._queue.unsent) else ():
             self._send_waiting(member)
@@ -181,7 +183,13 @@ class Dispatcher:
         """Time has passed: refuse runs that have waited too long, and send others that may go on."""
         while (run := self._held.take_overdue(self._clock())) is not None:
             self._metrics.hold_time_seconds.observe(self._held.wait)
-            self._refuse(run, waited=self._held.wait)
+            if self._pool.serving and self._suspects.has_replica_for(run):
+                # It was left to replicas that have not come back.
+                self._assign_and_send(run)
+            else:
+                self._refuse(run, waited=self._held.wait)
+        self._returning.tick()
+        self._assign_held()
         for run, error in self._queue.take_expired():
             self.outcomes.fail(run, error)
         self._assign_moving()
@@ -191,6 +199,16 @@ class Dispatcher:
         while self._freed:
             self._send_waiting(self._freed.popitem()[0])
         return self.outcomes.take_ended()
+
+    def _assign_held(self) -> None:
+        for run in list(self._held):
+            if not self._returning.may_assign:
+                return
+            # Sending may show that the replica is dead, and may evict another run.
+            if self._pool.serving and not run.ended and self._suspects.has_replica_for(run):
+                self._held.remove(run)
+                self._metrics.hold_time_seconds.observe(self._clock() - run.waiting_since)
+                self._assign_and_send(run)
 
     def _send_waiting(self, member: PoolMember) -> None:
         """Send a replica the runs that wait for it, as far as it has room; then recall runs that wait for others."""
@@ -266,6 +284,8 @@ class Dispatcher:
         if chosen is None:
             is_pinned = run.affinity_key is not None and self._api.how_to_move(request) is Move.PINNED
             avoided = self._avoided(run)
+            if self._returning.awaited and run.affinity_key is None:
+                avoided = self._returning.full.union(avoided)
             chosen = self._pool.decide(run.task, run.affinity_key, avoided, is_pinned)
             if run.ticket is not None:
                 chosen = self._queue.prefer_headroom(run, chosen, avoided)

@@ -9,6 +9,8 @@ from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadRepo
 
 _RATE_MEMORY_S = 30.0
 """Seconds of prefill after which an observation weighs 1/e in the prefill rate."""
+_UNKNOWN_SEQUENCES = 32
+"""Requests that an engine starts at once which does not report its own number, as Python stages do not."""
 
 UNKNOWN_SIZE = EngineSize()
 _NO_REPORT = LoadReport(0, 0, 0.0)
@@ -120,6 +122,13 @@ class LoadLedger:
     def cache_tokens(self) -> int:
         """Tokens for which the engine has KV blocks; 0: not known."""
         return self.size.blocks * self.size.block_size
+
+    @property
+    def can_start(self) -> bool:
+        """Whether the engine would start one more request at once, by what is charged to it and what it holds."""
+        if self.requests >= (self.size.sequences or _UNKNOWN_SEQUENCES):
+            return False
+        return not self.size.blocks or self.prefill_tokens + self._decode_tokens < self.cache_tokens
 
     @property
     def waiting(self) -> int:
