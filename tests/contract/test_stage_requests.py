@@ -230,6 +230,11 @@ def test_a_decode_request_has_the_transfer_params_of_the_prefill(folder: Path, o
     assert (request.prompt_token_ids, request.sampling_params.max_tokens) == ([1, 3, 4], 5)
     assert client.sampling_params.extra_args == {"a": 1}
     assert built.sampling_params.extra_args == {"a": 1}
+    computed = decode.without_cache(built)
+    assert (computed.sampling_params.skip_reading_prefix_cache, built.sampling_params.skip_reading_prefix_cache) == (
+        True,
+        False,
+    )
     silent = decode.build_root(client, {"max_tokens": 2}, for_client=False)
     assert (silent.sampling_params.max_tokens, silent.sampling_params.extra_args) == (2, None)
 

@@ -1,6 +1,8 @@
 """Prompts computed by one replica and answered by another: the example `prefill_decode`."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 
 import pytest
@@ -63,6 +65,16 @@ def test_a_long_prompt_is_computed_by_the_first_stage(disaggregated: PipelineSer
     assert disaggregated.dispatched() == {stage: number + 1 for stage, number in before.items()}
     # The connector hands over whole blocks, and leaves out the one with the last token.
     assert handed_over(disaggregated) - handed_before == (tokens - 2) // BLOCK * BLOCK
+
+
+def test_long_prompts_at_once_are_handed_over_whole(disaggregated: PipelineServer) -> None:
+    prompts = [new_prompt(disaggregated, 900) for _ in range(8)]
+    before, engines = handed_over(disaggregated), [disaggregated.engine(stage).core.pid for stage in (PREFILL, DECODE)]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(partial(ask, disaggregated), prompts))
+    assert [answer.choices[0].finish_reason for answer in answers] == ["length"] * len(prompts)
+    assert handed_over(disaggregated) - before == len(prompts) * ((900 - 2) // BLOCK * BLOCK)
+    assert [disaggregated.engine(stage).core.pid for stage in (PREFILL, DECODE)] == engines
 
 
 def test_cached_tokens_are_those_that_no_stage_had_to_compute(disaggregated: PipelineServer) -> None:

@@ -77,6 +77,9 @@ class FakeStageApi(FakeEngineApi):
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         return msgspec.structs.replace(request, sampling_params={**request.sampling_params, "kv": params})
 
+    def without_cache(self, request: Any) -> Any:
+        return msgspec.structs.replace(request, sampling_params={**request.sampling_params, "cache": False})
+
     def reader(self, request: Any) -> Any:
         self._stumble("reader")
         return _Stumbling(self, request) if "read" in self.faults else FakeReader(request)

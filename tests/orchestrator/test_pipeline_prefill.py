@@ -171,11 +171,15 @@ async def test_a_request_that_has_ended_begins_no_decode_when_its_prefill_cannot
         assert sent(fleet, 1) == []
 
 
+@pytest.mark.parametrize("params", [PARAMS, None], ids=["parameters", "a store"])
 @pytest.mark.parametrize("delivered", [False, True])
-async def test_a_lost_decode_goes_on_without_the_cache_that_was_fetched_already(delivered: bool) -> None:
+async def test_a_lost_decode_goes_on_without_the_cache_that_was_fetched_already(
+    delivered: bool, params: dict[str, str] | None
+) -> None:
     async with FakePipelineFleet(DISAGGREGATED, replicas=[1, 2]) as fleet:
-        await prefilled(fleet)
+        await prefilled(fleet, params=params)
         link, attempt = fleet.attempt("r", 1)
+        assert "cache" not in link.requests[0]["sampling_params"]
         if delivered:
             link.tell(attempt, 5, cached=3)
         link.say_dead()
@@ -183,12 +187,22 @@ async def test_a_lost_decode_goes_on_without_the_cache_that_was_fetched_already(
         link, attempt = fleet.attempt("r", 1)
         (request,) = link.requests
         assert "kv" not in request["sampling_params"]
+        assert request["sampling_params"]["cache"] is False
         assert request["prompt"] == [*LONG, *([5] if delivered else [])]
         link.tell(attempt, 6, cached=1, finish_reason="stop")
         await fleet.read()
         assert fleet.tokens["r"] == ([5, 6] if delivered else [6])
         assert fleet.cached["r"][0] == (2 if delivered else 1)
         assert fleet.ends == [("r", "stop")]
+
+
+async def test_a_request_that_skipped_the_prefill_moves_with_all_caches() -> None:
+    async with FakePipelineFleet(DISAGGREGATED, replicas=[1, 2]) as fleet:
+        await fleet.submit("r", prompt=SHORT)
+        fleet.attempt("r", 1)[0].say_dead()
+        await fleet.settle()
+        (request,) = fleet.attempt("r", 1)[0].requests
+        assert "cache" not in request["sampling_params"]
 
 
 async def test_every_attempt_has_the_seed_that_makes_its_answer_repeatable() -> None:

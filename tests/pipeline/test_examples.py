@@ -46,6 +46,13 @@ def test_every_function_and_class_of_a_file_exists(file: Path) -> None:
             assert not colon or callable(getattr(import_module(module), attribute))
 
 
+def test_the_stages_that_transfer_a_cache_through_files_compute_each_prompt_in_one_part() -> None:
+    for stage in load_pipeline(EXAMPLES / "prefill_decode.yaml").stages:
+        arguments = {name.replace("-", "_"): value for name, value in stage.engine_args.items()}
+        assert arguments["enable_chunked_prefill"] is False
+        assert arguments["max_num_batched_tokens"] >= arguments["max_model_len"]
+
+
 def test_the_speech_file_knows_the_vocabulary_of_the_talker() -> None:
     vocoder = load_pipeline(EXAMPLES / "speech.yaml").stages[2]
     models = import_module("tiny_models")

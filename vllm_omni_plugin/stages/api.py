@@ -143,6 +143,9 @@ class PythonStageApi(StageApi):
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         raise NotImplementedError("a Python stage has no KV cache")
 
+    def without_cache(self, request: Any) -> Any:
+        raise NotImplementedError("a Python stage has no KV cache")
+
     def make_movable(self, request: Any) -> Any:
         return request
 

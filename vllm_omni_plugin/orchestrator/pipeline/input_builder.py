@@ -132,12 +132,14 @@ class StageInputBuilder:
         if stage.output is Modality.KV_CACHE:
             return api.build_root(source, {}, for_client=False), None
         if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
-            request, params = (
-                api.make_movable(api.build_root(source, sampling, for_client=for_client)),
-                state.cache_params,
-            )
-            # The cache can be fetched only once, so later attempts must not get the parameters.
-            return request, None if params is None else api.with_kv_transfer(request, params)
+            request = api.make_movable(api.build_root(source, sampling, for_client=for_client))
+            if state.cached_tokens is None:
+                return request, None
+            # The cache can be fetched only once, and may be what ended the engine. A connector may find it again
+            # without parameters, so later attempts read no cache.
+            params = state.cache_params
+            first = request if params is None else api.with_kv_transfer(request, params)
+            return api.without_cache(request), first
         if stage.id not in self._transforms:
             return api.build_root(source, sampling, for_client=for_client), None
         readers = state.readers

@@ -69,3 +69,7 @@ class StageApi(EngineApi, ABC):
     @abstractmethod
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         """A copy of a decode stage's request with the prefill stage's `kv_transfer_params`. Not for Python stages."""
+
+    @abstractmethod
+    def without_cache(self, request: Any) -> Any:
+        """A copy of a decode stage's request that makes its engine compute the whole prompt. Not for Python stages."""

@@ -122,6 +122,12 @@ class VllmStageApi(StageApi):
         sampling_params.extra_args = {**(sampling_params.extra_args or {}), KV_TRANSFER_PARAMS: dict(params)}
         return msgspec.structs.replace(request, sampling_params=sampling_params)
 
+    def without_cache(self, request: Any) -> Any:
+        # The scheduler then takes no blocks from a connector either.
+        sampling_params = copy.copy(request.sampling_params)
+        sampling_params.skip_reading_prefix_cache = True
+        return msgspec.structs.replace(request, sampling_params=sampling_params)
+
     def session_tokens(self, chunk: Any) -> int:
         return int(len(chunk.prompt_token_ids) + chunk.sampling_params.max_tokens)
 
