@@ -11,6 +11,8 @@ from held import child_of, descendants, held_by
 from mixed_traffic import PATIENCE_S
 from processes import START_S, Cluster, Process, wait_for
 
+from vllm_omni_plugin.admin.admin_keys import find_local_key
+
 BEAT_S, SILENCE_S = 1.0, 6.0
 """Of `--omni-heartbeat-interval` and `--omni-heartbeat-timeout`: a busy machine may leave a process without a core for
 seconds, which is no hang."""
@@ -117,7 +119,10 @@ class Fleet:
         await asyncio.sleep(SILENCE_S)
 
     async def _drain(self) -> None:
-        async with httpx.AsyncClient(base_url=self._cluster.url, trust_env=False, timeout=PATIENCE_S) as client:
+        headers = {"Authorization": f"Bearer {find_local_key(httpx.URL(self._cluster.url).port or 80)}"}
+        async with httpx.AsyncClient(
+            base_url=self._cluster.url, trust_env=False, timeout=PATIENCE_S, headers=headers
+        ) as client:
             listed = (await client.get("/omni/replicas")).json()["replicas"]
             replica = [each["id"] for each in listed if each["status"] == "up"][-1]
             (await client.post(f"/omni/replicas/{replica}/drain")).raise_for_status()

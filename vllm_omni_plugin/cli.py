@@ -20,7 +20,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
-from vllm_omni_plugin.admin.admin_keys import read_admin_keys
+from vllm_omni_plugin.admin.admin_keys import find_local_key, read_admin_keys
 from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE, SILENT_S, read_messages
 from vllm_omni_plugin.admin.watch.top import Top, table
 from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
@@ -30,6 +30,7 @@ _NAME = "vllm-omni-plugin"
 DEFAULT_URL = "http://127.0.0.1:8000"
 ADMIN_KEY_VARIABLE = "OMNI_ADMIN_KEY"
 _ADMIN_KEY_FLAG = "--admin-key-file"
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 _TIMEOUT_S = 30.0
 _REFRESH_S = 1.0
 _UNAVAILABLE = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_replicas(commands)
     _add_top(commands)
     _add_explain(commands)
+    _add_admin_key(commands)
     _add_pipeline(commands)
     for name, run, about in (
         ("doctor", _doctor, "check this machine, and a node's command line against its head"),
@@ -114,6 +116,13 @@ def _add_explain(commands: Any) -> None:
     _add_server(explain)
 
 
+def _add_admin_key(commands: Any) -> None:
+    about = "print the admin key of this user's head on this machine, for other programs than this one"
+    admin_key = commands.add_parser("admin-key", help=about)
+    admin_key.set_defaults(run=_print_local_key)
+    admin_key.add_argument("--url", type=_http_url, default=DEFAULT_URL, help="of the head (default: %(default)s)")
+
+
 def _add_pipeline(commands: Any) -> None:
     pipeline = commands.add_parser("pipeline", help="look at the file of a pipeline")
     actions = pipeline.add_subparsers(metavar="ACTION", required=True)
@@ -137,7 +146,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         _ADMIN_KEY_FLAG,
         metavar="FILE",
         help="a file whose first line is an admin key of the server, for changes and explain (default: the key in the "
-        f"environment variable {ADMIN_KEY_VARIABLE})",
+        f"environment variable {ADMIN_KEY_VARIABLE}, else that of this user's head on this machine)",
     )
 
 
@@ -207,6 +216,17 @@ def _candidate_row(candidate: dict[str, Any]) -> tuple[str, ...]:
         str(candidate["matched_tokens"]),
         *(f"{candidate[name]:.6g}" for name in _LOAD_FIELDS),
     )
+
+
+def _print_local_key(args: argparse.Namespace) -> int:
+    key = _local_key(args.url)
+    if key is None:
+        raise OmniError(
+            f"no head of this user on this machine keeps an admin key for {args.url}: give the --url of a head that "
+            "runs here, without --omni-admin-key-file, as this user and with the same run-time directory"
+        )
+    sys.stdout.write(f"{key}\n")
+    return 0
 
 
 def _check_pipeline(args: argparse.Namespace) -> int:
@@ -300,12 +320,25 @@ def _no_answer(args: argparse.Namespace, error: Exception) -> ServerUnavailableE
 
 def _opener(url: str) -> OpenerDirector:
     """An opener that uses the proxy of the environment, except for servers on this machine."""
+    return build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(url) else []))
+
+
+def _is_here(url: str) -> bool:
+    """Whether it is an address of loopback."""
     host = urlsplit(url).hostname or ""
     try:
-        local = host == "localhost" or ip_address(host).is_loopback
+        return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
-        local = False
-    return build_opener(_NoRedirect, *([ProxyHandler({})] if local else []))
+        return False
+
+
+def _local_key(url: str) -> str | None:
+    parts = urlsplit(url)
+    try:
+        port = parts.port or _DEFAULT_PORTS[parts.scheme]
+    except ValueError:
+        return None
+    return find_local_key(port) if _is_here(url) else None
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -320,7 +353,7 @@ def _key(args: argparse.Namespace, changes: bool) -> str | None:
     if args.admin_key_file is not None:
         admin_key: str | None = read_admin_keys(args.admin_key_file, _ADMIN_KEY_FLAG)[0]
     else:
-        admin_key = os.environ.get(ADMIN_KEY_VARIABLE)
+        admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or _local_key(args.url)
     api_key: str | None = args.api_key
     return (admin_key or api_key) if changes else (api_key or admin_key)
 

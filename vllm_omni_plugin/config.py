@@ -252,9 +252,15 @@ class OmniConfig:
         None,
         Side.HEAD,
         "File with the admin keys, one per line, of 16 or more characters; its mode should be 0600. Changing the fleet "
-        "over HTTP (DELETE, drain, resume) and explain then need one of them as a bearer token. Without this flag only "
-        "loopback addresses of this machine may do so.",
+        "over HTTP (DELETE, drain, resume) and explain then need one of them as a bearer token. Without this flag they "
+        "need the key that the head keeps for commands of its own user on its machine, or a unix socket (--uds).",
         "FILE",
+    )
+    admin_loopback: bool = _flag(
+        False,
+        Side.HEAD,
+        "Let every client with a loopback address change the fleet: all users of this machine, and all who reach it "
+        "through a proxy, a tunnel, a sidecar or `kubectl port-forward`.",
     )
     max_message_size: int = _flag(
         512,

@@ -47,10 +47,13 @@ def part(body: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def app_of(fleet: FakeFleet | None, *, has_admin_keys: bool = True, unix_socket: bool = False) -> FastAPI:
-    """A server with our routes that accepts every key."""
+def app_of(fleet: FakeFleet | None, *, has_admin_key: bool = True, **local: bool) -> FastAPI:
+    """A server with our routes that accepts every API key, and every request as one with an admin key, or none.
+
+    `local`: attributes of `Access`.
+    """
     app = FastAPI()
-    access = Access(lambda _: True, (lambda _: True) if has_admin_keys else None, unix_socket)
+    access = Access(lambda _: True, lambda _: has_admin_key, **local)
     app.include_router(build_router(access))
     app.include_router(build_watch_router(access))
     if fleet is not None:

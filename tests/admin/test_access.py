@@ -14,13 +14,27 @@ from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.errors import ConfigError
 
 DRAIN = "/omni/replicas/0.0/drain"
-keyless = partial(app_of, has_admin_keys=False)
-"""A server without keys."""
+keyless = partial(app_of, has_admin_key=False)
+"""A server without a key file, and clients that do not know its own key."""
+loopback = partial(keyless, loopback=True)
+"""With `--omni-admin-loopback`."""
+LOOPBACK = ("127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1"])
-async def test_a_loopback_peer_may_change_the_fleet(fleet: FakeFleet, address: str) -> None:
+@pytest.mark.parametrize("address", LOOPBACK)
+async def test_a_loopback_peer_may_not_change_the_fleet(fleet: FakeFleet, address: str) -> None:
     async with client_of(keyless(fleet), address) as client:
+        for method, path in CHANGES:
+            refused = await client.request(method, path)
+            assert refused.status_code == 403
+        assert (await client.get("/omni/replicas")).json()["replicas"][0]["status"] == "up"
+    for remedy in ("vllm-omni-plugin admin-key", "--omni-admin-key-file"):
+        assert remedy in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("address", LOOPBACK)
+async def test_a_loopback_peer_may_change_the_fleet_where_that_is_allowed(fleet: FakeFleet, address: str) -> None:
+    async with client_of(loopback(fleet), address) as client:
         assert (await client.post(DRAIN)).status_code == 204
 
 
@@ -29,7 +43,7 @@ async def test_a_loopback_peer_may_change_the_fleet(fleet: FakeFleet, address: s
     ["10.0.0.9", "0.0.0.0", "::ffff:10.0.0.9", "fe80::1%eth0", "2001:db8::1", "localhost", "testclient", None],
 )
 async def test_other_and_unknown_peers_may_not_change_the_fleet(fleet: FakeFleet, address: str | None) -> None:
-    async with client_of(keyless(fleet), address) as client:
+    async with client_of(loopback(fleet), address) as client:
         for method, path in CHANGES:
             assert (await client.request(method, path)).status_code == 403
         assert (await client.get("/omni/replicas")).json()["replicas"][0]["status"] == "up"
@@ -40,7 +54,7 @@ FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Port", "X-Envoy
 
 @pytest.mark.parametrize("header", [*FORWARDED, "Origin"])
 async def test_requests_of_a_proxy_or_a_web_page_do_not_count_as_local(fleet: FakeFleet, header: str) -> None:
-    async with client_of(keyless(fleet), "127.0.0.1") as client:
+    async with client_of(loopback(fleet), "127.0.0.1") as client:
         answer = await client.post(DRAIN, headers={header: "127.0.0.1"})
     assert answer.status_code == 403
     assert "--omni-admin-key-file" in answer.json()["detail"]
@@ -59,7 +73,7 @@ async def test_an_address_that_uvicorn_takes_from_a_header_does_not_count(fleet:
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with (
-        served(keyless(fleet), listener, forwarded_allow_ips="*"),
+        served(loopback(fleet), listener, forwarded_allow_ips="*"),
         httpx.AsyncClient(base_url=url, trust_env=False) as client,
     ):
         assert (await client.post(DRAIN)).status_code == 204

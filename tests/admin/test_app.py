@@ -32,6 +32,7 @@ from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.config import FLAGS
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
+from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.vllm_api.versions.differences import DECISIONS_ROUTE
 
@@ -71,6 +72,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> BuildApp:
     def build(*arguments: str, admin_key_file: Path | None = None) -> FastAPI:
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
         setattr(args, ADMIN_KEY_FILE, admin_key_file and str(admin_key_file))
+        args.omni_admin_loopback = False
+        setattr(args, LOCAL_ADMIN_KEY, ADMIN_KEYS[0])
         app: FastAPI = build_app(args, EVERYTHING, SimpleNamespace(get_pooling_task=lambda _: "embed"))
         return app
 
@@ -208,6 +211,18 @@ async def test_an_admin_key_may_read_the_fleet_but_not_use_the_model(build: Buil
     assert (looked.status_code, asked.status_code) == (200, 401)
 
 
+@pytest.mark.parametrize(("arguments", "status"), [((), 403), (("--api-key", "right"), 401)])
+async def test_without_a_key_file_the_servers_own_key_allows_changes(
+    build: BuildApp, arguments: tuple[str, ...], status: int
+) -> None:
+    app = build(*arguments)
+    async with FakeFleet() as fleet, client_of(app) as client:
+        give_fleet(app, fleet)
+        assert (await client.post("/omni/replicas/0.0/drain")).status_code == status
+        client.headers["Authorization"] = f"Bearer {ADMIN_KEYS[0]}"
+        assert (await client.post("/omni/replicas/0.0/drain")).status_code == 204
+
+
 async def test_admin_keys_do_not_restrict_reading(build: BuildApp, key_file: Path) -> None:
     app = build(admin_key_file=key_file)
     give_fleet(app, FakeFleet())
@@ -218,7 +233,7 @@ async def test_admin_keys_do_not_restrict_reading(build: BuildApp, key_file: Pat
 async def test_errors_of_our_routes_are_formatted_like_openais(build: BuildApp) -> None:
     app = build()
     give_fleet(app, FakeFleet(replicas=1))
-    async with client_of(app) as client:
+    async with client_of(app, Authorization=f"Bearer {ADMIN_KEYS[0]}") as client:
         answer = await client.post("/omni/replicas/9/drain")
     assert answer.status_code == 404
     assert answer.json()["error"] == {

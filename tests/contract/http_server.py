@@ -28,7 +28,7 @@ from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.http.app import patch_app
-from vllm_omni_plugin.integration.options.additional_config import store_options
+from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, store_options
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -142,7 +142,8 @@ async def http_server(
         line = [str(model), "--served-model-name", MODEL, "--max-model-len", "64", *arguments]
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
         args.model = args.model_tag
-        args.omni_admin_key_file = None
+        args.omni_admin_key_file, args.omni_admin_loopback = None, True
+        setattr(args, LOCAL_ADMIN_KEY, "a key that nobody needs")
         engine_args = AsyncEngineArgs.from_cli_args(args)
         store_options(engine_args, OmniConfig(tenant_header="X-Tenant-ID"))
         config = engine_args.create_engine_config()

@@ -26,7 +26,7 @@ from vllm_omni_plugin.integration.engine_client.pipeline_calls import ActivePipe
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
-from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, store_options
+from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, store_options
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -218,7 +218,13 @@ async def start_app(head: Head, options: OmniConfig, args: Any = None) -> FastAP
     """What we add to vLLM's application, at the start of a server with these options."""
     store_options(engine_config := SimpleNamespace(additional_config=None), options)
     endpoints, app = FleetEndpoints(), FastAPI()
-    app.state.args = SimpleNamespace(api_key=None, uds=None, omni_admin_key_file=options.admin_key_file)
+    app.state.args = SimpleNamespace(
+        api_key=None,
+        uds=None,
+        omni_admin_key_file=options.admin_key_file,
+        omni_admin_loopback=options.admin_loopback,
+        **{LOCAL_ADMIN_KEY: "a key that nobody needs"},
+    )
     app.state.openai_serving_chat = app.state.openai_serving_completion = None
     endpoints.attach_router(app)
     await endpoints.init_state(SimpleNamespace(engine_core=head.client, vllm_config=engine_config), app.state, args)
@@ -226,17 +232,27 @@ async def start_app(head: Head, options: OmniConfig, args: Any = None) -> FastAP
 
 
 @pytest.mark.parametrize(
-    ("mode", "warning"),
-    [(None, "Without --omni-admin-key-file"), (0o640, "others may access it; run `chmod 600`"), (0o600, None)],
+    ("mode", "loopback", "warning"),
+    [
+        (None, True, "With --omni-admin-loopback"),
+        (None, False, None),
+        (0o640, False, "others may access it; run `chmod 600`"),
+        (0o600, False, None),
+    ],
 )
 async def test_the_start_warns_of_who_may_change_the_fleet(
-    head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int | None, warning: str | None
+    head: Head,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    mode: int | None,
+    loopback: bool,
+    warning: str | None,
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef")
     keys.chmod(mode or 0o600)
     with caplog.at_level(logging.WARNING, "vllm"):
-        await start_app(head, OmniConfig(admin_key_file=None if mode is None else str(keys)))
+        await start_app(head, OmniConfig(admin_key_file=None if mode is None else str(keys), admin_loopback=loopback))
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (warning is not None)
     assert all(warning in line for line in told if warning is not None)

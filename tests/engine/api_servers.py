@@ -1,8 +1,12 @@
 """A server with several API server processes on one socket, and connections to a certain one of them."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,12 @@ class ApiServers(Server):
         self.scratch = scratch
         super().__init__(model, log, *args, TMPDIR=scratch, **environment)
 
+    @cached_property
+    def local_key(self) -> str:
+        command = [str(Path(sys.executable).with_name("vllm-omni-plugin")), "admin-key", "--url", self.url]
+        environment = {**os.environ, "TMPDIR": self.scratch}
+        return subprocess.check_output(command, env=environment, text=True).strip()
+
     @property
     def pids(self) -> dict[int, int]:
         """Process id of each API server that was started last, by number."""
@@ -51,11 +61,11 @@ class ApiServers(Server):
 
     @contextmanager
     def connected(self, number: int, timeout: float = 120.0) -> Iterator[httpx.Client]:
-        """A client with one connection, which is to this API server."""
+        """An operator's client with one connection, which is to this API server."""
         pid = self.pids[number]
         with ExitStack() as connections:
             for _ in range(_MAX_CONNECTIONS):
-                client = connections.enter_context(self.http(timeout))
+                client = connections.enter_context(self.operator(timeout))
                 # Those that are not wanted stay open, so that the next one goes to another process.
                 if self._end_of(client, pid):
                     yield client

@@ -111,7 +111,7 @@ class PipelineServer(Server):
     @contextmanager
     def drained(self, stage: int) -> Iterator[None]:
         """The stage's local replica takes no new request meanwhile."""
-        with self.http() as http:
+        with self.operator() as http:
             http.post(f"/omni/replicas/{stage}.0/drain").raise_for_status()
             try:
                 yield

@@ -17,6 +17,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.free_ports import free_port
+from vllm_omni_plugin.admin.admin_keys import find_local_key
 
 MODEL = "tiny"
 MOVES = "vllm_omni_fleet:request_moves_total"
@@ -192,6 +193,18 @@ class Server(ServeProcess):
         # Without certificates, which take longer to read than most answers to come, in a test that asks all the time.
         transport = httpx.HTTPTransport(uds=self._uds, verify=False)
         return httpx.Client(base_url=self.url, timeout=timeout, transport=transport)
+
+    def operator(self, timeout: float = 10.0) -> httpx.Client:
+        """The same for this user's changes to the fleet: it has the key that the head keeps for them, if it has one."""
+        client = self.http(timeout)
+        if (key := self.local_key) is not None:
+            client.headers["Authorization"] = f"Bearer {key}"
+        return client
+
+    @property
+    def local_key(self) -> str | None:
+        """The admin key that it keeps for this user, if it does."""
+        return find_local_key(self.port)
 
     def health(self) -> int | None:
         """Status of /health, or None while nothing listens."""

@@ -56,6 +56,7 @@ OWN_FLAGS = (
     Case("--omni-pipeline", "--omni-pipeline", "expected one argument"),
     Case("--omni-admin-key-file /nowhere/keys", "--omni-admin-key-file", "/nowhere/keys: No such file or directory"),
     Case("--omni-admin-key-file /dev/null", "--omni-admin-key-file", "it is not a regular file"),
+    Case("--omni-admin-key-file /dev/null --omni-admin-loopback", "--omni-admin-loopback", "choose one of them"),
     Case("--omni-lb-config {x", "--omni-lb-config", "'{x' is not JSON: "),
     Case("--omni-lb-config [1]", "--omni-lb-config", "'[1]' is not a JSON object"),
     Case('--omni-lb-policy least-queue-length --omni-lb-config {"weight":1}', "--omni-lb-config", "it has no options"),

@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_takes_its_group_with_it_and_no_other(experts: Pat
 @pytest.mark.long
 @pytest.mark.usefixtures("make_room")
 def test_a_rank_that_is_removed_takes_its_group_with_it(experts: Path, logs: Path) -> None:
-    with groups(experts, logs / "removed.log", 2) as server, server.http() as http:
+    with groups(experts, logs / "removed.log", 2) as server, server.operator() as http:
         assert http.delete("/omni/replicas/0.3").status_code == 204
         until(lambda: set(in_flight(server)) == {"0", "1"}, "the group of rank 3 is gone")
         with Load(server) as load:

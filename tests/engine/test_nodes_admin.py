@@ -51,7 +51,7 @@ def test_a_deleted_replica_leaves_its_requests_to_others_and_ends_its_node(nodes
     try:
         nodes.wait_for_replicas(3)
         (late,) = set(listed(nodes)) - before
-        with nodes.head.http() as http:
+        with nodes.head.operator() as http:
             assert http.delete(f"/omni/replicas/{late}").status_code == 204
             assert sim.process.wait(START_S) == 0
             until(lambda: set(listed(nodes)) == before, "it is no longer listed")

@@ -229,7 +229,7 @@ def test_a_pipeline_is_shown_as_columns_and_as_a_graph(pipeline: SimFleet, brows
 
 def test_requests_have_time_at_the_end_unless_a_second_signal_comes(plain_sim: SimFleet) -> None:
     head = plain_sim.head
-    with Load(head) as load, head.http() as http, http.stream("GET", "/omni/events", headers=AS_STREAM) as viewer:
+    with Load(head) as load, head.operator() as http, http.stream("GET", "/omni/events", headers=AS_STREAM) as viewer:
         for call, health in (("drain", 503), ("resume", 200)):
             assert http.post(f"/omni/{call}").status_code == httpx.codes.NO_CONTENT
             assert head.health() == health

@@ -75,7 +75,7 @@ def test_each_sees_what_the_other_has_in_flight(nodes: NodeFleet, second: Server
 
 
 def test_a_replica_drained_at_one_takes_nothing_of_the_other(nodes: NodeFleet, second: Server) -> None:
-    with second.http() as http:
+    with second.operator() as http:
         assert http.post("/omni/replicas/0.0/drain").status_code == httpx.codes.NO_CONTENT
         try:
             assert replicas(nodes.head)["0.0"]["held_back"] == ["admin"]
@@ -111,7 +111,7 @@ def test_the_streams_of_one_go_on_when_the_other_is_killed(nodes: NodeFleet, sec
 
 def test_a_head_that_is_drained_and_told_to_end_finishes_its_streams(nodes: NodeFleet, second: Server) -> None:
     expected = complete(nodes.head, TOKENS)
-    with Load(second) as load, second.http() as http:
+    with Load(second) as load, second.operator() as http:
         streams = [load.send(TOKENS, stream=True, prompt=PROMPT, temperature=0) for _ in range(3)]
         assert all(stream.started.wait(60) for stream in streams)
         with standing_still(node.engine.pid for node in nodes.nodes):

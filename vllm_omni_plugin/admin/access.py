@@ -19,37 +19,50 @@ _FORWARDED_PREFIXES = ("x-forwarded-", "x-envoy-")
 excludes an address that uvicorn took from a header instead of the connection."""
 
 
+_REMEDY = (
+    "The head keeps one for commands of its own user on its machine: vllm-omni-plugin finds it there, and "
+    f"`vllm-omni-plugin admin-key` prints it. To have others, start the head with {ADMIN_KEY_FLAG}."
+)
+
+
 @dataclass(frozen=True)
 class Access:
     """Accepts requests to the operator's routes, or refuses them with an `HTTPException`.
 
-    `has_api_key` is always true if the server has no API keys. Clients of a unix socket have no address.
+    Attributes:
+        has_api_key: always true if the server has no API keys.
+        has_admin_key: whether it is one of the operator's keys, or this server's own, see `publish_local_key`.
+        has_key_file: whether the operator gave keys; then nothing else allows a change.
+        unix_socket: the server listens on a unix socket. Its clients have no address, and may change the fleet.
+        loopback: clients with a loopback address may change the fleet. A forwarder on this machine has one, too.
     """
 
     has_api_key: KeyCheck
-    has_admin_key: KeyCheck | None
-    unix_socket: bool
+    has_admin_key: KeyCheck
+    has_key_file: bool = False
+    unix_socket: bool = False
+    loopback: bool = False
 
     async def require_read(self, request: Request) -> None:
         """Require any valid key."""
-        if self.has_api_key(request.headers) or (self.has_admin_key and self.has_admin_key(request.headers)):
+        if self.has_api_key(request.headers) or self.has_admin_key(request.headers):
             return
         raise HTTPException(
             HTTPStatus.UNAUTHORIZED, "Unauthorized: these routes need the server's API key as a bearer token."
         )
 
     async def require_write(self, request: Request) -> None:
-        """Require an admin key. Without admin keys, require a local request with an API key."""
-        if self.has_admin_key is None:
-            await self.require_read(request)
-            if not self._is_local(request):
-                allowed = "direct requests from loopback addresses, not through a proxy or from a web page"
-                raise HTTPException(
-                    HTTPStatus.FORBIDDEN, f"Forbidden: without {ADMIN_KEY_FLAG} the server accepts only {allowed}."
-                )
-        elif not self.has_admin_key(request.headers):
+        """Require an admin key. Without a key file, an API key is enough for a request that counts as local."""
+        if self.has_admin_key(request.headers):
+            return
+        if self.has_key_file:
             needs = f"an admin key of the server ({ADMIN_KEY_FLAG}) as a bearer token"
             raise HTTPException(HTTPStatus.UNAUTHORIZED, f"Unauthorized: this needs {needs}.")
+        await self.require_read(request)
+        if not self._is_local(request):
+            raise HTTPException(
+                HTTPStatus.FORBIDDEN, f"Forbidden: this needs an admin key as a bearer token. {_REMEDY}"
+            )
 
     def _is_local(self, request: Request) -> bool:
         if any(name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES) for name in request.headers):
@@ -57,6 +70,8 @@ class Access:
         if request.client is None:
             # A TCP peer that disconnected before its address could be read is unknown.
             return self.unix_socket
+        if not self.loopback:
+            return False
         try:
             address = ip_address(request.client.host)
         except ValueError:

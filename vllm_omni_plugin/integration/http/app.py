@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.access import Access, KeyCheck
-from vllm_omni_plugin.admin.admin_keys import read_admin_keys
+from vllm_omni_plugin.admin.admin_keys import publish_local_key, read_admin_keys
 from vllm_omni_plugin.admin.admission_file import AdmissionFile
 from vllm_omni_plugin.admin.explain import explain
 from vllm_omni_plugin.admin.head_drain import DRAINING
@@ -32,12 +32,12 @@ from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
-from vllm_omni_plugin.config import ADMIN_KEY_FLAG
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, RequestRefusedError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort
 from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
-from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, options_of
+from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, options_of
 from vllm_omni_plugin.integration.patching import patch_function
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
@@ -114,9 +114,7 @@ class FleetEndpoints:
         args = app.state.args
         api_keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
         has_api_key = _has_one_of(api_keys, app) if api_keys else lambda _: True
-        key_file = args.omni_admin_key_file
-        has_admin_key = _has_one_of(read_admin_keys(key_file, ADMIN_KEY_FLAG), app) if key_file else None
-        access = Access(has_api_key, has_admin_key, unix_socket=bool(args.uds))
+        access = _access(args, app, has_api_key)
         app.include_router(build_router(access))
         app.include_router(build_watch_router(access))
         # Innermost, so that vLLM checks API keys first, and its HTTP metrics include the waiting time.
@@ -135,7 +133,7 @@ class FleetEndpoints:
             return
         options = options_of(engine_client.vllm_config)
         assert options is not None
-        _warn_of_open_access(options.admin_key_file)
+        _warn_of_open_access(options)
         from vllm_omni_plugin.integration.http.completion_prompts import read_prompt
 
         state.omni_explain = partial(
@@ -251,12 +249,23 @@ def _has_one_of(keys: Sequence[str], app: FastAPI) -> KeyCheck:
     return has_key
 
 
-def _warn_of_open_access(key_file: str | None) -> None:
-    if key_file is None:
+def _access(args: Any, app: FastAPI, has_api_key: KeyCheck) -> Access:
+    """Who may use the operator's routes. Without a key file a server with a port has a key of its own."""
+    if args.omni_admin_key_file:
+        keys = read_admin_keys(args.omni_admin_key_file, ADMIN_KEY_FLAG)
+        return Access(has_api_key, _has_one_of(keys, app), has_key_file=True)
+    # Several API servers share the key of their supervisor.
+    key = getattr(args, LOCAL_ADMIN_KEY, None) or (None if args.uds else publish_local_key(args.port))
+    has_admin_key = _has_one_of([key] if key else [], app)
+    return Access(has_api_key, has_admin_key, unix_socket=bool(args.uds), loopback=bool(args.omni_admin_loopback))
+
+
+def _warn_of_open_access(options: OmniConfig) -> None:
+    if options.admin_loopback:
         logger.warning(
-            "Without %s, changes to the fleet (DELETE, drain, resume) and explain are allowed from loopback addresses "
-            "of this machine, and so for everybody who reaches a proxy or forwarder that runs on it.",
-            ADMIN_KEY_FLAG,
+            "With --omni-admin-loopback, everybody who has a loopback address of this machine may change the fleet "
+            "(DELETE, drain, resume) and use explain: its other users, and who reaches a proxy or forwarder that runs "
+            "on it."
         )
-    elif os.stat(key_file).st_mode & 0o077:
-        logger.warning("%s %s: others may access it; run `chmod 600` on it.", ADMIN_KEY_FLAG, key_file)
+    elif options.admin_key_file is not None and os.stat(options.admin_key_file).st_mode & 0o077:
+        logger.warning("%s %s: others may access it; run `chmod 600` on it.", ADMIN_KEY_FLAG, options.admin_key_file)

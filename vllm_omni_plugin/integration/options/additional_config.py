@@ -13,6 +13,9 @@ from vllm_omni_plugin.errors import ConfigError
 SHARED_DRAIN_FLAG = "omni_drained"
 """Attribute of the parsed arguments of each of several API servers: the argument of `HeadDrain.use_shared_flag`."""
 
+LOCAL_ADMIN_KEY = "omni_local_admin_key"
+"""Attribute of the parsed arguments of each of several API servers: the key that `publish_local_key` returned."""
+
 _EXIT_USAGE = 2
 _KEY = "vllm_omni_plugin"
 

@@ -34,6 +34,8 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
     _check_master(options, headless)
     _check_heartbeats(options)
     if options.admin_key_file is not None:
+        if options.admin_loopback:
+            raise ConfigError(f"argument --omni-admin-loopback: not allowed with {ADMIN_KEY_FLAG}: choose one of them")
         read_admin_keys(options.admin_key_file, ADMIN_KEY_FLAG)
     if options.admission is not None:
         _check_admission(options.admission)

@@ -27,13 +27,14 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import setup_multiprocess_prometheus
 from vllm.v1.utils import run_api_server_worker_proc
 
+from vllm_omni_plugin.admin.admin_keys import publish_local_key
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.command_line import FLEET_ADDRESS, patch_engine_args
 from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
-from vllm_omni_plugin.integration.options.additional_config import SHARED_DRAIN_FLAG, exit_usage_error
+from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, exit_usage_error
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
@@ -142,9 +143,10 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
             raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
             local_options = options if options.join else _open_fleet(options, plans, resources)
             reaper = resources.enter_context(closing(Reaper()))
-            processes = ApiServerLauncher(
-                args.api_server_count, listen_address, listening, _joined(args, local_options), reaper.watch
-            )
+            joined = _joined(args, local_options)
+            if options.admin_key_file is None and not args.uds:
+                setattr(joined, LOCAL_ADMIN_KEY, publish_local_key(args.port))
+            processes = ApiServerLauncher(args.api_server_count, listen_address, listening, joined, reaper.watch)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(local_options, plans, processes, reaper, engine_args.shutdown_timeout))
         except ConfigError as error:
