@@ -229,3 +229,14 @@ def test_a_snapshot_contains_the_whole_state() -> None:
     other.adopt(shared.snapshot(3))
     assert other.snapshot(3) == shared.snapshot(3)
     assert other.weights_changed
+
+
+@pytest.mark.parametrize("method", [None, "resume_scheduler", "wake_up"])
+def test_a_snapshot_says_whether_a_call_has_ended_a_pause_or_there_was_none(method: str | None) -> None:
+    shared, other = SharedState(), SharedState()
+    if method is not None:
+        shared.record("sleep", (1, "abort"))(True)
+        shared.record(method, ())(True)
+        shared.record("wake_up", ())(True)
+    other.adopt(shared.snapshot(3))
+    assert (other.replay(), other.sets_pause) == ([], method is not None)

@@ -20,7 +20,7 @@ class Attachment:
     """Satisfies `RemoteReplica` over a link in memory."""
 
     ready_response = b"ready"
-    synced = False
+    synced = sleeps = False
 
     def __init__(self, info: ReplicaInfo, replica_id: int, on_outputs: OnOutputs, on_status: OnStatus) -> None:
         self.info = info

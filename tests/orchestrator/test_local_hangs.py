@@ -179,7 +179,7 @@ async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(n
     first, second = node.pool.members
     engine, preparing, prepared = node.engine_of(0), asyncio.Event(), asyncio.Event()
 
-    async def prepare(*_: object) -> None:
+    async def prepare(*_: object, **__: object) -> None:
         preparing.set()
         await prepared.wait()
 

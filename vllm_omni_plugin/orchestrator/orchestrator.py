@@ -168,7 +168,9 @@ class Orchestrator:
         else:
             requests = PipelineRequests(input_builder, self._dispatchers, gate, self._put, self.metrics, clock)
             self._requests, self.pause_sequence = requests, requests.pause_sequence
-        self.stage_calls = tuple(StageCalls(pool, self.distrust, self._hold_back) for pool in stage_pools)
+        self.stage_calls = tuple(
+            StageCalls(pool, self.distrust, self._hold_back, self.uncordon) for pool in stage_pools
+        )
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
 
     @property
@@ -229,7 +231,12 @@ class Orchestrator:
             self._runs_ended(stage_id, ended)
 
     async def prepare_replica(
-        self, member: PoolMember, client: StageClient, ready_response: bytes, up_to_date: bool = False
+        self,
+        member: PoolMember,
+        client: StageClient,
+        ready_response: bytes,
+        up_to_date: bool = False,
+        sleeps: bool = False,
     ) -> None:
         """Check that a replica can do its stage's task, and replay the state that operator calls have left.
 
@@ -240,6 +247,7 @@ class Orchestrator:
         Args:
             ready_response: its engine's, as vLLM encoded it.
             up_to_date: whether another head has replayed everything.
+            sleeps: whether its engine is paused or asleep.
 
         Raises:
             ReplicaError: the replica lacks the task, cannot be brought up to date, or its response is invalid.
@@ -256,7 +264,7 @@ class Orchestrator:
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
         stage = self.stage_calls[member.stage_id]
-        self._hold_back(member, not await stage.bring_up_to_date(client, up_to_date, remote=member.remote))
+        self._hold_back(member, not await stage.bring_up_to_date(client, up_to_date, member.remote, sleeps))
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
@@ -277,9 +285,10 @@ class Orchestrator:
             self.events.record(EventKind.DRAIN, CORDON_REASONS[reason][0], member)
 
     def uncordon(self, member: PoolMember, reason: str) -> None:
-        """Remove a reason; the replica takes requests again unless it is cordoned for another one."""
-        if reason in member.cordons:
-            self.events.record(EventKind.RESUME, CORDON_REASONS[reason][1], member)
+        """Remove a reason, if it applies; the replica takes requests again unless it is cordoned for another one."""
+        if reason not in member.cordons:
+            return
+        self.events.record(EventKind.RESUME, CORDON_REASONS[reason][1], member)
         if self.stage_pools[member.stage_id].uncordon(member, reason):
             self._began_to_serve(member)
 

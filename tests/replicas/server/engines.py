@@ -22,6 +22,7 @@ class ServedFakeEngine(FakeProcess):
         added, aborted: ids of added and of aborted requests.
         calls: (client index, method) of the utility calls.
         failure: failure message of utility calls instead of a result.
+        sleeps: the result of utility calls.
     """
 
     def __init__(self, pid: int, identity: bytes, fails: bool = False, ready: bytes = READY) -> None:
@@ -31,6 +32,7 @@ class ServedFakeEngine(FakeProcess):
         self.aborted: list[str] = []
         self.calls: list[tuple[int, str]] = []
         self.failure: str | None = None
+        self.sleeps = False
         self._identity = identity
         self._fails = fails
         self._ready = ready
@@ -107,7 +109,7 @@ class ServedFakeEngine(FakeProcess):
             call_id, method, _ = body
             client_index = int(frames[2])
             self.calls.append((client_index, method))
-            reply = FakeOutputs(utility_output=FakeUtilityOutput(call_id, self.failure, FakeResult(False)))
+            reply = FakeOutputs(utility_output=FakeUtilityOutput(call_id, self.failure, FakeResult(self.sleeps)))
             self._outputs[client_index].send(msgspec.json.encode(reply))
 
 

@@ -165,6 +165,18 @@ async def test_a_silent_head_loses_its_lease_and_its_requests(start_node: StartN
         assert await head.renew() == Expired(lease)
 
 
+async def test_the_end_of_the_last_lease_does_not_wake_a_sleeping_engine(node: Node) -> None:
+    async with node.attached() as head:
+        node.engine.sleeps = True
+        await head.detach()
+        # Granted once the engine is reset.
+        async with node.attached():
+            pass
+    methods = {method for client_index, method in node.engine.calls if client_index == HEAD_SLOTS}
+    assert "abort_requests" in methods
+    assert "wake_up" not in methods
+
+
 async def test_a_failed_release_restarts_the_engine_and_leases_still_expire(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

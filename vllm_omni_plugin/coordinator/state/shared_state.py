@@ -70,6 +70,11 @@ class SharedState:
         return self._current().weights_changed
 
     @property
+    def sets_pause(self) -> bool:
+        """Whether a call has said if engines pause or sleep. Otherwise they keep the state in which they are found."""
+        return self._current().rest.was_set
+
+    @property
     def adapters(self) -> tuple[Adapter, ...]:
         """The adapters that requests can ask for."""
         return tuple(self._current().loras.values())
@@ -106,7 +111,7 @@ class SharedState:
         return partial(self._settle, call)
 
     def replay(self) -> list[EngineCall]:
-        """Return the calls that bring a fresh engine to this state, in order."""
+        """Return the calls that bring an engine to this state, if it is fresh or asleep as this state says."""
         state = self._current()
         calls: list[EngineCall] = [("add_lora", (lora,)) for lora in state.loras.values()]
         calls += [("pin_lora", (lora_id,)) for lora_id in state.pinned]
@@ -120,7 +125,10 @@ class SharedState:
 
     def snapshot(self, stage_id: int) -> StageState:
         """Return the state of a stage. Calls without a result count as accepted."""
-        calls = [(method, to_builtins(list(args))) for method, args in self.replay()]
+        state = self.replay()
+        if self.sets_pause and not self.undo():
+            state.append(("resume_scheduler", ()))
+        calls = [(method, to_builtins(list(args))) for method, args in state]
         return StageState(stage_id, calls, self.weights_changed)
 
     def adopt(self, snapshot: StageState) -> None:

@@ -126,9 +126,11 @@ class LocalReplicas:
         return keeper.ready.result()
 
     async def _serve(self, member: PoolMember, engine: Engine) -> None:
+        sleeps = False
         if engine.client.is_interrupted:
             await engine.client.reset()
-        await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response)
+            sleeps = await engine.client.call("is_sleeping") is True
+        await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response, sleeps=sleeps)
         if engine.lost.done():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")
         self._orchestrator.replica_serves(

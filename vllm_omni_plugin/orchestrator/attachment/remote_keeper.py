@@ -14,7 +14,13 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import DRAIN_CORDON, LATE_CORDON, WEIGHTS_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import (
+    ASLEEP_CORDON,
+    DRAIN_CORDON,
+    LATE_CORDON,
+    WEIGHTS_CORDON,
+    PoolMember,
+)
 from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
 
 logger = init_logger(__name__)
@@ -129,7 +135,9 @@ class RemoteReplicaKeeper:
         try:
             member.incarnation = replica.incarnation
             synced = await self._fleet_calls.wait_synced()
-            await self._orchestrator.prepare_replica(member, replica.client, replica.ready_response, replica.synced)
+            await self._orchestrator.prepare_replica(
+                member, replica.client, replica.ready_response, replica.synced, replica.sleeps
+            )
             if synced:
                 if WEIGHTS_CORDON not in member.cordons:
                     replica.report_synced()
@@ -149,6 +157,8 @@ class RemoteReplicaKeeper:
             self.joined = True
             self._orchestrator.replica_joined(member, replica.ready_response)
         self._update_cordons()
+        sets_pause = self._orchestrator.stage_calls[member.stage_id].shared.sets_pause
+        self._set_cordon(ASLEEP_CORDON, replica.sleeps and not sets_pause)
         self._orchestrator.replica_serves(
             member, replica.client, self.info.input_addr, self.info.output_addr, replica.ready_response
         )
@@ -161,10 +171,13 @@ class RemoteReplicaKeeper:
     def _update_cordons(self) -> None:
         # That the coordinator does not hear from a replica whose lease lasts, says nothing about the replica.
         drains = self._server_drains or (not self._accepts and self.info.status is ReplicaStatus.DRAINING)
-        for reason, applies in ((LATE_CORDON, self._late), (DRAIN_CORDON, drains)):
-            change = self._orchestrator.cordon if applies else self._orchestrator.uncordon
-            change(self.member, reason)
+        self._set_cordon(LATE_CORDON, self._late)
+        self._set_cordon(DRAIN_CORDON, drains)
         self._await_drain()
+
+    def _set_cordon(self, reason: str, applies: bool) -> None:
+        change = self._orchestrator.cordon if applies else self._orchestrator.uncordon
+        change(self.member, reason)
 
     def _await_drain(self) -> None:
         if DRAIN_CORDON in self.member.cordons and self.member.client is not None:

@@ -18,9 +18,12 @@ LATE_CORDON = "late"
 """The replica's server answers late."""
 WEIGHTS_CORDON = "weights"
 """The weights were updated at run time, and the replica's engine has not got them."""
+ASLEEP_CORDON = "asleep"
+"""The replica was paused or asleep when this head found it, and no call has said since whether it should be."""
 CORDON_REASONS = {
     ADMIN_CORDON: ("an operator drains it", "an operator resumes it"),
     DRAIN_CORDON: ("its server shuts down", "its server is back"),
+    ASLEEP_CORDON: ("it was found paused or asleep", "an operator pauses or resumes the fleet"),
     LATE_CORDON: ("its server answers late", "its server answers in time again"),
     WEIGHTS_CORDON: (
         "weights were updated before its engine started, so it waits for the next complete update",

@@ -13,11 +13,11 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
 from vllm_omni_plugin.errors import NotAllowedError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.pool.pool_member import WEIGHTS_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import ASLEEP_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_mismatch
-from vllm_omni_plugin.vllm_api.requests.pause_state import EngineCall
+from vllm_omni_plugin.vllm_api.requests.pause_state import PAUSE_CALLS, EngineCall
 
 logger = init_logger(__name__)
 
@@ -73,6 +73,7 @@ class StageCalls:
         pool: its replicas are called, also those that are cordoned.
         distrust: called with a replica that failed a call which another replica accepted, and the reason.
         hold_back: called with a replica and whether it must wait for a weight update before it serves.
+        uncordon: called with each replica that is found asleep, when a call says if engines pause or sleep.
 
     Attributes:
         shared: the state that all replicas of the stage should have.
@@ -83,10 +84,12 @@ class StageCalls:
         pool: StagePool,
         distrust: Callable[[PoolMember, str], None],
         hold_back: Callable[[PoolMember, bool], None],
+        uncordon: Callable[[PoolMember, str], None],
     ) -> None:
         self._pool = pool
         self._distrust = distrust
         self._hold_back = hold_back
+        self._uncordon = uncordon
         self.shared = SharedState()
         # The calls that each attaching replica has still to get.
         self._joiners: dict[StageClient, deque[EngineCall]] = {}
@@ -101,12 +104,13 @@ class StageCalls:
     def members(self) -> list[PoolMember]:
         return [member for member in self._pool.members if member.client is not None]
 
-    async def bring_up_to_date(self, client: StageClient, synced: bool, remote: bool) -> bool:
+    async def bring_up_to_date(self, client: StageClient, synced: bool, remote: bool, sleeps: bool = False) -> bool:
         """Make the calls that an attaching replica has missed: adapters, pause, sleep; see `SharedState.replay`.
 
         Args:
             synced: another head has made all calls so far.
             remote: see `PoolMember`.
+            sleeps: its engine is paused or asleep. It stays so unless an operator has ended that meanwhile.
 
         Returns:
             Whether its engine has the weights of the others. If not, it must wait for the next complete update.
@@ -118,6 +122,8 @@ class StageCalls:
         rollbacks = self.shared.rollbacks
         backlog = self._joiners[client] = deque([] if synced else self.shared.replay())
         try:
+            if sleeps and not synced and self.shared.sets_pause and not self.shared.undo():
+                backlog.appendleft(("wake_up", (None,)))
             while backlog or self._unnumbered:
                 if not backlog:
                     await self._numbered.wait()
@@ -171,6 +177,9 @@ class StageCalls:
             called_elsewhere=skipped,
             completes_update=completes_update,
         )
+        if method in PAUSE_CALLS:
+            for member in self.members:
+                self._uncordon(member, ASLEEP_CORDON)
         if self.shared.leaves_state(method, args) and method not in HEAD_CALLS:
             for backlog in self._joiners.values():
                 backlog.append((method, args))

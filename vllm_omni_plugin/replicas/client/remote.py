@@ -121,6 +121,7 @@ class RemoteReplica:
     """A lease of one replica. Made by `attach_remote`; lives on the loop that made it.
 
     Attributes:
+        sleeps: whether the engine was paused or asleep when it was attached to.
         lost: done with the reason when the lease or the engine has ended.
         on_lost: called with the reason when `lost` is set; does nothing unless replaced.
         on_late: called with True when the replica is late, and with False when its server answers again; does nothing
@@ -130,6 +131,7 @@ class RemoteReplica:
     client: StageClient
     ready_response: bytes
     synced: bool
+    sleeps: bool
 
     def __init__(
         self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, on_outputs: OnOutputs, on_status: OnStatus
@@ -204,7 +206,7 @@ class RemoteReplica:
         if self.lost.done():
             raise ReplicaError(self.lost.result())
         # Open connections do not prove that the engine is alive.
-        await self.client.call("is_sleeping")
+        self.sleeps = await self.client.call("is_sleeping") is True
 
     def subscribe_cache(self, on_change: OnCacheChange) -> None:
         """Report the engine's cached blocks, first all and then changes, if the engine reports them. Call once."""

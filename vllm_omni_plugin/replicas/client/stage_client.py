@@ -138,12 +138,10 @@ class StageClient:
         self._fail(self._calls, ReplicaError(f"replica {self._name} hangs: {reason}"))
 
     async def reset(self) -> None:
-        """Abort every request and end a pause or sleep, before new heads use the engine. Raises as `call`."""
+        """Abort every request, before new heads use the engine. A pause or sleep goes on. Raises as `call`."""
         # None means all requests to vLLM's scheduler.
         await self.call("abort_requests", None)
         self.is_interrupted = False
-        if await self.call("is_sleeping"):
-            await self.call("wake_up")
 
     def pause_reading(self) -> None:
         self.is_reading = False

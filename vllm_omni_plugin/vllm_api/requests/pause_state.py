@@ -36,6 +36,8 @@ class PauseState:
     """The level at which the weights went to sleep; no meaning while they are resident."""
     refuses: bool = False
     """Whether requests are refused until it resumes; otherwise they wait."""
+    was_set: bool = False
+    """Whether there was such a call; without one, an engine keeps the state in which it is found."""
 
     def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """Pause, and refuse requests unless the mode is `keep`."""
@@ -43,20 +45,21 @@ class PauseState:
         self.refuses = mode != "keep"
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        self.pause_mode = mode
+        self.pause_mode, self.was_set = mode, True
 
     def resume(self) -> None:
-        self.pause_mode = None
+        self.pause_mode, self.was_set = None, True
         self.refuses = False
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pause; from level 1 on, all memory sleeps too. Weights that sleep already keep their level."""
-        self.pause_mode = mode
+        self.pause(mode)
         if level >= 1 and "weights" not in self.asleep:
             self.asleep, self.sleep_level = _ALL_MEMORY, level
 
     def release_kv_cache(self) -> None:
         self.asleep |= {"kv_cache"}
+        self.was_set = True
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Wake memory up, all or by tags; resume once all is awake. If one of the tags is awake, none is woken."""
