@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import threading
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -189,6 +190,30 @@ async def test_a_failed_release_restarts_the_engine_and_leases_still_expire(
     async with node.head() as head:
         attached = await head.attach(after.incarnation)
         assert await head.next_message() == Expired(attached.lease)
+
+
+async def test_a_slot_is_not_leased_while_the_adapter_files_of_its_former_head_are_read_and_others_are(
+    start_node: StartNode,
+) -> None:
+    is_reading, was_read = threading.Event(), threading.Event()
+
+    def read_files(frames: object) -> None:
+        is_reading.set()
+        was_read.wait(20)
+
+    node = await start_node(message_filter=read_files)
+    async with node.attached() as head:
+        await head.add("a")
+        assert await asyncio.to_thread(is_reading.wait, 20)
+        await head.detach()
+        async with node.attached() as other:
+            assert (other.attached.client_index, was_read.is_set()) == (1, False)
+        was_read.set()
+        async with asyncio.timeout(20):
+            client_index = -1
+            while client_index != 0:
+                async with node.attached() as later:
+                    client_index = later.attached.client_index
 
 
 async def test_a_lease_is_valid_on_its_own_connection_only(node: Node) -> None:

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -90,6 +93,31 @@ async def test_a_proxy_to_a_head_that_does_not_read_closes_at_once_and_leaves_wh
     close_all([inputs, outputs])
     # The proxy had read the first frame of a message for which the head had no room.
     assert [slot.recv_multipart()[0] for _ in range(3)] == [b"outputs"] * 3
+
+
+async def test_a_proxy_closes_at_once_while_the_files_of_an_adapter_are_read(
+    tmp_path: Path, slot: "zmq.Socket[bytes]", open_socket: Callable[[int], "zmq.Socket[bytes]"]
+) -> None:
+    is_reading, was_read = threading.Event(), threading.Event()
+
+    def read_files(frames: Sequence[Any]) -> None:
+        is_reading.set()
+        was_read.wait(20)
+
+    inputs, outputs = listen_on_ports("127.0.0.1", None, 2)
+    settings = replace(SETTINGS, message_filter=read_files)
+    proxy = DataProxy(inputs, outputs, "c" * 40, settings, lambda: None, f"ipc://{tmp_path}/forwarder", slot)
+    head = open_socket(zmq.PUSH)
+    head.plain_username, head.plain_password = PLAIN_USERNAME.encode(), b"c" * 40
+    head.connect(inputs.address)
+    head.send_multipart([b"engine", b"add_lora"])
+    assert await asyncio.to_thread(is_reading.wait, 20)
+    proxy.close()
+    assert not was_read.is_set()
+    assert not proxy.ended.done()
+    was_read.set()
+    await proxy.ended
+    close_all([inputs, outputs])
 
 
 def test_the_forwarder_of_an_engine_that_does_not_read_closes_at_once(

@@ -274,11 +274,17 @@ class AttachedHeads:
             close_all(self._ports.pop(slot, ()))
 
     async def _free_when_clean(self, engine: ServedEngine, slot: int) -> None:
+        output = engine.slots[slot]
         try:
-            await engine.slots[slot].wait_until_clean()
+            await output.wait_until_clean()
         except ReplicaError as error:
             engine.mark_lost(f"an output slot could not be cleaned: {error}")
         else:
+            output.ended.add_done_callback(lambda _: self._free(engine, slot))
+
+    def _free(self, engine: ServedEngine, slot: int) -> None:
+        # All slots of a later engine are free from its start.
+        if engine is self._engine:
             self._leases.free(slot)
 
     async def _reset(self, engine: ServedEngine, cleaning: list["asyncio.Task[None]"]) -> None:

@@ -49,6 +49,7 @@ class DataProxy:
 
     Attributes:
         data_key: public CURVE key (Z85) of both ports, or "" if links are not encrypted.
+        ended: done after `close`, once the ports are free: at once, or when the files of an adapter have been read.
 
     Raises:
         zmq.ZMQError: no descriptor is left; or `OSError`.
@@ -64,6 +65,8 @@ class DataProxy:
         forwarder_addr: str,
         slot_socket: Socket,
     ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self.data_key, self._secret_key = "", b""
         if settings.secrets is not None:
             public, self._secret_key = zmq.curve_keypair()
@@ -74,7 +77,7 @@ class DataProxy:
             self._zap_handler = ZapHandler(self._context, settings.secrets)
             undo.callback(self._zap_handler.close)
             self._zap_handler.admit(DATA_ROLE, credential)
-            self._threads = self._open(inputs, outputs, forwarder_addr, slot_socket, settings, on_lost)
+            self._output_thread = self._open(inputs, outputs, forwarder_addr, slot_socket, settings, on_lost)
             undo.pop_all()
 
     def _open(
@@ -85,8 +88,7 @@ class DataProxy:
         slot_socket: Socket,
         settings: ServerSettings,
         on_lost: Callable[[], None],
-    ) -> tuple[threading.Thread, threading.Thread]:
-        loop = asyncio.get_running_loop()
+    ) -> threading.Thread:
         pull = self._serve(zmq.PULL, settings.max_message_bytes + CURVE_BYTES)
         pull.rcvhwm = QUEUE_MESSAGES
         self._zap_handler.watch(pull, f"requests {inputs.address}")
@@ -94,7 +96,7 @@ class DataProxy:
         push.sndhwm = QUEUE_MESSAGES
         # The kernel closes a connection whose peer acknowledges nothing, or keeps its window closed, for this time.
         push.setsockopt(zmq.TCP_MAXRT, math.ceil(settings.heartbeat_timeout * 1000))
-        self._zap_handler.watch(push, f"outputs {outputs.address}", lambda: loop.call_soon_threadsafe(on_lost))
+        self._zap_handler.watch(push, f"outputs {outputs.address}", lambda: self._loop.call_soon_threadsafe(on_lost))
         to_forwarder = self._context.socket(zmq.PUSH)
         to_forwarder.sndhwm = QUEUE_MESSAGES
         to_forwarder.connect(forwarder_addr)
@@ -102,22 +104,24 @@ class DataProxy:
         to_slot.connect(slot_socket.get_string(zmq.LAST_ENDPOINT))
         inputs.bind(pull)
         outputs.bind(push)
-        return (
-            forward(
-                "omni-head-input", pull, to_forwarder, (pull, to_forwarder, to_slot), self._filter(settings, to_slot)
-            ),
-            forward("omni-head-output", slot_socket, push, (push,)),
-        )
+        passes = self._filter(settings, to_slot)
+        forward("omni-head-input", pull, to_forwarder, (pull, to_forwarder, to_slot), passes)
+        return forward("omni-head-output", slot_socket, push, (push,))
 
     def close(self) -> None:
-        """End both threads; the slot's socket belongs to the caller again. Call once only.
+        """Let no further message pass; the slot's socket belongs to the caller again. Call once only.
 
-        Takes milliseconds, or some tenths of a second while the files of an adapter are being read.
+        Takes milliseconds. The files of an adapter may be on a file system that hangs, so this does not wait for them.
         """
         self._zap_handler.close()
+        threading.Thread(target=self._end, name="omni-lease-end", daemon=True).start()
+        self._output_thread.join()
+
+    def _end(self) -> None:
         self._context.term()
-        for thread in self._threads:
-            thread.join()
+        # The loop is closed if the node has ended meanwhile.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.ended.set_result, None)
 
     def _filter(self, settings: ServerSettings, to_slot: Socket) -> Callable[[Sequence[Any]], bool]:
         """The filter for `forward`. Answers to rejected calls go to `to_slot`, where the engine's answers go."""

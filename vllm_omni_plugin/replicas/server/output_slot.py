@@ -1,5 +1,6 @@
 """One output of an engine: read by a proxy while a head holds its lease, otherwise by the server."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,8 @@ class OutputSlot:
     must not keep the engine busy, and unread outputs would pile up in the engine.
 
     `on_dead` is called when the engine reports its death on this slot, with the reason and whether it crashed.
+
+    `ended` exists after the first lease: done once the ports of the last lease are free.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class OutputSlot:
         )
         self._link = link
         self._proxy: DataProxy | None = None
+        self.ended: asyncio.Future[None]
         self.client.start()
 
     def lease(self, new_proxy: Callable[[str, Socket], DataProxy]) -> DataProxy:
@@ -80,6 +84,7 @@ class OutputSlot:
         proxy, self._proxy = self._proxy, None
         if proxy is not None:
             proxy.close()
+            self.ended = proxy.ended
             self.client.resume_reading()
 
     async def wait_until_clean(self) -> None:
