@@ -118,14 +118,14 @@ class Head:
         assert isinstance(status, Status), status
         return status
 
-    async def renew(self) -> FromServer:
-        await self.send_control(RenewLease(self.attached.lease))
+    async def renew(self, busy: bool = False) -> FromServer:
+        await self.send_control(RenewLease(self.attached.lease, busy))
         return await self.next_message()
 
-    async def renew_while_up(self) -> Status:
+    async def renew_while_up(self, busy: bool = False) -> Status:
         """Renew the lease until its answer says that the replica is not up any more."""
         while True:
-            answer = await self.renew()
+            answer = await self.renew(busy)
             assert isinstance(answer, Status)
             if answer.status is not ReplicaStatus.UP:
                 return answer

@@ -12,6 +12,7 @@ from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
+from vllm_omni_plugin.replicas.engine import engine_keeper
 from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
 
@@ -81,6 +82,18 @@ async def test_a_hung_engine_is_reported_kept_and_put_back_into_service(start_no
         assert attached.incarnation == after.incarnation
         node.engine.send_tokens(0, "alive")
         assert await head.read_ids(1) == ["alive"]
+
+
+async def test_an_engine_with_a_long_call_of_a_head_gets_as_long_as_with_one_of_its_own(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_keeper, "_LONG_CALL_S", 2.5)
+    node = await start_node(heartbeat_timeout=1.5)
+    async with node.attached() as head:
+        await head.renew(busy=True)
+        node.engine.hang()
+        status = await head.renew_while_up(busy=True)
+    assert "has not answered for 2.5 s" in status.reason
 
 
 async def test_a_first_start_that_fails_ends_the_server(start_node: StartNode) -> None:

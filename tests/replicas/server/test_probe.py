@@ -128,6 +128,14 @@ async def test_a_long_call_extends_the_limit(
         assert engine.events == [waited, "answered", overdue]
 
 
+async def test_a_long_call_that_is_heard_of_after_the_probe_extends_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_keeper, "_LONG_CALL_S", 0.2)
+    async with probed(timeout=0.05) as engine:
+        engine.is_busy = True
+        await eventually(lambda: engine.events)
+        assert engine.events == ["its engine has not answered for 0.2 s"]
+
+
 async def test_long_steps_raise_the_limit_for_some_time() -> None:
     async with probed(timeout=10.0) as engine:
         await engine.answer_after(1.0)

@@ -292,7 +292,7 @@ class RemoteReplica:
             return
         self._set_late(silent_for >= settings.lease_timeout * _LATE_SHARE)
         self._unanswered += 1
-        self._control.send(RenewLease(self._lease))
+        self._control.send(RenewLease(self._lease, self.client.is_busy))
         if self._cache_polls is not None:
             self._cache_polls.poll()
         self._next_renewal = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._renew)

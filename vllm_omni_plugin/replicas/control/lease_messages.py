@@ -47,9 +47,14 @@ class Attach(Struct, frozen=True, tag="attach"):
 
 
 class RenewLease(Struct, frozen=True, tag="beat"):
-    """Head to server, every heartbeat interval: renews the lease. The server answers with `Status`."""
+    """Head to server, every heartbeat interval: renews the lease. The server answers with `Status`.
+
+    Attributes:
+        busy: the head has a call open that may block the engine's main loop for long.
+    """
 
     lease: int
+    busy: bool = False
 
 
 class Detach(Struct, frozen=True, tag="detach"):

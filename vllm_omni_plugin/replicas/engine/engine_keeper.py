@@ -63,14 +63,19 @@ class Probe:
         return lost.result()
 
     async def _probe(self) -> None:
-        asked_at, limit, is_busy = self.clock(), self.limit, self.engine.client.is_busy
-        timeout = max(limit, _LONG_CALL_S) if is_busy else limit
-        self._measures_steps = not is_busy
+        asked_at, limit = self.clock(), self.limit
+        self._measures_steps = not self.engine.is_busy
         answer = asyncio.ensure_future(self.engine.client.probe())
         try:
-            is_overdue = not await self._arrives(answer, timeout)
+            waited = limit
+            is_overdue = not await self._arrives(answer, limit)
+            # Looked at only now, because a head says up to an interval later that it has made a call.
+            if is_overdue and self.engine.is_busy:
+                self._measures_steps = False
+                waited = max(limit, _LONG_CALL_S)
+                is_overdue = not await self._arrives(answer, waited - limit)
             if is_overdue:
-                self.on_hang(f"its engine has not answered for {timeout:.1f} s")
+                self.on_hang(f"its engine has not answered for {waited:.1f} s")
             await answer
             self.engine.client.answered_at = self.clock()
         finally:

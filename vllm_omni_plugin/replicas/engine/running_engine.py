@@ -60,6 +60,11 @@ class Engine:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is open that may block the engine's main loop for long."""
+        return self.client.is_busy
+
     def mark_lost(self, reason: str, engine_failed: bool = False) -> None:
         """Treat the engine as lost. Only the first call has an effect."""
         self.client.mark_dead(reason, engine_failed)

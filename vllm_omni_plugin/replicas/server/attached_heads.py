@@ -168,6 +168,8 @@ class AttachedHeads:
         match message:
             case RenewLease():
                 self._leases.renew(lease, self._clock())
+                assert self._engine is not None
+                self._engine.slots[lease.slot].is_busy = message.busy
                 self._send(peer, Status(lease.lease_id, self._status, self._reason))
             case PollCache():
                 self._cache_polls.poll(lease, message.cursor)

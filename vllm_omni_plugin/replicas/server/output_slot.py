@@ -48,6 +48,7 @@ class OutputSlot:
 
     `on_dead` is called when the engine reports its death on this slot, with the reason and whether it crashed.
 
+    `is_busy` is set to whether the head has said that it has a call open which may block the engine for long.
     `ended` exists after the first lease: done once the ports of the last lease are free.
     """
 
@@ -64,6 +65,7 @@ class OutputSlot:
         )
         self._link = link
         self._proxy: DataProxy | None = None
+        self.is_busy = False
         self.ended: asyncio.Future[None]
         self.client.start()
 
@@ -81,7 +83,7 @@ class OutputSlot:
 
     def release(self) -> None:
         """End the proxy at once: its head can neither receive nor send any more. Idempotent."""
-        proxy, self._proxy = self._proxy, None
+        proxy, self._proxy, self.is_busy = self._proxy, None, False
         if proxy is not None:
             proxy.close()
             self.ended = proxy.ended

@@ -86,6 +86,10 @@ class ServedEngine(Engine):
         for slot in self.slots:
             self._resources.callback(slot.close)
 
+    @property
+    def is_busy(self) -> bool:
+        return super().is_busy or any(slot.is_busy for slot in self.slots)
+
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
         for slot in self.slots:
             slot.release()
