@@ -33,6 +33,24 @@ OWNER = [
 ]
 
 
+OWNER_OF_A_KILLED_ENGINE = [
+    sys.executable,
+    "-c",
+    "import os, subprocess, sys, time\n"
+    "from vllm_omni_plugin.config import FLEET_ENGINE\n"
+    "from vllm_omni_plugin.replicas.engine.reaper import Reaper\n"
+    "mark = {FLEET_ENGINE: f'/proc/{os.getpid()}/fd/9'}\n"
+    f"engine = subprocess.Popen({PARENT_OF_A_SLEEPER!r}, stdout=subprocess.PIPE, env=os.environ | mark)\n"
+    "reaper = Reaper()\n"
+    "reaper.watch(engine.pid)\n"
+    "worker = int(engine.stdout.readline())\n"
+    "engine.kill()\n"
+    "engine.wait()\n"
+    "print(worker, flush=True)\n"
+    "time.sleep(600)",
+]
+
+
 def ends(fd: int) -> bool:
     return bool(select.select([fd], [], [], 10)[0])
 
@@ -49,6 +67,15 @@ def test_engines_and_their_workers_are_killed_with_their_parent(stopped: bool) -
         assert [ends(fd) for fd in fds] == [True, True]
         for fd in fds:
             os.close(fd)
+
+
+def test_a_worker_whose_engine_has_ended_before_is_killed_with_the_owner() -> None:
+    with subprocess.Popen(OWNER_OF_A_KILLED_ENGINE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        worker = os.pidfd_open(int(owner.stdout.readline()))
+        owner.kill()
+        assert ends(worker)
+        os.close(worker)
 
 
 def test_a_process_of_another_parent_is_not_killed() -> None:

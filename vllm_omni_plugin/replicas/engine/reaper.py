@@ -2,7 +2,7 @@
 
 Engines survive the death of their parent. The child, ``python -m vllm_omni_plugin.replicas.engine.reaper``, gets their
 process ids on its standard input. When its parent has ended, it kills each engine with all its descendants. It holds a
-pidfd of every engine, so it never kills another process that got the same id. It needs the standard library only.
+pidfd of every engine, so it never kills another process that got the same id. It does not import vLLM.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked
 
 _KILL_TIMEOUT_S = 5.0
 
@@ -89,6 +91,9 @@ class _Watched:
     def kill(self) -> None:
         for fd, pid in self._pids.items():
             _kill_tree(pid, fd)
+        if self._parent_has_ended():
+            # Workers whose engine had ended before are children of no engine.
+            kill_marked(f"/proc/{self._parent}/fd/")
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         for fd in self._pids:
             select.select([fd], [], [], max(0.0, deadline - time.monotonic()))

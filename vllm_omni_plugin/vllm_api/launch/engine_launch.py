@@ -2,6 +2,7 @@
 
 import copy
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -22,8 +23,14 @@ from vllm.v1.engine.utils import (
 )
 
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
-from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, fleet_executor, mark_as_fleet_engine
+from vllm_omni_plugin.vllm_api.launch.fleet_engine import (
+    ExitNote,
+    FleetExecutor,
+    fleet_executor,
+    mark_as_fleet_engine,
+)
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import remove_event_sockets, turn_on_cache_events
+from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, mapped_memory, remove_memory
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit, remove_ipc_files
 
 
@@ -88,15 +95,20 @@ def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
 
 @dataclass(eq=False)
 class EngineProcess:
-    """An engine core process and its workers. Any thread may shut it down at any time."""
+    """An engine core process and its workers. Any thread may shut it down at any time.
+
+    `has_workers`: the core starts its workers on this machine.
+    """
 
     manager: CoreEngineProcManager
     config: Any
     exit_note: ExitNote
     handshake: "_Handshake"
     index: int
+    has_workers: bool = False
 
     def __post_init__(self) -> None:
+        self._memory: set[str] = set()
         # Readable once the engine core has exited. The sentinel of multiprocessing is readable before the exit code is
         # available.
         self.sentinel = os.pidfd_open(self.pid)
@@ -117,14 +129,21 @@ class EngineProcess:
     def shutdown(self, timeout: float | None = None) -> None:
         """Ask the engine to exit, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
         self.manager.shutdown(timeout=timeout)
+        self._end_workers()
         remove_event_sockets(self.config)
 
     def kill(self) -> None:
-        """Kill the engine and everything it started. Does not block."""
+        """Kill the engine and its workers. Does not block."""
         for process in self.manager.processes:
             if process.is_alive():
                 process.kill()
+                threading.Thread(target=self._end_workers, name="omni-engine-end", daemon=True).start()
         remove_event_sockets(self.config)
+
+    def _end_workers(self) -> None:
+        if self.has_workers:
+            kill_marked(str(self.exit_note.path))
+            remove_memory(self._memory)
 
     def abandon(self) -> None:
         """Kill an engine that nobody will wait for. Not while `wait` runs; that returns when the engine is killed."""
@@ -155,6 +174,7 @@ class EngineProcess:
                 self.config.cache_config,
                 launch,
             )
+            self._memory = mapped_memory(self.pid)
         except RuntimeError as error:
             raise ReplicaError(f"engine {self.index} of this node did not start: {error}") from error
         finally:
@@ -220,6 +240,7 @@ def spawn_engine(
     exit_note, handshake = ExitNote(), _Handshake()
     with ExitStack() as undo:
         undo.callback(handshake.close)
+        own_executor_class = fleet_executor(executor_class)
         with SPAWN_LOCK, mark_as_fleet_engine(exit_note):
             manager = CoreEngineProcManager(
                 local_engine_count=1,
@@ -228,10 +249,10 @@ def spawn_engine(
                 vllm_config=config,
                 local_client=True,
                 handshake_address=handshake.address,
-                executor_class=fleet_executor(executor_class),
+                executor_class=own_executor_class,
                 log_stats=log_stats,
             )
-        process = EngineProcess(manager, config, exit_note, handshake, engine)
+        process = EngineProcess(manager, config, exit_note, handshake, engine, own_executor_class is FleetExecutor)
         undo.callback(process.kill)
         on_spawn(process.pid)
         undo.pop_all()

@@ -1,0 +1,111 @@
+"""What an engine whose core was killed leaves behind ends with the engine: workers and shared memory."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe, get_context, resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.vllm_api.launch import engine_launch
+from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineProcess
+from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, mark_as_fleet_engine
+
+CORE_OF_A_STUCK_WORKER = (
+    "import subprocess, sys, time\n"
+    "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)\n"
+    "time.sleep(600)"
+)
+
+
+def engine_of(core: Any, note: ExitNote, shut_down: Any = lambda timeout: None) -> EngineProcess:
+    core.is_alive = lambda: False
+    manager: Any = SimpleNamespace(processes=[core], shutdown=shut_down)
+    handshake: Any = SimpleNamespace(close=lambda: None, socket=None)
+    config = SimpleNamespace(kv_events_config=None, parallel_config=SimpleNamespace(), cache_config=None)
+    return EngineProcess(manager, config, note, handshake, 0, has_workers=True)
+
+
+class RunningCore:
+    """A core whose worker is stuck.
+
+    Attributes:
+        worker: descriptor (pidfd) of the worker.
+    """
+
+    def __init__(self) -> None:
+        note = ExitNote()
+        with mark_as_fleet_engine(note):
+            self.core = subprocess.Popen([sys.executable, "-c", CORE_OF_A_STUCK_WORKER], stdout=subprocess.PIPE)
+        assert self.core.stdout is not None
+        self.worker = os.pidfd_open(int(self.core.stdout.readline()))
+        self.engine = engine_of(self.core, note)
+
+    def worker_ends(self, within: float) -> bool:
+        return bool(select.select([self.worker], [], [], within)[0])
+
+    def close(self) -> None:
+        if not self.worker_ends(0):
+            signal.pidfd_send_signal(self.worker, signal.SIGKILL)
+        os.close(self.worker)
+        self.core.kill()
+        self.core.communicate()
+
+
+@pytest.fixture
+def cores() -> Iterator[list[RunningCore]]:
+    cores = [RunningCore(), RunningCore()]
+    yield cores
+    for core in cores:
+        core.close()
+
+
+def test_a_stuck_worker_whose_core_was_killed_ends_with_its_engine_and_that_of_another_engine_does_not(
+    cores: list[RunningCore],
+) -> None:
+    killed, other = cores
+    killed.core.kill()
+    killed.core.wait()
+    assert not killed.worker_ends(0)
+    killed.engine.shutdown(0.0)
+    assert killed.worker_ends(10)
+    assert not other.worker_ends(0)
+
+
+def test_a_worker_is_killed_with_its_core(cores: list[RunningCore]) -> None:
+    killed, other = cores
+    killed.core.is_alive = lambda: True  # type: ignore[attr-defined]
+    killed.engine.kill()
+    assert killed.worker_ends(10)
+    assert not other.worker_ends(0)
+
+
+def hold_memory(told: Any) -> None:
+    memory = SharedMemory(create=True, size=4096)
+    told.send(memory.name)
+    time.sleep(600)
+
+
+def test_the_shared_memory_of_a_killed_engine_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_launch, "wait_for_engine_startup", lambda *_: None)
+    # Otherwise the core would have one of its own, which removes the memory.
+    resource_tracker.ensure_running()
+    heard, told = Pipe()
+    core: Any = get_context("fork").Process(target=hold_memory, args=(told,), daemon=True)
+    core.start()
+    engine = engine_of(core, ExitNote())
+    memory = Path("/dev/shm", heard.recv())
+    engine.wait("", [])
+    os.kill(core.pid, signal.SIGKILL)
+    core.join()
+    assert memory.exists()
+    engine.shutdown(0.0)
+    assert not memory.exists()

@@ -1,0 +1,74 @@
+"""What the processes of an engine leave behind when its core is killed: workers, and the memory that they shared.
+
+A worker ends with its core only if it looks at its death pipe, which it does not while it is stuck in a collective. Its
+parent process is gone, so it is found by the mark of its engine in its environment.
+"""
+
+import os
+import re
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+from vllm_omni_plugin.config import FLEET_ENGINE
+
+_SHARED_MEMORY = Path("/dev/shm")
+_MAPPED = re.compile(rb" /dev/shm/(psm_\w+)$", re.MULTILINE)
+"""multiprocessing gives such names to memory of vLLM's message queues, which has none of its own."""
+_TRACKER = b"multiprocessing.resource_tracker"
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Descriptors (pidfd) of the processes whose `FLEET_ENGINE` is this path, or in this folder if it ends with "/".
+
+    Without those that remove shared memory when all others have ended. Close the descriptors.
+    """
+    wanted, is_folder = f"{FLEET_ENGINE}={mark}".encode(), mark.endswith("/")
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        # A process may end meanwhile, or belong to another user.
+        with suppress(OSError):
+            fd = os.pidfd_open(int(name))
+            process = Path("/proc", name)
+            try:
+                environment = (process / "environ").read_bytes().split(b"\0")
+                is_marked = any(
+                    variable == wanted or (is_folder and variable.startswith(wanted)) for variable in environment
+                )
+                is_tracker = is_marked and _TRACKER in (process / "cmdline").read_bytes()
+            except BaseException:
+                os.close(fd)
+                raise
+            if is_marked and not is_tracker:
+                found.append(fd)
+            else:
+                os.close(fd)
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """Kill the processes that `marked_processes` finds. Does not wait for their ends."""
+    for fd in marked_processes(mark):
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+        os.close(fd)
+
+
+def mapped_memory(pid: int) -> set[str]:
+    """Names of the shared memory that a process has mapped; none if it has ended."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return set()
+    return {name.decode() for name in _MAPPED.findall(maps)}
+
+
+def remove_memory(names: Iterable[str]) -> None:
+    """Remove shared memory that its owner, a child process of this one, has not removed."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            (_SHARED_MEMORY / name).unlink()
+            # Child processes register their memory with the tracker of this process, which would remove it at its end.
+            resource_tracker.unregister(f"/{name}", "shared_memory")
