@@ -185,7 +185,7 @@ def test_where_it_cannot_listen_a_node_asks_all_the_same(address: str, head: Omn
 
 def compare_and_start() -> None:
     """What a node does about its head before it starts an engine."""
-    require_same_model(require_fitting_head("tcp://h:1", node(), "127.0.0.1", 1), 0, FINGERPRINT)
+    require_same_model(require_fitting_head("tcp://h:1", node(), "127.0.0.1", ["h/0"]), 0, FINGERPRINT)
 
 
 @pytest.mark.parametrize(

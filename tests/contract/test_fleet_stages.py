@@ -27,7 +27,7 @@ def plan(stage_id: int, stage: Stage | None, tokenizer: str = "t", config: Any =
         replicas=1,
         policy="prefix",
         policy_config=None,
-        make_launcher=lambda on_spawn, report_cache: None,  # type: ignore[arg-type, return-value]
+        make_launcher=lambda *_: None,  # type: ignore[arg-type, return-value]
         api=SimpleNamespace(tokenizer=tokenizer),  # type: ignore[arg-type]
         fingerprint={"tokenizer": tokenizer, "tokenizer mode": "auto"} if stage is None or stage.is_vllm else {},
         vllm_config=config,

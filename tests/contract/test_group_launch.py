@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm.config import KVTransferConfig
 from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.utils import CoreEngine
 
@@ -39,7 +38,7 @@ def dense(tmp_path: Path) -> Path:
 
 def launcher_of(model: Path, **arguments: Any) -> Any:
     engine_config, _ = split_ranks(vllm_config(model, **arguments))
-    return new_launcher(engine_config, object, True, 3, lambda _pid: None, report_cache=False)
+    return new_launcher(engine_config, object, True, 0, lambda _pid: None, report_cache=False, numbers=range(3, 7))
 
 
 def test_ranks_of_a_dense_model_are_engines_of_their_own(dense: Path) -> None:
@@ -66,21 +65,6 @@ def test_the_engines_of_every_group_are_numbered_from_0(experts: Path) -> None:
     identities = [CoreEngine(index=rank).identity for rank in (0, 1, 0, 1)]
     assert [launcher.identity(replica) for replica in range(4)] == identities
     assert [list(launcher.group_of(replica)) for replica in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
-def test_a_mixture_of_experts_without_ranks_has_engine_index_0(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    indexes: list[tuple[int, str]] = []
-
-    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, _rank: int, _on_spawn: Any) -> None:
-        indexes.append((engine, config.kv_transfer_config.engine_id))
-
-    transfers = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", engine_id="name")
-    launcher = launcher_of(experts, kv_transfer_config=transfers)
-    monkeypatch.setattr(launch, "spawn_engine", spawn)
-    for replica in range(2):
-        launcher.start(replica)
-        assert launcher.identity(replica) == CoreEngine(index=0).identity
-    assert indexes == [(0, "name_replica3"), (0, "name_replica4")]
 
 
 def test_a_later_group_uses_the_next_devices(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_engines_share_the_cores(
 
 
 @pytest.mark.parametrize(("kind", "rank"), [("cpu", 4), ("cuda", 1)])
-def test_an_engine_is_numbered_among_all_of_the_node(
+def test_an_engine_has_its_number_in_the_fleet_and_its_share_of_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rank: int
 ) -> None:
     spawned: list[tuple[int, int]] = []
@@ -101,7 +101,7 @@ def test_an_engine_is_numbered_among_all_of_the_node(
     node.is_xpu = lambda: False
     monkeypatch.setattr(launch, "current_platform", node)
     monkeypatch.setattr(launch, "spawn_engine", spawn)
-    launcher = EngineLauncher(config, object, True, lambda _pid: None, first_engine=3)
+    launcher = EngineLauncher(config, object, True, lambda _pid: None, numbers=(8, 9), first_engine=3)
     launcher.start(1)
-    assert spawned == [(4, rank)]
-    assert launcher.identity(1) == b"\x04\x00"
+    assert spawned == [(9, rank)]
+    assert launcher.identity(1) == b"\x09\x00"

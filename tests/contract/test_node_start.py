@@ -16,7 +16,13 @@ from .pipeline_files import JOIN, read
 
 
 @pytest.fixture
-def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def numbers() -> list[int]:
+    """Of the replicas that were served."""
+    return []
+
+
+@pytest.fixture
+def done(numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What has been done, in order; the node's model is "a"."""
     done: list[str] = []
 
@@ -24,8 +30,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append("planned")
         return SimpleNamespace(stage_id=0, fingerprint={"model": "a"})
 
-    async def serve(*_: Any) -> None:
+    async def serve(_options: Any, _plan: Any, identities: Any, *_: Any) -> None:
         done.append("served")
+        numbers.extend(identity.number for identity in identities)
 
     monkeypatch.setattr(headless, "forbid_fork", lambda: None)
     monkeypatch.setattr(headless, "use_socket_folder", lambda: None)
@@ -45,7 +52,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.param(
             HeadQueryResult(HeadInfo(0.0, [0], {"model": "a"})), ["asked", "planned", "served"], "", id="alike"
         ),
-        pytest.param(HeadQueryResult(problem="not there"), ["asked", "planned", "served"], "", id="no head yet"),
+        pytest.param(HeadQueryResult(problem="not there"), ["asked", "planned", "asked", "served"], "", id="no head"),
     ],
 )
 def test_the_head_is_queried_before_the_model_is_configured(
@@ -65,3 +72,30 @@ def test_the_head_is_queried_before_the_model_is_configured(
     assert serve_replicas(*read(f"{tmp_path} --headless {JOIN}")) == (os.EX_TEMPFAIL if said else 0)
     assert done == expected
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param([HeadQueryResult(HeadInfo(0.0, [0], {"model": "a"}, numbers=(7, 5)))], id="a head"),
+        pytest.param(
+            [HeadQueryResult(problem="not there"), HeadQueryResult(HeadInfo(0.0, [0], {"model": "a"}, numbers=(7, 5)))],
+            id="a head that started meanwhile",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("done")
+def test_replicas_have_the_numbers_that_the_head_gives_to_their_host_slots(
+    answers: list[HeadQueryResult], numbers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def ask(*arguments: Any) -> HeadQueryResult:
+        asked.append(arguments[-1])
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr(head_checks, "query_head", ask)
+    assert serve_replicas(*read(f"{tmp_path} --headless {JOIN} --omni-dp-size-local 2")) == 0
+    assert numbers == [7, 5]
+    assert {len(set(names)) for names in asked} == {2}
+    assert len(asked) == len(answers)

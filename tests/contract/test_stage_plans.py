@@ -12,7 +12,7 @@ from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.checks.head_checks import check_model
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, own_numbers, stage_plans
 from vllm_omni_plugin.integration.options.additional_config import options_of, store_options, without_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.integration.processes.headless import plan_node
@@ -56,9 +56,12 @@ def plans_of(line: str) -> tuple[StagePlan, ...]:
     return stage_plans(options, config, Executor.get_class(config), True)
 
 
-def identities(plan: StagePlan) -> list[bytes]:
-    launcher = plan.make_launcher(lambda _pid: None, False)
-    return [launcher.identity(replica) for replica in range(plan.replicas)]
+def identities(*plans: StagePlan) -> list[list[bytes]]:
+    found = []
+    for plan, numbers in zip(plans, own_numbers(plans), strict=True):
+        launcher = plan.make_launcher(lambda _pid: None, False, numbers)
+        found.append([launcher.identity(replica) for replica in range(plan.replicas)])
+    return found
 
 
 def test_without_a_pipeline_there_is_one_plan_from_the_flags(tmp_path: Path) -> None:
@@ -83,7 +86,7 @@ def test_every_rank_of_a_replica_is_planned_for(tmp_path: Path) -> None:
     (plan,) = plans_of(f"{tmp_path}/thinker {ENGINE} --omni-dp-size-local 2 --data-parallel-size 3")
     assert plan.replicas == 6
     assert plan.vllm_config.parallel_config.data_parallel_size == 1
-    assert len(set(identities(plan))) == 6
+    assert len(set(*identities(plan))) == 6
 
 
 def test_ranks_of_a_stage_of_experts_are_in_groups_of_their_own(tmp_path: Path) -> None:
@@ -91,8 +94,7 @@ def test_ranks_of_a_stage_of_experts_are_in_groups_of_their_own(tmp_path: Path) 
     file = write_pipeline(tmp_path, "replicas: 2\nengine_args: {data-parallel-size: 2}", "replicas: 2", VOCODER)
     thinker, refiner, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
     assert [plan.replicas for plan in (thinker, refiner, vocoder)] == [4, 2, 1]
-    assert identities(thinker) == [b"\x00\x00", b"\x01\x00"] * 2
-    assert identities(refiner) == [b"\x04\x00", b"\x05\x00"]
+    assert identities(thinker, refiner) == [[b"\x00\x00", b"\x01\x00"] * 2, [b"\x04\x00", b"\x05\x00"]]
 
 
 def test_each_stage_has_the_configuration_of_its_section(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_the_server_reads_prompts_as_long_as_the_stage_takes_that_answers_them(t
 def test_a_head_shares_memory_with_the_python_stages_that_it_alone_uses(tmp_path: Path, for_others: bool) -> None:
     file = write_pipeline(tmp_path, third=VOCODER)
     *_, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
-    process = vocoder.make_launcher(lambda _pid: None, False, for_others).start(0)
+    process = vocoder.make_launcher(lambda _pid: None, False, [0], for_others).start(0)
     try:
         assert isinstance(process, StageProcess)
         assert (process.memory is None) == for_others
@@ -140,8 +142,7 @@ def test_a_stage_class_is_needed_only_where_its_replicas_run(tmp_path: Path, rep
 def test_engines_of_the_node_are_numbered_through_all_stages(tmp_path: Path) -> None:
     file = write_pipeline(tmp_path, "replicas: 2", "replicas: 2")
     thinker, refiner = plans_of(f"--omni-pipeline {file} {ENGINE}")
-    assert identities(thinker) == [b"\x00\x00", b"\x01\x00"]
-    assert identities(refiner) == [b"\x02\x00", b"\x03\x00"]
+    assert identities(thinker, refiner) == [[b"\x00\x00", b"\x01\x00"], [b"\x02\x00", b"\x03\x00"]]
     # What vLLM divides the cores of a CPU by.
     assert {plan.vllm_config.parallel_config._api_process_count for plan in (thinker, refiner)} == {4}
 

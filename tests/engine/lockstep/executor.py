@@ -21,24 +21,28 @@ def additional_config(folder: Path) -> dict[str, Any]:
 
 def steps(folder: Path) -> dict[int, int]:
     """Steps that each rank has made since it started last, with requests of its own or without."""
-    return {int(file.name): struct.unpack("=Q", file.read_bytes())[0] for file in folder.iterdir()}
+    return {int(file.name): struct.unpack_from("=Q", file.read_bytes())[0] for file in folder.iterdir()}
+
+
+def indexes(folder: Path) -> dict[int, int]:
+    """`data_parallel_index` of each rank."""
+    return {int(file.name): struct.unpack("=QQ", file.read_bytes())[1] for file in folder.iterdir()}
 
 
 class CountingExecutor(SleepingExecutor):
     """A `SleepingExecutor` that counts its steps in a file named by its rank."""
 
     def new_model(self, vllm_config: Any) -> Any:
-        folder = Path(vllm_config.additional_config[_STEPS_KEY])
-        return _CountingModel(
-            super().new_model(vllm_config), folder / str(vllm_config.parallel_config.data_parallel_rank)
-        )
+        folder, parallel = Path(vllm_config.additional_config[_STEPS_KEY]), vllm_config.parallel_config
+        file = folder / str(parallel.data_parallel_rank)
+        return _CountingModel(super().new_model(vllm_config), file, parallel.data_parallel_index)
 
 
 class _CountingModel:
-    def __init__(self, model: Any, file: Path) -> None:
+    def __init__(self, model: Any, file: Path, index: int) -> None:
         self.kv_blocks = model.kv_blocks
         self._model = model
-        file.write_bytes(bytes(8))
+        file.write_bytes(struct.pack("=QQ", 0, index))
         with file.open("r+b") as stream:
             self._memory = mmap.mmap(stream.fileno(), 8)
 

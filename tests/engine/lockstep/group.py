@@ -22,6 +22,8 @@ from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from .executor import EXECUTOR, additional_config
 from .heads import FINGERPRINT
 
+NUMBERS = range(5, 5 + RANKS)
+"""Of the ranks, in the fleet."""
 _START_S = 120.0
 
 
@@ -98,7 +100,9 @@ async def headless_group(model: Path, folder: Path) -> AsyncIterator[HeadlessGro
     )
     engine_config, _ = split_ranks(config)
     pids: list[int] = []
-    launcher = new_launcher(engine_config, Executor.get_class(engine_config), True, 0, pids.append, report_cache=True)
+    launcher = new_launcher(
+        engine_config, Executor.get_class(engine_config), True, 0, pids.append, report_cache=True, numbers=NUMBERS
+    )
     group = HeadlessGroup(launcher, pids, folder)
     try:
         await group.up()

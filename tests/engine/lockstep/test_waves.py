@@ -7,8 +7,8 @@ import pytest
 
 from tests.engine.experts import RANKS
 
-from .executor import STEP_S, steps
-from .group import HeadlessGroup
+from .executor import STEP_S, indexes, steps
+from .group import NUMBERS, HeadlessGroup
 from .heads import FrontEnd, Waves
 from .requests import new_request
 
@@ -33,6 +33,10 @@ async def test_the_first_request_wakes_all_ranks_and_the_last_lets_all_rest(
         assert (await started).wave == wave
         assert (await ended).wave == wave + 1
         assert all(count - made[rank] >= SYNC_STEPS for rank, count in steps(group.steps_folder).items())
+
+
+async def test_ranks_have_their_numbers_in_the_fleet_as_indexes(group: HeadlessGroup) -> None:
+    assert indexes(group.steps_folder) == dict(enumerate(NUMBERS))
 
 
 async def test_a_group_at_rest_makes_no_steps(group: HeadlessGroup, heads: list[FrontEnd], waves: Waves) -> None:

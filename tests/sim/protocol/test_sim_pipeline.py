@@ -1,7 +1,7 @@
 """A head with two stages of simulated engines with different vocabularies, as AsyncLLM uses it."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Head:
     def _plan(self, stage: Stage) -> StagePlan:
         own = self.configs[stage.id]
 
-        def make_launcher(on_spawn: Callable[[int], None], report_cache: bool) -> Launcher:
+        def make_launcher(*_: Any) -> Launcher:
             return self.launchers[stage.id]
 
         return StagePlan(

@@ -24,7 +24,9 @@ LARGEST_CLOCK_DIFFERENCE_S = 5.0
 """Only logs, events and traces depend on it."""
 
 
-def query_head_for_node(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadQueryResult:
+def query_head_for_node(
+    coordinator: str, options: OmniConfig, address: str, replicas: int, host_slots: Sequence[str] = ()
+) -> HeadQueryResult:
     """Query the head, and meanwhile listen on the replicas' ports, so that the head can test whether it reaches them.
 
     Blocks for up to 2 s, and for up to 2 s more if the head does not reach the node. If the ports cannot be bound, they
@@ -35,11 +37,12 @@ def query_head_for_node(coordinator: str, options: OmniConfig, address: str, rep
         options: of the node, from `with_secret`.
         address: on which the replicas listen.
         replicas: number of replicas.
+        host_slots: of the replicas, to ask for their numbers.
     """
     secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
     with _listening(options, address, REPLICA_PORTS * replicas) as listeners:
         sockets = {listener.address: listener.socket for listener in listeners}
-        return query_head(coordinator, options.stage_id, secrets, sockets)
+        return query_head(coordinator, options.stage_id, secrets, sockets, host_slots)
 
 
 @contextmanager
@@ -55,13 +58,17 @@ def _listening(options: OmniConfig, address: str, count: int) -> Iterator[Sequen
         close_all(listeners)
 
 
-def require_fitting_head(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadQueryResult:
+def require_fitting_head(
+    coordinator: str, options: OmniConfig, address: str, host_slots: Sequence[str]
+) -> HeadQueryResult:
     """Query the head as `query_head_for_node` does, and log the results. Returns the answer, for `require_same_model`.
+
+    `host_slots`: of the node's replicas.
 
     Raises RefusedByHeadError if the head would refuse the node's replicas, whatever their model is. A head that does
     not answer is no error, since it may start later. Ports that it does not reach are a warning.
     """
-    answer = query_head_for_node(coordinator, options, address, replicas)
+    answer = query_head_for_node(coordinator, options, address, len(host_slots), host_slots)
     _refuse_errors(check_head(answer, options.stage_id))
     for result in check_reachability(answer):
         _log(result)

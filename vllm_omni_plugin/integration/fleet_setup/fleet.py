@@ -14,7 +14,7 @@ from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan, stage_plans
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan, own_numbers, stage_plans
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
@@ -179,9 +179,12 @@ class Fleet:
     def _local_replicas(self) -> LocalReplicas:
         stages = [
             LocalStage(
-                plan.stage_id, plan.replicas, plan.make_launcher(self._reaper.watch, pool.wants_cache_events), plan.api
+                plan.stage_id,
+                plan.replicas,
+                plan.make_launcher(self._reaper.watch, pool.wants_cache_events, numbers),
+                plan.api,
             )
-            for plan, pool in zip(self._plans, self._pools, strict=True)
+            for plan, pool, numbers in zip(self._plans, self._pools, own_numbers(self._plans), strict=True)
         ]
         timing = Timing(self._options.heartbeat_interval, self._options.heartbeat_timeout, time.monotonic)
         return LocalReplicas(self.orchestrator, stages, timing)

@@ -33,9 +33,10 @@ _TOKENIZER_FIELDS = ("tokenizer", "tokenizer mode")
 """Of a fingerprint."""
 
 MakeLauncher = Callable[..., Launcher]
-"""Creates the launcher of a stage's local engines, from three arguments: a callback that gets the id of each started
-process; whether engines report their prefix caches; and, False by default, whether heads of other processes use the
-engines, with which they cannot share memory."""
+"""Creates the launcher of a stage's local engines, from these arguments: a callback that gets the id of each started
+process; whether engines report their prefix caches; the numbers of the replicas in the fleet; `for_others`, False by
+default, whether heads of other processes use the engines, with which they cannot share memory; and
+`first_incarnation`, see `vllm_api.launch.engine_launch.EngineLauncher`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +156,14 @@ def model_plan(
     )
 
 
+def own_numbers(plans: Sequence[StagePlan]) -> Iterator[range]:
+    """The numbers of the replicas that the first head runs itself, by plan: the lowest of the fleet."""
+    first = 0
+    for plan in plans:
+        yield range(first, first + plan.replicas)
+        first += plan.replicas
+
+
 def python_plan(stage: Stage, replicas: int, api: EngineApi, first_device: int = 0) -> StagePlan:
     """The plan of a Python stage, whose replicas take devices from `first_device` on."""
     make_launcher = partial(_python_launcher, stage, first_device)
@@ -201,7 +210,13 @@ def _set_default_sampling(command: LoadedPipeline, configs: Mapping[int, Any]) -
 
 
 def _python_launcher(
-    stage: Stage, first_device: int, on_spawn: Callable[[int], None], report_cache: bool, for_others: bool = False
+    stage: Stage,
+    first_device: int,
+    on_spawn: Callable[[int], None],
+    report_cache: bool,
+    numbers: Sequence[int],
+    for_others: bool = False,
+    first_incarnation: int = 0,
 ) -> Launcher:
     return PythonStageLauncher(stage, on_spawn, first_device, share_memory=not for_others)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 
 import uvloop
 from vllm.reasoning import ReasoningParserManager
@@ -31,9 +32,10 @@ from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
+from vllm_omni_plugin.replicas.server.host_slots import HostSlots
 from vllm_omni_plugin.replicas.server.node import run_node
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.replicas.server.server_settings import ReplicaIdentity, ServerSettings
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -66,11 +68,16 @@ def serve_replicas(
     with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             options, address, coordinator = runner.run(_find_addresses(options))
-            # Before vLLM configures the model, which takes many seconds.
-            answer = require_fitting_head(coordinator, options, address, local_processes(args, options)[0])
-            plan = plan_node(args, options, launcher)
-            require_same_model(answer, plan.stage_id, plan.fingerprint)
-            runner.run(_serve(options, plan, address, coordinator, reaper))
+            with HostSlots(local_processes(args, options)[0], address) as slots:
+                # Before vLLM configures the model, which takes many seconds.
+                answer = require_fitting_head(coordinator, options, address, slots.names)
+                plan = plan_node(args, options, launcher)
+                if answer.info is None:
+                    # It may have started meanwhile, and then the replicas get its numbers.
+                    answer = require_fitting_head(coordinator, options, address, slots.names)
+                require_same_model(answer, plan.stage_id, plan.fingerprint)
+                identities = slots.identities(() if answer.info is None else answer.info.numbers)
+                runner.run(_serve(options, plan, identities, address, coordinator, reaper))
         except OmniError as error:
             sys.stderr.write(f"{program}: error: {error}\n")
             return _EXIT_REFUSED if isinstance(error, RefusedByHeadError) else _EXIT_FAILED
@@ -79,22 +86,27 @@ def serve_replicas(
 
 def replica_servers(
     plans: Sequence[StagePlan],
+    identities: Sequence[ReplicaIdentity],
     options: OmniConfig,
     address: str,
     coordinator: str,
     on_spawn: Callable[[int], None],
     executor: Executor,
+    first_incarnation: int = 0,
 ) -> list[ReplicaServer]:
     """The servers of a node's replicas, not started.
 
     Args:
+        identities: of all replicas, in the order of the plans.
         options: of this node, from `with_secret`.
         address: on which the servers listen.
         coordinator: ZMQ address.
         on_spawn: called with the id of each started process.
         executor: for blocking steps. A replica uses two threads: one ends the old engine, the other starts the new one.
+        first_incarnation: see `EngineLauncher`.
     """
     servers: list[ReplicaServer] = []
+    remaining = iter(identities)
     for plan in plans:
         settings = ServerSettings(
             host=address,
@@ -108,9 +120,15 @@ def replica_servers(
             fingerprint=plan.fingerprint,
             max_message_bytes=options.max_message_bytes,
         )
+        own = list(islice(remaining, plan.replicas))
+        numbers = [identity.number for identity in own]
         # A head that uses the prefix caches may join at any time.
-        launcher = plan.make_launcher(on_spawn, report_cache=True, for_others=True)
-        servers += [ReplicaServer(settings, launcher, index, plan.api, executor) for index in range(plan.replicas)]
+        launcher = plan.make_launcher(
+            on_spawn, report_cache=True, numbers=numbers, for_others=True, first_incarnation=first_incarnation
+        )
+        servers += [
+            ReplicaServer(settings, launcher, index, plan.api, executor, identity) for index, identity in enumerate(own)
+        ]
     return servers
 
 
@@ -138,9 +156,20 @@ async def _find_addresses(options: OmniConfig) -> tuple[OmniConfig, str, str]:
     return options, address, await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
 
 
-async def _serve(options: OmniConfig, plan: StagePlan, address: str, coordinator: str, reaper: Reaper) -> None:
+async def _serve(
+    options: OmniConfig,
+    plan: StagePlan,
+    identities: Sequence[ReplicaIdentity],
+    address: str,
+    coordinator: str,
+    reaper: Reaper,
+) -> None:
     with ThreadPoolExecutor(2 * plan.replicas, thread_name_prefix="omni-engine") as executor:
-        servers = replica_servers([plan], options, address, coordinator, reaper.watch, executor)
+        # A node that is started again must not repeat its samples while the rest of the fleet goes on.
+        incarnation = time.time_ns()
+        servers = replica_servers(
+            [plan], identities, options, address, coordinator, reaper.watch, executor, incarnation
+        )
         await run_node(servers, options.join_timeout, coordinator)
 
 

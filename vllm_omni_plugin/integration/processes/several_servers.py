@@ -33,7 +33,7 @@ from vllm_omni_plugin.curve import new_secret
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.command_line import FLEET_ADDRESS, patch_engine_args
 from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
+from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, own_numbers, stage_plans
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, exit_usage_error
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
@@ -47,6 +47,7 @@ from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.server.server_settings import ReplicaIdentity
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
@@ -223,5 +224,6 @@ async def _serve(
         replicas: list[ReplicaServer] = []
         if plans:
             address, coordinator = bind_address(local_options, headless=True), coordinator_address(local_options)
-            replicas = replica_servers(plans, local_options, address, coordinator, reaper.watch, executor)
+            identities = [ReplicaIdentity(number) for numbers in own_numbers(plans) for number in numbers]
+            replicas = replica_servers(plans, identities, local_options, address, coordinator, reaper.watch, executor)
         await run_until_signal(api_servers, replicas, timeout)

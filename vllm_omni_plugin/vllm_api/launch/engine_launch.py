@@ -4,9 +4,10 @@ import copy
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -23,6 +24,7 @@ from vllm.v1.engine.utils import (
 )
 
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
+from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import (
     ExitNote,
     FleetExecutor,
@@ -176,7 +178,7 @@ class EngineProcess:
             )
             self._memory = mapped_memory(self.pid)
         except RuntimeError as error:
-            raise ReplicaError(f"engine {self.index} of this node did not start: {error}") from error
+            raise ReplicaError(f"engine {self.index} did not start: {error}") from error
         finally:
             self.handshake.close()
 
@@ -190,6 +192,8 @@ class EngineLauncher:
         on_spawn: called with the id of each new process, on the thread that spawns it.
         report_cache: whether engines publish KV cache events, if they can.
         first_engine: index of the first of these engines among all engines of this node.
+        numbers: of the replicas in the fleet, by replica id.
+        first_incarnation: of each replica's first engine, see `set_identity`. Each later one is one more.
         ready_timeout: seconds from the end of vLLM's handshake until the engine must have sent its ready response.
     """
 
@@ -197,35 +201,34 @@ class EngineLauncher:
     executor_class: Any
     log_stats: bool
     on_spawn: Callable[[int], None]
+    numbers: Sequence[int]
     report_cache: bool = False
     first_engine: int = 0
+    first_incarnation: int = 0
     ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
     ready_timeout_variable: str = "VLLM_ENGINE_READY_TIMEOUT_S"
+    _starts: Counter[int] = field(default_factory=Counter, init=False)
 
     def identity(self, replica_id: int) -> bytes:
         return bytes(CoreEngine(index=self._index(replica_id)).identity)
 
     def start(self, replica_id: int) -> EngineProcess:
         """Spawn the engine process of a replica. Blocks until the new process has its configuration."""
-        engine = self.first_engine + replica_id
         # Cores are shared by all engines of the node; devices were assigned to this configuration.
-        rank = engine if current_platform.is_cpu() else replica_id
+        rank = self.first_engine + replica_id if current_platform.is_cpu() else replica_id
         config = replica_config(self.vllm_config, rank)
-        if config.model_config.is_moe:
-            set_transfer_name(config, f"replica{engine}")
+        self._set_identity(config, replica_id)
         if self.report_cache:
             turn_on_cache_events(config)
         return spawn_engine(config, self.executor_class, self.log_stats, self._index(replica_id), rank, self.on_spawn)
 
+    def _set_identity(self, config: Any, replica_id: int) -> None:
+        set_identity(config, self.numbers[replica_id], self.first_incarnation + self._starts[replica_id])
+        self._starts[replica_id] += 1
+
     def _index(self, replica_id: int) -> int:
         # For vLLM, a mixture-of-experts engine with an index above 0 is a rank of a lockstep group.
-        return 0 if self.vllm_config.model_config.is_moe else self.first_engine + replica_id
-
-
-def set_transfer_name(config: Any, name: str) -> None:
-    """Give an engine its own `engine_id` for KV transfers, where vLLM would give several engines the same one."""
-    if config.kv_transfer_config is not None:
-        config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_{name}"
+        return 0 if self.vllm_config.model_config.is_moe else self.numbers[replica_id]
 
 
 def spawn_engine(

@@ -21,7 +21,6 @@ from vllm_omni_plugin.vllm_api.launch.engine_launch import (
     EngineLauncher,
     EngineProcess,
     assign_devices,
-    set_transfer_name,
     spawn_engine,
 )
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
@@ -51,14 +50,18 @@ def new_launcher(
     first_engine: int,
     on_spawn: Callable[[int], None],
     report_cache: bool,
+    numbers: Sequence[int],
     for_others: bool = False,
+    first_incarnation: int = 0,
 ) -> EngineLauncher:
     """The launcher for this configuration; the arguments are those of `EngineLauncher`.
 
     `for_others` (heads of other processes use the engines) makes no difference to vLLM's engines.
     """
     kind = GroupLauncher if engine_config.parallel_config.data_parallel_size > 1 else EngineLauncher
-    return kind(engine_config, executor_class, log_stats, on_spawn, report_cache, first_engine)
+    return kind(
+        engine_config, executor_class, log_stats, on_spawn, numbers, report_cache, first_engine, first_incarnation
+    )
 
 
 @dataclass(eq=False)
@@ -86,7 +89,7 @@ class GroupLauncher(EngineLauncher):
         if group > 0:
             # The first group uses the devices that vLLM itself would use.
             assign_devices(config, group * self._ranks * config.parallel_config.world_size, self._ranks)
-            set_transfer_name(config, f"group{group}")
+        self._set_identity(config, replica_id)
         if self.report_cache:
             turn_on_cache_events(config)
         return RankProcess(self._barrier(group), rank, partial(self._spawn, config, rank), config.parallel_config)

@@ -1,0 +1,157 @@
+"""What vLLM derives from an engine's index differs between the replicas of a fleet, and between their incarnations."""
+
+import copy
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import envs
+from vllm.config import KVTransferConfig, ParallelConfig, ProfilerConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
+from vllm.v1.engine import core
+
+from tests.engine.experts import MIXTRAL
+from vllm_omni_plugin.vllm_api.launch import engine_launch, group_launch
+from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
+from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
+
+from .configs import vllm_config, write_model
+
+MODELS = {"dense": {}, "experts": MIXTRAL}
+
+
+class StartedError(Exception):
+    """Raised in place of the start of an engine core."""
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations with which vLLM made engine cores, in their own processes, so to speak."""
+    spawned: list[Any] = []
+
+    class Core:
+        def __init__(self, *_: Any, vllm_config: Any, **__: Any) -> None:
+            spawned.append(vllm_config)
+            raise SystemExit
+
+    class RankCore(Core):
+        def __init__(self, *arguments: Any, vllm_config: Any, **more: Any) -> None:
+            real_rank_core._init_data_parallel(SimpleNamespace(), vllm_config)
+            super().__init__(*arguments, vllm_config=vllm_config, **more)
+
+    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, rank: int, _on_spawn: Any) -> None:
+        with pytest.raises(SystemExit):
+            run(vllm_config=pickle.loads(pickle.dumps(config)), dp_rank=engine, local_dp_rank=rank)
+        raise StartedError
+
+    run, real_rank_core = core.EngineCoreProc.run_engine_core, core.DPEngineCoreProc
+    monkeypatch.setattr(core, "EngineCoreProc", Core)
+    monkeypatch.setattr(core, "DPEngineCoreProc", RankCore)
+    monkeypatch.setattr(ParallelConfig, "stateless_init_dp_group", lambda self, return_store=False: (None, None))
+    for name in ("set_process_title", "decorate_logs", "maybe_init_worker_tracer"):
+        monkeypatch.setattr(core, name, lambda *_: None)
+    monkeypatch.setattr(core.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(engine_launch, "spawn_engine", spawn)
+    monkeypatch.setattr(group_launch, "spawn_engine", spawn)
+    return spawned
+
+
+def launcher_of(folder: Path, kind: str, *numbers: int, first_incarnation: int = 0, **arguments: Any) -> Any:
+    transfers = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", engine_id="name")
+    config = vllm_config(write_model(folder / kind, **MODELS[kind]), kv_transfer_config=transfers, **arguments)
+    config, _ = split_ranks(config)
+    return new_launcher(
+        config, object, True, 0, lambda _: None, False, numbers=numbers, first_incarnation=first_incarnation
+    )
+
+
+def start(launcher: Any, replica: int) -> None:
+    with pytest.raises(StartedError):
+        launcher.start(replica)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_replica_has_its_number_as_index_and_no_lockstep_siblings(
+    kind: str, tmp_path: Path, spawned: list[Any]
+) -> None:
+    launcher = launcher_of(tmp_path, kind, 0, 7, 30_000)
+    for replica in range(3):
+        start(launcher, replica)
+    parallel = [config.parallel_config for config in spawned]
+    assert [each.data_parallel_index for each in parallel] == [0, 7, 30_000]
+    assert {(each.data_parallel_rank, each.data_parallel_size) for each in parallel} == {(0, 1)}
+    assert {type(each) for each in parallel} == {ParallelConfig}
+    ports = [nixl_port(config) for config in spawned]
+    assert ports == [envs.VLLM_NIXL_SIDE_CHANNEL_PORT + number for number in (0, 7, 30_000)]
+
+
+def nixl_port(config: Any) -> int:
+    scheduler: Any = SimpleNamespace()
+    with pytest.raises(AttributeError):
+        # It reads more of a real configuration of a KV cache.
+        NixlBaseConnectorScheduler.__init__(scheduler, config, "engine", None)
+    return int(scheduler.side_channel_port)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_restarted_engine_has_the_same_index_but_another_seed_and_engine_id(
+    kind: str, tmp_path: Path, spawned: list[Any]
+) -> None:
+    launcher = launcher_of(tmp_path, kind, 3, 4, seed=5)
+    for replica in (0, 0, 1, 0):
+        start(launcher, replica)
+    indexes = [config.parallel_config.data_parallel_index for config in spawned]
+    seeds = [config.model_config.seed for config in spawned]
+    assert indexes == [3, 3, 4, 3]
+    assert [seed == 5 for seed in seeds] == [True, False, True, False]
+    assert len(set(seeds)) == 3
+    assert len({config.kv_transfer_config.engine_id for config in spawned}) == 4
+
+
+def test_a_node_that_is_started_again_does_not_repeat_its_seeds_and_engine_ids(
+    tmp_path: Path, spawned: list[Any]
+) -> None:
+    for incarnation in (1_800_000_000_000_000_000, 1_800_000_100_000_000_000):
+        start(launcher_of(tmp_path, "dense", 3, first_incarnation=incarnation), 0)
+    assert len({config.model_config.seed for config in spawned}) == 2
+    assert len({config.kv_transfer_config.engine_id for config in spawned}) == 2
+
+
+def test_each_rank_of_a_group_has_its_number_as_index_and_its_rank_in_the_group(
+    tmp_path: Path, spawned: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launcher_of(tmp_path, "experts", 4, 9, data_parallel_size=2)
+    for rank in range(2):
+        with pytest.raises(StartedError):
+            launcher.start(rank).spawn()
+    parallel = [config.parallel_config for config in spawned]
+    assert [(each.data_parallel_rank, each.data_parallel_index) for each in parallel] == [(0, 4), (1, 9)]
+    assert len({config.kv_transfer_config.engine_id for config in spawned}) == 2
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_profilers_of_replicas_write_into_folders_of_their_own(kind: str, tmp_path: Path, spawned: list[Any]) -> None:
+    profiler = ProfilerConfig(profiler="torch", torch_profiler_dir=str(tmp_path / "traces"))
+    launcher = launcher_of(tmp_path, kind, 3, 4, profiler_config=profiler)
+    for replica in (0, 1, 0):
+        start(launcher, replica)
+    folders = [Path(config.profiler_config.torch_profiler_dir) for config in spawned]
+    assert folders == [tmp_path / "traces" / f"replica{number}" for number in (3, 4, 3)]
+
+
+def test_the_first_engine_of_each_node_runs_its_mooncake_bootstrap_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_connector, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(mooncake_connector, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
+    config = vllm_config(write_model(tmp_path / "model"))
+    found = []
+    for rank in range(2):
+        own = engine_launch.replica_config(copy.deepcopy(config), rank)
+        set_identity(own, 6 + rank, 0)
+        own.parallel_config.data_parallel_index = 6 + rank
+        found.append(mooncake_connector.should_launch_bootstrap_server(own))
+    assert found == [True, False]

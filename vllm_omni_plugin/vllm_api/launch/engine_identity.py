@@ -1,0 +1,60 @@
+"""Makes an engine differ from all others of the fleet, and from its predecessors, in what vLLM derives from its index.
+
+Under vLLM's data parallelism this is `data_parallel_index`. The table in docs/data_parallel.md says what depends on it.
+"""
+
+from typing import Any
+
+import numpy
+from vllm.config import ParallelConfig
+
+
+def set_identity(config: Any, number: int, incarnation: int) -> None:
+    """Give `config`, which must belong to one engine alone, the identity of that engine.
+
+    Args:
+        number: unique in the fleet, and the same in all restarts.
+        incarnation: differs between restarts. With 0 the engine has the seed that it would have in vLLM.
+    """
+    # Each node balances its own engines, so that connectors look for their siblings on this node (Mooncake's bootstrap
+    # server), not at the first index of the fleet.
+    config.parallel_config.data_parallel_hybrid_lb = True
+    if config.model_config.is_moe:
+        config.parallel_config.__class__ = _WithIndex
+        config.parallel_config.fleet_number = number
+    if incarnation:
+        sequence = numpy.random.SeedSequence((config.model_config.seed, incarnation))
+        config.model_config.seed = int(sequence.generate_state(1)[0])
+    if config.kv_transfer_config is not None:
+        transfers = config.kv_transfer_config
+        transfers.engine_id = f"{transfers.engine_id}_replica{number}_{incarnation}"
+    profiler = config.profiler_config
+    # Names of files have the rank of the worker in its own group only. The profiler creates the folder.
+    for kind in ("torch_profiler_dir", "proton_profiler_dir"):
+        if folder := getattr(profiler, kind):
+            setattr(profiler, kind, f"{folder}/replica{number}")
+
+
+class _WithIndex(ParallelConfig):  # type: ignore[misc]
+    """Sets the index of an engine with experts, after vLLM has set it to the rank in a lockstep group.
+
+    vLLM takes an engine with experts and an index above 0 for a rank of a group, so it cannot be started with another
+    index. It calls one of these methods in the engine's process, before anything reads the index.
+    """
+
+    fleet_number: int
+
+    def reconfigure_for_independent_dp_rank(self) -> None:
+        super().reconfigure_for_independent_dp_rank()
+        self._set_index()
+
+    def stateless_init_dp_group(self, return_store: bool = False) -> Any:
+        group = super().stateless_init_dp_group(return_store)
+        self._set_index()
+        return group
+
+    def _set_index(self) -> None:
+        self.data_parallel_index = self.fleet_number
+        # Workers on other machines need not know this class.
+        self.__class__ = ParallelConfig
+        del self.fleet_number
