@@ -76,6 +76,10 @@ class QueryOfDeathError(RequestLostError):
     """Two engines crashed while they ran the request, so it is not sent to a third one."""
 
 
+class RanksUnknownError(OmniError):
+    """Trainers cannot know the ranks of the workers that would get weights."""
+
+
 class NoExplanationError(OmniError):
     """The load-balancing policy cannot explain its choice."""
 

@@ -31,6 +31,7 @@ from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.config import FLAGS
+from vllm_omni_plugin.errors import RanksUnknownError
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -120,6 +121,48 @@ async def test_an_operators_call_is_refused_without_a_coordinator(
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
         assert "coordinator" in answer.json()["error"]["message"]
         assert (await client.post("/tokenize")).status_code != 503
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"), [("", 6), ("?include_dp=true", 6), ("?include_dp=false", 2), ("?include_dp=0", 2)]
+)
+async def test_the_world_size_counts_all_replicas(
+    query: str, expected: int, build: BuildApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = with_parallel_config(build, monkeypatch)
+    app.state.omni_count_workers = lambda: 6
+    async with client_of(app) as client:
+        answer = await client.get(f"/get_world_size{query}")
+    assert (answer.status_code, answer.json()) == (200, {"world_size": expected})
+
+
+async def test_an_unknown_world_size_is_an_error_with_the_reason(
+    build: BuildApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
+        raise RanksUnknownError("Nobody knows.")
+
+    app = with_parallel_config(build, monkeypatch)
+    app.state.omni_count_workers = refuse
+    async with client_of(app) as client:
+        answer = await client.get("/get_world_size")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (409, "Nobody knows.")
+
+
+async def test_without_vllms_development_mode_there_is_no_world_size(build: BuildApp) -> None:
+    app = build()
+    app.state.omni_count_workers = lambda: 6
+    async with client_of(app) as client:
+        assert (await client.get("/get_world_size")).status_code == 404
+
+
+def with_parallel_config(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    """A server with the routes of vLLM's development mode; each of its engines has two workers."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    app = build()
+    parallel = SimpleNamespace(world_size=2, world_size_across_dp=2)
+    app.state.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    return app
 
 
 def test_every_post_route_of_vllm_is_classified(build: BuildApp) -> None:

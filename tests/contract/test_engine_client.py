@@ -313,7 +313,7 @@ async def answered(orchestrator: Orchestrator, asking: Any, *answers: Any) -> An
         ("is_sleeping_async", (), [True, True], True),
         ("is_scheduler_paused_async", (), [False, False], False),
         ("get_weight_version_async", (), ["v2", "v2"], "v2"),
-        ("collective_rpc_async", ("m",), [["a", "b"], ["c", "d"]], ["a", "b"]),
+        ("collective_rpc_async", ("m",), [["a", "b"], ["c", "d"]], ["a", "b", "c", "d"]),
         ("compute_weight_checksums_async", (), [CHECKSUMS[:2], CHECKSUMS[2:]], CHECKSUMS),
     ],
 )

@@ -3,6 +3,7 @@
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 
 
 class IdleFleet:
@@ -12,6 +13,7 @@ class IdleFleet:
         self.orchestrator = orchestrator
         self.fleet_calls = FleetCalls(orchestrator)
         self.stages = FleetStages(None, [None])
+        self.worker_ranks = WorkerRanks((), {}, {}, is_open=False)
         self.closed_after: list[float | None] = []
 
     def wait_for_requests(self, timeout: float) -> float:

@@ -5,7 +5,13 @@ from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
 
-from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, RequestRefusedError, StageInputError
+from vllm_omni_plugin.errors import (
+    MessageTooLargeError,
+    NoReplicaError,
+    RanksUnknownError,
+    RequestRefusedError,
+    StageInputError,
+)
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed
 
 
@@ -47,6 +53,8 @@ def to_http(error: Exception) -> Exception:
             status = HTTPStatus(error.status)
         case MessageTooLargeError():
             status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        case RanksUnknownError():
+            status = HTTPStatus.CONFLICT
         case StageInputError():
             status = HTTPStatus.BAD_REQUEST
         case _:

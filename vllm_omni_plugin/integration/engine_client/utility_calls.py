@@ -39,6 +39,8 @@ STAGES_OF_METHOD: dict[str, Callable[[FleetStages], tuple[int, ...]]] = {
 
 COMBINE_ANSWERS: dict[str, Callable[[list[Any]], Any]] = {
     "add_lora": all,
+    # One result for each worker of an engine.
+    "collective_rpc": lambda answers: [result for answer in answers for result in answer or ()],
     "list_loras": lambda answers: set.intersection(*map(set, answers)),
     "pin_lora": all,
     "remove_lora": any,
@@ -135,5 +137,5 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs on all replicas; returns the results of the first, as vLLM's data-parallel client does."""
+        """Runs on all replicas; returns the results of all their workers, in the order of the replicas' ids."""
         return await super().collective_rpc_async(method, timeout, args, kwargs or {})

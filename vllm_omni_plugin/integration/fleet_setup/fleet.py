@@ -31,6 +31,7 @@ from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuild
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
+from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.replicas.client.remote import AttachSettings
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
@@ -92,6 +93,17 @@ class Fleet:
             self.close(0.0)
             raise
         return ready_responses
+
+    @property
+    def worker_ranks(self) -> WorkerRanks:
+        """Of the workers that get weights."""
+        pools, stages = self.orchestrator.stage_pools, self.stages.model_stages
+        return WorkerRanks(
+            [pools[stage] for stage in stages],
+            {stage: self.stages.numbers[stage] for stage in stages},
+            {stage: self.stages.configs[stage].parallel_config.world_size for stage in stages},
+            self._options.is_open,
+        )
 
     def wait_for_requests(self, timeout: float) -> float:
         """Wait up to `timeout` seconds until no request is left in any stage; returns the seconds left. Blocks."""

@@ -234,25 +234,28 @@ class FleetStages:
         pipeline: None in a fleet of one model.
         configs: vLLM's configuration by stage; None for a Python stage.
         answer_tokenizer: loads the tokenizer of the answer stage; None if it is that of the prompt stage.
+        numbers: by stage, the numbers of the head's own replicas.
     """
 
     pipeline: Pipeline | None
     configs: Sequence[Any]
     answer_tokenizer: Callable[[], Any] | None = None
+    numbers: Sequence[range] = ()
 
     @classmethod
     def of(cls, plans: Sequence[StagePlan]) -> Self:
         """The stages of these plans, which are in the order of stage ids."""
         configs = [plan.vllm_config for plan in plans]
+        numbers = tuple(own_numbers(plans))
         stages = tuple(plan.stage for plan in plans if plan.stage is not None)
         if not stages:
-            return cls(None, configs)
+            return cls(None, configs, numbers=numbers)
         pipeline = Pipeline(stages)
         answer = pipeline.answer_stage_of(pipeline.default_modalities)
         if answer is None or not answer.is_vllm or _same_tokenizer(plans[answer.id], plans[pipeline.prompt_stage.id]):
-            return cls(pipeline, configs)
+            return cls(pipeline, configs, numbers=numbers)
         api = cast(VllmStageApi, plans[answer.id].api)
-        return cls(pipeline, configs, lambda: api.tokenizer)
+        return cls(pipeline, configs, lambda: api.tokenizer, numbers)
 
     @property
     def prompt_stage(self) -> int:

@@ -37,6 +37,7 @@ from vllm_omni_plugin.errors import SHUTTING_DOWN, RequestRefusedError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort
 from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
+from vllm_omni_plugin.integration.http.world_size import WorldSizeMiddleware
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, options_of
 from vllm_omni_plugin.integration.patching import patch_function
 from vllm_omni_plugin.logger import init_logger
@@ -125,6 +126,8 @@ class FleetEndpoints:
         # Without ids, only the route of the development mode aborts all requests.
         abort_all_paths = {"/abort_requests"} if envs.VLLM_SERVER_DEV_MODE else ()
         app.user_middleware.append(Middleware(AbortEverywhereMiddleware, abort_all_paths=abort_all_paths))
+        if envs.VLLM_SERVER_DEV_MODE:
+            app.user_middleware.append(Middleware(WorldSizeMiddleware))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Give routes and middleware the fleet, if the server has one."""
@@ -151,6 +154,7 @@ class FleetEndpoints:
             )
         state.omni_drain = fleet.head_drain
         state.omni_abort_elsewhere = fleet.abort_elsewhere
+        state.omni_count_workers = fleet.count_workers
         state.omni_broadcast = _broadcast(fleet)
         headers = tenant_headers(options.tenant_header, options.admission)
         if headers:
