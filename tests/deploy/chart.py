@@ -15,7 +15,13 @@ CHART = ROOT / "deploy" / "helm"
 RELEASE = "fleet"
 NAMESPACE = "prod"
 SECRET = "0123456789abcdef0123"
-MODEL: dict[str, Any] = {"name": "llama", "repository": "registry/vllm", "tag": "v1", "modelURL": "org/llama"}
+MODEL: dict[str, Any] = {
+    "name": "llama",
+    "repository": "registry/vllm",
+    "tag": "v1",
+    "modelURL": "org/llama",
+    "headSpec": {"tag": "v1-cpu"},
+}
 EVERYTHING: dict[str, Any] = {
     "adminKey": {"secretName": "ours", "secretKey": "admin"},
     "vllmApiKey": "sk-of-clients",

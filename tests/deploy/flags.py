@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 from vllm_omni_plugin.config import FLAGS, Side
 
+KEEP_ALIVE = str(3660)
+"""Seconds that a head keeps an idle connection open: longer than Envoy, whose hour is the longest of common proxies."""
+
 _OURS = {flag.name: flag for flag in FLAGS}
 
 

@@ -8,7 +8,7 @@ import yaml
 from helm_python.chart import lint
 
 from .chart import CHART, EVERYTHING, MODEL, NAMESPACE, Manifests, render, values
-from .flags import flags_of
+from .flags import KEEP_ALIVE, flags_of
 
 HEADS = (("Deployment", "fleet-llama-head"), ("Deployment", "fleet-llama-heads"))
 NODE = ("StatefulSet", "fleet-llama-node")
@@ -132,7 +132,8 @@ def test_selectors_match_their_pods(everything: Manifests) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"headSpec": {"preStopSleep": 5, "shutdownTimeout": 600}, "nodeSpec": {"drainTimeout": 900}}]
+    "given",
+    [{}, {"headSpec": {"tag": "v1-cpu", "preStopSleep": 5, "shutdownTimeout": 600}, "nodeSpec": {"drainTimeout": 900}}],
 )
 def test_grace_periods_exceed_the_requests_timeouts(given: dict[str, Any]) -> None:
     manifests = render(values([MODEL | given]))
@@ -145,6 +146,13 @@ def test_grace_periods_exceed_the_requests_timeouts(given: dict[str, Any]) -> No
         assert int(timeout) > 0
     drain = flags_of(manifests.command(*NODE))["--omni-drain-timeout"]
     assert manifests.pod(*NODE)["terminationGracePeriodSeconds"] == int(drain) + 30
+
+
+def test_idle_connections_to_heads_last_longer_than_those_of_proxies(least: Manifests) -> None:
+    for workload in WORKLOADS:
+        (container,) = least.pod(*workload)["containers"]
+        found = {variable["name"]: variable.get("value") for variable in container["env"]}
+        assert found.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE") == (None if workload == NODE else KEEP_ALIVE)
 
 
 def test_probes_distinguish_loading_from_dead(everything: Manifests) -> None:

@@ -38,6 +38,40 @@ def test_an_invalid_value_is_refused_by_name(wrong: dict[str, Any], named: str) 
         render(wrong)
 
 
+GPU = {"limits": {"nvidia.com/gpu": 1}}
+"""Resources with a GPU."""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({"headSpec": {"repository": "registry/vllm-cpu"}}, id="another image"),
+        pytest.param({"headSpec": {"tag": "v1"}}, id="an image that was chosen"),
+        pytest.param({"headSpec": {"resources": GPU}}, id="a GPU"),
+        pytest.param({"headSpec": {}, "requestGPU": 0}, id="nodes without a GPU"),
+        pytest.param({"headSpec": {}, "resources": {"limits": {"memory": "64Gi"}}}, id="resources without a GPU"),
+    ],
+)
+def test_heads_have_an_image_that_starts_without_a_gpu_or_a_gpu(model: dict[str, Any]) -> None:
+    assert "Deployment/fleet-llama-head" in render(given(**model)).names()
+    with pytest.raises(HelmError, match=r"modelSpec llama: .*headSpec\.tag"):
+        render(given(**model | {"headSpec": {}, "requestGPU": 1, "resources": {}}))
+    with pytest.raises(HelmError, match=r"modelSpec llama: .*headSpec\.tag"):
+        render(given(**model | {"headSpec": {}, "resources": GPU}))
+
+
+def test_the_sample_of_the_values_serves() -> None:
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    sample = "\n".join(line.replace("  # ", "", 1) for line in lines if line.startswith(("  # - ", "  #   ")))
+    (model,) = yaml.safe_load(sample)
+    manifests = render(values([model]))
+    images = {
+        name: manifests.pod(*name)["containers"][0]["image"]
+        for name in (("Deployment", "fleet-llama-head"), ("StatefulSet", "fleet-llama-node"))
+    }
+    assert len(set(images.values())) == 2
+
+
 def test_without_models_nothing_but_the_probe_is_rendered() -> None:
     assert render({}).names() == ["ConfigMap/fleet-probe"]
 

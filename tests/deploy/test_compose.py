@@ -12,7 +12,7 @@ import yaml
 
 from tests.project.source_tree import ROOT
 
-from .flags import flags_of
+from .flags import KEEP_ALIVE, flags_of
 
 FILE = ROOT / "deploy" / "compose" / "compose.yaml"
 VARIABLES = {"MODEL": "org/llama"}
@@ -69,6 +69,10 @@ def test_the_plugin_accepts_every_command_line(compose: dict[str, Any]) -> None:
 def test_stop_grace_periods_exceed_the_requests_timeouts(compose: dict[str, Any], service: str, flag: str) -> None:
     grace = compose["services"][service]["stop_grace_period"]
     assert grace == f"{int(flags_of(command(compose['services'][service]))[flag]) + 30}s"
+
+
+def test_idle_connections_to_the_head_last_longer_than_those_of_proxies(compose: dict[str, Any]) -> None:
+    assert str(compose["services"]["head"]["environment"]["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) == KEEP_ALIVE
 
 
 def test_signals_reach_the_server_and_it_owns_the_secret_file(compose: dict[str, Any]) -> None:

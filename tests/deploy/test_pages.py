@@ -14,6 +14,7 @@ from vllm_omni_plugin.ray.ray_command import parse
 from .chart import CHART, SECRET, Manifests, render
 from .flags import faults
 from .slurm import Slurm
+from .test_chart import WORKLOADS
 from .test_compose import FILE as COMPOSE_FILE
 from .test_systemd import UNITS
 
@@ -56,8 +57,12 @@ def test_the_commands_for_kubernetes_name_existing_objects(fleet: Manifests) -> 
     assert container in [
         found["name"] for found in fleet.pod("Deployment", workload.removeprefix("deploy/"))["containers"]
     ]
-    ((_, _, _, dockerfile, *_),) = lines("kubernetes.md", "docker")
-    assert (ROOT / dockerfile).is_file()
+    built = [line for line in lines("kubernetes.md", "docker") if line[1] == "build"]
+    assert {line[3] for line in built} == {"deploy/Dockerfile"}
+    assert (ROOT / "deploy" / "Dockerfile").is_file()
+    images = {fleet.pod(*name)["containers"][0]["image"] for name in WORKLOADS}
+    assert {line[line.index("-t") + 1] for line in built} == images
+    assert {line[2] for line in lines("kubernetes.md", "docker") if line[1] == "push"} == images
     (address,) = set(re.findall(r"`http://([\w-]+)/v1`", (PAGES / "kubernetes.md").read_text()))
     assert fleet.get("Service", address)["spec"]["ports"][0]["port"] == 80
 
@@ -115,7 +120,7 @@ def test_the_options_for_ray_are_those_of_its_page() -> None:
     for names, defaults in re.findall(r"^\| (`--.*?) \| (.*?) \|", (PAGES / "ray.md").read_text(), flags=re.M):
         options = re.findall(r"`--([\w-]+)`", names)
         described |= dict(zip(options, defaults.replace("`", "").split(", "), strict=True))
-    parsed = vars(parse(["up", "MODEL", "--omni-master-address", "head"])[0])
+    parsed = vars(parse(["up", "MODEL", "--omni-master-address", "head", "--omni-master-port", "7500"])[0])
     options = {name.replace("_", "-"): value for name, value in parsed.items() if name != "action"}
     assert set(described) == set(options)
     # None is a default that depends on other options.

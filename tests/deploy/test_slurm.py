@@ -13,13 +13,14 @@ import pytest
 
 from tests.engine.server import until
 
-from .flags import faults, flags_of
+from .flags import KEEP_ALIVE, faults, flags_of
 from .slurm import SCRIPTS, Slurm, has_ended
 
 _VLLM = """\
 #!/usr/bin/env bash
 trap 'echo "ended $*" >>"$CALLS"; exit 0' TERM
 echo "$$ $*" >>"$CALLS"
+echo "${VLLM_HTTP_TIMEOUT_KEEP_ALIVE-}" >"$CALLS.keep-alive"
 until [[ -s $CALLS.fail ]]; do sleep 0.05; done
 exit "$(<"$CALLS.fail")"
 """
@@ -76,6 +77,12 @@ def test_nodes_of_an_array_wait_for_the_head_and_join_it(fleet: Fleet) -> None:
     assert ["--headless" in command for command in (head, *joined)] == [False, True, True]
 
 
+def test_idle_connections_to_the_head_last_longer_than_those_of_proxies(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.slurm.submit(fleet.sbatch("head.sbatch"))
+    until(lambda: (tmp_path / "calls.keep-alive").exists(), "it runs")
+    assert (tmp_path / "calls.keep-alive").read_text() == f"{KEEP_ALIVE}\n"
+
+
 @pytest.mark.parametrize(
     ("script", "flag"), [("head.sbatch", "--shutdown-timeout"), ("nodes.sbatch", "--omni-drain-timeout")]
 )
@@ -118,6 +125,23 @@ def test_nodes_follow_a_head_that_was_requeued_to_another_machine(fleet: Fleet) 
     flags = flags_of(fleet.lines("--headless")[-1])
     assert (flags["--omni-master-address"], flags["--omni-master-port"]) == ("head-2", "7600")
     assert not has_ended(node)
+
+
+def test_a_shared_folder_that_cannot_be_read_for_a_while_costs_no_node(fleet: Fleet) -> None:
+    address = fleet.folder / "head"
+    address.write_text("head-1 7500\n")
+    (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
+    fleet.started()
+    (log,) = fleet.slurm.logs.glob("*.log")
+    address.rename(fleet.folder / "elsewhere")
+    until(lambda: str(address) in log.read_text(), "a read fails")
+    (fleet.folder / "elsewhere").rename(address)
+    assert not has_ended(job)
+    assert len(fleet.started()) == 1
+    address.write_text("head-2 7500\n")
+    until(lambda: len(fleet.lines("--headless")) == 3, "it joins the new head")
+    (left,) = fleet.lines("ended")
+    assert flags_of(left)["--omni-master-address"] == "head-1"
 
 
 @pytest.mark.parametrize("code", [1, 2])

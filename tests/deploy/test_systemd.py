@@ -10,7 +10,7 @@ import pytest
 
 from tests.project.source_tree import ROOT
 
-from .flags import flags_of
+from .flags import KEEP_ALIVE, flags_of
 
 UNITS = ROOT / "deploy" / "systemd"
 HEAD, NODE = "vllm-omni-head.service", "vllm-omni-node@.service"
@@ -80,6 +80,18 @@ def test_a_stop_drains(unit: str, flag: str) -> None:
     # Only to the server: engines would otherwise stop, too.
     assert said["KillMode"] == ["mixed"]
     assert "KillSignal" not in said
+
+
+@pytest.mark.parametrize("unit", [HEAD, NODE])
+def test_the_home_is_a_folder_that_systemd_makes(unit: str) -> None:
+    said = settings(unit)
+    variables = dict(word.split("=", 1) for line in said["Environment"] for word in line.split())
+    (folder,) = said["StateDirectory"]
+    assert variables["HOME"] == variables["HF_HOME"] == f"%S/{folder}"
+
+
+def test_idle_connections_to_the_head_last_longer_than_those_of_proxies() -> None:
+    assert f"VLLM_HTTP_TIMEOUT_KEEP_ALIVE={KEEP_ALIVE}" in settings(HEAD)["Environment"]
 
 
 def test_an_instance_is_a_gpu_unless_its_file_overrides_it() -> None:

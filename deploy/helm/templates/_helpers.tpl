@@ -181,6 +181,12 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 
 {{- define "omni.image" -}}
 {{- if eq .component "head" -}}
+{{- $head := .model.headSpec -}}
+{{- $gpu := .model.requestGPUType -}}
+{{- $nodeLimits := .model.resources | empty | ternary (dict $gpu .model.requestGPU) (default dict .model.resources.limits) -}}
+{{- if and (get $nodeLimits $gpu) (not (or $head.repository $head.tag (get (default dict $head.resources.limits) $gpu))) -}}
+{{- fail (printf "modelSpec %s: its heads have no GPU, and vLLM's build for GPUs does not start without one: give headSpec.tag or headSpec.repository, an image with vLLM's build for the CPU (docs/deploy/kubernetes.md says how to build it), or a GPU in headSpec.resources.limits" .model.name) -}}
+{{- end -}}
 {{ .model.headSpec.repository | default .model.repository }}:{{ .model.headSpec.tag | default .model.tag }}
 {{- else -}}
 {{ .model.repository }}:{{ .model.tag }}
@@ -206,6 +212,11 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
   valueFrom:
     secretKeyRef:
       {{- include "omni.secretKey" (dict "root" $.root "given" . "key" (print "hf_token_" $.model.name)) | nindent 6 }}
+{{- end }}
+{{- if eq .component "head" }}
+# Above the idle time of proxies (Envoy's is an hour), since one that reuses a connection as the head closes it answers 502.
+- name: VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+  value: "3660"
 {{- end }}
 {{- if and (eq .component "node") .model.pvcStorage }}
 - name: HF_HOME
