@@ -1,5 +1,6 @@
 """Process 1 of a container: it collects orphans, passes signals on, and takes no exit status from the server."""
 
+import argparse
 import os
 import pty
 import signal
@@ -8,6 +9,9 @@ import sys
 import time
 
 import pytest
+
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.integration.processes import serve_command
 
 _WAIT_S = 30.0
 _NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child=SIGKILL"]
@@ -63,6 +67,24 @@ while True:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         os.kill(os.getpid(), signal.SIGTERM)
 """
+
+
+def test_sighup_ends_no_server_with_our_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    class StartedError(Exception):
+        pass
+
+    def start() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise StartedError
+
+    monkeypatch.setattr(serve_command, "parse_or_exit", lambda _: OmniConfig())
+    monkeypatch.setattr(serve_command, "leave_process_1", start)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with pytest.raises(StartedError):
+            serve_command._validate(lambda _: None, argparse.Namespace())
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_signals_reach_the_server_and_its_end_by_a_signal_is_told() -> None:

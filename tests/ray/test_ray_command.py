@@ -48,7 +48,7 @@ def supervisors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeSupervisor
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_counted(supervisors: list[NodeSupervisor], number: signal.Signals) -> None:
     signal.signal(number, signal.SIG_DFL)
     assert main(["ray", "up", "M", *HEAD]) == 0
@@ -57,10 +57,11 @@ def test_a_signal_is_counted(supervisors: list[NodeSupervisor], number: signal.S
     assert supervisors[0].signals == 1
 
 
-def test_an_ignored_signal_stays_ignored(supervisors: list[NodeSupervisor]) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_sighup_ends_nothing(supervisors: list[NodeSupervisor]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     assert main(["ray", "up", "M", *HEAD]) == 0
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert supervisors[0].signals == 0
 
 
 @pytest.mark.parametrize("flag", ["--omni_drain_timeout", "--omni-drain"])
@@ -69,18 +70,18 @@ def test_flags_with_underscores_or_abbreviated_are_read_like_in_vllm(
 ) -> None:
     timeouts: list[float] = []
     monkeypatch.setattr(ray_command, "NodeSet", timeouts.append)
-    assert main(["ray", "up", "M", "--omni_master_address=a_b", flag, "7"]) == 0
+    assert main(["ray", "up", "M", "--omni_master_address=a_b", *HEAD[2:], flag, "7"]) == 0
     assert timeouts == [7.0]
-    _, serve = parse(["up", "M", "--omni_master_address=a_b", flag, "7"])
-    assert serve == ["M", "--omni_master_address=a_b", flag, "7", "--headless"]
+    _, serve = parse(["up", "M", "--omni_master_address=a_b", *HEAD[2:], flag, "7"])
+    assert serve == ["M", "--omni_master_address=a_b", *HEAD[2:], flag, "7", "--headless"]
 
 
 @pytest.mark.parametrize(
     ("words", "url"),
     [
-        (["--omni-master-address", "10.0.0.1"], "http://10.0.0.1:8000"),
-        (["--omni_master_address=a_b"], "http://a_b:8000"),
-        (["-oma", "fd00::1"], "http://[fd00::1]:8000"),
+        (HEAD, "http://10.0.0.1:8000"),
+        (["--omni_master_address=a_b", *HEAD[2:]], "http://a_b:8000"),
+        (["-oma", "fd00::1", "-omp", "7500"], "http://[fd00::1]:8000"),
         ([*HEAD, "--url", "http://h:1"], "http://h:1"),
     ],
 )
@@ -127,6 +128,7 @@ def test_a_broken_pipe_is_no_error(supervisors: list[NodeSupervisor], monkeypatc
     ("words", "message"),
     [
         (["up", "M"], "--omni-master-address"),
+        (["up", "M", *HEAD[:2]], "--omni-master-port"),
         (["down", "M", *HEAD], "invalid choice: 'down'"),
         (["up", "M", *HEAD, "--replicas", "0"], "argument --replicas: 0 is below 1"),
         (["up", "M", *HEAD, "--replicas", "2", "--max-replicas", "3"], "not allowed with argument --replicas"),

@@ -34,10 +34,10 @@ def run_ray(arguments: Sequence[str]) -> int:
             supervisor.signals += 1
 
         # After ray.init, which sets its own handlers.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # `nohup` ignores SIGHUP.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, count)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, count)
+        # It ends nothing, as with `vllm serve` and our flags.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return 0 if supervisor.run() else 1
 
 
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in (word.partition("=")[0] for word in others):
         if name.startswith("--omni-"):
             parser.error(f"unknown argument {name}{did_you_mean(name, known)}")
-    if "master_address" not in given:
+    if not {"master_address", "master_port"} <= given.keys():
         parser.error("nodes need the head's --omni-master-address and --omni-master-port")
     return args, serve if "--headless" in serve else [*serve, "--headless"]
 

@@ -1,6 +1,7 @@
 """`vllm-omni-plugin sim`: a headless node whose engines are simulated."""
 
 import argparse
+import signal
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -79,6 +80,8 @@ def run_sim(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         exit_usage_error(error, _PROG)
     assert options is not None, "the number of replicas is one of our flags"
+    # As `vllm serve` with our flags.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise_limits(args.replicas, more=_DESCRIPTORS_PER_ENGINE)
     with EngineHost() as host:
         return serve_replicas(args, options, partial(_launcher, args, host), _PROG)

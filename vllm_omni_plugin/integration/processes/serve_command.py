@@ -1,6 +1,7 @@
 """Patches `vllm serve`: our checks first, and our own headless nodes and supervisor of several API servers."""
 
 import argparse
+import signal
 import sys
 from typing import Any
 
@@ -24,6 +25,9 @@ def _validate(original: Any, args: argparse.Namespace) -> None:
     options = parse_or_exit(args)
     original(args)
     if options is not None:
+        # It ends nothing, neither this process nor its children, which inherit this. A head with an admission file
+        # handles it once it serves.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # Before anything is started: threads and children do not go along.
         leave_process_1()
         from vllm_omni_plugin.integration.checks.start_checks import check_or_exit
