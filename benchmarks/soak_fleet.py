@@ -119,7 +119,7 @@ class Fleet:
         await asyncio.sleep(SILENCE_S)
 
     async def _drain(self) -> None:
-        headers = {"Authorization": f"Bearer {find_local_key(httpx.URL(self._cluster.url).port or 80)}"}
+        headers = {"Authorization": f"Bearer {find_local_key('127.0.0.1', httpx.URL(self._cluster.url).port or 80)}"}
         async with httpx.AsyncClient(
             base_url=self._cluster.url, trust_env=False, timeout=PATIENCE_S, headers=headers
         ) as client:

@@ -6,6 +6,7 @@ Commands that operate a fleet import neither vLLM nor a large library, so that t
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -223,7 +224,8 @@ def _print_local_key(args: argparse.Namespace) -> int:
     if key is None:
         raise OmniError(
             f"no head of this user on this machine keeps an admin key for {args.url}: give the --url of a head that "
-            "runs here, without --omni-admin-key-file, as this user and with the same run-time directory"
+            "runs here, with its address and not a name, without --omni-admin-key-file, as this user and with the same "
+            "run-time directory"
         )
     sys.stdout.write(f"{key}\n")
     return 0
@@ -262,7 +264,8 @@ def _ray(args: argparse.Namespace) -> int:
 def _http_url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} does not begin with http:// or https://")
-    return text.rstrip("/")
+    # vLLM binds this name to IPv4, and somebody else may listen at its other address.
+    return re.sub(r"^http://localhost\b", "http://127.0.0.1", text.rstrip("/"))
 
 
 def _replicas(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -338,7 +341,7 @@ def _local_key(url: str) -> str | None:
         port = parts.port or _DEFAULT_PORTS[parts.scheme]
     except ValueError:
         return None
-    return find_local_key(port) if _is_here(url) else None
+    return find_local_key(parts.hostname or "", port)
 
 
 class _NoRedirect(HTTPRedirectHandler):

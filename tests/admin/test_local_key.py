@@ -1,7 +1,9 @@
-"""A head's own admin key: commands of its user find it on its machine, by the head's port, while the head runs."""
+"""A head's own admin key: commands of its user find it on its machine, by the head's address, while the head runs."""
 
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,67 +11,97 @@ import pytest
 from vllm_omni_plugin import cli
 from vllm_omni_plugin.admin.admin_keys import find_local_key, publish_local_key
 
+HERE = "127.0.0.1"
 PORT = 65_000
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in the run-time directory."""
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "vllm-omni-plugin"
 
 
-def test_the_key_is_found_by_the_port_and_new_at_each_start(folder: Path) -> None:
-    assert find_local_key(PORT) is None
-    first = publish_local_key(PORT)
-    second = publish_local_key(PORT)
-    other = publish_local_key(PORT + 1)
+def test_the_key_is_found_by_the_address_and_new_at_each_start(folder: Path) -> None:
+    assert find_local_key(HERE, PORT) is None
+    first = publish_local_key(None, PORT)
+    second = publish_local_key(None, PORT)
+    other = publish_local_key(None, PORT + 1)
     assert len({first, second, other}) == 3
-    assert (find_local_key(PORT), find_local_key(PORT + 1)) == (second, other)
+    assert (find_local_key(HERE, PORT), find_local_key(HERE, PORT + 1)) == (second, other)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
 def test_a_key_is_removed_at_the_end_of_its_head_but_not_that_of_a_later_head(folder: Path) -> None:
-    script = "from vllm_omni_plugin.admin.admin_keys import *; publish_local_key(65000); print(find_local_key(65000))"
+    script = (
+        "from vllm_omni_plugin.admin.admin_keys import *;"
+        "publish_local_key('', 65000); print(find_local_key('127.0.0.1', 65000), flush=True)"
+    )
     assert len(subprocess.check_output([sys.executable, "-c", script], text=True)) > 32
-    assert not list(folder.iterdir())
-    later = publish_local_key(PORT)
-    script = "from vllm_omni_plugin.admin import admin_keys; admin_keys._remove(65000, 'older', admin_keys.os.getpid())"
-    subprocess.run([sys.executable, "-c", script], check=True)
-    assert find_local_key(PORT) == later
+    assert not list(folder.parent.rglob("*.key"))
+    later = ""
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{script}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as earlier:
+        assert earlier.stdout is not None
+        assert earlier.stdout.readline() != f"{later}\n"
+        later = publish_local_key(None, PORT)
+        earlier.communicate("\n")
+    assert find_local_key(HERE, PORT) == later
+
+
+def test_a_key_is_found_without_the_heads_run_time_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = publish_local_key(None, PORT)
+    shutil.rmtree(folder)
+    assert find_local_key(HERE, PORT) == key
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert find_local_key(HERE, PORT) == key
 
 
 def test_a_head_without_a_place_for_its_key_says_so_and_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("vllm_omni_plugin.admin.admin_keys.folder_paths", lambda: [tmp_path / "absent" / "folder"])
-    assert len(publish_local_key(PORT)) > 32
+    assert len(publish_local_key(None, PORT)) > 32
     assert "--omni-admin-key-file" in caplog.text
-    assert find_local_key(PORT) is None
+    assert find_local_key(HERE, PORT) is None
 
 
 def test_a_file_of_another_users_is_not_taken(folder: Path) -> None:
-    publish_local_key(PORT)
-    (path,) = folder.iterdir()
-    path.chmod(0o644)
-    assert find_local_key(PORT) is None
+    publish_local_key(None, PORT)
+    for path in folder.parent.rglob("*.key"):
+        path.chmod(0o644)
+    assert find_local_key(HERE, PORT) is None
 
 
 @pytest.mark.parametrize(
-    ("url", "found"),
+    ("host", "url", "found"),
     [
-        (f"http://127.0.0.1:{PORT}", True),
-        (f"http://localhost:{PORT}", True),
-        (f"http://[::1]:{PORT}", True),
-        (f"http://127.0.0.1:{PORT + 1}", False),
-        (f"http://10.0.0.1:{PORT}", False),
-        ("http://127.0.0.1", False),
-        ("http://127.0.0.1:x", False),
+        (None, f"http://127.0.0.1:{PORT}", True),
+        ("0.0.0.0", f"http://127.0.0.1:{PORT}", True),
+        ("localhost", f"http://localhost:{PORT}", True),
+        ("::", f"http://[::1]:{PORT}", True),
+        ("::", f"http://127.0.0.1:{PORT}", True),
+        ("10.0.0.1", f"http://10.0.0.1:{PORT}", True),
+        # Addresses at which another user may listen beside the head.
+        (None, f"http://[::1]:{PORT}", False),
+        (None, f"https://localhost:{PORT}", False),
+        ("10.0.0.1", f"http://127.0.0.1:{PORT}", False),
+        ("::1", f"http://127.0.0.1:{PORT}", False),
+        (None, f"http://127.0.0.1:{PORT + 1}", False),
+        (None, f"http://10.0.0.1:{PORT}", False),
+        (None, "http://127.0.0.1", False),
+        (None, "http://127.0.0.1:x", False),
+        ("no such name", f"http://127.0.0.1:{PORT}", False),
     ],
 )
-def test_the_command_prints_the_key_of_a_head_on_this_machine_only(
-    folder: Path, capsys: pytest.CaptureFixture[str], url: str, found: bool
+def test_the_command_finds_the_key_by_the_address_at_which_only_the_head_can_listen(
+    folder: Path, capsys: pytest.CaptureFixture[str], host: str | None, url: str, found: bool
 ) -> None:
-    key = publish_local_key(PORT)
+    key = publish_local_key(host, PORT)
     assert cli.main(["admin-key", "--url", url]) == (0 if found else 1)
     printed = capsys.readouterr()
     assert printed.out == (f"{key}\n" if found else "")

@@ -204,7 +204,7 @@ class Server(ServeProcess):
     @property
     def local_key(self) -> str | None:
         """The admin key that it keeps for this user, if it does."""
-        return find_local_key(self.port)
+        return find_local_key("127.0.0.1", self.port)
 
     def health(self) -> int | None:
         """Status of /health, or None while nothing listens."""

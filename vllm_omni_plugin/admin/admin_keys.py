@@ -1,14 +1,18 @@
 """Admin keys: those in an operator's file, and the one that a head without a file keeps for commands of its own user.
 
-The latter is in the user's folder, under the head's port, and new at each start: who listens on that port after the
-head has ended, and is sent the key, can do nothing with it. Imports little, because the command `vllm-omni-plugin`
+The latter is in the user's folders, under the head's address, and new at each start: who listens at that address after
+the head has ended, and is sent the key, can do nothing with it. Imports little, because the command `vllm-omni-plugin`
 reads keys, too.
 """
 
 import atexit
 import os
 import secrets
+import socket
+from collections.abc import Sequence
 from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.key_file import read_key_file
@@ -34,45 +38,74 @@ def read_admin_keys(path: str, flag: str) -> list[str]:
     return keys
 
 
-def publish_local_key(port: int) -> str:
-    """Return a new admin key that `find_local_key` finds until this process ends."""
+def publish_local_key(host: str | None, port: int) -> str:
+    """Return a new admin key that `find_local_key` finds until this process ends.
+
+    It is in each usable folder of `folder_paths`: a command may not have the head's environment, and a run-time
+    directory may go when its user logs out.
+
+    Args:
+        host, port: where the head listens, as its flags say it.
+    """
     key = secrets.token_urlsafe(32)
-    problems: list[str] = []
-    for path in folder_paths():
+    names = [_file_name(address, port) for address in _addresses(host)]
+    paths, problems = [*folder_paths()], list[str]()
+    for path in paths:
         try:
             with open_user_folder(path, create=True) as folder:
-                folder.replace(_file_name(port), key)
+                for name in names:
+                    folder.replace(name, key)
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
         else:
-            atexit.register(_remove, port, key, os.getpid())
-            return key
-    logger.warning(
-        "There is no place for the admin key of this head's user (%s): vllm-omni-plugin cannot change the fleet "
-        "without --omni-admin-key-file.",
-        "; ".join(problems),
-    )
+            atexit.register(_remove, path, names, key, os.getpid())
+    if len(problems) == len(paths):
+        logger.warning(
+            "There is no place for the admin key of this head's user (%s): vllm-omni-plugin cannot change the fleet "
+            "without --omni-admin-key-file.",
+            "; ".join(problems),
+        )
     return key
 
 
-def find_local_key(port: int) -> str | None:
-    """The admin key of this user's head that serves HTTP on this port of this machine, if it can be found."""
+def find_local_key(host: str, port: int) -> str | None:
+    """The admin key of this user's head that listens at this address of this machine, if it can be found.
+
+    Nobody else can listen there while that head does. So a name is not enough: it may stand for several addresses.
+    """
+    try:
+        name = _file_name(str(ip_address(host)), port)
+    except ValueError:
+        return None
     for path in folder_paths():
         with suppress(OSError), open_user_folder(path) as folder:
-            return folder.read(_file_name(port))
+            return folder.read(name)
     return None
 
 
-def _remove(port: int, key: str, owner: int) -> None:
+def _addresses(host: str | None) -> tuple[str, ...]:
+    """The addresses for commands on this machine, of a server with this `--host`. vLLM binds names to IPv4."""
+    if host in (None, "", "0.0.0.0"):
+        return ("127.0.0.1",)
+    if host == "::":
+        return ("127.0.0.1", "::1")
+    with suppress(ValueError):
+        return (str(ip_address(host)),)
+    with suppress(OSError):
+        return (socket.gethostbyname(host),)
+    return ()
+
+
+def _remove(path: Path, names: Sequence[str], key: str, owner: int) -> None:
     # A fork of this process runs its exit handlers too.
     if os.getpid() != owner:
         return
-    for path in folder_paths():
+    for name in names:
         with suppress(OSError), open_user_folder(path) as folder:
-            # Not that of a head that was started on this port since.
-            if folder.read(_file_name(port)) == key:
-                folder.remove(_file_name(port))
+            # Not that of a head that was started at this address since.
+            if folder.read(name) == key:
+                folder.remove(name)
 
 
-def _file_name(port: int) -> str:
-    return f"admin-{port}.key"
+def _file_name(address: str, port: int) -> str:
+    return f"admin-{address}-{port}.key"

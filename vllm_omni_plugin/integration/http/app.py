@@ -259,7 +259,7 @@ def _access(args: Any, app: FastAPI, has_api_key: KeyCheck) -> Access:
         keys = read_admin_keys(args.omni_admin_key_file, ADMIN_KEY_FLAG)
         return Access(has_api_key, _has_one_of(keys, app), has_key_file=True)
     # Several API servers share the key of their supervisor.
-    key = getattr(args, LOCAL_ADMIN_KEY, None) or (None if args.uds else publish_local_key(args.port))
+    key = getattr(args, LOCAL_ADMIN_KEY, None) or (None if args.uds else publish_local_key(args.host, args.port))
     has_admin_key = _has_one_of([key] if key else [], app)
     return Access(has_api_key, has_admin_key, unix_socket=bool(args.uds), loopback=bool(args.omni_admin_loopback))
 

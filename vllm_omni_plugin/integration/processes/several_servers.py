@@ -146,7 +146,7 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
             reaper = resources.enter_context(closing(Reaper()))
             joined = _joined(args, local_options)
             if options.admin_key_file is None and not args.uds:
-                setattr(joined, LOCAL_ADMIN_KEY, publish_local_key(args.port))
+                setattr(joined, LOCAL_ADMIN_KEY, publish_local_key(args.host, args.port))
             processes = ApiServerLauncher(args.api_server_count, listen_address, listening, joined, reaper.watch)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(local_options, plans, processes, reaper, engine_args.shutdown_timeout))
