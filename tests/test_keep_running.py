@@ -42,7 +42,7 @@ class Runs:
         return bool(self.lives)
 
     async def keep(self, *, must_start: bool = True) -> list[float]:
-        await keep_running(self.start, Backoff(), lambda: self.now, self.pause, must_start=must_start)
+        await keep_running(self.start, Backoff(), lambda: self.now, self.pause, must_start=lambda: must_start)
         return [seconds for seconds, _ in self.pauses]
 
 

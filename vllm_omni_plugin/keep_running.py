@@ -31,7 +31,7 @@ async def keep_running(
     clock: Callable[[], float],
     pause: Callable[[float, str | Exception], Awaitable[bool]],
     *,
-    must_start: bool = True,
+    must_start: Callable[[], bool] = lambda: True,
 ) -> None:
     """Start, wait for the end, pause, restart: until `pause` returns False, or until cancelled.
 
@@ -40,7 +40,7 @@ async def keep_running(
             the end.
         pause: sleeps for the given seconds; also gets the reason of the end, or the error of the start. Returns whether
             to restart.
-        must_start: raise an error of the first start. All later errors lead to a restart.
+        must_start: whether to raise the error of a start before any has succeeded. All other errors lead to a restart.
     """
     has_served = False
     while True:
@@ -52,7 +52,7 @@ async def keep_running(
                 served = clock() - served_since
         except Exception as error:
             # An error while resources are freed must not turn a cancellation into a restart.
-            if (must_start and not has_served) or _is_cancelled():
+            if _is_cancelled() or (not has_served and must_start()):
                 raise
             reason = error
         if not await pause(backoff.after(served), reason):

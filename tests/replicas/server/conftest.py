@@ -18,6 +18,7 @@ from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.replicas.server.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 
@@ -27,13 +28,21 @@ FINGERPRINT = {"model": "tiny", "dtype": "float32"}
 class Node:
     """One replica server under test."""
 
-    def __init__(self, settings: ServerSettings, launcher: ServedFakeLauncher, coordinator: OmniCoordinator) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        launcher: ServedFakeLauncher,
+        coordinator: OmniCoordinator,
+        first_starts: FirstStarts | None,
+    ) -> None:
         self.settings = settings
         self.launcher = launcher
         self.coordinator = coordinator
         self.executor = ThreadPoolExecutor(2)
         self.delays: list[float] = []
-        self.server = ReplicaServer(settings, launcher, 0, RemoteApi(), self.executor, delay=self._delay)
+        self.server = ReplicaServer(
+            settings, launcher, 0, RemoteApi(), self.executor, first_starts=first_starts, delay=self._delay
+        )
         self.running = asyncio.create_task(self.server.run())
 
     async def _delay(self, seconds: float) -> None:
@@ -92,7 +101,7 @@ def launcher(socket_folder: Path, keep: Keep) -> ServedFakeLauncher:
 async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
     nodes: list[Node] = []
 
-    async def start(*, launcher_fails: int = 0, **other: Any) -> Node:
+    async def start(*, launcher_fails: int = 0, first_starts: FirstStarts | None = None, **other: Any) -> Node:
         launcher.failing = launcher_fails
         secrets: Secrets | None = other.get("secrets")
         coordinator = OmniCoordinator("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", secrets=secrets)
@@ -108,7 +117,7 @@ async def start_node(launcher: ServedFakeLauncher) -> AsyncIterator[StartNode]:
             fingerprint=FINGERPRINT,
             message_filter=lambda frames: None,
         )
-        nodes.append(Node(replace(settings, **other), launcher, coordinator))
+        nodes.append(Node(replace(settings, **other), launcher, coordinator, first_starts))
         return nodes[-1]
 
     yield start

@@ -15,6 +15,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
 from vllm_omni_plugin.replicas.engine import engine_keeper
 from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
+from vllm_omni_plugin.replicas.server.first_starts import FirstStarts
 
 
 async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(head: Head, node: Node) -> None:
@@ -100,6 +101,28 @@ async def test_a_first_start_that_fails_ends_the_server(start_node: StartNode) -
     node: Node = await start_node(launcher_fails=1)
     with pytest.raises(ReplicaError, match="did not start"):
         await node.running
+
+
+def test_a_first_start_fails_for_good_only_if_those_of_all_engines_of_the_node_have_failed() -> None:
+    both_fail, one_serves = FirstStarts(2), FirstStarts(2)
+    assert [both_fail.failed(engine) for engine in ("a", "a", "b", "a")] == [False, False, True, True]
+    assert not one_serves.failed("a")
+    one_serves.succeeded()
+    assert [one_serves.failed(engine) for engine in ("a", "b")] == [False, False]
+
+
+async def test_a_first_start_that_fails_beside_a_serving_engine_is_repeated(
+    start_node: StartNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    first_starts = FirstStarts(2)
+    first_starts.succeeded()
+    node: Node = await start_node(launcher_fails=2, first_starts=first_starts)
+    await node.up()
+    assert node.delays == [1.0, 2.0]
+    assert (
+        "Replica 0 of this node is down, and its first start is repeated in 2 s: the engine did not start"
+        in caplog.text
+    )
 
 
 async def test_a_server_that_is_cancelled_twice_ends_its_engine(node: Node, socket_folder: Path) -> None:

@@ -32,6 +32,7 @@ from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
+from vllm_omni_plugin.replicas.server.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.server.host_slots import HostSlots
 from vllm_omni_plugin.replicas.server.node import run_node
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
@@ -126,8 +127,10 @@ def replica_servers(
         launcher = plan.make_launcher(
             on_spawn, report_cache=True, numbers=numbers, for_others=True, first_incarnation=first_incarnation
         )
+        first_starts = FirstStarts(plan.replicas)
         servers += [
-            ReplicaServer(settings, launcher, index, plan.api, executor, identity) for index, identity in enumerate(own)
+            ReplicaServer(settings, launcher, index, plan.api, executor, identity, first_starts=first_starts)
+            for index, identity in enumerate(own)
         ]
     return servers
 

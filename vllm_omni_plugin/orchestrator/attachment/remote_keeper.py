@@ -118,7 +118,8 @@ class RemoteReplicaKeeper:
     async def run(self, attach: RemoteReplicaFactory) -> None:
         """Attach, serve, and attach again after a loss, until cancelled."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S)
-        await keep_running(partial(self._attachment, attach), backoff, self._clock, self._pause, must_start=False)
+        attachment = partial(self._attachment, attach)
+        await keep_running(attachment, backoff, self._clock, self._pause, must_start=lambda: False)
 
     @asynccontextmanager
     async def _attachment(self, attach: RemoteReplicaFactory) -> AsyncIterator[Awaitable[str]]:

@@ -125,10 +125,11 @@ class EngineKeeper(Generic[E]):
         suspend: takes the engine out of service; gets the reason and whether the engine hangs. Called at once, but not
             while the engine is shut down.
         on_restart: called before a restart with the pause in seconds and the reason.
+        must_start: whether an engine that cannot start, before any has, is not tried again; called after each attempt.
 
     Attributes:
         ready: the first engine, once it is in service. `ready` and `running` exist after `begin`.
-        running: done when the engine is not restarted any more, or with the error of the first start.
+        running: done when the engine is not restarted any more, or with the error of a start that must succeed.
     """
 
     name: str
@@ -138,6 +139,7 @@ class EngineKeeper(Generic[E]):
     on_restart: Callable[[float, str | Exception], None]
     executor: Executor
     timing: Timing
+    must_start: Callable[[], bool] = lambda: True
     ready: "asyncio.Future[E]" = field(init=False)
     running: "asyncio.Task[None]" = field(init=False)
     _restarting: bool = field(default=True, init=False)
@@ -147,7 +149,7 @@ class EngineKeeper(Generic[E]):
     def begin(self) -> None:
         """Start the engine in the background, on the running loop. Call once."""
         self.ready = asyncio.get_running_loop().create_future()
-        keeping = keep_running(self._engine, Backoff(), self.timing.clock, self._pause)
+        keeping = keep_running(self._engine, Backoff(), self.timing.clock, self._pause, must_start=self.must_start)
         self.running = asyncio.create_task(keeping, name=f"omni-replica-{self.name}")
 
     def disable_restarts(self) -> None:

@@ -16,6 +16,7 @@ from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, close_all, listen_on_ports
 from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
+from vllm_omni_plugin.replicas.server.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.server.served_engine import ServedEngine, start_served_engine
 from vllm_omni_plugin.replicas.server.server_settings import NO_IDENTITY, ReplicaIdentity, ServerSettings
 
@@ -32,6 +33,7 @@ class ReplicaServer:
         codec: see `StageClient`; not shared with other servers.
         executor: runs blocking steps, at most two at the same time.
         identity: announced to the coordinator.
+        first_starts: shared by all replicas of the stage on this node.
 
     Attributes:
         ready: set once the engine is ready for the first time.
@@ -47,6 +49,7 @@ class ReplicaServer:
         executor: Executor,
         identity: ReplicaIdentity = NO_IDENTITY,
         *,
+        first_starts: FirstStarts | None = None,
         delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._settings = settings
@@ -55,6 +58,7 @@ class ReplicaServer:
         self._codec = codec
         self._executor = executor
         self._identity = identity
+        self._first_starts = first_starts or FirstStarts()
         self._delay = delay
         self.ready = asyncio.Event()
         self.joined = asyncio.Event()
@@ -77,8 +81,8 @@ class ReplicaServer:
     async def run(self) -> None:
         """Serve until drained, stopped or cancelled.
 
-        Raises `ConfigError` if a port cannot be bound, and `ReplicaError` if the first start of the engine fails. Later
-        failures are retried.
+        Raises `ConfigError` if a port cannot be bound, and `ReplicaError` if the first starts of all engines of the
+        stage on this node have failed. Other failures are retried.
         """
         async with AsyncExitStack() as stack:
             listeners = listen_on_ports(self._settings.host, self._settings.ports, REPLICA_PORTS)
@@ -161,6 +165,7 @@ class ReplicaServer:
             self._log_restart,
             self._executor,
             Timing(settings.heartbeat_interval, settings.heartbeat_timeout, time.monotonic, self._delay),
+            partial(self._first_starts.failed, self),
         )
         keeper.begin()
         return keeper
@@ -183,6 +188,7 @@ class ReplicaServer:
             self._announcer.announce(ReplicaStatus.UP, new_incarnation=True)
         heads.admit(engine)
         self._serving = True
+        self._first_starts.succeeded()
         self.ready.set()
         logger.info("Replica %s (process %d) serves at %s.", self._name, engine.pid, self.control_addr)
 
@@ -200,7 +206,8 @@ class ReplicaServer:
             self._finished.set()
 
     def _log_restart(self, seconds: float, reason: str | Exception) -> None:
-        logger.warning("Replica %s is restarted in %.0f s: %s", self._name, seconds, reason)
+        state = "restarted" if self.ready.is_set() else "down, and its first start is repeated"
+        logger.warning("Replica %s is %s in %.0f s: %s", self._name, state, seconds, reason)
 
     def _on_last_disconnect(self) -> None:
         if self._draining:
