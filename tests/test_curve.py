@@ -1,5 +1,6 @@
 """Authentication of peers over real sockets, and the limits of unauthenticated ones."""
 
+import errno
 import os
 import socket
 import struct
@@ -24,6 +25,7 @@ from vllm_omni_plugin.curve import (
     require_password,
     secure_client,
     secure_server,
+    why_refused,
 )
 from vllm_omni_plugin.curve.descriptors import MAX_HANDSHAKE_BYTES, PendingConnections
 from vllm_omni_plugin.curve.handshake_monitor import (
@@ -146,7 +148,7 @@ def test_unauthenticated_peer_is_refused_counted_and_logged_with_its_address(
     server = site.serve()
     refusals = 0
     # A connection that is cut at once may be gone before its address was read.
-    while "Refused 127.0.0.1:" not in caplog.text:
+    while " 127.0.0.1:" not in caplog.text:
         refusals += 1
         assert refusals < 100
         site.now += 2 * LOG_INTERVAL
@@ -154,6 +156,26 @@ def test_unauthenticated_peer_is_refused_counted_and_logged_with_its_address(
         eventually(lambda: site.zap_handler.refused == refusals)  # noqa: B023
     assert "at the test socket" in caplog.text
     assert site.admits(server, holder(Secrets([OLD])))
+
+
+def test_a_peer_that_ends_in_the_handshake_is_not_said_to_have_another_secret(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    with raw_peer(port_of(site.serve())):
+        pass
+    eventually(lambda: site.zap_handler.refused == 1)
+    assert "Unfinished handshake of " in caplog.text
+    assert "it ended the connection or did not answer" in caplog.text
+
+
+@pytest.mark.parametrize("secrets", [None, Secrets([OLD])])
+def test_a_server_that_ends_the_connection_in_the_handshake_is_not_said_to_have_refused_the_secret(
+    secrets: Secrets | None,
+) -> None:
+    ended = why_refused(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, errno.EPIPE, secrets)
+    refused = why_refused(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, secrets)
+    assert refused.startswith("refused secret: ")
+    assert ended == f"it ended the connection in the handshake; if that goes on: {refused}"
 
 
 def test_client_key_that_is_not_admitted_is_refused(site: Site, caplog: pytest.LogCaptureFixture) -> None:

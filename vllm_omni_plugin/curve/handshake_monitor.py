@@ -31,13 +31,18 @@ WATCHED_EVENTS = (
     | zmq.EVENT_MONITOR_STOPPED
 )
 _FAILURES = {
-    int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): f"it holds another secret than this end's first one in {FLAG}",
+    int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): f"it used another secret than this end's first one in {FLAG}; "
+    "during a rotation a peer may do so before it uses its other one",
     int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): f"it does not authenticate as this socket demands; see {FLAG}",
 }
 _MALFORMED = "its handshake is malformed"
-# If the peer notices different mechanisms first, this end sees only that the handshake was not finished.
-_UNFINISHED = f"it did not finish the handshake, like one that authenticates in another way, see {FLAG}"
+# Nothing else is seen of a peer that is killed or stands still in the handshake, or notices different mechanisms first.
+_UNFINISHED = (
+    f"it ended the connection or did not answer; if that goes on, it may authenticate in another way, see {FLAG}"
+)
 _TOO_MUCH = "it sent more than a handshake takes, without being authenticated"
+_REFUSED = "Refused %s at the %s socket: %s"
+_UNFINISHED_HANDSHAKE = "Unfinished handshake of %s at the %s socket: %s"
 _UNKNOWN_PEER = ("", "a peer that was gone before its address could be read")
 
 
@@ -50,14 +55,11 @@ class RefusalLog:
         self.count = 0
 
     def record(self, host: str, peer: str, where: str, why: str) -> None:
-        """Count one refusal by the socket named ``where``. ``peer`` is ``host`` with or without a port."""
+        """Count one failed handshake at the socket named ``where``. ``peer`` is ``host`` with or without a port."""
         if self._may_log(host):
+            message = _UNFINISHED_HANDSHAKE if why is _UNFINISHED else _REFUSED
             logger.warning(
-                "Refused %s at the %s socket: %s; more from there within %.0f s are counted, not logged",
-                peer,
-                where,
-                why,
-                LOG_INTERVAL,
+                f"{message}; more from there within %.0f s are counted, not logged", peer, where, why, LOG_INTERVAL
             )
         # After the log line, so that a reader of the count finds that line.
         self.count += 1

@@ -120,13 +120,17 @@ def why_refused(event: int, value: int, secrets: Secrets | None) -> str:
     """Explain to a client's operator why its handshake failed, from a monitor's event and value."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN:
         return "it did not answer the handshake in time"
-    # With different mechanisms, both ends notice it. The one that notices it later only sees the connection end.
     if secrets is None:
-        return f"refused secret: it seems to demand one, and none was given here with {FLAG}"
-    return (
-        f"refused secret: it serves without one, or with one that is not in the file given here with {FLAG} (links on "
-        "loopback have one of their user's own where none is given)"
-    )
+        refusal = f"refused secret: it seems to demand one, and none was given here with {FLAG}"
+    else:
+        refusal = (
+            f"refused secret: it serves without one, or with one that is not in the file given here with {FLAG} (links "
+            "on loopback have one of their user's own where none is given)"
+        )
+    # A peer that refuses a secret, or notices different mechanisms first, may only end the connection, as one that is
+    # killed does.
+    is_known = event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    return refusal if is_known else f"it ended the connection in the handshake; if that goes on: {refusal}"
 
 
 def _require_zap(socket: Socket, domain: str) -> None:

@@ -119,10 +119,10 @@ async def test_a_first_start_that_fails_beside_a_serving_engine_is_repeated(
     node: Node = await start_node(launcher_fails=2, first_starts=first_starts)
     await node.up()
     assert node.delays == [1.0, 2.0]
-    assert (
-        "Replica 0 of this node is down, and its first start is repeated in 2 s: the engine did not start"
-        in caplog.text
+    again = (
+        "Replica 0 of this node did not start; it is tried again in 2 s, beside the others: the engine did not start"
     )
+    assert again in caplog.text
 
 
 async def test_a_server_that_is_cancelled_twice_ends_its_engine(node: Node, socket_folder: Path) -> None:

@@ -206,8 +206,15 @@ class ReplicaServer:
             self._finished.set()
 
     def _log_restart(self, seconds: float, reason: str | Exception) -> None:
-        state = "restarted" if self.ready.is_set() else "down, and its first start is repeated"
-        logger.warning("Replica %s is %s in %.0f s: %s", self._name, state, seconds, reason)
+        if self.ready.is_set():
+            logger.warning("Replica %s is restarted in %.0f s: %s", self._name, seconds, reason)
+        else:
+            logger.warning(
+                "Replica %s did not start; it is tried again in %.0f s, beside the others: %s",
+                self._name,
+                seconds,
+                reason,
+            )
 
     def _on_last_disconnect(self) -> None:
         if self._draining:
