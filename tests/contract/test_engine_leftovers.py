@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe, get_context, resource_tracker
@@ -86,6 +87,14 @@ def test_a_worker_is_killed_with_its_core(cores: list[RunningCore]) -> None:
     killed.engine.kill()
     assert killed.worker_ends(10)
     assert not other.worker_ends(0)
+
+
+def test_a_shutdown_returns_when_the_killed_engine_is_gone(cores: list[RunningCore]) -> None:
+    core = cores[0].core
+    killing = threading.Timer(0.2, core.kill)
+    engine = engine_of(core, ExitNote(), lambda timeout: killing.start())
+    engine.shutdown(0.0)
+    assert select.select([engine.sentinel], [], [], 0)[0]
 
 
 def hold_memory(told: Any) -> None:

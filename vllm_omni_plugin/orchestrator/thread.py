@@ -14,11 +14,10 @@ from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplica
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.vllm_api.launch.spawning import EXIT_TIMEOUT_S
 
 logger = init_logger(__name__)
 
-_DEFAULT_ENGINE_TIMEOUT_S = 5.0
-"""vLLM's default for the end of an engine."""
 _THREAD_TIMEOUT_S = 10.0
 """Seconds that closing may take beyond the engines' timeout before the thread is abandoned."""
 
@@ -99,7 +98,7 @@ class OrchestratorThread:
             self._finishing.cancel()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the engines within `timeout` seconds (None: vLLM's default), then the thread. Blocks; idempotent."""
+        """End the engines within `timeout` seconds (None: 15), then the thread. Blocks; idempotent."""
         with self._closing:
             if not self._thread.is_alive():
                 return
@@ -108,7 +107,7 @@ class OrchestratorThread:
                 # The loop may have ended.
                 with suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._request_stop, timeout)
-            self._thread.join((_DEFAULT_ENGINE_TIMEOUT_S if timeout is None else timeout) + _THREAD_TIMEOUT_S)
+            self._thread.join((EXIT_TIMEOUT_S if timeout is None else timeout) + _THREAD_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error("The orchestrator thread did not end in time; it ends with the process.")
 

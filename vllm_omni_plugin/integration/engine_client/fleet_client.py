@@ -36,14 +36,13 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+from vllm_omni_plugin.vllm_api.launch.spawning import EXIT_TIMEOUT_S
 from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
 
 logger = init_logger(__name__)
 
 _WAITING_NOTICE_S = 10.0
 _YIELD_EVERY_S = 0.01
-_ENGINE_GRACE_S = 5.0
-"""Seconds for an engine to exit once its requests have ended; one that takes longer hangs."""
 _NO_ELASTIC_EP = "Elastic expert parallelism does not apply to a fleet of --omni-* replicas."
 
 
@@ -142,7 +141,7 @@ class FleetClient(UtilityCallClient):
         if self._metric_files is not None:
             self._metric_files.close()
         self._shutting_down = True
-        self._fleet.close(left if left is None else min(left, _ENGINE_GRACE_S))
+        self._fleet.close(left if left is None else min(left, EXIT_TIMEOUT_S))
         self.graceful_shutdown.abort_all()
         self.resources.engine_dead = True
 

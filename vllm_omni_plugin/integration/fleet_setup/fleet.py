@@ -114,7 +114,7 @@ class Fleet:
         self._thread.cancel_wait()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the local replicas, each within `timeout` seconds (None: vLLM's default). Idempotent.
+        """End the local replicas, each within `timeout` seconds (None: 15). Idempotent.
 
         Replicas of other processes keep running, and join the next head.
         """

@@ -85,7 +85,7 @@ class LocalReplicas:
             keeper.disable_restarts()
 
     async def close(self, timeout: float | None = None) -> None:
-        """End all engines in parallel, giving each `timeout` seconds (None: vLLM's default). Idempotent."""
+        """End all engines in parallel, giving each `timeout` seconds (None: 15). Idempotent."""
         for keeper in self._keepers.values() if self._running else ():
             keeper.stop(timeout)
         await asyncio.gather(*self._running, return_exceptions=True)

@@ -156,7 +156,7 @@ class EngineKeeper(Generic[E]):
         self._restarting = False
 
     def stop(self, timeout: float | None) -> None:
-        """Shut the engine down within `timeout` seconds (None: vLLM's default); await `running`. Idempotent."""
+        """Shut the engine down within `timeout` seconds (None: 15); await `running`. Idempotent."""
         # A second cancellation would interrupt the wait for a process that is just being spawned.
         if not self._stopping:
             self._stopping, self._grace = True, timeout

@@ -76,7 +76,7 @@ class Engine:
         self._listener = listen_to_cache(self.ready_response, on_change, f"engine {self.pid}")
 
     async def close(self, executor: Executor, timeout: float | None = None) -> None:
-        """Shut the engine down within `timeout` seconds (None: vLLM's default), and close the sockets after that.
+        """Shut the engine down within `timeout` seconds (None: 15), and close the sockets after that.
 
         Outputs are read until the engine has ended.
         """

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import select
 import threading
 import weakref
 from collections import Counter
@@ -33,7 +34,10 @@ from vllm_omni_plugin.vllm_api.launch.fleet_engine import (
 )
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import remove_event_sockets, turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, mapped_memory, remove_memory
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit, remove_ipc_files
+from vllm_omni_plugin.vllm_api.launch.spawning import EXIT_TIMEOUT_S, SPAWN_LOCK, describe_exit, remove_ipc_files
+
+_DEATH_S = 5.0
+"""Limit of the wait for a killed engine, which may be stuck in the kernel."""
 
 
 def replica_config(vllm_config: Any, rank: int) -> Any:
@@ -129,8 +133,10 @@ class EngineProcess:
         return note or ("" if code is None else f"it {describe_exit(code)}")
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ask the engine to exit, wait `timeout` seconds (None: vLLM's default), then kill it. Blocks; idempotent."""
-        self.manager.shutdown(timeout=timeout)
+        """Ask the engine to exit, wait `timeout` seconds (None: 15), then kill it. Blocks until it has ended."""
+        self.manager.shutdown(timeout=EXIT_TIMEOUT_S if timeout is None else timeout)
+        # The system needs time to end a killed process, whose devices and ports are in use until then.
+        select.select([self.sentinel], [], [], _DEATH_S)
         self._end_workers()
         remove_event_sockets(self.config)
 

@@ -220,7 +220,7 @@ class RankProcess:
         """Shut the engine down once all ranks of its group are to shut down. Blocks; idempotent.
 
         Until then it computes with the others. `timeout` limits the wait for the other ranks (None: no limit), and then
-        the wait for the engine (None: vLLM's default). With a timeout of 0 the whole group is killed.
+        the wait for the engine (None: 15). With a timeout of 0 the whole group is killed.
         """
         if self._incarnation is not None:
             if timeout == 0:

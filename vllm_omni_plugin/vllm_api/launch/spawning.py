@@ -10,6 +10,10 @@ restores it: environment variables, torch's thread count, with `--numa-bind` the
 second spawn at the same time would inherit that state, or restore the wrong one."""
 
 
+EXIT_TIMEOUT_S = 15.0
+"""Seconds for an idle engine to exit. vLLM's 5 s are too short where several engines share few cores."""
+
+
 def describe_exit(code: int | None) -> str:
     """How a process ended, as the end of a sentence; `code` is negative for a signal, None for a running process."""
     if code is None:
