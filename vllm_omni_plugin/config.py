@@ -229,6 +229,15 @@ class OmniConfig:
         "SECONDS",
         seconds,
     )
+    stall_timeout: float = _flag(
+        60.0,
+        Side.HEAD,
+        "Seconds without a token for any request of a replica after which it counts as stalled, though its engine "
+        "answers probes: its requests move to other replicas. The limit is never below four times the longest gap "
+        "between two outputs of that replica. 0: no limit.",
+        "SECONDS",
+        seconds,
+    )
     secret_file: str | None = _flag(
         None,
         Side.BOTH,

@@ -71,6 +71,22 @@ def test_how_a_started_request_moves_depends_on_its_sampling(fields: dict[str, A
     assert EngineApi().how_to_move(make(fields)) is move
 
 
+@pytest.mark.parametrize(
+    ("extra_args", "waits"),
+    [
+        (None, False),
+        ({"of": "a third party"}, False),
+        ({"kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": False}}, True),
+        ({"kv_transfer_params": {"do_remote_prefill": False, "do_remote_decode": True}}, False),
+        ({"kv_transfer_params": "of another connector"}, True),
+        ({"ec_transfer_params": {}}, True),
+    ],
+    ids=str,
+)
+def test_a_request_may_wait_for_a_cache_unless_it_only_sends_its_own(extra_args: Any, waits: bool) -> None:
+    assert EngineApi().awaits_cache(request(extra_args=extra_args)) is waits
+
+
 def test_with_processors_of_a_third_party_every_request_replays() -> None:
     api = EngineApi(custom_processors=True, random=Random(1))
     assert api.how_to_move(request(**GREEDY)) is Move.REPLAY
@@ -90,6 +106,7 @@ def test_pooling_requests_never_move_and_a_document_is_pinned_to_the_replica_of_
         pooling = build_engine_core_request_from_tokens("r", {"prompt_token_ids": PROMPT}, params)
         assert EngineApi().how_to_move(pooling) is move
         assert EngineApi().make_movable(pooling) is pooling
+        assert not EngineApi().awaits_cache(pooling)
         assert EngineApi().end_if_complete(pooling, [], 0) is None
 
 

@@ -187,19 +187,25 @@ def nodes_of_both_kinds(
             log,
             nodes=1,
             local=1,
-            flags=(*SMALL_CACHE, "--enable-lora"),
+            flags=(*SMALL_CACHE, "--enable-lora", "--scheduler-cls", "stalling_scheduler.StallingScheduler"),
             head_flags=(
                 *KV_AWARE,
                 *("--lora-modules", f"{ADAPTER}={adapter}"),
                 *("--otlp-traces-endpoint", traces),
                 *("--omni-admin-key-file", str(admin_keys)),
+                *("--omni-stall-timeout", "10"),
             ),
-            environment={**RUNTIME_LORA, **DEV_MODE, **OF_TRACES},
+            environment={**RUNTIME_LORA, **DEV_MODE, **OF_TRACES, "STALL_FILE": str(stall_file(tiny_model))},
         )
 
     nodes: NodeFleet = servers.keep("kv-aware", start, engines=2)
     nodes.wait_for_replicas(2)
     return nodes
+
+
+def stall_file(model: Path) -> Path:
+    """The file that lets an engine of `nodes_of_both_kinds` stall, see `startup/stalling_scheduler.py`."""
+    return model.with_name("stalled")
 
 
 def _wait_until_idle(server: Server) -> None:

@@ -8,7 +8,7 @@ import psutil
 
 from .server import Server, until
 
-PATIENT = ("--omni-heartbeat-timeout", "120")
+PATIENT = ("--omni-heartbeat-timeout", "120", "--omni-stall-timeout", "120")
 """For heads whose own engines stand still in tests for as long as a slow machine needs, and are not to be left."""
 _MOMENT_CPU_S = 0.02
 """Enough for a few tokens, and far from enough for a long answer."""

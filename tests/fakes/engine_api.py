@@ -85,6 +85,7 @@ class FakeEngineApi:
     """Implements `Codec` and replaces `EngineApi`."""
 
     pooling_task: str | None = None
+    schedules = True
     vocabulary: int | None = VOCABULARY
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
@@ -137,6 +138,9 @@ class FakeEngineApi:
 
     def refused(self, output: Any) -> bool:
         return bool(output.finish_reason == REFUSED)
+
+    def awaits_cache(self, request: Any) -> bool:
+        return "do_remote_prefill" in (request.kv_transfer_params or ())
 
     def transfers_cache(self, request: Any) -> bool:
         return bool(request.kv_transfer_params)

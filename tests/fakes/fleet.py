@@ -51,6 +51,7 @@ class FakeFleet(PlayedFleet):
         send_window: SendWindow = SEND_AT_ONCE,
         plan: AdmissionConfig | None = None,
         size: EngineSize = UNKNOWN_SIZE,
+        stall_timeout: float = 0.0,
     ) -> None:
         self.now = 0.0
         self.pool = StagePool(
@@ -65,7 +66,13 @@ class FakeFleet(PlayedFleet):
             plan = AdmissionConfig()
         self.exchange = exchange
         self.orchestrator = Orchestrator(
-            [self.pool], apis, migration_limit, lambda: self.now, replica_wait, admission_config=plan
+            [self.pool],
+            apis,
+            migration_limit,
+            lambda: self.now,
+            replica_wait,
+            admission_config=plan,
+            stall_timeout=stall_timeout,
         )
         self.ready_response = msgspec.json.encode(size)
         self.links: dict[int, FakeLink] = {}

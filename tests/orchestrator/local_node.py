@@ -52,16 +52,21 @@ class Node:
         counts: Sequence[int] = (2,),
         pipeline: Pipeline | None = None,
         heartbeats: tuple[float, float] = UNPROBED,
+        stall_timeout: float = 0.0,
     ) -> None:
         self.now = 0.0
         self.pauses: list[float] = []
         self.go_on = asyncio.Semaphore(0)
         self.launchers = [make_launcher() for _ in counts]
-        self.pools = [StagePool(stage_id, LeastQueueLengthBalancer()) for stage_id in range(len(counts))]
+        self.pools = [
+            StagePool(stage_id, LeastQueueLengthBalancer(), clock=lambda: self.now) for stage_id in range(len(counts))
+        ]
         self.launcher, self.pool = self.launchers[0], self.pools[0]
         apis: Any = [FakeEngineApi() for _ in counts]
         input_builder = None if pipeline is None else StageInputBuilder(pipeline, apis, str)
-        self.orchestrator = Orchestrator(self.pools, apis, 3, lambda: self.now, input_builder=input_builder)
+        self.orchestrator = Orchestrator(
+            self.pools, apis, 3, lambda: self.now, input_builder=input_builder, stall_timeout=stall_timeout
+        )
         stages = [
             LocalStage(stage_id, count, self.launchers[stage_id], apis[stage_id])
             for stage_id, count in enumerate(counts)

@@ -62,8 +62,8 @@ class Fleet(FakeFleet):
         most_attaching: how many have waited at once.
     """
 
-    def __init__(self) -> None:
-        super().__init__(replicas=0, replica_wait=60.0)
+    def __init__(self, stall_timeout: float = 0.0) -> None:
+        super().__init__(replicas=0, replica_wait=60.0, stall_timeout=stall_timeout)
         self.attachments: list[Attachment] = []
         self.failures: deque[Exception] = deque()
         self.pauses: list[float] = []

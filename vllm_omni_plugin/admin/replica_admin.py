@@ -28,7 +28,8 @@ class ReplicaReport:
         status: `up`: takes requests; `draining`: attached without new requests; `down` or `error`: lost.
         held_back: why it gets no new requests: `admin`: an operator drains it; `drain`: its own server is ending;
             `late`: its server answers late; `asleep`: it was found paused or asleep; `weights`: weights were updated
-            before its engine started.
+            before its engine started; `stall`: it answered and computed nothing, and serves again once a request that
+            is tried there gets a token.
         remote: whether its engine belongs to another process.
         input_addr, output_addr: ZMQ addresses; empty before it has served, unless it is remote.
         in_flight: unfinished requests of this head, and of other heads as reported.

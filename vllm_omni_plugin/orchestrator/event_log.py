@@ -23,6 +23,7 @@ MAX_REASON = 1000
 class EventKind(StrEnum):
     ATTACH = "attach"
     DETACH = "detach"
+    STALL = "stall"
     LOST = "lost"
     MOVE = "move"
     DRAIN = "drain"
@@ -36,6 +37,11 @@ class EventKind(StrEnum):
 _LINES = {
     EventKind.ATTACH: (logging.INFO, "%(who)s serves (%(reason)s)."),
     EventKind.DETACH: (logging.INFO, "%(who)s has left: %(reason)s."),
+    EventKind.STALL: (
+        logging.ERROR,
+        "%(who)s has stalled with %(requests)d requests in flight: %(reason)s. It serves again once a request that is "
+        "tried there gets a token.",
+    ),
     EventKind.LOST: (logging.ERROR, "%(who)s is lost (%(reason)s) with %(requests)d requests in flight."),
     EventKind.MOVE: (logging.INFO, "%(who)s is lost: %(requests)d of its requests continue on other replicas."),
     EventKind.DRAIN: (logging.INFO, "%(who)s gets no new requests: %(reason)s."),

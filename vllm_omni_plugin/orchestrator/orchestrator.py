@@ -1,9 +1,7 @@
 """The orchestrator: takes requests from AsyncLLM, sends each to a replica, and returns the outputs."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.admission import NO_QUEUE, AdmissionConfig
@@ -13,13 +11,14 @@ from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.hold_queue import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
-from vllm_omni_plugin.orchestrator.pool.pool_member import CORDON_REASONS, WEIGHTS_CORDON
+from vllm_omni_plugin.orchestrator.pool.pool_member import CORDON_REASONS, STALL_CORDON, WEIGHTS_CORDON
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import WEIGHTS_REMEDY, PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -38,6 +37,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
 from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner
 from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
+from vllm_omni_plugin.orchestrator.serving_signal import ServingSignal
 from vllm_omni_plugin.orchestrator.single_stage import SingleStageRequests
 from vllm_omni_plugin.pipeline import Modality
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -52,41 +52,6 @@ MAX_QUEUED_OUTPUTS = 4096
 """Messages in the queue above which the replicas' sockets are not read."""
 
 
-class ServingSignal:
-    """Wakes coroutines, on any loop, when the fleet can serve.
-
-    Args:
-        can_serve: safe to call from any thread.
-    """
-
-    def __init__(self, can_serve: Callable[[], bool]) -> None:
-        self._can_serve = can_serve
-        self._lock = threading.Lock()
-        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-
-    async def wait(self) -> None:
-        """Return once the fleet can serve."""
-        changed = asyncio.Event()
-        waiter = (asyncio.get_running_loop(), changed)
-        with self._lock:
-            self._waiting.add(waiter)
-        try:
-            while not self._can_serve():
-                await changed.wait()
-                changed.clear()
-        finally:
-            with self._lock:
-                self._waiting.discard(waiter)
-
-    def notify(self) -> None:
-        """A replica has begun to serve: wake all who wait."""
-        with self._lock:
-            for loop, changed in self._waiting:
-                # A loop may have ended.
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(changed.set)
-
-
 class Orchestrator:
     """Owns the requests and the pools. Everything but the queues belongs to the loop that runs `run`.
 
@@ -98,6 +63,7 @@ class Orchestrator:
         input_builder: of the pipeline whose stages have these pools; None: one stage answers all requests.
         admission_config: limits and order of requests; None: no admission control, each request is sent at
             once.
+        stall_timeout: see `StallWatch`.
 
     Attributes:
         request_async_queue: messages about requests (`RequestMessage`).
@@ -123,6 +89,7 @@ class Orchestrator:
         replica_wait: float = 60.0,
         input_builder: StageInputBuilder | None = None,
         admission_config: AdmissionConfig | None = None,
+        stall_timeout: float = 0.0,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
@@ -155,11 +122,16 @@ class Orchestrator:
         if admission_config is not None:
             gate = AdmissionGate(self.entry_pool, admission_config, self.metrics, clock)
         self.admission = None if gate is None else gate.admission
-        self._dispatchers = []
-        for pool, api in zip(stage_pools, apis, strict=True):
+        self.stage_calls = tuple(
+            StageCalls(pool, self.distrust, self._hold_back, self.uncordon) for pool in stage_pools
+        )
+        self._dispatchers, self._stalls = [], list[StallWatch]()
+        for pool, api, calls in zip(stage_pools, apis, self.stage_calls, strict=True):
+            stalls = StallWatch(api, stall_timeout, calls.is_halted, self._wake_at, clock)
+            self._stalls.append(stalls)
             # A prefill that cannot be assigned at once is skipped: the decode stage computes the prompt.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
-            arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, gate, pool.stage_id in fed)
+            arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, gate, stalls, pool.stage_id in fed)
             self._dispatchers.append(Dispatcher(pool, api, *arguments))
         self._requests: RequestOwner[Any]
         self.pause_sequence: PauseSequence | None = None
@@ -168,9 +140,6 @@ class Orchestrator:
         else:
             requests = PipelineRequests(input_builder, self._dispatchers, gate, self._put, self.metrics, clock)
             self._requests, self.pause_sequence = requests, requests.pause_sequence
-        self.stage_calls = tuple(
-            StageCalls(pool, self.distrust, self._hold_back, self.uncordon) for pool in stage_pools
-        )
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
 
     @property
@@ -241,6 +210,7 @@ class Orchestrator:
         """Check that a replica can do its stage's task, and replay the state that operator calls have left.
 
         A replica that lacks weights which were updated at run time is cordoned until the next complete update.
+        A replica that has stalled must compute a request first.
 
         The caller must call `replica_serves` in the same step of the loop, without an await in between.
 
@@ -250,8 +220,11 @@ class Orchestrator:
             sleeps: whether its engine is paused or asleep.
 
         Raises:
-            ReplicaError: the replica lacks the task, cannot be brought up to date, or its response is invalid.
+            ReplicaError: the replica lacks the task, cannot be brought up to date or still computes nothing, or its
+                response is invalid.
         """
+        if STALL_CORDON in member.cordons:
+            await self._try_stalled(member, client, sleeps)
         api = self._apis[member.stage_id]
         try:
             api.engine_size(ready_response)
@@ -314,6 +287,8 @@ class Orchestrator:
 
     def update_other_heads_work(self, member: PoolMember, work: Work | None) -> None:
         """The other heads' work at a replica has changed, see `StagePool.set_peer_work`: it may have room now."""
+        if work is not None:
+            self._stalls[member.stage_id].others_work_changed(member, member.ledger.peers_work, work)
         self.stage_pools[member.stage_id].set_peer_work(member, work)
         self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].send_waiting(member))
 
@@ -369,6 +344,24 @@ class Orchestrator:
         self._timer = None
         for stage_id, dispatcher in enumerate(self._dispatchers):
             self._runs_ended(stage_id, dispatcher.tick())
+        for pool, stalls in zip(self.stage_pools, self._stalls, strict=True):
+            stalled = stalls.take_stalled()
+            # All first, so that no request moves from one to another.
+            for member, reason in stalled:
+                member.stalls += 1
+                member.request_to_try = stalls.request_to_try(member)
+                self.events.record(EventKind.STALL, reason, member, requests=len(member.in_flight))
+                pool.cordon(member, STALL_CORDON)
+            for member, reason in stalled:
+                self.distrust(member, reason)
+
+    async def _try_stalled(self, member: PoolMember, client: StageClient, sleeps: bool) -> None:
+        """Return once the engine has computed a request, if it may; raises `ReplicaError` if it does not."""
+        is_halted = sleeps or self.stage_calls[member.stage_id].is_halted()
+        if member.request_to_try is not None and not is_halted:
+            await client.try_request(member.request_to_try, self._stalls[member.stage_id].timeout)
+        member.request_to_try = None
+        self.uncordon(member, STALL_CORDON)
 
     def _began_to_serve(self, member: PoolMember) -> None:
         self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].assign_held())

@@ -57,6 +57,7 @@ class PythonStageApi(StageApi):
     """
 
     _wave: Mapping[str, int] = {}
+    schedules = False
 
     def __init__(
         self,

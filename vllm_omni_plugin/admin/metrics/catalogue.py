@@ -148,6 +148,11 @@ METRICS = (
         "Attempts to restart a lost engine of a head with one API server; 0 for all other replicas.",
     ),
     _counter(
+        "replica_stalls{stage,replica}",
+        "Times that this head took a replica out because its engine answered, but none of this head's requests there "
+        "got a token for `--omni-stall-timeout`.",
+    ),
+    _counter(
         "decisions{stage,policy,reason}",
         "Requests that were assigned to a replica, by the reason of the decision. `bound`: only this replica was "
         "possible; `apart`: kept away from requests that may have crashed an engine, or such a request itself; "

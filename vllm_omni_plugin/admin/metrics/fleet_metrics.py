@@ -76,6 +76,7 @@ Samples = Iterable[tuple[tuple[object, ...], float]]
 _BY_REPLICA: tuple[tuple[str, Callable[[PoolMember], float]], ...] = (
     ("dispatches", lambda member: member.dispatches),
     ("replica_restarts", lambda member: member.restarts),
+    ("replica_stalls", lambda member: member.stalls),
     ("requests_in_flight", lambda member: len(member.in_flight)),
     # Without the load of other heads, which report it themselves.
     ("prefill_tokens", lambda member: member.ledger.own.prefill_tokens),

@@ -85,6 +85,12 @@ class SharedState:
         rest = self._current().rest
         return rest.sleep_level if "weights" in rest.asleep else 0
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engines schedule no requests, because they are paused or asleep."""
+        rest = self._current().rest
+        return rest.pause_mode is not None or bool(rest.asleep)
+
     def leaves_state(self, method: str, args: tuple[Any, ...]) -> bool:
         """Whether a call changes the state."""
         return method in _RECORDERS and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)

@@ -145,6 +145,7 @@ class Fleet:
             options.replica_wait,
             input_builder,
             admission_config,
+            options.stall_timeout,
         )
 
     def _make_thread(self) -> OrchestratorThread:

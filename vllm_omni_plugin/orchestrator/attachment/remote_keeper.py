@@ -18,6 +18,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import (
     ASLEEP_CORDON,
     DRAIN_CORDON,
     LATE_CORDON,
+    STALL_CORDON,
     WEIGHTS_CORDON,
     PoolMember,
 )
@@ -31,6 +32,10 @@ LASTING_REFUSAL_PAUSE_S = 30.0
 ALL_HEADS_LEAVE_S = 2.0
 """Pause after all heads took a replica out. Its node resets the engine when the last head has left, so no head may
 attach again before."""
+
+FIRST_STALL_PAUSE_S = 1.0
+LONGEST_STALL_PAUSE_S = 60.0
+"""Pauses before a stalled replica is tried again."""
 
 RemoteReplicaFactory = Callable[[int, int], Awaitable[Any]]
 """Attaches to the replica of this stage and id, and returns a `RemoteReplica`."""
@@ -75,6 +80,7 @@ class RemoteReplicaKeeper:
         self.joined = self.unlisted = False
         self._replica: RemoteReplica | None = None
         self._last_failure = ""
+        self._stall_backoff = Backoff(FIRST_STALL_PAUSE_S, LONGEST_STALL_PAUSE_S)
 
     @property
     def attached(self) -> RemoteReplica | None:
@@ -167,6 +173,7 @@ class RemoteReplicaKeeper:
             replica.subscribe_cache(partial(self._pool.cache_changed, member))
         self._await_drain()
         self._last_failure = ""
+        self._stall_backoff = Backoff(FIRST_STALL_PAUSE_S, LONGEST_STALL_PAUSE_S)
         self._orchestrator.events.record(EventKind.ATTACH, f"attached to {self.info.control_addr}", member)
 
     def _update_cordons(self) -> None:
@@ -194,7 +201,10 @@ class RemoteReplicaKeeper:
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         """Wait before the next attempt; a change of the replica's row ends the wait."""
-        if isinstance(reason, str) and self._was_taken_out:
+        if STALL_CORDON in self.member.cordons:
+            # Each head decides for itself.
+            seconds = self._stall_backoff.after(0.0)
+        elif isinstance(reason, str) and self._was_taken_out:
             await self._delay(ALL_HEADS_LEAVE_S)
             return True
         lasting = isinstance(reason, AttachRefusedError) and reason.lasting

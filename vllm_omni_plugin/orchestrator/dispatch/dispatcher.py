@@ -19,6 +19,7 @@ from vllm_omni_plugin.orchestrator.dispatch.hold_queue import HoldQueue, MoveBud
 from vllm_omni_plugin.orchestrator.dispatch.outcomes import Outcomes
 from vllm_omni_plugin.orchestrator.dispatch.paused_runs import PausedRuns
 from vllm_omni_plugin.orchestrator.dispatch.returning_replicas import ReturningReplicas
+from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, WaitingCounts, count_reason
@@ -58,6 +59,7 @@ class Dispatcher:
         moves: MoveBudget,
         wake_at: Callable[[float], None],
         gate: AdmissionGate | None,
+        stalls: StallWatch,
         has_upstream: bool = False,
     ) -> None:
         self._pool = pool
@@ -72,30 +74,23 @@ class Dispatcher:
         self._held = HoldQueue(replica_wait, wake_at)
         self._returning = ReturningReplicas(pool, wake_at, clock)
         self._moves = moves
+        self._stalls = stalls
         # Runs of lost replicas, in the order of the losses.
         self._moving: dict[StageRun, None] = {}
         # Runs that their lost replica had not got; filled only while `_assign_moving` runs.
         self._to_reassign: dict[StageRun, None] = {}
         self._is_moving = False
-        self._suspects = Suspects(pool, wake_at, clock)
-        self._queue = HeadQueue(pool, gate, metrics, clock, wake_at)
-        metrics.queued_in[pool.stage_id] = lambda: len(self._queue.unsent)
+        suspects = self._suspects = Suspects(pool, wake_at, clock)
+        queue = self._queue = HeadQueue(pool, gate, metrics, clock, wake_at)
+        metrics.queued_in[pool.stage_id] = lambda: len(queue.unsent)
         # Replicas that may have room, since a run has left them otherwise than by an output.
         self._freed: dict[PoolMember, None] = {}
-        self._paused = PausedRuns(pool, self._suspects, wake_at, clock, has_upstream)
+        paused = self._paused = PausedRuns(pool, suspects, wake_at, clock, has_upstream)
         # Makes engine-side ids unique: several heads, or a head before and after its restart, may share an engine.
-        self._head_tag = secrets.token_hex(4)
+        tag = self._head_tag = secrets.token_hex(4)
         self._attempts = itertools.count(1)
         self.outcomes = Outcomes(
-            pool,
-            api,
-            metrics,
-            self._queue,
-            self._paused,
-            self._suspects,
-            self._head_tag,
-            self._remove,
-            self._send_waiting_later,
+            pool, api, metrics, queue, paused, suspects, clock, tag, self._remove, self._send_waiting_later
         )
 
     @property
@@ -123,6 +118,8 @@ class Dispatcher:
             self.outcomes.complete(run)
         if member is not None and not waits:
             session.note_sent(chunk)
+            if session.open_turns == 1:
+                self._stalls.asked(member, run)
             self._send(member, run, chunk)
         else:
             session.unsent.append(chunk)
@@ -333,6 +330,7 @@ class Dispatcher:
 
     def _note_sent(self, member: PoolMember, run: StageRun) -> None:
         member.ledger.mark_sent(run)
+        self._stalls.asked(member, run)
         if run.ticket is not None:
             self._queue.mark_sent(run)
         if run.first_sent_at is None:

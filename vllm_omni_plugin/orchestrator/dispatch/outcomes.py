@@ -37,6 +37,7 @@ class Outcomes:
         queue: HeadQueue,
         paused: PausedRuns,
         suspects: Suspects,
+        clock: Callable[[], float],
         head_tag: str,
         remove: Callable[[StageRun], None],
         freed: Callable[[PoolMember], None],
@@ -47,6 +48,7 @@ class Outcomes:
         self._queue = queue
         self._paused = paused
         self._suspects = suspects
+        self._clock = clock
         self._head_tag = head_tag
         self._remove = remove
         self._freed = freed
@@ -60,6 +62,7 @@ class Outcomes:
             Finished runs are released. And the runs that have ended otherwise, see `take_ended`.
         """
         accepted = []
+        answered: StageRun | None = None
         for output in outputs:
             run = member.in_flight.get(output.request_id)
             if run is None:
@@ -67,6 +70,7 @@ class Outcomes:
                     # It belongs to a head that is gone, and no other process would end it.
                     self._abort_at(member, [output.request_id])
                 continue
+            answered = run
             output.request_id = run.request_id
             try:
                 if run.phase is RequestPhase.STREAMING and output.finish_reason is None:
@@ -78,6 +82,11 @@ class Outcomes:
                 accepted.append((run, output))
             except Exception as error:
                 self.fail_unexpectedly(run, error)
+        if answered is not None:
+            # In this place, since a call for each message costs more.
+            progress, now = member.progress, self._clock()
+            progress.longest_gap = max(progress.longest_gap, now - max(progress.since, answered.asked_at))
+            progress.since, progress.highest_kv_usage = now, 0.0
         if member.replica_id in self._suspects.isolated:
             self._suspects.count_outputs(member, accepted)
         return accepted, self.take_ended() if self._ended else ()

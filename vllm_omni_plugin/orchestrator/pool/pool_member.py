@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaStatus, engine_key
+from vllm_omni_plugin.orchestrator.pool.progress import Progress
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -20,6 +22,8 @@ WEIGHTS_CORDON = "weights"
 """The weights were updated at run time, and the replica's engine has not got them."""
 ASLEEP_CORDON = "asleep"
 """The replica was paused or asleep when this head found it, and no call has said since whether it should be."""
+STALL_CORDON = "stall"
+"""The replica answered and computed nothing; a request is tried there before it serves again."""
 CORDON_REASONS = {
     ADMIN_CORDON: ("an operator drains it", "an operator resumes it"),
     DRAIN_CORDON: ("its server shuts down", "its server is back"),
@@ -29,6 +33,7 @@ CORDON_REASONS = {
         "weights were updated before its engine started, so it waits for the next complete update",
         "it has the updated weights",
     ),
+    STALL_CORDON: ("it has stalled", "its engine computes again"),
 }
 """Why a replica is cordoned and uncordoned, in words."""
 
@@ -54,8 +59,11 @@ class PoolMember:
         in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
             send and removed at the request's end, it makes the count exact and a second release impossible.
         ledger: the replica's load.
+        progress: the signs that its engine computes.
         dispatches: requests assigned to the replica so far.
         restarts: how often its engine was restarted.
+        stalls: how often its engine answered and computed nothing, see `StallWatch`.
+        request_to_try: what it gets after a stall, before it serves again; None: nothing.
         remote: whether its engine belongs to another process, which this head attaches to.
         incarnation: the incarnation that this head is or was attached to, of a remote replica.
         cordons: the reasons for which the replica gets no new requests; users see them as `held_back`. Replaced and
@@ -77,8 +85,11 @@ class PoolMember:
     client: StageClient | None = None
     in_flight: dict[str, StageRun] = field(default_factory=dict)
     ledger: LoadLedger = field(default_factory=LoadLedger)
+    progress: Progress = field(default_factory=Progress)
     dispatches: int = 0
     restarts: int = 0
+    stalls: int = 0
+    request_to_try: Any = None
     remote: bool = False
     incarnation: int = 0
     cordons: frozenset[str] = frozenset()

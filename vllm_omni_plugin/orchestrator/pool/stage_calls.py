@@ -15,7 +15,7 @@ from vllm_omni_plugin.errors import NotAllowedError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import ASLEEP_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.stage_client import LONG_CALLS, StageClient
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_mismatch
 from vllm_omni_plugin.vllm_api.requests.pause_state import PAUSE_CALLS, EngineCall
 
@@ -95,6 +95,8 @@ class StageCalls:
         self._joiners: dict[StageClient, deque[EngineCall]] = {}
         # Whether an engine has the weights of the fleet; None: it has those of the model's files.
         self._has_weights: WeakKeyDictionary[StageClient, bool | None] = WeakKeyDictionary()
+        # Open calls during which engines compute no requests, this head's and those of other heads.
+        self._halting: set[object] = set()
         self._unnumbered = 0
         self._numbered = asyncio.Event()
         # Held while local replicas get the calls they have missed: later calls must not overtake these.
@@ -103,6 +105,10 @@ class StageCalls:
     @property
     def members(self) -> list[PoolMember]:
         return [member for member in self._pool.members if member.client is not None]
+
+    def is_halted(self) -> bool:
+        """Whether an operator's call keeps the engines from computing requests: a long one, a pause or a sleep."""
+        return bool(self._halting) or self.shared.is_paused
 
     async def bring_up_to_date(self, client: StageClient, synced: bool, remote: bool, sleeps: bool = False) -> bool:
         """Make the calls that an attaching replica has missed: adapters, pause, sleep; see `SharedState.replay`.
@@ -166,6 +172,8 @@ class StageCalls:
         all_fresh = all(WEIGHTS_CORDON in member.cordons for member in self.members)
         completes_update = self.shared.completes_weight_update(method, args, all_fresh)
         settle = self.shared.record(method, args)
+        if method in LONG_CALLS or method in PAUSE_CALLS:
+            settle = self._halt(settle)
         skipped = called_elsewhere or ()
         members = [member for member in self.members if member.engine_key not in skipped]
         call = StageCall(
@@ -184,6 +192,17 @@ class StageCalls:
             for backlog in self._joiners.values():
                 backlog.append((method, args))
         return call
+
+    def _halt(self, settle: Callable[[bool], None]) -> Callable[[bool], None]:
+        call = object()
+        self._halting.add(call)
+
+        def settle_and_go_on(taken: bool) -> None:
+            settle(taken)
+            self._halting.discard(call)
+            self._pool.restart_silence()
+
+        return settle_and_go_on
 
     def adopt(self, snapshot: StageState) -> list[EngineCall]:
         """Replace this head's state with the fleet's.
@@ -205,6 +224,7 @@ class StageCalls:
                     self._has_weights[member.client] = False
                     self._hold_back(member, True)
         self._release_updated()
+        self._pool.restart_silence()
         return undo + self.shared.replay()
 
     async def catch_up(self, calls: list[EngineCall]) -> None:

@@ -23,6 +23,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.affinity_bindings import AffinityBindings
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import WEIGHTS_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.progress import Progress
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -132,7 +133,7 @@ class StagePool:
     ) -> bool:
         """The replica takes requests over this client from now on, unless it is cordoned. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
-        member.ledger = LoadLedger(size)
+        member.ledger, member.progress = LoadLedger(size), Progress(self._clock())
         if self.exchange is not None:
             member.ledger.set_peer_work(self.exchange.add_member(member))
         return self._enter_service(member)
@@ -290,8 +291,14 @@ class StagePool:
 
     def report(self, member: PoolMember, report: LoadReport) -> None:
         """The engine reported its load; the outputs of the same message were accepted before."""
+        member.progress.report(self._clock(), report.kv_usage)
         if member.ledger.report(report):
             self.serving.update(member, member.ledger)
+
+    def restart_silence(self) -> None:
+        """That engines have been silent until now says nothing: an operator's call kept them from computing."""
+        for member in self.members:
+            member.progress.since = self._clock()
 
     def release(self, run: StageRun) -> None:
         """An attempt is no longer in flight. Idempotent."""

@@ -69,6 +69,11 @@ class LoadLedger:
         return Work(self.requests - self.others, self.prefill_tokens - self._peers_prefill_tokens)
 
     @property
+    def peers_work(self) -> Work:
+        """What other heads have charged, as they report it."""
+        return self._peers or NO_WORK
+
+    @property
     def pending(self) -> int:
         return len(self._pending)
 

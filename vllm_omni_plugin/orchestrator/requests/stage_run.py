@@ -130,6 +130,7 @@ class StageRun:
         ended: whether `Outcomes` has ended the run: it is charged to no replica and waits nowhere. Before that it has
             `finished`: no output follows.
         charged_at: when the attempt was charged to its replica.
+        asked_at: since when the replica has had something to answer: a request, or input of a session.
         resumed_tokens: how many tokens of `produced` are part of the attempt's prompt.
         prefill_tokens: tokens of the attempt's prompt that count as still to be computed until the first output.
         output_tokens: tokens that the engine has produced in the attempt.
@@ -161,6 +162,7 @@ class StageRun:
     task: Task = field(default_factory=Task, init=False)
     decision: Decision = field(default=_UNDECIDED, init=False)
     charged_at: float = field(default=0.0, init=False)
+    asked_at: float = field(default=0.0, init=False)
     resumed_tokens: int = field(default=0, init=False)
     prompt_tokens: int = field(default=0, init=False)
     prefill_tokens: int = field(default=0, init=False)

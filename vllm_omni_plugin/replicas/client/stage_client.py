@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ logger = init_logger(__name__)
 _REPORTED = "the engine reported its own death"
 _MAX_DETAIL_CHARS = 300
 
-_LONG_CALLS = frozenset(
+LONG_CALLS = frozenset(
     {
         "add_lora",
         "collective_rpc",
@@ -89,6 +90,8 @@ class StageClient:
         self._long_calls = 0
         # Separate from calls: `interrupt` fails calls, but the answer to a probe shows that the hang is over.
         self._probes: dict[int, asyncio.Future[Any]] = {}
+        # By engine-side id, see `try_request`.
+        self._tried: dict[str, asyncio.Future[Any]] = {}
         self.is_reading = True
         self.answered_at = 0.0
         self.is_interrupted = False
@@ -113,7 +116,7 @@ class StageClient:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core. Raises `ReplicaError` if it fails or the engine dies before its answer."""
-        is_long = method in _LONG_CALLS
+        is_long = method in LONG_CALLS
         self._long_calls += is_long
         try:
             return await self._call_and_wait(self._calls, method, args)
@@ -126,6 +129,26 @@ class StageClient:
         Raises as `call`, but `interrupt` does not fail it, and an engine that refuses calls during shutdown is alive.
         """
         await self._call_and_wait(self._probes, "is_sleeping", ())
+
+    async def try_request(self, request: Any, timeout: float) -> None:
+        """Return when the engine has sent an output of a copy of a request, and abort the copy.
+
+        Raises:
+            ReplicaError: it sent none for `timeout` seconds, or is dead.
+        """
+        engine_request_id = f"tried-{secrets.token_hex(8)}"
+        first_output: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._tried[engine_request_id] = first_output
+        try:
+            self.add_request(request, engine_request_id)
+            async with asyncio.timeout(timeout):
+                await first_output
+        except TimeoutError:
+            raise ReplicaError(f"it has stalled, and a request tried there got no token for {timeout:g} s") from None
+        finally:
+            self._tried.pop(engine_request_id, None)
+            with suppress(ReplicaError):
+                self.abort_requests([engine_request_id])
 
     @property
     def is_busy(self) -> bool:
@@ -164,6 +187,7 @@ class StageClient:
             self._death_timer.cancel()
         self._fail(self._calls, self._dead_error())
         self._fail(self._probes, self._dead_error())
+        self._fail(self._tried, self._dead_error())
         self._on_dead(reason)
 
     def mark_dead_after_grace(self, reason: str, engine_failed: bool = False) -> None:
@@ -192,7 +216,7 @@ class StageClient:
         finally:
             open_calls.pop(call_id, None)
 
-    def _fail(self, open_calls: dict[int, "asyncio.Future[Any]"], error: ReplicaError) -> None:
+    def _fail(self, open_calls: MutableMapping[Any, "asyncio.Future[Any]"], error: ReplicaError) -> None:
         for future in open_calls.values():
             if not future.done():
                 future.set_exception(error)
@@ -224,6 +248,9 @@ class StageClient:
             if outputs.utility_output is not None:
                 self._resolve_call(outputs.utility_output)
             elif not self.is_interrupted:
+                for output in outputs.outputs if self._tried else ():
+                    if (tried := self._tried.pop(output.request_id, None)) is not None:
+                        tried.set_result(None)
                 self._on_outputs(outputs)
         except WireError as error:
             # The outputs in this message are lost, so later ones cannot be delivered.

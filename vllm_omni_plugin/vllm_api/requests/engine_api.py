@@ -43,6 +43,8 @@ class EngineApi:
 
     _wave: Mapping[str, int] = {"current_wave": _STALE_WAVE}
     """Request fields that `encode_add` sets in every attempt."""
+    schedules = True
+    """Whether the engine computes requests in steps, so that one that goes without outputs for long has stalled."""
 
     def __init__(self, custom_processors: bool = False, random: Random | None = None, vocabulary: int = 0) -> None:
         self._custom_processors = custom_processors
@@ -51,6 +53,7 @@ class EngineApi:
         self._encoder = MsgpackEncoder()
         self._decoder = _outputs_decoder()
 
+    awaits_cache = staticmethod(moving.awaits_cache)
     engine_size = staticmethod(ready.engine_size)
     transfers_cache = staticmethod(moving.transfers_cache)
     continuation = staticmethod(moving.continuation)

@@ -32,6 +32,14 @@ def transfers_cache(request: Any) -> bool:
     return params is not None and not TRANSFER_PARAMS.isdisjoint(params.extra_args or ())
 
 
+def awaits_cache(request: Any) -> bool:
+    """Whether a request may wait for a cache that another engine sends; a prefill only sends its own."""
+    if not transfers_cache(request):
+        return False
+    parameters = request.sampling_params.extra_args.get("kv_transfer_params") or {}
+    return not (isinstance(parameters, dict) and parameters.get("do_remote_decode"))
+
+
 def how_to_move(request: Any, custom_processors: bool) -> Move:
     """How a request continues once a part of its answer was delivered; see the module."""
     params = request.sampling_params

@@ -1,0 +1,41 @@
+"""Wakes those who wait until the fleet can serve."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+
+class ServingSignal:
+    """Wakes coroutines, on any loop, when the fleet can serve.
+
+    Args:
+        can_serve: safe to call from any thread.
+    """
+
+    def __init__(self, can_serve: Callable[[], bool]) -> None:
+        self._can_serve = can_serve
+        self._lock = threading.Lock()
+        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    async def wait(self) -> None:
+        """Return once the fleet can serve."""
+        changed = asyncio.Event()
+        waiter = (asyncio.get_running_loop(), changed)
+        with self._lock:
+            self._waiting.add(waiter)
+        try:
+            while not self._can_serve():
+                await changed.wait()
+                changed.clear()
+        finally:
+            with self._lock:
+                self._waiting.discard(waiter)
+
+    def notify(self) -> None:
+        """A replica has begun to serve: wake all who wait."""
+        with self._lock:
+            for loop, changed in self._waiting:
+                # A loop may have ended.
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(changed.set)
