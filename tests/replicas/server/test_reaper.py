@@ -10,7 +10,9 @@ from contextlib import closing
 import psutil
 import pytest
 
+from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
+from vllm_omni_plugin.vllm_api.launch.leftovers import marked_processes
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 PARENT_OF_A_SLEEPER = [
@@ -76,6 +78,19 @@ def test_a_worker_whose_engine_has_ended_before_is_killed_with_the_owner() -> No
         owner.kill()
         assert ends(worker)
         os.close(worker)
+
+
+def test_the_reaper_is_no_process_of_an_engine_that_is_being_spawned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mark = f"/proc/{os.getpid()}/fd/9"
+    monkeypatch.setenv(FLEET_ENGINE, mark)
+    with subprocess.Popen(SLEEPER) as engine, closing(Reaper()) as reaper:
+        reaper.watch(engine.pid)
+        (marked,) = marked_processes(mark)
+        signal.pidfd_send_signal(marked, signal.SIGKILL)
+        assert engine.wait() == -signal.SIGKILL
+        os.close(marked)
 
 
 def test_a_process_of_another_parent_is_not_killed() -> None:

@@ -1,6 +1,5 @@
 """The parent's view of the coordinator's process, which writes one line and then a byte at intervals."""
 
-import os
 import select
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from contextlib import suppress
 import msgspec
 
 from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.vllm_api.launch.leftovers import unmarked_environment
 
 _CHILD_MODULE = "vllm_omni_plugin.coordinator.process.coordinator_main"
 # Without it glibc raises this threshold when a large block is freed, and then keeps the memory of long lists.
@@ -50,7 +50,7 @@ class CoordinatorProcess:
         # In its own session, so that Ctrl-C reaches only the parent, which needs the coordinator during shutdown.
         self._popen: subprocess.Popen[bytes] = subprocess.Popen(
             command,
-            env=_MEMORY_SETTINGS | os.environ,
+            env=_MEMORY_SETTINGS | unmarked_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Unbuffered, because poll does not see data in a buffer of this process.

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked
+from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, unmarked_environment
 
 _KILL_TIMEOUT_S = 5.0
 
@@ -61,6 +61,7 @@ class Reaper:
     def _start(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
             [sys.executable, "-m", __name__, str(os.getpid())],
+            env=unmarked_environment(),
             stdin=subprocess.PIPE,
             bufsize=0,
             # A new session, so that a signal from the terminal does not end it before the engines.

@@ -48,6 +48,11 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
+def unmarked_environment() -> dict[str, str]:
+    """The environment for a process that belongs to no engine; another thread may just be spawning one."""
+    return {name: value for name, value in os.environ.items() if name != FLEET_ENGINE}
+
+
 def kill_marked(mark: str) -> None:
     """Kill the processes that `marked_processes` finds. Does not wait for their ends."""
     for fd in marked_processes(mark):
