@@ -16,9 +16,9 @@ from .servers import Servers
 
 LONG_STREAMS = 32
 LONG_TOKENS = 3800
-"""So many take longer than engines get that have nothing to do, on a fast machine, too."""
+"""So many take longer than vLLM gives engines to exit, on a fast machine, too."""
 LONG_MODEL = ("--max-model-len", "4096")
-ENGINES_GRACE_S = 5.0
+VLLM_GRACE_S = 5.0
 
 
 @pytest.fixture
@@ -68,5 +68,5 @@ def test_streams_finish_before_their_engines_end(doomed: Server, tell: Callable[
         load.wait()
         took = time.monotonic() - told_at
     assert [stream for stream in streams if not stream.finished_whole] == []
-    assert took > ENGINES_GRACE_S, "they are to need longer than engines get that have nothing to do"
+    assert took > VLLM_GRACE_S, "they are to need longer than vLLM gives engines to exit"
     assert doomed.process.wait(STOP_S) == 0
