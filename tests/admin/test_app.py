@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     from fastapi import FastAPI
     from fastapi.routing import APIRoute
     from vllm import plugins
+    from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.launchers.app import build_app
     from vllm.exceptions import GracefulHTTPError
     from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
@@ -31,7 +32,7 @@ from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.config import FLAGS
-from vllm_omni_plugin.errors import RanksUnknownError
+from vllm_omni_plugin.errors import OmniError, RanksUnknownError
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -56,7 +57,7 @@ NEED_NO_ENGINE = {
 """POST routes of vLLM that need no replica."""
 
 LEAVE_NOTHING = {"/abort_requests", "/weight_checker"}
-"""Operator routes without effect on other heads."""
+"""Operator routes that may be called without a coordinator, or refuse the call themselves then."""
 
 BuildApp = Callable[..., FastAPI]
 EVERYTHING = ("generate", "transcription", "realtime", "embed", "classify")
@@ -96,6 +97,22 @@ def test_the_class_satisfies_vllms_plugin_interface() -> None:
 def test_patching_twice_adds_the_plugin_once(build: BuildApp) -> None:
     patch_app()
     assert [plugin.name for plugin in build().state.endpoint_plugins] == ["omni"]
+
+
+async def test_a_server_that_has_not_loaded_our_part_does_not_start(
+    build: BuildApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[FastAPI] = []
+    monkeypatch.setattr(entry, "serve_http", served.append)
+    patch_app()
+    app = build()
+    for unpatched in (FastAPI(), app):
+        with pytest.raises(OmniError, match="has not loaded the routes and middleware of vllm-omni-plugin"):
+            entry.serve_http(unpatched)
+    async with FakeFleet() as fleet:
+        give_fleet(app, fleet)
+        entry.serve_http(app)
+    assert served == [app]
 
 
 def test_every_operator_route_of_vllm_may_be_refused(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,3 +207,13 @@ def test_replicas_come_and_go_in_several_api_servers_without_a_warning(
         labels.remove(5)
     assert manager.engine_indexes == [0]
     assert scraped("vllm:request_success_total", 5) == 2
+
+
+def test_metrics_that_are_kept_in_another_way_are_an_error_in_the_log(
+    manager: StatLoggerManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    StatLabels(manager)
+    assert caplog.text == ""
+    monkeypatch.setattr(StatLabels, "_maker", lambda *_: None)
+    StatLabels(manager)
+    assert "replicas that join later will be missing in vLLM's metrics" in caplog.text

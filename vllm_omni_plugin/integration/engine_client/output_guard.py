@@ -1,6 +1,6 @@
 """Keeps errors of single outputs and statistics from ending AsyncLLM's output loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from operator import length_hint
 from typing import Any
@@ -21,25 +21,39 @@ def guard_outputs(output_processor: Any, fail: Callable[[str, BaseException], No
 
     @wraps(original)
     def process_outputs(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        # vLLM consumes the outputs one by one, so the position of the iterator shows which output raised the error.
-        rest, begin, stopped = iter(outputs), 0, []
+        rest, stopped = _Outputs(outputs), []
         while True:
             try:
                 processed = original(rest, *args, **kwargs)
             except BaseException as error:  # a panic of a tokenizer's Rust code is no `Exception`
-                end = len(outputs) - length_hint(rest)
-                if end == begin or isinstance(error, KeyboardInterrupt):
+                end = rest.read
+                if not end or isinstance(error, KeyboardInterrupt):
                     raise
                 # Requests that have reached a stop string: the engine must still abort them.
-                done = [output for output in outputs[begin : end - 1] if output.finish_reason is None]
+                done = [output for output in rest[: end - 1] if output.finish_reason is None]
                 stopped += [output.request_id for output in done if output.request_id not in states]
-                fail(outputs[end - 1].request_id, error)
-                begin = end
+                fail(rest[end - 1].request_id, error)
+                rest = _Outputs(rest[end:])
             else:
                 processed.reqs_to_abort[:0] = stopped
                 return processed
 
     output_processor.process_outputs = process_outputs
+
+
+class _Outputs(list[Any]):
+    """Outputs that vLLM consumes one by one, so that its last iterator shows which of them raised an error."""
+
+    _iterator: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        self._iterator = super().__iter__()
+        return self._iterator
+
+    @property
+    def read(self) -> int:
+        """How many outputs the last iterator has yielded; 0 without one."""
+        return 0 if self._iterator is _Outputs._iterator else len(self) - length_hint(self._iterator)
 
 
 def guard_statistics(logger_manager: Any) -> None:

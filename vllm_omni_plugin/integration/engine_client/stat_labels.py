@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -10,6 +11,9 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLo
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import in_multiprocess_mode
+from vllm_omni_plugin.logger import init_logger
+
+logger = init_logger(__name__)
 
 _ENGINE = "engine"
 _PREFIX = "vllm:"
@@ -44,12 +48,17 @@ class StatLabels:
             for values, child in metric._metrics.items()
             if values[_position(metric)] == str(self._template)
         }
-        self._config = next(
-            logger.vllm_config for logger in manager.stat_loggers if isinstance(logger, PrometheusStatLogger)
-        )
+        self._config = next(each.vllm_config for each in manager.stat_loggers if isinstance(each, PrometheusStatLogger))
         self._states = [entry for entry in self._children.values() if entry[0]._name in _STATE_GAUGES]
         self._kept: int | None = None
-        self._slots = [slot for logger in manager.stat_loggers for slot in self._find(logger, set())]
+        self._slots = [slot for each in manager.stat_loggers for slot in self._find(each, set())]
+        if not self._children or not self._slots:
+            logger.error(
+                "vLLM %s keeps its metrics otherwise than vllm-omni-plugin %s expects: replicas that join later will "
+                "be missing in vLLM's metrics. Install versions that support each other.",
+                version("vllm"),
+                version("vllm-omni-plugin"),
+            )
 
     def add(self, index: int) -> None:
         """Add the engine with this index, if it is unknown."""

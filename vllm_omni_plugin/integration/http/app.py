@@ -33,7 +33,7 @@ from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
-from vllm_omni_plugin.errors import SHUTTING_DOWN, RequestRefusedError
+from vllm_omni_plugin.errors import SHUTTING_DOWN, OmniError, RequestRefusedError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort
 from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
@@ -46,6 +46,13 @@ from vllm_omni_plugin.pipeline import Modality, Pipeline
 
 logger = init_logger(__name__)
 
+_MIDDLEWARE = (
+    AdmissionMiddleware,
+    HoldMiddleware,
+    ReplicaHeaderMiddleware,
+    OperatorCallMiddleware,
+    AbortEverywhereMiddleware,
+)
 INFERENCE_PATHS = frozenset(
     {
         "/classify",
@@ -79,16 +86,29 @@ a stream then gets its refusal as an event."""
 
 
 def patch_app() -> None:
-    """Make vLLM's server use our routes, middleware, session ids and adapter registry. Idempotent."""
+    """Make vLLM's server use our routes, middleware, session ids and adapter registry, or not start. Idempotent."""
     from vllm import plugins
+    from vllm.entrypoints.launchers.api_server import entry
 
     patch_function(plugins, "load_endpoint_plugins", _load_endpoint_plugins)
+    patch_function(entry, "serve_http", _serve_http)
     patch_session_id()
     patch_adapter_registry()
 
 
 def _load_endpoint_plugins(original: Any, *args: Any, **kwargs: Any) -> list[Any]:
     return [*original(*args, **kwargs), FleetEndpoints()]
+
+
+def _serve_http(original: Any, app: FastAPI, *args: Any, **kwargs: Any) -> Any:
+    attached = {middleware.cls for middleware in app.user_middleware}
+    if not attached.issuperset(_MIDDLEWARE) or not hasattr(app.state, "omni_fleet"):
+        raise OmniError(
+            f"The HTTP server of vLLM {version('vllm')} has not loaded the routes and middleware of vllm-omni-plugin "
+            f"{version('vllm-omni-plugin')}: without them it would not check admission. Install versions that support "
+            "each other."
+        )
+    return original(app, *args, **kwargs)
 
 
 def patch_session_id() -> None:
