@@ -19,8 +19,9 @@ the metrics is in [monitoring.md](monitoring.md).
 `10000 * stage + replica`: `engine="20001"` is replica 2.1. Tokens and latencies of a request count for the replica
 whose output the server returned. The model name and `cache_config_info` are those of the stage that reads the prompt.
 
-It also has the metrics below. When a replica leaves, its labels disappear. Reasons and fallbacks of decisions are
-listed in [policies.md](policies.md). A histogram has `_bucket`, `_sum` and `_count`.
+It also has the metrics below. When a replica leaves, its gauges disappear and its counts stay, so that no sum falls.
+Reasons and fallbacks of decisions are listed in [policies.md](policies.md). A histogram has `_bucket`, `_sum` and
+`_count`.
 
 | metric | type | labels | meaning | of several API servers |
 |---|---|---|---|---|

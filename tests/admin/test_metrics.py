@@ -123,6 +123,20 @@ async def test_work_is_counted_per_replica() -> None:
         assert by(fleet.orchestrator, "stage", "dispatches_total") == {"0": 2}
 
 
+async def test_the_counts_of_a_replica_that_left_stay_and_its_successor_goes_on_counting() -> None:
+    async with FakeFleet(replicas=2) as fleet:
+        await fleet.submit("a", affinity=1)
+        fleet.pool.member(1).restarts = 3
+        fleet.lose(1)
+        fleet.orchestrator.replica_left(fleet.pool.member(1))
+        counts = [by(fleet.orchestrator, "replica", name) for name in ("dispatches_total", "replica_restarts_total")]
+        assert counts == [{"0": 1, "1": 1}, {"0": 0, "1": 3}]
+        assert by(fleet.orchestrator, "replica", "requests_in_flight") == {"0": 1}
+        fleet.join(fleet.pool.add(1))
+        await fleet.submit("b", affinity=1)
+        assert by(fleet.orchestrator, "replica", "dispatches_total") == {"0": 1, "1": 2}
+
+
 async def test_moves_are_counted_by_way_and_losses_separately() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name, move in (("queued", "resume"), ("resumes", "resume"), ("replays", "replay"), ("cannot", "never")):

@@ -74,9 +74,6 @@ Samples = Iterable[tuple[tuple[object, ...], float]]
 """Pairs of label values and a number."""
 
 _BY_REPLICA: tuple[tuple[str, Callable[[PoolMember], float]], ...] = (
-    ("dispatches", lambda member: member.dispatches),
-    ("replica_restarts", lambda member: member.restarts),
-    ("replica_stalls", lambda member: member.stalls),
     ("requests_in_flight", lambda member: len(member.in_flight)),
     # Without the load of other heads, which report it themselves.
     ("prefill_tokens", lambda member: member.ledger.own.prefill_tokens),
@@ -129,8 +126,15 @@ class FleetCollector(Collector):
         yield _family(
             "replica_info", [((member.stage_id, member.replica_id, member.engine_index), 1) for member in members]
         )
+        departed = {(pool.stage_id, id_): counts for pool in pools for id_, counts in pool.departed.items()}
+        # Read again: a replica may have come or left since, and no sum may fall.
+        members += [member for pool in pools for member in pool.members]
+        present = {(member.stage_id, member.replica_id): member.counts for member in members}
+        for position, name in enumerate(("dispatches", "replica_restarts", "replica_stalls")):
+            yield _family(name, [(labels, counts[position]) for labels, counts in (departed | present).items()])
         for name, value in _BY_REPLICA:
-            yield _family(name, [((member.stage_id, member.replica_id), value(member)) for member in members])
+            gauges = {(member.stage_id, member.replica_id): value(member) for pool in pools for member in pool.members}
+            yield _family(name, gauges.items())
 
     def _heads(self) -> Iterator[Metric]:
         connected = self._orchestrator.metrics.coordinator_connected

@@ -5,7 +5,7 @@ from dataclasses import is_dataclass
 from importlib.metadata import version
 from typing import Any
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Gauge
 from prometheus_client.metrics import MetricWrapperBase
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
@@ -83,7 +83,7 @@ class StatLabels:
         self._known.append(index)
 
     def remove(self, index: int) -> None:
-        """Remove the engine with this index and its samples, if it is known.
+        """Remove the engine with this index and its gauges, if it is known. Its counts stay, so that no sum falls.
 
         The last engine is kept until another is added, because vLLM's loggers need one. In the multiprocess mode of
         prometheus_client, samples cannot be removed.
@@ -96,7 +96,7 @@ class StatLabels:
         self._known.remove(index)
         for by_engine, _ in self._slots:
             by_engine.pop(index, None)
-        for metric in () if self._shared else self._metrics:
+        for metric in () if self._shared else [metric for metric in self._metrics if isinstance(metric, Gauge)]:
             position = _position(metric)
             for values in [values for values in metric._metrics if values[position] == str(index)]:
                 metric.remove(*values)

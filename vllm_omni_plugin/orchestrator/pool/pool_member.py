@@ -115,6 +115,11 @@ class PoolMember:
         return self.ledger.load
 
     @property
+    def counts(self) -> tuple[int, int, int]:
+        """What the metrics count of it: dispatches, restarts and stalls."""
+        return self.dispatches, self.restarts, self.stalls
+
+    @property
     def machine(self) -> str:
         """The address of a remote replica's machine; "" for a local replica."""
         return self.input_addr.rpartition(":")[0] if self.remote else ""

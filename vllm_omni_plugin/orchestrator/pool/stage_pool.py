@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from vllm_omni_plugin.admission import QueuePosition
 from vllm_omni_plugin.balancing import (
@@ -65,6 +65,8 @@ class StagePool:
         members: all replicas, in order of their ids. Replaced when membership changes, so that other threads may read
             it.
         serving: the replicas that take new requests; likewise.
+        departed: the `counts` of replicas that were removed, by their ids; likewise. A new replica
+            with such an id goes on counting, so that sums of these counters never fall.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class StagePool:
         self._unreported = UnreportedRequests()
         self._bindings = AffinityBindings()
         self.members: tuple[PoolMember, ...] = ()
+        self.departed: Mapping[int, tuple[int, int, int]] = {}
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
 
     def add(self, replica_id: int | None = None) -> PoolMember:
@@ -105,6 +108,9 @@ class StagePool:
         if replica_id in self._by_id:
             raise ValueError(f"stage {self.stage_id} has a replica {replica_id} already")
         member = self._by_id[replica_id] = PoolMember(replica_id, self.stage_id)
+        counts = dict(self.departed)
+        member.dispatches, member.restarts, member.stalls = counts.pop(replica_id, (0, 0, 0))
+        self.departed = counts
         self.members = _in_order((*self.members, member))
         return member
 
@@ -118,6 +124,7 @@ class StagePool:
             raise ValueError(f"replica {member.replica_id} of stage {self.stage_id} still serves")
         if self._by_id.get(member.replica_id) is member:
             del self._by_id[member.replica_id]
+            self.departed = {**self.departed, member.replica_id: member.counts}
             self.members = _in_order(self._by_id.values())
 
     def member(self, replica_id: int) -> PoolMember:
