@@ -89,7 +89,7 @@ class PlayedFleet:
         client = StageClient(link, FakeEngineApi(), "joiner", lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(10):
-            await self.orchestrator.stage_calls[stage_id].bring_up_to_date(client, synced=False, remote=False)
+            await self.orchestrator.stage_calls[stage_id].bring_up_to_date(client, 0, synced=False, remote=False)
         return [(method, args) for _, method, args in link.calls]
 
     async def manage(self, action: Any, replica_id: int, stage_id: int = 0) -> None:

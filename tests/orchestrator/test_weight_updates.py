@@ -6,17 +6,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.fakes.conditions import eventually
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.remote_fleet import Attachment, Fleet
 from tests.orchestrator.test_replica_list import row
-from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.pool.pool_member import WEIGHTS_CORDON
 
-UP, DRAINING = ReplicaStatus.UP, ReplicaStatus.DRAINING
+UP, DOWN, DRAINING = ReplicaStatus.UP, ReplicaStatus.DOWN, ReplicaStatus.DRAINING
 WAITS = frozenset({WEIGHTS_CORDON})
 
 
@@ -50,7 +51,14 @@ async def update(fleet: Fleet | FakeHead, calls: list[tuple[Any, ...]]) -> None:
 
 async def restart(fleet: Fleet, replica: Attachment) -> Attachment:
     """The engine of a replica dies, and a fresh one is attached to."""
+    return await attached_again(fleet, replica, replace(replica.info, incarnation=replica.info.incarnation + 1))
+
+
+async def attached_again(fleet: Fleet, replica: Attachment, info: ReplicaInfo) -> Attachment:
+    """A replica is lost, and attached to again."""
     count = len(fleet.attachments)
+    fleet.register(info)
+    await fleet.all_handled()
     replica.link.say_dead()
     await eventually(lambda: len(fleet.attachments) > count)
     member = next(member for member in fleet.pool.members if member.input_addr == replica.info.input_addr)
@@ -74,6 +82,22 @@ async def test_a_fresh_replica_waits_gets_the_next_complete_update_and_serves(
     assert fleet.statuses == [UP, UP]
     assert fresh.synced
     assert len(fleet.attachments) == 3, "nothing was restarted"
+
+
+@pytest.mark.parametrize("missed", [False, True])
+async def test_an_updated_replica_whose_lease_ended_serves_again_unless_it_missed_an_update(
+    fleet: Fleet, missed: bool
+) -> None:
+    first, second = await updated(fleet)
+    fleet.pause_over.clear()
+    second.link.say_dead()
+    await eventually(lambda: fleet.statuses == [UP, DOWN])
+    if missed:
+        await update(fleet, WHOLE_UPDATE)
+    fleet.pause_over.set()
+    await eventually(lambda: fleet.statuses == [UP, DRAINING if missed else UP])
+    assert fleet.attachments[-1].info == second.info
+    assert first.link.added == []
 
 
 @pytest.mark.parametrize("calls", [DRAFT_UPDATE, WHOLE_UPDATE[:2], WHOLE_UPDATE[2:], [rpc("reset_weights")]])

@@ -237,7 +237,8 @@ class Orchestrator:
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
         stage = self.stage_calls[member.stage_id]
-        self._hold_back(member, not await stage.bring_up_to_date(client, up_to_date, member.remote, sleeps))
+        engine, remote = member.engine_key, member.remote
+        self._hold_back(member, not await stage.bring_up_to_date(client, engine, up_to_date, remote, sleeps))
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
@@ -270,7 +271,7 @@ class Orchestrator:
         pool = self.stage_pools[member.stage_id]
         engine_failed = member.client is not None and member.client.engine_failed
         member.changed_at = self._clock()
-        others, served = pool.others_at(member), member.status is ReplicaStatus.UP
+        others, served = pool.others_at(member), member.client is not None
         orphans = pool.lose(member, status)
         # The other orphans were charged to it, but not sent yet.
         sent = [run for run in orphans if run.sent]
@@ -324,7 +325,8 @@ class Orchestrator:
             self._report_old_weights(self.stage_pools[member.stage_id])
 
     def _report_old_weights(self, pool: StagePool) -> None:
-        if not pool.serving and any(WEIGHTS_CORDON in member.cordons for member in pool.members):
+        updated = [each for each in pool.members if each.client is not None and WEIGHTS_CORDON not in each.cordons]
+        if not updated and any(WEIGHTS_CORDON in each.cordons for each in pool.members):
             self.events.record(EventKind.OLD_WEIGHTS, f"stage {pool.stage_id} {WEIGHTS_REMEDY}", stage=pool.stage_id)
 
     def _wake_at(self, time: float) -> None:

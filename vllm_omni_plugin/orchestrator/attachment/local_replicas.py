@@ -130,6 +130,8 @@ class LocalReplicas:
         if engine.client.is_interrupted:
             await engine.client.reset()
             sleeps = await engine.client.call("is_sleeping") is True
+        # They are its engine's name, see `PoolMember.engine_key`.
+        member.input_addr, member.output_addr = engine.input_addr, engine.output_addr
         await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response, sleeps=sleeps)
         if engine.lost.done():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")

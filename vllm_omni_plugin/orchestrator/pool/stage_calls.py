@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from vllm_omni_plugin.coordinator.protocol.call_arguments import HEAD_CALLS
 from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
@@ -93,8 +92,9 @@ class StageCalls:
         self.shared = SharedState()
         # The calls that each attaching replica has still to get.
         self._joiners: dict[StageClient, deque[EngineCall]] = {}
-        # Whether an engine has the weights of the fleet; None: it has those of the model's files.
-        self._has_weights: WeakKeyDictionary[StageClient, bool | None] = WeakKeyDictionary()
+        # By engine key, also of engines that are lost: whether it has the weights of the fleet; None: it has those of
+        # the model's files.
+        self._has_weights: dict[int, bool | None] = {}
         # Open calls during which engines compute no requests, this head's and those of other heads.
         self._halting: set[object] = set()
         self._unnumbered = 0
@@ -110,10 +110,13 @@ class StageCalls:
         """Whether an operator's call keeps the engines from computing requests: a long one, a pause or a sleep."""
         return bool(self._halting) or self.shared.is_paused
 
-    async def bring_up_to_date(self, client: StageClient, synced: bool, remote: bool, sleeps: bool = False) -> bool:
+    async def bring_up_to_date(
+        self, client: StageClient, engine: int, synced: bool, remote: bool, sleeps: bool = False
+    ) -> bool:
         """Make the calls that an attaching replica has missed: adapters, pause, sleep; see `SharedState.replay`.
 
         Args:
+            engine: its engine key. It may have been attached before: it hung, or its lease ended.
             synced: another head has made all calls so far.
             remote: see `PoolMember`.
             sleeps: its engine is paused or asleep. It stays so unless an operator has ended that meanwhile.
@@ -147,9 +150,11 @@ class StageCalls:
             raise ReplicaError(
                 "it cannot be brought up to date: other replicas refused a call meanwhile, or it has new ones to get"
             )
-        # An engine that hung is known.
-        self._has_weights.setdefault(client, True if synced else None)
-        return self._is_updated(client)
+        if synced:
+            self._has_weights[engine] = True
+        else:
+            self._has_weights.setdefault(engine, None)
+        return self._is_updated(engine)
 
     @contextmanager
     def unnumbered(self) -> Iterator[list[int]]:
@@ -220,8 +225,8 @@ class StageCalls:
         if self.shared.weights_changed and not had_changed:
             # Other heads have updated the remote ones.
             for member in self.members:
-                if member.client is not None and not member.remote:
-                    self._has_weights[member.client] = False
+                if not member.remote:
+                    self._has_weights[member.engine_key] = False
                     self._hold_back(member, True)
         self._release_updated()
         self._pool.restart_silence()
@@ -248,23 +253,23 @@ class StageCalls:
         if taken and self.shared.leaves_state(call.method, call.args):
             reached = [member for member, answer in zip(call.members, call.answers, strict=True) if _is_result(answer)]
             reached += self.find(set(call.called_elsewhere) - set(failed_elsewhere))
-            clients = {member.client for member in reached}
-            for client in self._has_weights:
-                if client not in clients:
-                    self._has_weights[client] = False
+            engines = {member.engine_key for member in reached}
+            for engine in self._has_weights:
+                if engine not in engines:
+                    self._has_weights[engine] = False
                 elif call.completes_update:
-                    self._has_weights[client] = True
+                    self._has_weights[engine] = True
         self._release_updated()
 
-    def _is_updated(self, client: StageClient | None) -> bool:
+    def _is_updated(self, engine: int) -> bool:
         """Whether an engine has the weights of the fleet."""
-        has_weights = None if client is None else self._has_weights.get(client)
+        has_weights = self._has_weights.get(engine)
         return not self.shared.weights_changed if has_weights is None else has_weights
 
     def _release_updated(self) -> None:
         """Let the replicas serve that waited for the weights which they have now."""
         for member in self.members:
-            if WEIGHTS_CORDON in member.cordons and self._is_updated(member.client):
+            if WEIGHTS_CORDON in member.cordons and self._is_updated(member.engine_key):
                 if member.report_synced is not None:
                     member.report_synced()
                 self._hold_back(member, False)
