@@ -27,12 +27,14 @@ from tests.admin.asgi import CHANGES, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import hold
+from vllm_omni_plugin.admin.http_admission import HttpAdmission
 from vllm_omni_plugin.admin.operator_calls import OPERATOR_PATHS
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
+from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.config import FLAGS
-from vllm_omni_plugin.errors import OmniError, RanksUnknownError
+from vllm_omni_plugin.errors import OmniError, RanksUnknownError, RequestRefusedError
 from vllm_omni_plugin.integration.http.app import INFERENCE_PATHS, FleetEndpoints, patch_app
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -332,6 +334,23 @@ async def test_requests_without_a_key_take_no_place_in_the_hold(
         known = asyncio.create_task(client.post("/v1/completions", json={}, headers={"Authorization": "Bearer right"}))
         await eventually(lambda: fleet.orchestrator.metrics.held_before_accept == 1, "the waiting of who has a key")
         known.cancel()
+
+
+@pytest.mark.parametrize("path", UNGUARDED)
+async def test_requests_without_a_key_are_of_no_tenant(build: BuildApp, path: str) -> None:
+    app, tenants = build("--api-key", "right"), []
+
+    def refuse(terms: RequestTerms, *_: object) -> RequestRefusedError:
+        tenants.append((terms.tenant, terms.anonymous))
+        return RequestRefusedError(HTTPStatus.TOO_MANY_REQUESTS, "in_flight", "It has enough.", 1)
+
+    async with FakeFleet() as fleet, client_of(app) as client:
+        give_fleet(app, fleet)
+        app.state.omni_admission = HttpAdmission(refuse, lambda _: True, lambda _: None, ["X-Tenant-ID"], lambda: 0.0)
+        for key in ("right", "wrong"):
+            headers = {"X-Tenant-ID": "acme", "Authorization": f"Bearer {key}"}
+            assert (await client.post(path, json={}, headers=headers)).status_code == 429
+    assert set(tenants) == {("acme", False), ("", True)}
 
 
 async def test_speech_requests_need_a_key_a_replica_and_an_audio_pipeline(build: BuildApp) -> None:
