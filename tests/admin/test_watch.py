@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import HTTPException
 from starlette.types import Message
 
-from tests.admin.asgi import app_of, broadcast_of, client_of, served
+from tests.admin.asgi import Client, app_of, broadcast_of, client_of, served
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.head_drain import HeadDrain
@@ -306,6 +306,24 @@ async def test_the_fleet_stream_has_states_and_events_and_continues_after_the_la
     assert kinds == ["history", "lost", "drain", "state"]
     later = messages(broadcast.stream(events[0].id, with_state=True))
     assert [(await first(later))[0] for _ in range(3)] == ["history", "drain", "state"]
+
+
+@pytest.mark.parametrize("has_admin_key", [True, False])
+async def test_a_stream_says_whether_the_viewers_key_allows_changes(fleet: FakeFleet, has_admin_key: bool) -> None:
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/omni/fleet",
+        "query_string": b"",
+        "headers": [(b"accept", b"text/event-stream")],
+        "client": ("127.0.0.1", 1),
+    }
+    client = Client(app_of(fleet, has_admin_key=has_admin_key, loopback=True), scope)
+    client.upload(b"")
+    await client.sent_so_far(2)
+    client.disconnect()
+    assert await client.status() == 200
+    assert ("x-omni-may-change" in client.headers) == has_admin_key
 
 
 async def test_a_quiet_stream_sends_comments(

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -28,9 +28,12 @@ class EventStreamResponse(StreamingResponse):
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, broadcast: FleetBroadcast, chunks: AsyncGenerator[bytes]) -> None:
+    def __init__(
+        self, broadcast: FleetBroadcast, chunks: AsyncGenerator[bytes], more_headers: Mapping[str, str] | None = None
+    ) -> None:
         # A proxy must not buffer a stream.
-        super().__init__(chunks, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **(more_headers or {})}
+        super().__init__(chunks, headers=headers)
         self._broadcast = broadcast
         self._chunks = chunks
 

@@ -9,6 +9,7 @@ const EVENTS = 200;
 const SILENT_MS = 15000;
 let key = "";
 const keys = new EventTarget();
+const NEW_KEY = new Error("another key");
 let seen = 0;
 let eventLog = "";
 const history = [];
@@ -68,6 +69,8 @@ async function readStream(take) {
       clearTimeout(timer);
       timer = setTimeout(() => stop.abort(new Error("no data")), SILENT_MS);
     };
+    // The head says for each stream whether its key is one for changes.
+    keys.addEventListener("change", () => stop.abort(NEW_KEY), { once: true, signal: stop.signal });
     try {
       restartTimer();
       const headers = { Accept: "text/event-stream", ...(last && { "Last-Event-ID": last }) };
@@ -78,6 +81,7 @@ async function readStream(take) {
         continue;
       }
       if (!answer.ok) throw new Error(await errorOf(answer));
+      document.body.classList.toggle("may-change", answer.headers.has("X-Omni-May-Change"));
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = "";
       for (;;) {
@@ -94,6 +98,7 @@ async function readStream(take) {
       }
       throw new Error("the stream ended");
     } catch (error) {
+      if (stop.signal.reason === NEW_KEY) continue;
       write(byId("link"), `No connection (${error.message}). Trying again.`);
       await sleep(1000);
     } finally {
@@ -117,7 +122,10 @@ function confirmed(question, action) {
   dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+    // The event comes some time after the dialog has closed: it may be that of the question before.
+    dialog.onclose = () => {
+      if (!dialog.open) resolve(dialog.returnValue === "yes");
+    };
   });
 }
 

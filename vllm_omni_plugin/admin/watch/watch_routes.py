@@ -12,6 +12,8 @@ from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE
 from vllm_omni_plugin.orchestrator.event_log import FleetEvent
 
+MAY_CHANGE = "X-Omni-May-Change"
+"""Header of a stream with states: the page shows its buttons, since the viewer's key is one for changes."""
 _PAGE = {
     "": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -51,7 +53,10 @@ def build_watch_router(access: Access) -> APIRouter:
     async def fleet(request: Request) -> Any:
         broadcast: FleetBroadcast = app_state(request, "omni_broadcast")
         if _wants_stream(request):
-            return EventStreamResponse(broadcast, broadcast.stream(_last_event_id(request), with_state=True))
+            # Only with a key: a browser's changes have the header `Origin`, so they count as local nowhere.
+            may_change = {MAY_CHANGE: "1"} if access.has_admin_key(request.headers) else {}
+            chunks = broadcast.stream(_last_event_id(request), with_state=True)
+            return EventStreamResponse(broadcast, chunks, may_change)
         return broadcast.state()
 
     for path, (name, media_type) in _PAGE.items():
