@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import Nix
 from vllm.v1.engine import core
 
 from tests.engine.experts import MIXTRAL
-from vllm_omni_plugin.vllm_api.launch import engine_launch, group_launch
+from vllm_omni_plugin.vllm_api.launch import engine_launch
 from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 
@@ -42,7 +42,7 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             real_rank_core._init_data_parallel(SimpleNamespace(), vllm_config)
             super().__init__(*arguments, vllm_config=vllm_config, **more)
 
-    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, rank: int, _on_spawn: Any) -> None:
+    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, rank: int, *_: Any) -> None:
         with pytest.raises(SystemExit):
             run(vllm_config=pickle.loads(pickle.dumps(config)), dp_rank=engine, local_dp_rank=rank)
         raise StartedError
@@ -55,7 +55,6 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setattr(core, name, lambda *_: None)
     monkeypatch.setattr(core.signal, "signal", lambda *_: None)
     monkeypatch.setattr(engine_launch, "spawn_engine", spawn)
-    monkeypatch.setattr(group_launch, "spawn_engine", spawn)
     return spawned
 
 
@@ -64,7 +63,7 @@ def launcher_of(folder: Path, kind: str, *numbers: int, first_incarnation: int =
     config = vllm_config(write_model(folder / kind, **MODELS[kind]), kv_transfer_config=transfers, **arguments)
     config, _ = split_ranks(config)
     return new_launcher(
-        config, object, True, 0, lambda _: None, False, numbers=numbers, first_incarnation=first_incarnation
+        config, object, True, 0, 3, lambda _: None, False, numbers=numbers, first_incarnation=first_incarnation
     )
 
 

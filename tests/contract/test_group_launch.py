@@ -13,7 +13,6 @@ from tests.engine.experts import MIXTRAL
 from tests.sim.protocol.requests import request
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
-from vllm_omni_plugin.vllm_api.launch import group_launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher
 from vllm_omni_plugin.vllm_api.launch.group_launch import GroupLauncher, new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
@@ -38,7 +37,7 @@ def dense(tmp_path: Path) -> Path:
 
 def launcher_of(model: Path, **arguments: Any) -> Any:
     engine_config, _ = split_ranks(vllm_config(model, **arguments))
-    return new_launcher(engine_config, object, True, 0, lambda _pid: None, report_cache=False, numbers=range(3, 7))
+    return new_launcher(engine_config, object, True, 0, 4, lambda _pid: None, report_cache=False, numbers=range(3, 7))
 
 
 def test_ranks_of_a_dense_model_are_engines_of_their_own(dense: Path) -> None:
@@ -70,13 +69,13 @@ def test_the_engines_of_every_group_are_numbered_from_0(experts: Path) -> None:
 def test_a_later_group_uses_the_next_devices(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spawned: dict[int, Any] = {}
 
-    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, rank: int, _on_spawn: Any) -> None:
+    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, rank: int, *_: Any) -> None:
         assert engine == rank
         spawned[rank] = config
         raise ReplicaError("seen")
 
     monkeypatch.setattr(launch, "current_platform", platform("cuda"))
-    monkeypatch.setattr(group_launch, "spawn_engine", spawn)
+    monkeypatch.setattr(launch, "spawn_engine", spawn)
     launcher = launcher_of(experts, data_parallel_size=RANKS)
     starts = [launcher.start(replica) for replica in (2, 3)]
     together(starts, "seen")

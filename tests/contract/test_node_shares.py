@@ -1,18 +1,32 @@
 """The cores and devices of a node that each engine gets."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils import torch_utils
+from vllm.utils.torch_utils import OMP_NUM_THREADS_SET_BY_VLLM
+from vllm.v1.engine import utils as engine_utils
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
-from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher, assign_devices, divide_cores
+from vllm_omni_plugin.vllm_api.launch.engine_launch import (
+    EngineLauncher,
+    EngineProcess,
+    assign_devices,
+    divide_cores,
+    spawn_engine,
+)
 
 from .configs import vllm_config, write_model
 
 SWITCH = "VLLM_CPU_SIM_MULTI_NUMA"
+
+
+class StartedError(Exception):
+    """Raised in place of the start of an engine."""
 
 
 def platform(kind: str, devices: int = 8) -> Any:
@@ -21,8 +35,13 @@ def platform(kind: str, devices: int = 8) -> Any:
     return SimpleNamespace(is_cpu=lambda: kind == "cpu", device_id_to_physical_device_id=ids.__getitem__)
 
 
-def stage(world_size: int = 1, chosen: list[int] | None = None) -> Any:
-    parallel = SimpleNamespace(world_size=world_size, local_world_size=world_size, assigned_physical_gpu_ids=chosen)
+def stage(world_size: int = 1, chosen: list[int] | None = None, **bound: Any) -> Any:
+    parallel = SimpleNamespace(
+        world_size=world_size,
+        local_world_size=world_size,
+        assigned_physical_gpu_ids=chosen,
+        **{"numa_bind": False, "numa_bind_nodes": None, "numa_bind_cpus": None, **bound},
+    )
     return SimpleNamespace(parallel_config=parallel)
 
 
@@ -53,6 +72,81 @@ def test_devices_are_among_those_that_the_user_chose() -> None:
 def test_more_devices_than_there_are_is_an_error(chosen: list[int] | None) -> None:
     with pytest.raises(ConfigError, match="devices 2 to 9 are needed"):
         assign_devices(stage(world_size=4, chosen=chosen), 2, 2)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_engines_on_later_devices_are_bound_to_the_numa_nodes_of_these() -> None:
+    nodes, cpus = [0, 0, 0, 0, 1, 1, 1, 1], [f"{core}" for core in range(8)]
+    second = stage(numa_bind=True, numa_bind_nodes=nodes, numa_bind_cpus=cpus)
+    assign_devices(second, 3, 2)
+    parallel = second.parallel_config
+    assert (parallel.numa_bind_nodes, parallel.numa_bind_cpus) == ([0, 1], ["3", "4"])
+
+
+@pytest.mark.usefixtures("gpus")
+def test_numa_nodes_that_vllm_finds_are_those_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "get_auto_numa_nodes", lambda: [0, 0, 1, 1])
+    second = stage(numa_bind=True)
+    assign_devices(second, 1, 2)
+    assert second.parallel_config.numa_bind_nodes == [0, 1]
+    monkeypatch.setattr(launch, "get_auto_numa_nodes", lambda: None)
+    unknown = stage(numa_bind=True)
+    assign_devices(unknown, 1, 2)
+    assert unknown.parallel_config.numa_bind_nodes is None
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_device_without_a_numa_node_is_an_error_that_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match="--numa-bind-nodes: it has 2 entries, but devices up to 3 are used"):
+        assign_devices(stage(numa_bind=True, numa_bind_nodes=[0, 1]), 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engines", "users", "threads"),
+    [
+        pytest.param("cuda", 8, None, "4", id="eight engines of two workers"),
+        pytest.param("cuda", 1, None, None, id="one engine, which vLLM limits"),
+        pytest.param("cuda", 8, "5", "5", id="limited by the user"),
+        pytest.param("cpu", 8, None, None, id="CPU engines have cores of their own"),
+    ],
+)
+def test_engines_divide_the_cores_for_loading(
+    monkeypatch: pytest.MonkeyPatch, kind: str, engines: int, users: str | None, threads: str | None
+) -> None:
+    seen: list[tuple[str | None, str | None]] = []
+
+    def manager(**_: Any) -> Any:
+        seen.append((os.environ.get("OMP_NUM_THREADS"), os.environ.get(OMP_NUM_THREADS_SET_BY_VLLM)))
+        raise StartedError
+
+    monkeypatch.setattr(launch, "CoreEngineProcManager", manager)
+    monkeypatch.setattr(launch, "current_platform", platform(kind))
+    monkeypatch.setattr(torch_utils, "available_cpu_count", lambda: 64)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if users is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", users)
+    config = stage(world_size=2)
+    config.shutdown_timeout = 0
+    with pytest.raises(StartedError):
+        spawn_engine(config, object, True, 0, 0, lambda _pid: None, engines)
+    # vLLM drops its own limit after the start, but not one of the user's.
+    assert seen == [(threads, "1" if threads is not None and users is None else None)]
+    assert os.environ.get("OMP_NUM_THREADS") == users
+
+
+@pytest.mark.parametrize(("is_rocm", "timeout", "given"), [(True, 0.0, 15.0), (True, 3.0, 3.0), (False, 0.0, 0.0)])
+def test_an_engine_on_rocm_gets_time_to_free_its_memory(
+    monkeypatch: pytest.MonkeyPatch, is_rocm: bool, timeout: float, given: float
+) -> None:
+    waited: list[float] = []
+    engine: Any = SimpleNamespace(
+        manager=SimpleNamespace(shutdown=lambda timeout: waited.append(timeout)),
+        config=SimpleNamespace(kv_events_config=None),
+        _end_workers=lambda: None,
+    )
+    monkeypatch.setattr(engine_utils, "current_platform", SimpleNamespace(is_rocm=lambda: is_rocm))
+    EngineProcess.shutdown(engine, timeout)
+    assert waited == [given]
 
 
 def test_no_devices_are_assigned_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +184,7 @@ def test_an_engine_has_its_number_in_the_fleet_and_its_share_of_the_node(
 ) -> None:
     spawned: list[tuple[int, int]] = []
 
-    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, own_rank: int, _on_spawn: Any) -> Any:
+    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, own_rank: int, *_: Any) -> Any:
         assert config.parallel_config.data_parallel_rank_local == own_rank
         spawned.append((engine, own_rank))
         return SimpleNamespace(process=SimpleNamespace(pid=1))

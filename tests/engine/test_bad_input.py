@@ -131,6 +131,11 @@ TOGETHER = (
     fleet_with("--data-parallel-external-lb", "--data-parallel-external-lb", BALANCES),
     fleet_with("--data-parallel-hybrid-lb", "--data-parallel-hybrid-lb", BALANCES),
     fleet_with("--data-parallel-multi-port-external-lb", "--data-parallel-multi-port-external-lb", BALANCES),
+    fleet_with(
+        "--distributed-executor-backend external_launcher",
+        "--distributed-executor-backend",
+        "starts the processes of its engines itself",
+    ),
     fleet_with("--enable-elastic-ep", "--enable-elastic-ep", "as many as it was started with"),
     fleet_with("--enable-fault-tolerance", "--enable-fault-tolerance", "restarts lost replicas itself"),
     fleet_with("--nnodes 2", "--nnodes", "must fit into this node"),

@@ -101,7 +101,14 @@ async def headless_group(model: Path, folder: Path) -> AsyncIterator[HeadlessGro
     engine_config, _ = split_ranks(config)
     pids: list[int] = []
     launcher = new_launcher(
-        engine_config, Executor.get_class(engine_config), True, 0, pids.append, report_cache=True, numbers=NUMBERS
+        engine_config,
+        Executor.get_class(engine_config),
+        True,
+        0,
+        RANKS,
+        pids.append,
+        report_cache=True,
+        numbers=NUMBERS,
     )
     group = HeadlessGroup(launcher, pids, folder)
     try:

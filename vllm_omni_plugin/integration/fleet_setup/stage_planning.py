@@ -99,7 +99,8 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     replicas = {
         stage.id: 0 if options.join else stage.replicas * ranks.get(stage.id, 1) for stage in command.pipeline.stages
     }
-    divide_cores(engine_configs.values(), sum(replicas[stage_id] for stage_id in configs))
+    engines = sum(replicas[stage_id] for stage_id in configs)
+    divide_cores(engine_configs.values(), engines)
     devices = _share_devices(options, command, engine_configs, replicas)
     _set_default_sampling(command, configs)
     entry_config = configs[prompt_stage.id]
@@ -111,7 +112,8 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         if stage.is_vllm:
             config, engine_config = configs[stage.id], engine_configs[stage.id]
             executor = Executor.get_class(config)
-            make_launcher = partial(new_launcher, without_options(engine_config), executor, log_stats, first_engine)
+            own_config = without_options(engine_config)
+            make_launcher = partial(new_launcher, own_config, executor, log_stats, first_engine, engines)
             api = entry_api if stage is prompt_stage else _vllm_api(options, stage, config, entry_config)
             lockstep = engine_config.parallel_config.data_parallel_size > 1
             plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
@@ -136,7 +138,7 @@ def model_plan(
     """The plan of the replicas of one model, of a head or a node; arguments as of `stage_plans`.
 
     Args:
-        launcher: called like `new_launcher`; the arguments from the fifth on are those of a `MakeLauncher`.
+        launcher: called like `new_launcher`; the arguments from the sixth on are those of a `MakeLauncher`.
     """
     engine_config, ranks = split_ranks(vllm_config)
     replicas = options.dp_size_local * ranks
@@ -148,7 +150,7 @@ def model_plan(
         replicas=replicas,
         policy=options.lb_policy,
         policy_config=options.lb_config,
-        make_launcher=partial(launcher, without_options(engine_config), executor_class, log_stats, 0),
+        make_launcher=partial(launcher, without_options(engine_config), executor_class, log_stats, 0, replicas),
         api=EngineApi(has_custom_logits_processors(model_config), vocabulary=model_config.get_vocab_size()),
         fingerprint=fingerprint(vllm_config, options.stage_id),
         vllm_config=vllm_config,

@@ -28,6 +28,10 @@ _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "data_parallel_address": (_is_given, _ONE_NODE),
     "data_parallel_rpc_port": (_is_given, _ONE_NODE),
     "data_parallel_backend": (lambda value: value == "ray", "ranks are processes of their replica's node"),
+    "distributed_executor_backend": (
+        lambda value: value == "external_launcher",
+        "the fleet starts the processes of its engines itself",
+    ),
     "enable_elastic_ep": (bool, "the ranks of a replica are as many as it was started with"),
     "enable_fault_tolerance": (bool, "the fleet restarts lost replicas itself"),
     "nnodes": (lambda value: (value or 1) > 1, "a replica must fit into this node in this version"),

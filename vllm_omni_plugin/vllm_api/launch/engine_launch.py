@@ -6,8 +6,8 @@ import select
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,14 @@ import zmq
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_open_zmq_ipc_path
+from vllm.utils.numa_utils import get_auto_numa_nodes
+from vllm.utils.torch_utils import OMP_NUM_THREADS_SET_BY_VLLM, startup_omp_num_threads
 from vllm.v1.engine.utils import (
     CoreEngine,
     CoreEngineLaunch,
     CoreEngineProcManager,
     EngineZmqAddresses,
+    get_engine_process_shutdown_timeout,
     set_assigned_physical_gpu_ids_for_dp_rank,
     wait_for_engine_startup,
 )
@@ -38,6 +41,8 @@ from vllm_omni_plugin.vllm_api.launch.spawning import EXIT_TIMEOUT_S, SPAWN_LOCK
 
 _DEATH_S = 5.0
 """Limit of the wait for a killed engine, which may be stuck in the kernel."""
+
+_THREADS = "OMP_NUM_THREADS"
 
 
 def replica_config(vllm_config: Any, rank: int) -> Any:
@@ -73,6 +78,26 @@ def divide_cores(vllm_configs: Iterable[Any], engines: int) -> None:
         os.environ.setdefault("VLLM_CPU_SIM_MULTI_NUMA", "1")
 
 
+@contextmanager
+def _divide_loading(config: Any, engines: int) -> Iterator[None]:
+    """Limit the threads with which a process that is spawned meanwhile loads weights to its share of the cores.
+
+    vLLM does this for engines that it spawns together. A limit of the user's is left.
+    """
+    if current_platform.is_cpu() or engines < 2 or _THREADS in os.environ:
+        yield
+        return
+    threads = startup_omp_num_threads(engines * config.parallel_config.local_world_size)
+    # With the second one, vLLM drops the limit after the start.
+    limit = {_THREADS: str(threads), OMP_NUM_THREADS_SET_BY_VLLM: "1"}
+    os.environ.update(limit)
+    try:
+        yield
+    finally:
+        for name in limit:
+            del os.environ[name]
+
+
 def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
     """Assign devices to the replicas of `vllm_config` and return their number; 0 on a CPU.
 
@@ -96,7 +121,20 @@ def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
     except IndexError:
         raise ConfigError(f"devices {first} to {end - 1} are needed, but this node has fewer") from None
     parallel.assigned_physical_gpu_ids = own
+    if parallel.numa_bind:
+        # vLLM counts these from the first device of the engines.
+        nodes, cpus = parallel.numa_bind_nodes or get_auto_numa_nodes(), parallel.numa_bind_cpus
+        parallel.numa_bind_nodes = _of_devices("--numa-bind-nodes", nodes, first, end)
+        parallel.numa_bind_cpus = _of_devices("--numa-bind-cpus", cpus, first, end)
     return end - first
+
+
+def _of_devices(flag: str, values: Sequence[Any] | None, first: int, end: int) -> Sequence[Any] | None:
+    if values is None:
+        return None
+    if len(values) < end:
+        raise ConfigError(f"argument {flag}: it has {len(values)} entries, but devices up to {end - 1} are used")
+    return values[first:end]
 
 
 @dataclass(eq=False)
@@ -133,8 +171,12 @@ class EngineProcess:
         return note or ("" if code is None else f"it {describe_exit(code)}")
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ask the engine to exit, wait `timeout` seconds (None: 15), then kill it. Blocks until it has ended."""
-        self.manager.shutdown(timeout=EXIT_TIMEOUT_S if timeout is None else timeout)
+        """Ask the engine to exit, wait `timeout` seconds (None: 15), then kill it. Blocks until it has ended.
+
+        On ROCm an engine gets vLLM's time to free its memory also with a timeout of 0.
+        """
+        wait_s = EXIT_TIMEOUT_S if timeout is None else get_engine_process_shutdown_timeout(0, timeout)
+        self.manager.shutdown(timeout=wait_s)
         # The system needs time to end a killed process, whose devices and ports are in use until then.
         select.select([self.sentinel], [], [], _DEATH_S)
         self._end_workers()
@@ -199,6 +241,7 @@ class EngineLauncher:
         report_cache: whether engines publish KV cache events, if they can.
         first_engine: index of the first of these engines among all engines of this node.
         numbers: of the replicas in the fleet, by replica id.
+        engines: number of all engines of this node.
         first_incarnation: of each replica's first engine, see `set_identity`. Each later one is one more.
         ready_timeout: seconds from the end of vLLM's handshake until the engine must have sent its ready response.
     """
@@ -210,6 +253,7 @@ class EngineLauncher:
     numbers: Sequence[int]
     report_cache: bool = False
     first_engine: int = 0
+    engines: int = 1
     first_incarnation: int = 0
     ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
     ready_timeout_variable: str = "VLLM_ENGINE_READY_TIMEOUT_S"
@@ -226,7 +270,10 @@ class EngineLauncher:
         self._set_identity(config, replica_id)
         if self.report_cache:
             turn_on_cache_events(config)
-        return spawn_engine(config, self.executor_class, self.log_stats, self._index(replica_id), rank, self.on_spawn)
+        return self._spawn(config, self._index(replica_id), rank)
+
+    def _spawn(self, config: Any, index: int, rank: int) -> EngineProcess:
+        return spawn_engine(config, self.executor_class, self.log_stats, index, rank, self.on_spawn, self.engines)
 
     def _set_identity(self, config: Any, replica_id: int) -> None:
         set_identity(config, self.numbers[replica_id], self.first_incarnation + self._starts[replica_id])
@@ -238,7 +285,13 @@ class EngineLauncher:
 
 
 def spawn_engine(
-    config: Any, executor_class: Any, log_stats: bool, engine: int, rank: int, on_spawn: Callable[[int], None]
+    config: Any,
+    executor_class: Any,
+    log_stats: bool,
+    engine: int,
+    rank: int,
+    on_spawn: Callable[[int], None],
+    engines: int = 1,
 ) -> EngineProcess:
     """Spawn the engine with the index `engine` on device or core block `rank`. Blocks until it has its configuration.
 
@@ -250,7 +303,7 @@ def spawn_engine(
     with ExitStack() as undo:
         undo.callback(handshake.close)
         own_executor_class = fleet_executor(executor_class)
-        with SPAWN_LOCK, mark_as_fleet_engine(exit_note):
+        with SPAWN_LOCK, mark_as_fleet_engine(exit_note), _divide_loading(config, engines):
             manager = CoreEngineProcManager(
                 local_engine_count=1,
                 start_index=engine,

@@ -21,7 +21,6 @@ from vllm_omni_plugin.vllm_api.launch.engine_launch import (
     EngineLauncher,
     EngineProcess,
     assign_devices,
-    spawn_engine,
 )
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.lockstep import GroupIncarnation, StartBarrier
@@ -48,6 +47,7 @@ def new_launcher(
     executor_class: Any,
     log_stats: bool,
     first_engine: int,
+    engines: int,
     on_spawn: Callable[[int], None],
     report_cache: bool,
     numbers: Sequence[int],
@@ -60,7 +60,15 @@ def new_launcher(
     """
     kind = GroupLauncher if engine_config.parallel_config.data_parallel_size > 1 else EngineLauncher
     return kind(
-        engine_config, executor_class, log_stats, on_spawn, numbers, report_cache, first_engine, first_incarnation
+        engine_config,
+        executor_class,
+        log_stats,
+        on_spawn,
+        numbers,
+        report_cache,
+        first_engine,
+        engines,
+        first_incarnation,
     )
 
 
@@ -92,7 +100,7 @@ class GroupLauncher(EngineLauncher):
         self._set_identity(config, replica_id)
         if self.report_cache:
             turn_on_cache_events(config)
-        return RankProcess(self._barrier(group), rank, partial(self._spawn, config, rank), config.parallel_config)
+        return RankProcess(self._barrier(group), rank, partial(self._spawn, config, rank, rank), config.parallel_config)
 
     def _index(self, replica_id: int) -> int:
         return replica_id % self._ranks
@@ -104,9 +112,6 @@ class GroupLauncher(EngineLauncher):
                     self._ranks, lambda: LockstepIncarnation(self._ranks, self.vllm_config, self.on_spawn)
                 )
             return self._barriers[group]
-
-    def _spawn(self, config: Any, rank: int) -> EngineProcess:
-        return spawn_engine(config, self.executor_class, self.log_stats, rank, rank, self.on_spawn)
 
 
 class LockstepIncarnation(GroupIncarnation):
