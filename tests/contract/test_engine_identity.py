@@ -17,6 +17,7 @@ from tests.engine.experts import MIXTRAL
 from vllm_omni_plugin.vllm_api.launch import engine_launch
 from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
 
 from .configs import vllm_config, write_model
 
@@ -63,7 +64,14 @@ def launcher_of(folder: Path, kind: str, *numbers: int, first_incarnation: int =
     config = vllm_config(write_model(folder / kind, **MODELS[kind]), kv_transfer_config=transfers, **arguments)
     config, _ = split_ranks(config)
     return new_launcher(
-        config, object, True, 0, 3, lambda _: None, False, numbers=numbers, first_incarnation=first_incarnation
+        config,
+        object,
+        True,
+        NodeShare(),
+        lambda _: None,
+        False,
+        numbers=numbers,
+        first_incarnation=first_incarnation,
     )
 
 

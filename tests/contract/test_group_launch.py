@@ -15,6 +15,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher
 from vllm_omni_plugin.vllm_api.launch.group_launch import GroupLauncher, new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
@@ -37,7 +38,9 @@ def dense(tmp_path: Path) -> Path:
 
 def launcher_of(model: Path, **arguments: Any) -> Any:
     engine_config, _ = split_ranks(vllm_config(model, **arguments))
-    return new_launcher(engine_config, object, True, 0, 4, lambda _pid: None, report_cache=False, numbers=range(3, 7))
+    return new_launcher(
+        engine_config, object, True, NodeShare(0, 4), lambda _pid: None, report_cache=False, numbers=range(3, 7)
+    )
 
 
 def test_ranks_of_a_dense_model_are_engines_of_their_own(dense: Path) -> None:

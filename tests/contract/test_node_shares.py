@@ -1,5 +1,6 @@
 """The cores and devices of a node that each engine gets."""
 
+import asyncio
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from vllm_omni_plugin.vllm_api.launch.engine_launch import (
     divide_cores,
     spawn_engine,
 )
+from vllm_omni_plugin.vllm_api.launch.node_share import DeviceTurns, NodeShare
 
 from .configs import vllm_config, write_model
 
@@ -139,14 +141,44 @@ def test_an_engine_on_rocm_gets_time_to_free_its_memory(
     monkeypatch: pytest.MonkeyPatch, is_rocm: bool, timeout: float, given: float
 ) -> None:
     waited: list[float] = []
+    reader, writer = os.pipe()
+    os.close(writer)
     engine: Any = SimpleNamespace(
         manager=SimpleNamespace(shutdown=lambda timeout: waited.append(timeout)),
         config=SimpleNamespace(kv_events_config=None),
+        sentinel=reader,
         _end_workers=lambda: None,
     )
     monkeypatch.setattr(engine_utils, "current_platform", SimpleNamespace(is_rocm=lambda: is_rocm))
     EngineProcess.shutdown(engine, timeout)
+    os.close(reader)
     assert waited == [given]
+
+
+async def test_engines_of_two_stages_on_one_device_start_one_after_the_other() -> None:
+    turns = DeviceTurns()
+    one, other = (
+        EngineLauncher(
+            stage(chosen=chosen), object, True, lambda _pid: None, numbers=range(2), share=NodeShare(turns=turns)
+        )
+        for chosen in ([7, 5], [5, 3])
+    )
+    order: list[str] = []
+
+    async def start(launcher: EngineLauncher, replica: int, name: str) -> None:
+        async with launcher.turn(replica):
+            order.append(f"{name} starts")
+            await may_go_on.wait()
+            order.append(f"{name} is ready")
+
+    may_go_on = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        for launcher, replica, name in ((one, 0, "7"), (one, 1, "5"), (other, 0, "5 again"), (other, 1, "3")):
+            tasks.create_task(start(launcher, replica, name))
+        await asyncio.sleep(0)
+        assert order == ["7 starts", "5 starts", "3 starts"]
+        may_go_on.set()
+    assert order.index("5 is ready") < order.index("5 again starts")
 
 
 def test_no_devices_are_assigned_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +227,7 @@ def test_an_engine_has_its_number_in_the_fleet_and_its_share_of_the_node(
     node.is_xpu = lambda: False
     monkeypatch.setattr(launch, "current_platform", node)
     monkeypatch.setattr(launch, "spawn_engine", spawn)
-    launcher = EngineLauncher(config, object, True, lambda _pid: None, numbers=(8, 9), first_engine=3)
+    launcher = EngineLauncher(config, object, True, lambda _pid: None, numbers=(8, 9), share=NodeShare(3, 5))
     launcher.start(1)
     assert spawned == [(9, rank)]
     assert launcher.identity(1) == b"\x09\x00"

@@ -1,7 +1,8 @@
 """An engine of the head itself: it must say that it is ready, and tells what it has cached as long as it lives."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,21 @@ async def test_an_engine_that_is_not_ready_in_time_is_killed(
     with pytest.raises(ReplicaError, match=r"no ready response on ipc://.* within 0 s; A_VARIABLE sets how long"):
         await start(launcher, executor)
     assert launcher.engines[0].process.killed
+
+
+async def test_an_engine_has_its_turn_until_it_is_ready(keep: Keep, executor: ThreadPoolExecutor) -> None:
+    order: list[str] = []
+
+    class TurnTaking(ServedFakeLauncher):
+        @asynccontextmanager
+        async def turn(self, replica_id: int) -> AsyncIterator[None]:
+            order.append("begins")
+            yield
+            order.append(f"ends with {len(self.engines)} engine")
+
+    replica = await start(keep(TurnTaking()), executor)
+    assert order == ["begins", "ends with 1 engine"]
+    await replica.close(executor, 0.0)
 
 
 async def test_the_cache_of_a_local_engine_is_reported(

@@ -17,6 +17,7 @@ from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
+from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 from .executor import EXECUTOR, additional_config
@@ -104,8 +105,7 @@ async def headless_group(model: Path, folder: Path) -> AsyncIterator[HeadlessGro
         engine_config,
         Executor.get_class(engine_config),
         True,
-        0,
-        RANKS,
+        NodeShare(0, RANKS),
         pids.append,
         report_cache=True,
         numbers=NUMBERS,

@@ -22,6 +22,7 @@ from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, python_fi
 from vllm_omni_plugin.vllm_api.launch.engine_launch import assign_devices, divide_cores
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
+from vllm_omni_plugin.vllm_api.launch.node_share import DeviceTurns, NodeShare
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.moving import has_custom_logits_processors
 from vllm_omni_plugin.vllm_api.stages.stage_params import set_server_defaults
@@ -105,6 +106,7 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
     _set_default_sampling(command, configs)
     entry_config = configs[prompt_stage.id]
     entry_api = _vllm_api(options, prompt_stage, entry_config, entry_config)
+    turns = DeviceTurns()
     plans: list[StagePlan] = []
     # Python stages take the devices after those of vLLM's stages.
     first_engine, first_device = 0, devices
@@ -112,8 +114,8 @@ def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_
         if stage.is_vllm:
             config, engine_config = configs[stage.id], engine_configs[stage.id]
             executor = Executor.get_class(config)
-            own_config = without_options(engine_config)
-            make_launcher = partial(new_launcher, own_config, executor, log_stats, first_engine, engines)
+            own_config, share = without_options(engine_config), NodeShare(first_engine, engines, turns)
+            make_launcher = partial(new_launcher, own_config, executor, log_stats, share)
             api = entry_api if stage is prompt_stage else _vllm_api(options, stage, config, entry_config)
             lockstep = engine_config.parallel_config.data_parallel_size > 1
             plan = partial(StagePlan, stage.id, stage, replicas[stage.id], stage.policy, dict(stage.policy_config))
@@ -138,7 +140,7 @@ def model_plan(
     """The plan of the replicas of one model, of a head or a node; arguments as of `stage_plans`.
 
     Args:
-        launcher: called like `new_launcher`; the arguments from the sixth on are those of a `MakeLauncher`.
+        launcher: called like `new_launcher`; the arguments from the fifth on are those of a `MakeLauncher`.
     """
     engine_config, ranks = split_ranks(vllm_config)
     replicas = options.dp_size_local * ranks
@@ -150,7 +152,9 @@ def model_plan(
         replicas=replicas,
         policy=options.lb_policy,
         policy_config=options.lb_config,
-        make_launcher=partial(launcher, without_options(engine_config), executor_class, log_stats, 0, replicas),
+        make_launcher=partial(
+            launcher, without_options(engine_config), executor_class, log_stats, NodeShare(0, replicas)
+        ),
         api=EngineApi(has_custom_logits_processors(model_config), vocabulary=model_config.get_vocab_size()),
         fingerprint=fingerprint(vllm_config, options.stage_id),
         vllm_config=vllm_config,

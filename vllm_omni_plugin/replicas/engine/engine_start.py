@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -65,6 +66,15 @@ class GroupedLauncher(Protocol):
     def group_of(self, replica_id: int) -> Sequence[int]: ...
 
 
+@runtime_checkable
+class TurnTakingLauncher(Protocol):
+    """A `Launcher` of engines that must not start while certain others do, as `EngineLauncher`."""
+
+    def turn(self, replica_id: int) -> AbstractAsyncContextManager[None]:
+        """Held from before an engine is spawned until it is ready."""
+        ...
+
+
 async def start_engine(
     launcher: Launcher,
     executor: Executor,
@@ -73,7 +83,7 @@ async def start_engine(
     output_addrs: Sequence[str],
     router: "zmq.Socket[bytes]",
 ) -> tuple[Process, bytes]:
-    """Spawn an engine and wait until it is ready; return its process and its ready response.
+    """Spawn an engine when it is its turn, and wait until it is ready; return its process and its ready response.
 
     Args:
         replica_id: index of the engine among those of its stage on this node.
@@ -84,6 +94,18 @@ async def start_engine(
     Raises:
         ReplicaError: the engine ended before it was ready, or was not ready in time. It is killed on any error.
     """
+    async with launcher.turn(replica_id) if isinstance(launcher, TurnTakingLauncher) else nullcontext():
+        return await _start_engine(launcher, executor, replica_id, input_addr, output_addrs, router)
+
+
+async def _start_engine(
+    launcher: Launcher,
+    executor: Executor,
+    replica_id: int,
+    input_addr: str,
+    output_addrs: Sequence[str],
+    router: "zmq.Socket[bytes]",
+) -> tuple[Process, bytes]:
     process = await spawn(executor, partial(launcher.start, replica_id), lambda process: process.abandon())
 
     def wait_until_ready() -> bytes:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ from vllm_omni_plugin.vllm_api.launch.fleet_engine import (
 )
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import remove_event_sockets, turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, mapped_memory, remove_memory
+from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
 from vllm_omni_plugin.vllm_api.launch.spawning import EXIT_TIMEOUT_S, SPAWN_LOCK, describe_exit, remove_ipc_files
 
 _DEATH_S = 5.0
@@ -239,9 +240,7 @@ class EngineLauncher:
         log_stats: whether engines report scheduler statistics.
         on_spawn: called with the id of each new process, on the thread that spawns it.
         report_cache: whether engines publish KV cache events, if they can.
-        first_engine: index of the first of these engines among all engines of this node.
         numbers: of the replicas in the fleet, by replica id.
-        engines: number of all engines of this node.
         first_incarnation: of each replica's first engine, see `set_identity`. Each later one is one more.
         ready_timeout: seconds from the end of vLLM's handshake until the engine must have sent its ready response.
     """
@@ -252,8 +251,7 @@ class EngineLauncher:
     on_spawn: Callable[[int], None]
     numbers: Sequence[int]
     report_cache: bool = False
-    first_engine: int = 0
-    engines: int = 1
+    share: NodeShare = field(default_factory=NodeShare)
     first_incarnation: int = 0
     ready_timeout: float = envs.VLLM_ENGINE_READY_TIMEOUT_S
     ready_timeout_variable: str = "VLLM_ENGINE_READY_TIMEOUT_S"
@@ -262,10 +260,16 @@ class EngineLauncher:
     def identity(self, replica_id: int) -> bytes:
         return bytes(CoreEngine(index=self._index(replica_id)).identity)
 
+    def turn(self, replica_id: int) -> AbstractAsyncContextManager[None]:
+        """Held while the engine starts on devices that the user gave, perhaps to another stage, too."""
+        parallel = self.vllm_config.parallel_config
+        first = replica_id * parallel.world_size
+        return self.share.turns.turn((parallel.assigned_physical_gpu_ids or ())[first : first + parallel.world_size])
+
     def start(self, replica_id: int) -> EngineProcess:
         """Spawn the engine process of a replica. Blocks until the new process has its configuration."""
         # Cores are shared by all engines of the node; devices were assigned to this configuration.
-        rank = self.first_engine + replica_id if current_platform.is_cpu() else replica_id
+        rank = self.share.first_engine + replica_id if current_platform.is_cpu() else replica_id
         config = replica_config(self.vllm_config, rank)
         self._set_identity(config, replica_id)
         if self.report_cache:
@@ -273,7 +277,7 @@ class EngineLauncher:
         return self._spawn(config, self._index(replica_id), rank)
 
     def _spawn(self, config: Any, index: int, rank: int) -> EngineProcess:
-        return spawn_engine(config, self.executor_class, self.log_stats, index, rank, self.on_spawn, self.engines)
+        return spawn_engine(config, self.executor_class, self.log_stats, index, rank, self.on_spawn, self.share.engines)
 
     def _set_identity(self, config: Any, replica_id: int) -> None:
         set_identity(config, self.numbers[replica_id], self.first_incarnation + self._starts[replica_id])

@@ -8,7 +8,7 @@ import copy
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from vllm_omni_plugin.vllm_api.launch.engine_launch import (
 )
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.lockstep import GroupIncarnation, StartBarrier
+from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, remove_ipc_files
 
 
@@ -46,8 +47,7 @@ def new_launcher(
     engine_config: Any,
     executor_class: Any,
     log_stats: bool,
-    first_engine: int,
-    engines: int,
+    share: NodeShare,
     on_spawn: Callable[[int], None],
     report_cache: bool,
     numbers: Sequence[int],
@@ -66,8 +66,7 @@ def new_launcher(
         on_spawn,
         numbers,
         report_cache,
-        first_engine,
-        engines,
+        share,
         first_incarnation,
     )
 
@@ -89,6 +88,10 @@ class GroupLauncher(EngineLauncher):
         """All replicas of this replica's group, which start and end together."""
         first = replica_id - replica_id % self._ranks
         return range(first, first + self._ranks)
+
+    def turn(self, replica_id: int) -> AbstractAsyncContextManager[None]:
+        """At once: the ranks of a group wait for each other, and must not wait for those of another group as well."""
+        return nullcontext()
 
     def start(self, replica_id: int) -> "RankProcess":  # type: ignore[override]
         """Prepare the start of a rank. `RankProcess.wait` spawns the process once all ranks of its group start."""
