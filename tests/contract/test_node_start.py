@@ -47,10 +47,16 @@ def done(numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.param(HeadQueryResult(problem="refused secret", refused=True), ["asked"], "refused secret", id="secret"),
         pytest.param(HeadQueryResult(HeadInfo(0.0, [1], {})), ["asked"], "the head has 1, replica 0", id="stage"),
         pytest.param(
-            HeadQueryResult(HeadInfo(0.0, [0], {"model": "b"})), ["asked", "planned"], "replica a", id="model"
+            HeadQueryResult(HeadInfo(0.0, [0], {"model": "b"}, numbers=(0,))),
+            ["asked", "planned"],
+            "replica a",
+            id="model",
         ),
         pytest.param(
-            HeadQueryResult(HeadInfo(0.0, [0], {"model": "a"})), ["asked", "planned", "served"], "", id="alike"
+            HeadQueryResult(HeadInfo(0.0, [0], {"model": "a"}, numbers=(0,))),
+            ["asked", "planned", "served"],
+            "",
+            id="alike",
         ),
         pytest.param(HeadQueryResult(problem="not there"), ["asked", "planned", "asked", "served"], "", id="no head"),
     ],
@@ -81,6 +87,10 @@ def test_the_head_is_queried_before_the_model_is_configured(
         pytest.param(
             [HeadQueryResult(problem="not there"), HeadQueryResult(HeadInfo(0.0, [0], {"model": "a"}, numbers=(7, 5)))],
             id="a head that started meanwhile",
+        ),
+        pytest.param(
+            [HeadQueryResult(HeadInfo(0.0, [0], {"model": "a"}, numbers=given)) for given in ((), (7, 5))],
+            id="a head that has just started",
         ),
     ],
 )

@@ -73,8 +73,8 @@ def serve_replicas(
                 # Before vLLM configures the model, which takes many seconds.
                 answer = require_fitting_head(coordinator, options, address, slots.names)
                 plan = plan_node(args, options, launcher)
-                if answer.info is None:
-                    # It may have started meanwhile, and then the replicas get its numbers.
+                if answer.info is None or not answer.info.numbers:
+                    # It may have started meanwhile, or know now which numbers are free.
                     answer = require_fitting_head(coordinator, options, address, slots.names)
                 require_same_model(answer, plan.stage_id, plan.fingerprint)
                 identities = slots.identities(() if answer.info is None else answer.info.numbers)
