@@ -279,6 +279,15 @@ class OmniConfig:
         "MIB",
         integer(1, _MAX_MESSAGE_MIB),
     )
+    max_buffered_size: int = _flag(
+        64,
+        Side.HEAD,
+        "Bodies of requests that wait for a replica, in MiB, that an API server keeps, and outputs of engines that it "
+        "has not processed yet: so much of each. A request that needs more gets the 503 at once; further outputs stay "
+        "in the engines.",
+        "MIB",
+        integer(1, _MAX_MESSAGE_MIB),
+    )
     migration_limit: int = _flag(
         3,
         Side.HEAD,
@@ -334,6 +343,10 @@ class OmniConfig:
     @property
     def max_message_bytes(self) -> int:
         return self.max_message_size * 2**20
+
+    @property
+    def max_buffered_bytes(self) -> int:
+        return self.max_buffered_size * 2**20
 
 
 FLAGS: tuple[Flag, ...] = tuple(each.metadata["flag"](each.name) for each in fields(OmniConfig))

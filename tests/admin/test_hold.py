@@ -50,13 +50,19 @@ class Server:
         replica_wait: float = LONG,
         answer: Callable[[Request], Awaitable[Response]] = echo,
         has_key: Callable[[Headers], bool] = any_key,
+        max_bytes: int = 1 << 26,
     ) -> None:
         self.fleet = FakeFleet(replicas=0)
         self.metrics = self.fleet.orchestrator.metrics
         self.main = Starlette()
         self.ending = asyncio.Event()
         self.main.state.omni_hold = Hold(
-            self.fleet.orchestrator, self._until_serving, replica_wait, self._closed_reason, self._until_ending
+            self.fleet.orchestrator,
+            self._until_serving,
+            replica_wait,
+            self._closed_reason,
+            self._until_ending,
+            max_bytes,
         )
         self._serving = asyncio.Event()
         self._member = self.fleet.pool.add(0)
@@ -177,16 +183,17 @@ async def test_the_number_of_held_requests_is_bounded(monkeypatch: pytest.Monkey
         assert await client.status() == 200
 
 
-async def test_the_bytes_of_held_bodies_are_bounded_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hold, "MAX_WAITING_BYTES", 1 << 20)
-    server = Server()
+async def test_the_bytes_of_held_bodies_are_bounded_and_freed() -> None:
+    server = Server(max_bytes=1 << 20)
     held = server.request()
     held.upload(bytes(700_000))
     await eventually(lambda: server.metrics.held_bytes_before_accept == 700_000, "the first body")
     refused = server.request()
     refused.upload(bytes(400_000), more=True)
     assert await refused.status() == 503
-    assert "the bodies of waiting requests have more than 1 MiB" in refused.error["message"]
+    assert (
+        "the bodies of waiting requests have more than 1 MiB, see --omni-max-buffered-size" in refused.error["message"]
+    )
     assert server.metrics.held_bytes_before_accept == 700_000
     server.serve()
     assert await held.status() == 200

@@ -254,6 +254,17 @@ async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_i
     assert await fleet.read() == [("a", "stop")]
 
 
+async def test_large_outputs_that_the_client_does_not_read_stop_the_reading_earlier(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    # Of 2 MiB each.
+    tokens = range(1_000_000, 1_300_000)
+    for _ in range(34):
+        fleet.say("a", *tokens)
+    await until_paused(fleet, True)
+    await fleet.read()
+    await until_paused(fleet, False)
+
+
 async def test_a_client_that_does_not_read_gets_the_loss_later(fleet: FakeFleet) -> None:
     link, _ = await filled(fleet, move="never")
     fleet.orchestrator.distrust(fleet.pool.members[[*fleet.links.values()].index(link)], "failed a call")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 
@@ -10,7 +11,7 @@ from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
 
 @pytest.fixture
 def queue() -> Iterator[OutputQueue]:
-    queue = OutputQueue(10, [])
+    queue = OutputQueue(10, inf, [])
     yield queue
     queue.stop_waiting()
 

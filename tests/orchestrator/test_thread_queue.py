@@ -147,3 +147,12 @@ def test_a_consumer_whose_loop_has_ended_blocks_no_producer(
         monkeypatch.setattr(loop, "is_closed", lambda: False)
     queue.force_put(1)
     assert len(queue) == 1
+
+
+async def test_a_queue_is_full_by_the_bytes_of_its_items_too() -> None:
+    queue: ThreadQueue[str] = ThreadQueue(100, max_bytes=10)
+    assert [queue.force_put(item, size) for item, size in (("a", 4), ("b", 5), ("c", 1))] == [False, False, True]
+    blocked = asyncio.create_task(queue.put("d"))
+    assert await queue.get_batch() == ["a", "b", "c"]
+    await blocked
+    assert not queue.force_put("e", 9)

@@ -1,6 +1,7 @@
 """The link to an engine on this node, over real sockets."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,19 @@ async def test_an_address_that_cannot_be_bound_is_an_error_and_frees_the_other(t
     with pytest.raises(zmq.ZMQError):
         IpcLink(address, f"ipc://{tmp_path}/no/such/folder", IDENTITY)
     IpcLink(address, f"ipc://{tmp_path}/out", IDENTITY).close()
+
+
+async def test_outputs_that_are_not_read_stay_in_the_engine(ends: Ends) -> None:
+    ends.outputs.setsockopt(zmq.SNDHWM, 1)
+    ends.outputs.setsockopt(zmq.SNDTIMEO, 200)
+    # The limit counts for connections made after it was set.
+    ends.outputs.disconnect(ends.link.output_addr)
+    ends.outputs.connect(ends.link.output_addr)
+    sent = 0
+    with suppress(zmq.Again):
+        while sent < 20_000:
+            ends.outputs.send(bytes(2000))
+            sent += 1
+    assert sent < 10_000
+    ends.link.start_reading(ends.on_message)
+    await eventually(lambda: len(ends.read) == sent)

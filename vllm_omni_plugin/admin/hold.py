@@ -14,13 +14,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError, OmniError, RequestRefusedError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 MAX_WAITING = 1024
 """Requests that may be held at a time; each keeps a connection and its body. Further ones are refused at once."""
-MAX_WAITING_BYTES = 64 * 1024 * 1024
-"""Bytes of the bodies of held requests that are kept at a time. A request that needs more is refused."""
 RETRY_AFTER_S = 5
 """`Retry-After` of a refusal: about the time in which a crashed replica restarts or a spare one joins."""
 RATE_LIMITED = "rate_limit_exceeded"
@@ -39,6 +38,7 @@ class Hold:
         replica_wait: seconds for which a request may be held; 0 refuses at once.
         closed_reason: why all requests are refused, because the server shuts down or is drained; "" if they are not.
         until_ending: returns once the server shuts down.
+        max_bytes: of the bodies of held requests; a request that needs more is refused.
     """
 
     orchestrator: Orchestrator
@@ -46,6 +46,7 @@ class Hold:
     replica_wait: float
     closed_reason: Callable[[], str]
     until_ending: Callable[[], Coroutine[Any, Any, None]]
+    max_bytes: int = OmniConfig().max_buffered_bytes
 
     @property
     def reason(self) -> str:
@@ -101,9 +102,9 @@ class Hold:
         """Count bytes of a held body. Raises `NoReplicaError` if held requests have too many; `release` them anyway."""
         metrics = self.orchestrator.metrics
         metrics.held_bytes_before_accept += size
-        if metrics.held_bytes_before_accept > MAX_WAITING_BYTES:
-            limit = MAX_WAITING_BYTES // (1024 * 1024)
-            raise self._refuse_without_replica(f"the bodies of waiting requests have more than {limit} MiB")
+        if metrics.held_bytes_before_accept > self.max_bytes:
+            limit = f"{self.max_bytes // 2**20} MiB, see --omni-max-buffered-size"
+            raise self._refuse_without_replica(f"the bodies of waiting requests have more than {limit}")
 
     def release(self, size: int) -> None:
         """These bytes are no longer those of a held request."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.admission import NO_QUEUE, AdmissionConfig
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
@@ -64,6 +65,7 @@ class Orchestrator:
         admission_config: limits and order of requests; None: no admission control, each request is sent at
             once.
         stall_timeout: see `StallWatch`.
+        max_buffered_bytes: of outputs that AsyncLLM has not taken, at which no more are read.
 
     Attributes:
         request_async_queue: messages about requests (`RequestMessage`).
@@ -90,11 +92,12 @@ class Orchestrator:
         input_builder: StageInputBuilder | None = None,
         admission_config: AdmissionConfig | None = None,
         stall_timeout: float = 0.0,
+        max_buffered_bytes: int = OmniConfig().max_buffered_bytes,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
         self.request_async_queue: ThreadQueue[RequestMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
-        self.output_async_queue = OutputQueue(MAX_QUEUED_OUTPUTS, stage_pools)
+        self.output_async_queue = OutputQueue(MAX_QUEUED_OUTPUTS, max_buffered_bytes, stage_pools)
         self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
         self.metrics = OrchestratorMetrics()
         self.events = EventLog()
@@ -191,7 +194,7 @@ class Orchestrator:
             self.stage_pools[stage_id].report(member, report)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
-            self._put(outputs)
+            self._put(outputs, 0 if member.client is None else member.client.message_bytes)
         elif outputs.scheduler_stats is not None:
             self.output_async_queue.give_later(outputs)
         # Last, because sending may show that the replica is dead, which may end the requests of these outputs.

@@ -146,6 +146,7 @@ class Fleet:
             input_builder,
             admission_config,
             options.stall_timeout,
+            options.max_buffered_bytes,
         )
 
     def _make_thread(self) -> OrchestratorThread:

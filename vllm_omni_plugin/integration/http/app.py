@@ -198,6 +198,7 @@ class FleetEndpoints:
             options.replica_wait,
             partial(_why_closed, fleet),
             fleet.graceful_shutdown.wait_until_ending,
+            options.max_buffered_bytes,
         )
         if fleet.stages.pipeline is not None:
             serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)

@@ -18,21 +18,22 @@ class OutputQueue(ThreadQueue[Any]):
 
     Args:
         maxsize: messages that AsyncLLM has not taken, at which reading stops.
+        max_bytes: the size of these messages, as they were received, at which reading stops.
     """
 
-    def __init__(self, maxsize: int, stage_pools: Sequence[StagePool]) -> None:
-        super().__init__(maxsize)
+    def __init__(self, maxsize: int, max_bytes: float, stage_pools: Sequence[StagePool]) -> None:
+        super().__init__(maxsize, max_bytes)
         self._pools = stage_pools
         self._throttle: asyncio.Task[None] | None = None
         self._later: list[Any] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def give(self, item: Any) -> None:
-        """Add an item, even to a full queue. Ignored once the queue is closed."""
+    def give(self, item: Any, size: int = 0) -> None:
+        """Add an item of so many bytes, even to a full queue. Ignored once the queue is closed."""
         if self._timer is not None:
             self._give_waiting()
         try:
-            is_full = self.force_put(item)
+            is_full = self.force_put(item, size)
         except QueueClosedError:
             return
         if is_full and self._throttle is None:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import deque
 from contextlib import suppress
+from math import inf
 from typing import Generic, TypeVar
 
 from vllm_omni_plugin.errors import OmniError
@@ -25,13 +26,16 @@ class ThreadQueue(Generic[T]):
     their own loops while the queue is full. All methods but `close` raise QueueClosedError if the queue is closed.
 
     Args:
-        maxsize: items above which `put` waits. `force_put` may exceed it.
+        maxsize: items at which `put` waits. `force_put` may exceed it.
+        max_bytes: likewise, the sum of the sizes that `force_put` got.
     """
 
-    def __init__(self, maxsize: int) -> None:
+    def __init__(self, maxsize: int, max_bytes: float = inf) -> None:
         if maxsize < 1:
             raise ValueError(f"maxsize must be positive, got {maxsize}")
         self._maxsize = maxsize
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._lock = threading.Lock()
         self._items: deque[T] = deque()
         self._consumer: _Waiter | None = None
@@ -41,13 +45,18 @@ class ThreadQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def force_put(self, item: T) -> bool:
-        """Add an item whatever the length, from any thread; returns whether `put` would wait now."""
+    @property
+    def _is_full(self) -> bool:
+        return len(self._items) >= self._maxsize or self._bytes >= self._max_bytes
+
+    def force_put(self, item: T, size: int = 0) -> bool:
+        """Add an item of so many bytes, even to a full queue, from any thread; returns whether `put` would wait now."""
         with self._lock:
             if self._closed:
                 raise QueueClosedError("the queue is closed")
             self._items.append(item)
-            is_full = len(self._items) >= self._maxsize
+            self._bytes += size
+            is_full = len(self._items) >= self._maxsize or self._bytes >= self._max_bytes
             consumer, self._consumer = self._consumer, None
         if consumer is not None:
             _wake(consumer)
@@ -55,7 +64,7 @@ class ThreadQueue(Generic[T]):
 
     async def put(self, item: T) -> None:
         """Add an item, waiting in the caller's loop while the queue is full."""
-        if len(self._items) >= self._maxsize:
+        if self._is_full:
             await self.wait_for_room()
         self.force_put(item)
 
@@ -65,7 +74,7 @@ class ThreadQueue(Generic[T]):
             with self._lock:
                 if self._closed:
                     raise QueueClosedError("the queue is closed")
-                if len(self._items) < self._maxsize:
+                if not self._is_full:
                     return
                 room = asyncio.Event()
                 self._producers.append((asyncio.get_running_loop(), room))
@@ -80,6 +89,7 @@ class ThreadQueue(Generic[T]):
                 if self._items:
                     batch = list(self._items)
                     self._items.clear()
+                    self._bytes = 0
                     producers, self._producers = self._producers, []
                     break
                 added = asyncio.Event()

@@ -15,6 +15,8 @@ Frames = Sequence[Any]
 
 _BURST = 64
 """Messages handled before other callbacks of the loop run."""
+_MAX_UNREAD = 256
+"""Messages that this process keeps of an engine while it does not read them. Further ones stay in the engine."""
 
 
 class Link(ABC):
@@ -85,7 +87,7 @@ class IpcLink(Link):
             for socket, address in ((self.input_socket, input_addr), (self.output_socket, output_addr)):
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.SNDHWM, 0)
-                socket.setsockopt(zmq.RCVHWM, 0)
+                socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
                 socket.bind(address)
             # Raise an error if the engine is not connected, instead of dropping the message.
             self.input_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
