@@ -31,7 +31,6 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallReplicas,
-    RequestFailed,
     SubmitRequest,
 )
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -144,22 +143,6 @@ async def test_a_fleet_that_ends_waits_until_asyncllm_has_handled_the_last_outpu
     (left,) = fleet.closed_after
     assert left is not None
     assert 0 < left < 60
-
-
-async def test_a_chunk_sent_before_its_session_is_known_to_have_failed_is_aborted(
-    orchestrator: Orchestrator, client: FleetClient
-) -> None:
-    processor, queue = registered(client, "session")
-    orchestrator.output_async_queue.force_put(RequestFailed("session", ReplicaError("The replica is lost.")))
-    await client.add_request_async(FakeRequest("session", resumable=True))
-    reading = asyncio.create_task(client.get_output_async())
-    with pytest.raises(GracefulHTTPError, match="The replica is lost"):
-        await queue.get()
-    chunk, abort = await orchestrator.request_async_queue.get_batch()
-    assert isinstance(chunk, SubmitRequest)
-    assert abort == AbortRequests(("session",), whole=True)
-    assert not processor.has_unfinished_requests()
-    reading.cancel()
 
 
 async def test_unfinished_requests_are_ended_when_the_fleet_is_closed(client: FleetClient) -> None:

@@ -30,6 +30,8 @@ def fail_request(output_processor: Any, failure: RequestFailed) -> list[str]:
     # The error replaces the last output, which `abort_requests` would put into the queue.
     queue, state.queue = state.queue, None
     others = forget_request(output_processor, failure.request_id)
+    # Ends the task that sends the chunks of a session: its next one would begin a session without a client.
+    queue.close()
     queue.put(to_http(failure.error))
     return others
 
