@@ -39,6 +39,7 @@ from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import why_no_cache_events
+from vllm_omni_plugin.vllm_api.requests.structured_outputs import fix_backend
 from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
 
@@ -65,6 +66,9 @@ class Fleet:
         if not options.join:
             use_socket_folder()
         self._plans = stage_plans(options, vllm_config, executor_class, log_stats)
+        for plan in self._plans:
+            if plan.vllm_config is not None:
+                fix_backend(plan.vllm_config)
         self.stages = FleetStages.of(self._plans)
         self._reaper = Reaper()
         self._exchange = WorkExchange(self._report_work) if options.is_open else None
