@@ -198,7 +198,7 @@ class Dispatcher:
         return self.outcomes.take_ended()
 
     def _assign_held(self) -> None:
-        for run in list(self._held):
+        for run in list(self._held) if self._pool.serving else ():
             if not self._returning.may_assign:
                 return
             # Sending may show that the replica is dead, and may evict another run.
