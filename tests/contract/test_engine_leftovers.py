@@ -81,9 +81,13 @@ def test_a_stuck_worker_whose_core_was_killed_ends_with_its_engine_and_that_of_a
     assert not other.worker_ends(0)
 
 
-def test_a_worker_is_killed_with_its_core(cores: list[RunningCore]) -> None:
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_worker_is_killed_with_its_core_or_after_it(cores: list[RunningCore], runs: bool) -> None:
     killed, other = cores
-    killed.core.is_alive = lambda: True  # type: ignore[attr-defined]
+    if not runs:
+        killed.core.kill()
+        killed.core.wait()
+    killed.core.is_alive = lambda: runs  # type: ignore[attr-defined]
     killed.engine.kill()
     assert killed.worker_ends(10)
     assert not other.worker_ends(0)

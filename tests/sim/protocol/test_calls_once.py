@@ -20,7 +20,9 @@ async def call(head: WholeHead, method: str, *args: Any) -> list[Any]:
         return await asyncio.wrap_future(reply)
 
 
-async def test_an_engine_gets_each_call_once_until_its_last_head_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_gets_each_call_once_and_stays_paused_without_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[str] = []
     own_call = StageClient.call
 
@@ -43,5 +45,8 @@ async def test_an_engine_gets_each_call_once_until_its_last_head_is_gone(monkeyp
         told.clear()
         async with new_head() as next_head:
             await eventually(lambda: next_head.fleet_calls.refusal is None)
+            assert await call(next_head, "is_scheduler_paused") == [True]
+            assert (told, next_head.member.cordons) == ([], {"asleep"})
+            await call(next_head, "resume_scheduler")
             assert await call(next_head, "is_scheduler_paused") == [False]
-            assert told == []
+            assert (told, len(next_head.pool.serving)) == (["resume_scheduler"], 1)

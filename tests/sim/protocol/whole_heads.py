@@ -54,7 +54,7 @@ class WholeHead:
     async def __aenter__(self) -> "WholeHead":
         control = FleetControl(self.orchestrator, self.fleet_calls, self._remote, self._exchange)
         self._tasks = [asyncio.create_task(control.run()), asyncio.create_task(self._read())]
-        await eventually(lambda: len(self.pool.serving) == 1, "the replica serves")
+        await eventually(lambda: any(member.client for member in self.pool.members), "an attached replica")
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -188,7 +188,8 @@ class EngineProcess:
         for process in self.manager.processes:
             if process.is_alive():
                 process.kill()
-                threading.Thread(target=self._end_workers, name="omni-engine-end", daemon=True).start()
+        # Also if the core has ended by itself, as one that was killed while it loaded.
+        threading.Thread(target=self._end_workers, name="omni-engine-end", daemon=True).start()
         remove_event_sockets(self.config)
 
     def _end_workers(self) -> None:
