@@ -10,7 +10,7 @@ CALIBRATION = Path(__file__).resolve().parents[1] / "calibration" / "cpu.json"
 """Fitted to a real engine by benchmarks/calibrate.py."""
 
 _KV_TOKENS = 65_536
-_MAX_MODEL_LEN = 16_384
+_MAX_MODEL_LEN = 32_768
 
 
 def accelerator() -> EngineSettings:

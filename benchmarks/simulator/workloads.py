@@ -95,6 +95,40 @@ def tenants(scale: Scale) -> Workload:
     return Workload(sessions())
 
 
+def long_contexts(scale: Scale) -> Workload:
+    """Contexts of 1,000 tokens, and one in eight of 20,000, with questions of 150 tokens: a replica's KV memory holds
+    three of the long ones. Of each there are as many as replicas.
+    """
+    rng = random.Random(scale.seed)
+    requests = Requests(rng)
+    contexts = [_context(rng, number) for number in range(8 * scale.replicas)]
+
+    def sessions() -> Iterator[Session]:
+        for start in islice(poisson(rng, scale.rate(0.5, 150, 150)), scale.requests):
+            tenant = rng.randrange(len(contexts))
+            prompt = contexts[tenant] + tokens(rng, length(rng, 150, 0.5, 1000))
+            yield Session(start, [requests.make(prompt, length(rng, 150, 0.5, 600), 600, f"tenant-{tenant}")])
+
+    return Workload(sessions())
+
+
+def new_contexts(scale: Scale) -> Workload:
+    """The lengths of `long-contexts`, no context twice."""
+    rng = random.Random(scale.seed)
+    requests = Requests(rng)
+
+    def sessions() -> Iterator[Session]:
+        for start in islice(poisson(rng, scale.rate(0.7, 3525, 400)), scale.requests):
+            prompt = _context(rng, rng.randrange(8)) + tokens(rng, length(rng, 150, 0.5, 1000))
+            yield Session(start, [requests.make(prompt, length(rng, 400, 0.7, 1500), 1500)])
+
+    return Workload(sessions())
+
+
+def _context(rng: random.Random, number: int) -> "array[int]":
+    return tokens(rng, 1000 if number % 8 else 20_000)
+
+
 def churn(scale: Scale) -> Workload:
     """The conversations of `multi-turn` while replicas die, leave and come back, one at a time."""
     rng = random.Random(scale.seed)
@@ -181,6 +215,8 @@ WORKLOADS: Mapping[str, MakeWorkload] = {
     "shared-system-prompt": shared_system_prompt,
     "multi-turn": multi_turn,
     "tenants": tenants,
+    "long-contexts": long_contexts,
+    "new-contexts": new_contexts,
     "churn": churn,
     "cold-joiners": cold_joiners,
     "slow-replica": slow_replica,

@@ -107,9 +107,9 @@ class Head:
         for totals in all_totals(orchestrator):
             yield "waiting", totals.waiting
             yield "running", totals.running
-        lengths, tokens = pool.serving.work
+        lengths, work = pool.serving.work
         yield "queue lengths", sum(map(abs, lengths)) + abs(pool.serving.total_queue_length)
-        yield "prefill tokens of all", sum(map(abs, tokens))
+        yield "work of all", sum(map(abs, work))
         yield "sent and unfinished", pool.serving.unreported.in_flight
         yield "in the flow", pool.flow.queued
         yield "queued at the head", metrics.queued_in[pool.stage_id]()

@@ -59,6 +59,11 @@ def test_the_expected_output_is_the_mean_for_the_limits_magnitude(max_tokens: in
     assert score == pytest.approx(1 + expected)
 
 
+def test_decode_work_and_kv_pressure_add_prompt_tokens() -> None:
+    loads = with_loads(ReplicaLoad(decode_tokens=1000), ReplicaLoad(kv_usage=0.5), ReplicaLoad())
+    assert scores(build(), loads, task(prompt=100, max_tokens=5)) == [150 + 10, 150 + 1500, 150]
+
+
 def test_without_a_prompt_it_counts_as_512_tokens() -> None:
     assert scores(build(), idle(1), {"max_tokens": 5}) == [512 + 5 * 10]
 

@@ -259,6 +259,17 @@ def test_long_contexts_count_by_their_tokens(policy: Any) -> None:
     assert by_work < 0.82 * by_requests
 
 
+@pytest.mark.parametrize("policy", [PrefixBalancer, KvAwareBalancer, LeastTokensBalancer, CostAwareBalancer])
+def test_a_replica_whose_kv_memory_is_full_gets_nothing_while_another_has_room(policy: Any) -> None:
+    """vllm#48808: contexts are counted as requests, and a full replica with fewer of them gets more."""
+    pool = pool_of(policy(rng=random.Random(0)), 2, kv_blocks=52_000)
+    full, free = pool.replicas
+    full.load = full.load._replace(requests=8, decode_tokens=800_000, waiting=6, running=2, kv_usage=0.98)
+    free.load = free.load._replace(requests=9, decode_tokens=900, running=9, kv_usage=0.01)
+    task = prompt_task(tokens(1, 2000))
+    assert {pool.policy.decide(task, pool.replicas).position for _ in range(20)} == {1}
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_ties_do_not_destroy_the_locality_of_a_conversation(seed: int) -> None:
     """vllm#52463: rotating ties sent every turn to another replica without its cache."""

@@ -21,18 +21,18 @@ def waits(*loads: ReplicaLoad, task: Task = TASK, **options: Any) -> list[float]
     [
         pytest.param(ReplicaLoad(prefill_rate=1000), 1.0, id="idle: 1,000 tokens at 1,000 per second"),
         pytest.param(ReplicaLoad(prefill_tokens=3000, prefill_rate=1000), 4.0, id="3,000 tokens before it"),
-        pytest.param(ReplicaLoad(decode_tokens=5000, prefill_rate=1000), 1.5, id="a tenth of what is decoded"),
+        pytest.param(ReplicaLoad(decode_tokens=5000, prefill_rate=1000), 1.05, id="a hundredth of what is decoded"),
         pytest.param(ReplicaLoad(others=2, waiting=5, prefill_rate=1000), 3.0, id="two of others wait"),
-        pytest.param(ReplicaLoad(others=2, running=2, prefill_rate=1000), 1.2, id="two of others run"),
-        pytest.param(ReplicaLoad(others=3, waiting=1, prefill_rate=1000), 2.2, id="one waits, two run"),
+        pytest.param(ReplicaLoad(others=2, running=2, prefill_rate=1000), 1.02, id="two of others run"),
+        pytest.param(ReplicaLoad(others=3, waiting=1, prefill_rate=1000), 2.02, id="one waits, two run"),
         pytest.param(
             ReplicaLoad(others=3, waiting=1, prefill_tokens=500, prefill_rate=1000, heads_report=True),
-            1.8,
+            1.53,
             id="what others have to compute is known",
         ),
-        pytest.param(ReplicaLoad(kv_usage=0.5, prefill_rate=1000), 1.15, id="half full"),
-        pytest.param(ReplicaLoad(kv_usage=0.75, prefill_rate=1000), 1.45, id="three quarters full"),
-        pytest.param(ReplicaLoad(kv_usage=1.0, prefill_rate=1000), 1 + 0.15 * 99, id="full counts as 99%"),
+        pytest.param(ReplicaLoad(kv_usage=0.5, prefill_rate=1000), 2.5, id="half full"),
+        pytest.param(ReplicaLoad(kv_usage=0.75, prefill_rate=1000), 5.5, id="three quarters full"),
+        pytest.param(ReplicaLoad(kv_usage=1.0, prefill_rate=1000), 1 + 1.5 * 99, id="full counts as 99%"),
     ],
 )
 def test_expected_wait(load: ReplicaLoad, seconds: float) -> None:
@@ -56,10 +56,10 @@ def test_rate_of_a_replica(rates: list[float], seconds: list[float]) -> None:
 @pytest.mark.parametrize(
     ("options", "seconds"),
     [
-        ({"decode_weight": 0.0}, 2.15),
-        ({"decode_weight": 1.0}, 3.15),
-        ({"kv_seconds": 0.0}, 2.1),
-        ({"kv_seconds": 2}, 4.1),
+        ({"decode_weight": 0.0}, 3.5),
+        ({"decode_weight": 1.0}, 4.5),
+        ({"kv_tokens": 0.0}, 2.01),
+        ({"kv_tokens": 2000}, 4.01),
     ],
 )
 def test_options_are_weights(options: dict[str, Any], seconds: float) -> None:

@@ -72,6 +72,9 @@ by_estimate_and_by_report = pytest.mark.parametrize(
         ),
         pytest.param([ReplicaLoad(1, prefill_tokens=800), ReplicaLoad()], [944, 1000], 0, "prefix", id="less-work"),
         pytest.param([ReplicaLoad(requests=30), ReplicaLoad(requests=9)], [3872, 5152], 0, "prefix", id="all-busy"),
+        pytest.param([ReplicaLoad(1, 0, 0, 120_000), ReplicaLoad()], [1344, 1000], 1, "prefix-spilled", id="contexts"),
+        pytest.param([ReplicaLoad(1, kv_usage=0.5), ReplicaLoad()], [1644, 1000], 1, "prefix-spilled", id="half-full"),
+        pytest.param([ReplicaLoad(1, kv_usage=0.2), ReplicaLoad()], [519, 1000], 0, "prefix", id="a-fifth-full"),
     ],
 )
 def test_the_least_added_latency_wins(

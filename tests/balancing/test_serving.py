@@ -81,5 +81,5 @@ def test_the_work_is_up_to_date_after_changes() -> None:
     replicas[0].charge(2, prefill_tokens=70)
     assert [list(each) for each in replicas.work] == [[2, 0], [70, 0]]
     replicas[1].charge(1, prefill_tokens=9)
-    replicas.update(replicas[1], replicas[1].load)
-    assert [list(each) for each in replicas.work] == [[2, 1], [70, 9]]
+    replicas.update(replicas[1], replicas[1].load._replace(decode_tokens=100, kv_usage=0.5))
+    assert [list(each) for each in replicas.work] == [[2, 1], [70, 9 + 1 + 1500]]

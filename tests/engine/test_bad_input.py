@@ -63,7 +63,7 @@ OWN_FLAGS = (
     Case(
         f'{LEAST_TOKENS} {{"decode_wait":1}}',
         "--omni-lb-config",
-        "did you mean 'decode_weight'?): use decode_weight, kv_seconds",
+        "did you mean 'decode_weight'?): use decode_weight, kv_tokens",
     ),
     Case(
         f'{LEAST_TOKENS} {{"decode_weight":-1}}',

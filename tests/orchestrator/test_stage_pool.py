@@ -26,6 +26,7 @@ from vllm_omni_plugin.orchestrator.pool import stage_pool
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 
 def serve(pool: StagePool, member: PoolMember) -> None:
@@ -85,6 +86,18 @@ def test_the_serving_replicas_are_the_same_object_while_membership_stands() -> N
     serving = pool.serving
     pool.lose(members[3], ReplicaStatus.DOWN)
     assert pool.serving is serving
+
+
+def test_a_report_of_full_kv_memory_counts_at_the_next_choice() -> None:
+    pool, members = make_pool(2, PrefixBalancer(rng=Random(0)))
+    runs = [charge(pool, member, f"r{number}") for member in members for number in range(member.replica_id + 1)]
+    assert pick(pool, {}) is members[0]
+    members[0].ledger.mark_sent(runs[0])
+    # It counts the same requests as the head.
+    pool.report(members[0], LoadReport(waiting=0, running=1, kv_usage=0.98))
+    assert pick(pool, {}) is members[1]
+    pool.release(runs[0])
+    assert pick(pool, {}) is members[0]
 
 
 def test_the_lengths_of_all_queues_are_known_through_charges_releases_and_holds() -> None:

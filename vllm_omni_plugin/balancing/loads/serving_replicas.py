@@ -8,6 +8,7 @@ from math import exp
 from typing import Protocol, TypeVar
 
 from vllm_omni_plugin.balancing.interface import ReplicaView
+from vllm_omni_plugin.balancing.loads.context_cost import ContextLoad, context_cost
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 
 _AGE_S = 0.1
@@ -15,7 +16,7 @@ _AGE_S = 0.1
 R = TypeVar("R", bound=ReplicaView)
 
 
-class CountedLoad(Protocol):
+class CountedLoad(ContextLoad, Protocol):
     """What is indexed of a load: a `ReplicaLoad`, or the sums that one is made of."""
 
     @property
@@ -23,6 +24,11 @@ class CountedLoad(Protocol):
 
     @property
     def prefill_tokens(self) -> int: ...
+
+
+def work_of(load: CountedLoad) -> float:
+    """What a replica has to do before a new prompt, and what slows it down, in prompt tokens."""
+    return load.prefill_tokens + context_cost(load)
 
 
 class UnreportedRequests:
@@ -81,7 +87,7 @@ def draw_by_water_filling(levels: Sequence[tuple[float, int]], arrivals: float, 
 
 
 class ServingReplicas(tuple[R, ...]):
-    """A tuple of replicas with an index of their queue lengths and prefill tokens. Its owner calls `update`.
+    """A tuple of replicas with an index of their queue lengths and work. Its owner calls `update`.
 
     A change of membership needs a new object. The first use builds the index in O(n). After that a change of one
     replica and a query are O(1), except for a heap of the distinct queue lengths.
@@ -94,7 +100,7 @@ class ServingReplicas(tuple[R, ...]):
         self.unreported = unreported or UnreportedRequests()
         # By place; empty until the first use.
         self._lengths: list[int] = []
-        self._prefill_tokens = array("q")
+        self._work = array("d")
         self._total = 0
         self._places: dict[int, int] = {}
         # Places by queue length, and the index of each place in its bucket.
@@ -110,11 +116,11 @@ class ServingReplicas(tuple[R, ...]):
         return self._total
 
     @property
-    def work(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The current queue lengths and prefill tokens, by place; contiguous in memory, and read-only."""
+    def work(self) -> tuple[Sequence[int], Sequence[float]]:
+        """The current queue lengths, and the work beside the prompts to come, by place; read-only. See `work_of`."""
         if not self._places:
             self._gather()
-        return self._lengths, self._prefill_tokens
+        return self._lengths, self._work
 
     def shortest(self, rng: random.Random) -> int:
         """The place of a shortest queue, ties at random; with other heads see `draw_by_water_filling`."""
@@ -134,7 +140,7 @@ class ServingReplicas(tuple[R, ...]):
         place = self._places.get(id(replica))
         if place is None:
             return
-        self._prefill_tokens[place] = load.prefill_tokens
+        self._work[place] = work_of(load)
         queue_length, before = load.requests, self._lengths[place]
         if queue_length != before:
             bucket = self._buckets[before]
@@ -149,7 +155,7 @@ class ServingReplicas(tuple[R, ...]):
 
     def _gather(self) -> None:
         self._places = {id(replica): place for place, replica in enumerate(self)}
-        self._prefill_tokens = array("q", [load_of(replica).prefill_tokens for replica in self])
+        self._work = array("d", [work_of(load_of(replica)) for replica in self])
         self._lengths = [0] * len(self)
         self._ranks = [0] * len(self)
         for place, replica in enumerate(self):

@@ -13,6 +13,7 @@ from vllm_omni_plugin.balancing.interface import (
     prompt_tokens,
     require_replicas,
 )
+from vllm_omni_plugin.balancing.loads.context_cost import context_cost
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest, positions_to_compare
@@ -92,7 +93,7 @@ class CostAwareBalancer(DecidingBalancer):
     """Sends a request to the replica where the work ahead, including its own, takes the fewest seconds.
 
         cost  = prompt_token_s * uncached prompt tokens + output_token_s * expected output tokens
-        score = (costs of the requests there + cost) * correction
+        score = (costs of the requests there + cost + prompt_token_s * context_cost) * correction
 
     The expected output is the mean of the answers to requests with a `max_tokens` of the same magnitude, at most
     `max_tokens`. The prompt's cost is released at the first output. `correction` is the decayed ratio of observed to
@@ -100,7 +101,8 @@ class CostAwareBalancer(DecidingBalancer):
     counts like this one.
 
     Source: least work left (Harchol-Balter, "Performance Modeling and Design of Computer Systems", 2013, ch. 24); the
-    correction is ours. The reason is `least-cost`, the fallback `no-history`. docs/policies.md has the options.
+    correction is ours, and for decode work and KV memory see `context_cost`. The reason is `least-cost`, the fallback
+    `no-history`. docs/policies.md has the options.
     """
 
     binds_late = True
@@ -180,7 +182,8 @@ class CostAwareBalancer(DecidingBalancer):
         for position in positions:
             replica = replicas[position]
             entry = self._replicas.get(replica.input_addr)
-            ahead = cost * (1 + load_of(replica).others)
+            load = load_of(replica)
+            ahead = cost * (1 + load.others) + self._prompt_token_s * context_cost(load)
             if entry is None:
                 scores.append(ahead * usual)
             else:

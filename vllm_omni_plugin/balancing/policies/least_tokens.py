@@ -12,6 +12,7 @@ from vllm_omni_plugin.balancing.interface import (
     prompt_tokens,
     require_replicas,
 )
+from vllm_omni_plugin.balancing.loads.context_cost import DECODE_WEIGHT, KV_TOKENS, context_cost
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest, positions_to_compare
@@ -23,31 +24,31 @@ _TRUSTED_FACTOR = 8.0
 """Bounds the ratio of a measured rate to the usual one. A replica measured during its warm-up would otherwise get no
 requests, and so no better measurement."""
 
-_FULLEST = 0.99
-"""Upper bound of the KV usage in the formula, so that the wait stays finite."""
-
 
 class LeastTokensBalancer(DecidingBalancer):
     """Sends a request to the replica where the expected wait for the first token is the shortest.
 
-        seconds = (prefill + prompt + decode_weight * decode) / rate + kv_seconds * k / (1 - k)
+        seconds = (prefill + prompt + context_cost) / rate
 
-    `prefill` and `decode` are the replica's tokens to be computed and being decoded, `prompt` those of the request,
-    `rate` the measured prompt tokens per second (by default the median of those compared), and `k` the KV usage. A
-    request of another head counts as long as this one: as being decoded, or as to be computed if other heads do not
-    report and the engine says that it waits.
+    `prefill` are the replica's tokens to be computed, `prompt` those of the request, and `rate` the measured prompt
+    tokens per second (by default the median of those compared). A request of another head counts as long as this one:
+    as being decoded, or as to be computed if other heads do not report and the engine says that it waits.
 
-    Source: queued tokens over the measured rate, and a penalty that grows like the queue of an M/M/1 server. The reason
-    is `expected-wait`, the fallback `no-rate`. docs/policies.md has the options.
+    Source: queued tokens over the measured rate; for decode work and KV memory see `context_cost`. The reason is
+    `expected-wait`, the fallback `no-rate`. docs/policies.md has the options.
     """
 
     binds_late = True
 
     def __init__(
-        self, *, decode_weight: float = 0.1, kv_seconds: float = 0.15, rng: random.Random | None = None
+        self,
+        *,
+        decode_weight: float = DECODE_WEIGHT,
+        kv_tokens: float = KV_TOKENS,
+        rng: random.Random | None = None,
     ) -> None:
         self._decode_weight = number("decode_weight", decode_weight, 0, 10)
-        self._kv_seconds = number("kv_seconds", kv_seconds, 0, 60)
+        self._kv_tokens = number("kv_tokens", kv_tokens, 0)
         self._rng = rng or random.Random()
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
@@ -64,19 +65,16 @@ class LeastTokensBalancer(DecidingBalancer):
         return Decision(position, "expected-wait", tuple(map(Candidate, positions, waits)), fallback)
 
     def _expected_waits(self, loads: Iterable[ReplicaLoad], prompt: int, usual_rate: float) -> list[float]:
-        decode_weight, kv_seconds = self._decode_weight, self._kv_seconds
+        decode_weight, kv_tokens = self._decode_weight, self._kv_tokens
         slowest, fastest = usual_rate / _TRUSTED_FACTOR, usual_rate * _TRUSTED_FACTOR
         waits = []
         for load in loads:
-            tokens = load.prefill_tokens + prompt + decode_weight * load.decode_tokens
+            tokens = load.prefill_tokens + prompt + context_cost(load, decode_weight, kv_tokens)
             if load.others:
                 waiting = 0 if load.heads_report else min(load.others, load.waiting)
                 tokens += prompt * (waiting + decode_weight * (load.others - waiting))
             rate = load.prefill_rate or usual_rate
             if not slowest <= rate <= fastest:
                 rate = slowest if rate < slowest else fastest
-            usage = load.kv_usage
-            if usage > _FULLEST:
-                usage = _FULLEST
-            waits.append(tokens / rate + kv_seconds * usage / (1 - usage))
+            waits.append(tokens / rate)
         return waits

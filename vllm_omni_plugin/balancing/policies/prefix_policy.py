@@ -28,7 +28,7 @@ from vllm_omni_plugin.balancing.interface import (
     require_replicas,
 )
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
+from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, work_of
 from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import (
     MOST_COMPARED,
@@ -45,16 +45,15 @@ _MOST_DELAYED = 4
 idle, and does not stay too expensive when it is busy. Chosen with benchmarks/simulate.py: 2 and 8 were worse, no bound
 was worst."""
 
-_ByPosition = Sequence[int] | Mapping[int, int]
-
 
 class PrefixBalancer(DecidingBalancer):
     """Sends a prompt to the replica that has most of it cached, unless the load there outweighs the saving.
 
-    The lowest `overlap_weight * (prompt - matched) * min(4, requests + 1) + prefill_tokens + answer_tokens * requests`
-    wins: the latency that the choice adds to all requests, in prompt tokens. Uncached tokens delay all requests of the
-    replica, the waiting prefill delays this request, and the answers delay each other. Of equal costs the longest match
-    wins, then a random one. For the cached tokens see `PrefixCaches`, and with several heads `expected_prefix`.
+    The lowest `overlap_weight * (prompt - matched) * min(4, requests + 1) + prefill_tokens + answer_tokens * requests +
+    context_cost` wins: the latency that the choice adds to all requests, in prompt tokens. Uncached tokens delay all
+    requests of the replica, the waiting prefill delays this request, the answers delay each other, and long contexts
+    delay all. Of equal costs the longest match wins, then a random one. For the cached tokens see `PrefixCaches`, with
+    several heads `expected_prefix`, and for decode work and KV memory `context_cost`.
 
     Source: LMetric, `(prompt - matched) * (load + 1)`. Added to it are a price of answers, without which all copies of
     a fully cached prompt would go to one replica, and the waiting prefill, as in Dynamo's cost. The prefill is added,
@@ -184,7 +183,7 @@ class PrefixBalancer(DecidingBalancer):
         costs: list[float] = []
         matches: list[int] = []
         bits, weight, answer_tokens = fleet.bits, self._overlap_weight, self._answer_tokens
-        lengths, prefill_tokens = replicas.work if isinstance(replicas, ServingReplicas) else _work(replicas, positions)
+        lengths, work = replicas.work if isinstance(replicas, ServingReplicas) else _work(replicas, positions)
         for position in positions:
             bit, matched = bits[position], 0
             for level_tokens, holders in levels:
@@ -193,7 +192,7 @@ class PrefixBalancer(DecidingBalancer):
                     break
             requests = lengths[position]
             delayed = requests + 1 if requests < _MOST_DELAYED else _MOST_DELAYED
-            costs.append(weight * (tokens - matched) * delayed + prefill_tokens[position] + answer_tokens * requests)
+            costs.append(weight * (tokens - matched) * delayed + work[position] + answer_tokens * requests)
             matches.append(matched)
         if expected is not None:
             delayed = min(lengths[expected.position] + 1, _MOST_DELAYED)
@@ -245,8 +244,8 @@ class KvAwareBalancer(PrefixBalancer):
     wants_cache_events = True
 
 
-def _work(replicas: Sequence[ReplicaView], positions: Sequence[int]) -> tuple[_ByPosition, _ByPosition]:
-    """Requests and prefill tokens by position, for replicas that are not `ServingReplicas`."""
+def _work(replicas: Sequence[ReplicaView], positions: Sequence[int]) -> tuple[Mapping[int, int], Mapping[int, float]]:
+    """Requests and work by position, for replicas that are not `ServingReplicas`."""
     loads = {position: load_of(replicas[position]) for position in positions}
     requests = {position: load.requests for position, load in loads.items()}
-    return requests, {position: load.prefill_tokens for position, load in loads.items()}
+    return requests, {position: work_of(load) for position, load in loads.items()}

@@ -299,8 +299,8 @@ class StagePool:
     def report(self, member: PoolMember, report: LoadReport) -> None:
         """The engine reported its load; the outputs of the same message were accepted before."""
         member.progress.report(self._clock(), report.kv_usage)
-        if member.ledger.report(report):
-            self.serving.update(member, member.ledger)
+        member.ledger.report(report)
+        self.serving.update(member, member.ledger)
 
     def restart_silence(self) -> None:
         """That engines have been silent until now says nothing: an operator's call kept them from computing."""

@@ -34,7 +34,7 @@ class LoadLedger:
 
     Attributes:
         size: the engine's, as it reported when it was ready.
-        requests: see `ReplicaLoad`; so are `others` and `prefill_tokens`.
+        requests: see `ReplicaLoad`; so are `others`, `prefill_tokens`, `decode_tokens` and `kv_usage`.
         unsent: requests of this head that are charged and not sent.
         pending_tokens: prompt tokens of this head's pending requests that are still to be computed.
         prefill_free_since: monotonic seconds since which `Headroom` keeps prompts away; None: it does not.
@@ -52,7 +52,7 @@ class LoadLedger:
         self._pending: dict[StageRun, None] = {}
         # Decoding sessions with streaming input.
         self._sessions = 0
-        self._decode_tokens = 0
+        self.decode_tokens = 0
         self._peers: Work | None = None
         self._peers_prefill_tokens = 0
         self._report = _NO_REPORT
@@ -119,6 +119,10 @@ class LoadLedger:
         return self._report.running
 
     @property
+    def kv_usage(self) -> float:
+        return self._report.kv_usage
+
+    @property
     def free_tokens(self) -> float | None:
         """Tokens for which the engine has free KV blocks, as it reported; None: not known."""
         return (1.0 - self._report.kv_usage) * self.cache_tokens if self.size.blocks else None
@@ -133,7 +137,7 @@ class LoadLedger:
         """Whether the engine would start one more request at once, by what is charged to it and what it holds."""
         if self.requests >= (self.size.sequences or _UNKNOWN_SEQUENCES):
             return False
-        return not self.size.blocks or self.prefill_tokens + self._decode_tokens < self.cache_tokens
+        return not self.size.blocks or self.prefill_tokens + self.decode_tokens < self.cache_tokens
 
     @property
     def waiting(self) -> int:
@@ -162,7 +166,7 @@ class LoadLedger:
             self.requests,
             self.others,
             self.prefill_tokens,
-            self._decode_tokens,
+            self.decode_tokens,
             *self._report,
             self._computed_tokens / self._computing_s if self._computing_s else 0.0,
             self.size.blocks,
@@ -203,12 +207,12 @@ class LoadLedger:
         run.has_output = True
         self._sessions += run.streaming is not None
         self._end_prefill(run, now, computed=run.prefill_tokens)
-        self._decode_tokens += run.prompt_tokens + run.output_tokens
+        self.decode_tokens += run.prompt_tokens + run.output_tokens
 
     def add_tokens(self, run: StageRun, tokens: int) -> None:
         run.output_tokens += tokens
         if run.has_output:
-            self._decode_tokens += tokens
+            self.decode_tokens += tokens
             self._load = None
 
     def release(self, run: StageRun, now: float) -> None:
@@ -216,7 +220,7 @@ class LoadLedger:
         self._load = None
         self.requests -= 1
         if run.has_output:
-            self._decode_tokens -= run.prompt_tokens + run.output_tokens
+            self.decode_tokens -= run.prompt_tokens + run.output_tokens
             self._sessions -= run.streaming is not None
         else:
             if run.sent:
@@ -230,21 +234,17 @@ class LoadLedger:
             self._reported_others, self._report = 0, _NO_REPORT
             self._count_others()
 
-    def report(self, report: LoadReport) -> bool:
+    def report(self, report: LoadReport) -> None:
         """Apply a report of the engine; attempts that it finished before have been released. Ignored without requests.
 
         Requests charged after the report was taken are not in it. A report never hides this head's own requests.
-
-        Returns:
-            Whether `requests` has changed.
         """
-        own, before = self.requests - self.others, self.requests
+        own = self.requests - self.others
         if own:
             self._load = None
             self._report = report
             self._reported_others = max(0, report.waiting + report.running - (own - self.unsent))
             self._count_others()
-        return self.requests != before
 
     def _count_others(self) -> None:
         requests, prefill_tokens = (self._reported_others, 0) if self._peers is None else self._peers
