@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import Nix
 from vllm.v1.engine import core
 
 from tests.engine.experts import MIXTRAL
+from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch import engine_launch
 from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
@@ -101,6 +103,28 @@ def nixl_port(config: Any) -> int:
         # It reads more of a real configuration of a KV cache.
         NixlBaseConnectorScheduler.__init__(scheduler, config, "engine", None)
     return int(scheduler.side_channel_port)
+
+
+@pytest.mark.parametrize("connector", ["NixlConnector", "MultiConnector", "ExampleConnector"])
+def test_an_engine_whose_nixl_port_is_taken_does_not_start(
+    connector: str, tmp_path: Path, spawned: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]}
+    launcher = launcher_of(tmp_path, "experts", 3, 4)
+    transfers = launcher.vllm_config.kv_transfer_config
+    transfers.kv_connector = connector
+    transfers.kv_connector_extra_config = extra if connector == "MultiConnector" else {}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port - 3))
+        if connector == "ExampleConnector":
+            start(launcher, 0)
+        else:
+            with pytest.raises(ReplicaError, match=rf"port {port}, .*number 3 .*Address already in use"):
+                launcher.start(0)
+    start(launcher, 0)
+    assert all(config.parallel_config.data_parallel_index == 3 for config in spawned)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -3,10 +3,14 @@
 Under vLLM's data parallelism this is `data_parallel_index`. The table in docs/data_parallel.md says what depends on it.
 """
 
+import socket
 from typing import Any
 
 import numpy
+from vllm import envs
 from vllm.config import ParallelConfig
+
+from vllm_omni_plugin.errors import ReplicaError
 
 
 def set_identity(config: Any, number: int, incarnation: int) -> None:
@@ -33,6 +37,22 @@ def set_identity(config: Any, number: int, incarnation: int) -> None:
     for kind in ("torch_profiler_dir", "proton_profiler_dir"):
         if folder := getattr(profiler, kind):
             setattr(profiler, kind, f"{folder}/replica{number}")
+
+
+def require_free_ports(config: Any, number: int) -> None:
+    """Raise ReplicaError if the port on which an engine with NIXL will listen is taken: vLLM would wait for ever."""
+    transfers = config.kv_transfer_config
+    # The second one names the connectors behind a MultiConnector.
+    if transfers is None or "nixl" not in f"{transfers.kv_connector} {transfers.kv_connector_extra_config}".lower():
+        return
+    host, port = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT + number
+    try:
+        socket.create_server((host, port)).close()
+    except (OSError, OverflowError) as error:
+        raise ReplicaError(
+            f"its engine cannot listen for NIXL on {host} port {port}, VLLM_NIXL_SIDE_CHANNEL_PORT + the replica's "
+            f"number {number} ({error}): give each fleet on this machine its own VLLM_NIXL_SIDE_CHANNEL_PORT"
+        ) from error
 
 
 class _WithIndex(ParallelConfig):  # type: ignore[misc]

@@ -28,7 +28,7 @@ from vllm.v1.engine.utils import (
 )
 
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
-from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
+from vllm_omni_plugin.vllm_api.launch.engine_identity import require_free_ports, set_identity
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import (
     ExitNote,
     FleetExecutor,
@@ -281,6 +281,7 @@ class EngineLauncher:
         return spawn_engine(config, self.executor_class, self.log_stats, index, rank, self.on_spawn, self.share.engines)
 
     def _set_identity(self, config: Any, replica_id: int) -> None:
+        require_free_ports(config, self.numbers[replica_id])
         set_identity(config, self.numbers[replica_id], self.first_incarnation + self._starts[replica_id])
         self._starts[replica_id] += 1
 
