@@ -5,13 +5,14 @@ import asyncio
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import REFUSED
+from tests.fakes.engine_api import REFUSED, FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, Ticket
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.dispatch import hold_queue
 from vllm_omni_plugin.orchestrator.dispatch.paused_runs import RETRY_S
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 
 from .late_fleet import got, late
 
@@ -38,6 +39,34 @@ async def goes_on(fleet: FakeFleet, name: str) -> None:
     fleet.now += 10 * DUE_S
     await asyncio.sleep(2 * DUE_S)
     assert name in fleet.orchestrator.request_states
+
+
+async def test_on_its_way_to_the_orchestrator_of_a_busy_head() -> None:
+    async with FakeFleet(replicas=1, plan=AdmissionConfig()) as fleet:
+        terms = RequestTerms("tenant", timeout_s=DUE_S)
+        message = SubmitRequest(FakeRequest("a", prompt=[1]), fleet.now, terms=terms)
+        fleet.now = DUE_S
+        await fleet.hand_over(message)
+        # One whose time was over before it was submitted.
+        await fleet.submit("b", prompt=[1], terms=RequestTerms("tenant", timeout_s=0.0))
+        errors = dict(await fleet.read())
+        assert [(errors[name].status, errors[name].reason) for name in "ab"] == [(503, "deadline")] * 2
+        assert fleet.links[0].added == []
+        named, _ = fleet.orchestrator.admission.tenant_reports()
+        assert (named["tenant"].in_flight, fleet.in_flight) == (0, [0])
+
+
+async def test_where_a_replica_has_room_for_it_only_after_its_deadline() -> None:
+    async with late() as fleet:
+        for name in "ab":
+            await fleet.submit(name, prompt=[1])
+        await submit(fleet, "c")
+        # The head is late: outputs are read before it notices how late it is.
+        fleet.now = 10 * DUE_S
+        for name in "ab":
+            fleet.say(name, 1, finish_reason="stop")
+        assert isinstance(dict(await fleet.read())["c"], RequestRefusedError)
+        assert len(fleet.links[0].added) == 2
 
 
 async def test_while_no_replica_serves() -> None:
@@ -130,13 +159,13 @@ async def test_no_request_is_refused_for_the_time_in_engines_while_nothing_waits
         await fleet.submit("f", prompt=[1], terms=terms)
         assert admission.expected_refusal(terms, None, fleet.now) is None
         assert list(fleet.orchestrator.request_states) == ["d", "e", "f"]
-        # From here on it is known how long one waits.
-        fleet.now += 0.9
+        # From here on it is known how long one waits: 0.4 s, and each may wait for 0.5 s.
+        fleet.now += 0.4
         fleet.say("d", 1)
-        await fleet.submit("g", prompt=[1], terms=terms)
-        await fleet.submit("h", prompt=[1], terms=terms)
-        assert isinstance(dict(await fleet.read())["h"], RequestRefusedError)
-        assert list(fleet.orchestrator.request_states) == ["d", "e", "f", "g"]
+        for name in "ghi":
+            await fleet.submit(name, prompt=[1], terms=terms)
+        assert isinstance(dict(await fleet.read())["i"], RequestRefusedError)
+        assert list(fleet.orchestrator.request_states) == ["d", "e", "f", "g", "h"]
 
 
 async def test_the_time_in_engines_is_taken_off_the_deadline() -> None:

@@ -99,12 +99,15 @@ class Admission:
         self._queue = self._queue.with_config(config)
         self._label_configured()
 
-    def new_ticket(self, terms: RequestTerms, priority: int, tokens: int, now: float) -> Ticket | RequestRefusedError:
+    def new_ticket(
+        self, terms: RequestTerms, priority: int, tokens: int, now: float, submitted_at: float | None = None
+    ) -> Ticket | RequestRefusedError:
         """Give a request its place in the order, or refuse it because its tenant is at a limit.
 
         Args:
             priority: OpenAI's, 0 if the request has none.
             tokens: of the prompt.
+            submitted_at: monotonic seconds from which its deadline counts; None: now.
         """
         account = self._accounts.get_or_create(terms.tenant)
         refusal = self._limit_refusal(account, now)
@@ -123,8 +126,9 @@ class Admission:
         account.spend(cost, self._stage.heads, now)
         self._accounts.add_in_flight(account, now)
         self._labels.add(account, self.config.tenants)
-        send_by = now + self._send_limit_s(terms, request_class)
-        deadline = now + _deadline_s(terms, request_class)
+        counts_from = now if submitted_at is None else submitted_at
+        send_by = counts_from + self._send_limit_s(terms, request_class)
+        deadline = counts_from + _deadline_s(terms, request_class)
         queue.last_arrival = now
         place = index, priority, start_tag, next(self._numbers)
         return Ticket(*place, account, tokens, send_by, deadline, name, cost, virtual_cost)

@@ -72,7 +72,7 @@ class AdmissionGate:
         """
         terms = message.terms or _NO_TERMS
         priority = terms.allowed_priority(message.request.priority)
-        ticket = self.admission.new_ticket(terms, priority, message.prompt_tokens, self._clock())
+        ticket = self.admission.new_ticket(terms, priority, message.prompt_tokens, self._clock(), message.submitted_at)
         if isinstance(ticket, RequestRefusedError):
             count_reason(self._metrics.requests_refused, (self._pool.stage_id, ticket.reason, str(ticket.status)))
             raise ticket

@@ -118,8 +118,7 @@ class Dispatcher:
             self.outcomes.complete(run)
         if member is not None and not waits:
             session.note_sent(chunk)
-            if session.open_turns == 1:
-                self._stalls.asked(member, run)
+            self._stalls.input_sent(member, run, session)
             self._send(member, run, chunk)
         else:
             session.unsent.append(chunk)
@@ -128,6 +127,7 @@ class Dispatcher:
     def send_waiting(self, member: PoolMember) -> Sequence[RunEnded]:
         """Send what waits to a replica that may have room, after an output or a report of it."""
         if len(self._queue.unsent):
+            self.outcomes.refuse_expired()
             self._send_waiting(member)
         return self.outcomes.take_ended()
 
@@ -178,6 +178,7 @@ class Dispatcher:
 
     def tick(self) -> Sequence[RunEnded]:
         """Time has passed: refuse runs that have waited too long, and send others that may go on."""
+        self.outcomes.refuse_expired()
         while (run := self._held.take_overdue(self._clock())) is not None:
             self._metrics.hold_time_seconds.observe(self._held.wait)
             if self._pool.serving and self._suspects.has_replica_for(run):
@@ -187,8 +188,6 @@ class Dispatcher:
                 self._refuse(run, waited=self._held.wait)
         self._returning.tick()
         self._assign_held()
-        for run, error in self._queue.take_expired():
-            self.outcomes.fail(run, error)
         self._assign_moving()
         self._assign_suspects()
         while (run := self._paused.take_ready()) is not None:
@@ -233,7 +232,9 @@ class Dispatcher:
 
     def _assign_and_send(self, run: StageRun, may_wait: bool = True, chosen: Choice | None = None) -> None:
         """Assign a run to a replica, and send it or let it wait for that replica. Hold it if no replica serves."""
-        if run.crash_losses and may_wait and self._suspects.hold(run):
+        if run.ticket is not None:
+            self.outcomes.refuse_expired()
+        if run.ended or (run.crash_losses and may_wait and self._suspects.hold(run)):
             return
         try:
             request = run.request if run.attempts or run.first_request is None else run.first_request

@@ -114,6 +114,12 @@ class Outcomes:
         self._end(run)
         self._ended.append(RunEnded(run, outputs))
 
+    def refuse_expired(self) -> None:
+        """End the runs whose deadline has passed and that no engine has. To be called before any is sent: timers of a
+        busy head are late."""
+        for run, error in self._queue.take_expired():
+            self.fail(run, error)
+
     def fail(self, run: StageRun, error: OmniError, refused: bool = False) -> None:
         """End a run with an error, unless it has ended; its engine may have some of it.
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun, StreamingInputState
 
 if TYPE_CHECKING:
     # It imports vLLM.
@@ -43,8 +43,14 @@ class StallWatch:
         # When a replica with requests is to be checked.
         self._due: dict[PoolMember, float] = {}
 
+    def input_sent(self, member: PoolMember, run: StageRun, session: StreamingInputState) -> None:
+        """A replica gets a chunk of a session."""
+        if session.open_turns == 1:
+            # It had answered all so far.
+            self.asked(member, run)
+
     def asked(self, member: PoolMember, run: StageRun) -> None:
-        """A replica gets a request, or the input of a session that it had answered so far."""
+        """A replica owes an output of a run from now on."""
         run.asked_at = self._clock()
         if self.timeout and member not in self._due:
             due = self._due[member] = run.asked_at + member.progress.limit(self.timeout)
