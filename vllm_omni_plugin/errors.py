@@ -27,6 +27,10 @@ class ReplicaError(OmniError):
     """One replica failed a call. Other replicas are not affected."""
 
 
+class AdapterFilesError(ReplicaError):
+    """The files of an adapter are missing or have changed on this node. The engine is not affected."""
+
+
 class MessageTooLargeError(ReplicaError):
     """A message is larger than the replica accepts. It was not sent; the replica goes on. The text names the flag."""
 

@@ -5,12 +5,14 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
+from tests.fakes.adapter_files import write_adapter
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
 from tests.fakes.engines import READY, FakeEngine, FakeLauncher, GroupLauncher, Plan
@@ -18,6 +20,7 @@ from tests.orchestrator.local_node import EACH_START_FAILURE, Node, answer, runn
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RequestFailed
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest
 
 UP, DOWN = ReplicaStatus.UP, ReplicaStatus.DOWN
 
@@ -199,6 +202,47 @@ async def test_a_restarted_replica_is_brought_up_to_date(node: Node) -> None:
     await eventually(lambda: len(node.launcher.engines) == 3)
     await answer(node.launcher.engines[2], "set_weight_version")
     await node.until_statuses(UP, UP)
+
+
+async def test_a_replica_waits_for_the_files_of_an_adapter_and_is_not_started_again_and_again(
+    node: Node, tmp_path: Path
+) -> None:
+    await node.replicas.start()
+    folder = tmp_path / "story"
+    write_adapter(folder, b"weights")
+    story = Adapter("story", 7, str(folder), digest=adapter_digest(str(folder)))
+    reply: Future[list[object]] = Future()
+    node.orchestrator.rpc_async_queue.force_put(CallReplicas("add_lora", (story,), reply))
+    for engine in node.launcher.engines:
+        await answer(engine, "add_lora", True)
+    await asyncio.wrap_future(reply)
+    folder.rename(tmp_path / "elsewhere")
+    node.engine_of(0).process.die()
+    node.go_on.release()
+    await eventually(lambda: node.pauses == [1.0, 5.0])
+    node.go_on.release()
+    await eventually(lambda: node.pauses == [1.0, 5.0, 5.0])
+    assert len(node.launcher.engines) == 3
+    [refused] = [event for event in node.orchestrator.events.after() if event.kind == "refuse"]
+    assert (refused.replica, str(folder) in refused.reason) == ("0.0", True)
+    (tmp_path / "elsewhere").rename(folder)
+    node.go_on.release()
+    await answer(node.launcher.engines[2], "add_lora", True)
+    await node.until_statuses(UP, UP)
+    assert len(node.launcher.engines) == 3
+
+
+async def test_a_replica_that_waits_for_an_adapter_and_dies_is_started_again(node: Node, tmp_path: Path) -> None:
+    await node.replicas.start()
+    missing = Adapter("story", 7, str(tmp_path / "story"), digest="of files that were there")
+    node.orchestrator.stage_calls[0].shared.record("add_lora", (missing,))(True)
+    node.engine_of(0).process.die()
+    node.go_on.release()
+    await eventually(lambda: node.pauses == [1.0, 5.0])
+    node.launcher.engines[2].process.die()
+    await eventually(lambda: node.pauses[2:])
+    node.go_on.release()
+    await eventually(lambda: len(node.launcher.engines) == 4)
 
 
 async def test_a_distrusted_replica_is_ended_and_started_afresh(node: Node) -> None:

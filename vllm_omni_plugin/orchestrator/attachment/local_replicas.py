@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.errors import AdapterFilesError, ReplicaError
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
@@ -16,6 +16,9 @@ from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing
 from vllm_omni_plugin.replicas.engine.engine_start import GroupedLauncher, Launcher
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
+
+_ADAPTER_PAUSE_S = 5.0
+"""Pause before the files of adapters are looked at again."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class LocalReplicas:
             sleeps = await engine.client.call("is_sleeping") is True
         # They are its engine's name, see `PoolMember.engine_key`.
         member.input_addr, member.output_addr = engine.input_addr, engine.output_addr
-        await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response, sleeps=sleeps)
+        await self._prepare(member, engine, sleeps)
         if engine.lost.done():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")
         self._orchestrator.replica_serves(
@@ -142,6 +145,25 @@ class LocalReplicas:
         if pool.follows_caches:
             engine.subscribe_cache(partial(pool.cache_changed, member))
         self._orchestrator.events.record(EventKind.ATTACH, f"engine process {engine.pid}", member)
+
+    async def _prepare(self, member: PoolMember, engine: Engine, sleeps: bool) -> None:
+        """Bring a replica up to date. Without the files of its adapters it waits, for a new engine would not help."""
+        logged = ""
+        while True:
+            try:
+                await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response, sleeps=sleeps)
+                return
+            except AdapterFilesError as error:
+                if str(error) != logged:
+                    logged = str(error)
+                    self._orchestrator.events.record(EventKind.REFUSE, logged, member)
+            pause: asyncio.Future[Any] = asyncio.ensure_future(self._timing.delay(_ADAPTER_PAUSE_S))
+            try:
+                await asyncio.wait({pause, engine.lost}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                pause.cancel()
+            if engine.lost.done():
+                raise ReplicaError(engine.lost.result())
 
     def _restarts(self, member: PoolMember, seconds: float, reason: str | Exception) -> None:
         self._orchestrator.events.record(EventKind.RESTART, f"in {seconds:.0f} s: {reason}", member)

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_omni_plugin.coordinator.protocol.call_arguments import HEAD_CALLS
 from vllm_omni_plugin.coordinator.protocol.head_messages import StageState
 from vllm_omni_plugin.coordinator.state.shared_state import SharedState
-from vllm_omni_plugin.errors import NotAllowedError, ReplicaError
+from vllm_omni_plugin.errors import AdapterFilesError, NotAllowedError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import ASLEEP_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -324,7 +324,7 @@ class StageCalls:
 async def _call_engine(client: StageClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:
     """Call an engine. Adapter files of a local engine are checked first, as a replica server does for a remote one."""
     if method == "add_lora" and not remote and (why := await asyncio.to_thread(adapter_mismatch, args[0])):
-        raise ReplicaError(why)
+        raise AdapterFilesError(why)
     return await client.call(method, *args)
 
 
