@@ -40,7 +40,7 @@ async def test_garbage_is_counted_and_logged_once(
     listener: Listener, dealer: "zmq.Socket[bytes]", caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[ToServer] = []
-    control = ControlServer(listener, None, 10.0, lambda peer, message: heard.append(message))
+    control = ControlServer(listener, None, lambda peer, message: heard.append(message))
     with caplog.at_level(logging.WARNING):
         for _ in range(50):
             dealer.send(b"no message")
@@ -53,7 +53,7 @@ async def test_garbage_is_counted_and_logged_once(
 
 
 async def test_a_peer_of_an_older_protocol_is_counted_like_any_other(listener: Listener) -> None:
-    control = ControlServer(listener, None, 10.0, lambda peer, message: None)
+    control = ControlServer(listener, None, lambda peer, message: None)
     host, port = listener.address.removeprefix("tcp://").split(":")
     signature, revision, dealer, anonymous = b"\xff" + bytes(8) + b"\x7f", b"\x01", b"\x05", b"\x00\x00"
     with socket.create_connection((host, int(port))) as peer:
@@ -72,7 +72,7 @@ async def test_an_error_in_handling_a_message_does_not_stop_later_ones(
         if len(heard) == 1:
             raise RuntimeError("a bug")
 
-    control = ControlServer(listener, None, 10.0, fail_first)
+    control = ControlServer(listener, None, fail_first)
     dealer.send(encode(RenewLease(1)))
     dealer.send(encode(RenewLease(2)))
     await eventually(lambda: heard == [RenewLease(1), RenewLease(2)])
@@ -82,7 +82,7 @@ async def test_an_error_in_handling_a_message_does_not_stop_later_ones(
 
 async def test_a_message_that_arrives_during_a_send_is_read(listener: Listener, dealer: "zmq.Socket[bytes]") -> None:
     heard: list[bytes] = []
-    control = ControlServer(listener, None, 10.0, lambda peer, message: heard.append(peer))
+    control = ControlServer(listener, None, lambda peer, message: heard.append(peer))
     dealer.send(encode(RenewLease(0)))
     await eventually(lambda: heard)
     for turn in range(300):

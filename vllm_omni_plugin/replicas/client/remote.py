@@ -163,9 +163,9 @@ class RemoteReplica:
             settings.context,
             self._info.control_addr,
             settings.secrets,
-            settings.lease_timeout,
             self._on_message,
             self._control_connection_lost,
+            settings.lease_timeout,
         )
         credential = DataCredential.new(encrypted=settings.secrets is not None)
         self._control.send(

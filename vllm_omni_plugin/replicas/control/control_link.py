@@ -6,6 +6,7 @@ from typing import Any
 
 import zmq
 
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.curve import HANDSHAKE_MS, Secrets, ZapHandler, secure_client, secure_server, why_refused
 from vllm_omni_plugin.errors import ReplicaError, WireError
@@ -38,8 +39,8 @@ class ControlClient:
 
     Args:
         attempt: index of the secret to use.
-        timeout: seconds without an answer of the server's machine after which the connection breaks.
         on_lost: called when the connection breaks after it was established.
+        timeout: seconds without an answer of the server's machine after which the connection breaks.
 
     Raises:
         ReplicaError: the address is not valid.
@@ -51,9 +52,9 @@ class ControlClient:
         address: str,
         secrets: Secrets | None,
         attempt: int,
-        timeout: float,
         on_message: Callable[[FromServer], None],
         on_lost: Callable[[], None],
+        timeout: float,
     ) -> None:
         self._address = address
         self._on_message = on_message
@@ -109,9 +110,9 @@ async def open_control_link(
     context: Context,
     address: str,
     secrets: Secrets | None,
-    timeout: float,
     on_message: Callable[[FromServer], None],
     on_lost: Callable[[], None],
+    timeout: float = OmniConfig().lease_timeout,
 ) -> ControlClient:
     """Connect with the first secret that the server accepts. Waits without limit while no server answers.
 
@@ -120,7 +121,7 @@ async def open_control_link(
     refusal: HandshakeRefusedError | None = None
     for attempt in range(secrets.count if secrets else 1):
         # A socket may not connect again after a refused handshake, so each secret needs a new socket.
-        link = ControlClient(context, address, secrets, attempt, timeout, on_message, on_lost)
+        link = ControlClient(context, address, secrets, attempt, on_message, on_lost, timeout)
         try:
             await link.connection.established
             return link
@@ -147,8 +148,8 @@ class ControlServer:
         self,
         listener: Listener,
         secrets: Secrets | None,
-        timeout: float,
         on_message: Callable[[bytes, ToServer], None],
+        timeout: float = OmniConfig().heartbeat_timeout,
     ) -> None:
         self._on_message = on_message
         self._drops = DropLog()

@@ -138,8 +138,8 @@ class ReplicaServer:
         control = ControlServer(
             control_listener,
             self._settings.secrets,
-            self._settings.heartbeat_timeout,
             lambda peer, message: heads.handle(peer, message),
+            self._settings.heartbeat_timeout,
         )
         stack.callback(control.close, _LINGER_S)
         heads = AttachedHeads(
