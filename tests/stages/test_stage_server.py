@@ -20,7 +20,7 @@ async def test_a_replica_server_resets_a_stage_for_the_next_head_and_shuts_it_do
             request = codec.build(source(), StageInput(text="x"), {}, for_client=False)
             served.client.add_request(request, "a")
             await served.client.reset()
-            assert await served.client.call("is_sleeping") is False
+            assert await served.client.call("is_sleeping") is True, "only an operator ends a pause"
             assert served.identity == b"\x00\x00"
             assert len(served.slots) == HEAD_SLOTS
             fd = os.pidfd_open(served.pid)
