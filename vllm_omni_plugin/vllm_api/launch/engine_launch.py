@@ -180,7 +180,8 @@ class EngineProcess:
         self.manager.shutdown(timeout=wait_s)
         # The system needs time to end a killed process, whose devices and ports are in use until then.
         select.select([self.sentinel], [], [], _DEATH_S)
-        self._end_workers()
+        if self.has_workers:
+            self._end_workers()
         remove_event_sockets(self.config)
 
     def kill(self) -> None:
@@ -188,14 +189,14 @@ class EngineProcess:
         for process in self.manager.processes:
             if process.is_alive():
                 process.kill()
-        # Also if the core has ended by itself, as one that was killed while it loaded.
-        threading.Thread(target=self._end_workers, name="omni-engine-end", daemon=True).start()
+        if self.has_workers:
+            # Also if the core has ended by itself, as one that was killed while it loaded.
+            threading.Thread(target=self._end_workers, name="omni-engine-end", daemon=True).start()
         remove_event_sockets(self.config)
 
     def _end_workers(self) -> None:
-        if self.has_workers:
-            kill_marked(str(self.exit_note.path))
-            remove_memory(self._memory)
+        kill_marked(str(self.exit_note.path))
+        remove_memory(self._memory)
 
     def abandon(self) -> None:
         """Kill an engine that nobody will wait for. Not while `wait` runs; that returns when the engine is killed."""
