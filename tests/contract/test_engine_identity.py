@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from vllm import envs
-from vllm.config import KVTransferConfig, ParallelConfig, ProfilerConfig
+from vllm.config import ECTransferConfig, KVTransferConfig, ParallelConfig, ProfilerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 from vllm.v1.engine import core
@@ -132,6 +132,7 @@ def test_a_restarted_engine_has_the_same_index_but_another_seed_and_engine_id(
     kind: str, tmp_path: Path, spawned: list[Any]
 ) -> None:
     launcher = launcher_of(tmp_path, kind, 3, 4, seed=5)
+    launcher.vllm_config.ec_transfer_config = ECTransferConfig(engine_id="name")
     for replica in (0, 0, 1, 0):
         start(launcher, replica)
     indexes = [config.parallel_config.data_parallel_index for config in spawned]
@@ -140,6 +141,8 @@ def test_a_restarted_engine_has_the_same_index_but_another_seed_and_engine_id(
     assert [seed == 5 for seed in seeds] == [True, False, True, False]
     assert len(set(seeds)) == 3
     assert len({config.kv_transfer_config.engine_id for config in spawned}) == 4
+    assert len({config.ec_transfer_config.engine_id for config in spawned}) == 4
+    assert len({config.instance_id for config in spawned}) == 4
 
 
 def test_a_node_that_is_started_again_does_not_repeat_its_seeds_and_engine_ids(

@@ -29,9 +29,12 @@ def set_identity(config: Any, number: int, incarnation: int) -> None:
     if incarnation:
         sequence = numpy.random.SeedSequence((config.model_config.seed, incarnation))
         config.model_config.seed = int(sequence.generate_state(1)[0])
-    if config.kv_transfer_config is not None:
-        transfers = config.kv_transfer_config
-        transfers.engine_id = f"{transfers.engine_id}_replica{number}_{incarnation}"
+    name = f"replica{number}_{incarnation}"
+    # In names of shared memory, which a killed engine leaves.
+    config.instance_id = f"{config.instance_id}_{name}"
+    for transfers in (config.kv_transfer_config, config.ec_transfer_config):
+        if transfers is not None:
+            transfers.engine_id = f"{transfers.engine_id}_{name}"
     profiler = config.profiler_config
     # Names of files have the rank of the worker in its own group only. The profiler creates the folder.
     for kind in ("torch_profiler_dir", "proton_profiler_dir"):
