@@ -22,7 +22,7 @@ from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.affinity_bindings import AffinityBindings
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
-from vllm_omni_plugin.orchestrator.pool.pool_member import WEIGHTS_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import STALL_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.progress import Progress
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
@@ -375,6 +375,8 @@ def _states(members: Collection[PoolMember]) -> str:
 
 
 def _state(member: PoolMember) -> str:
+    if STALL_CORDON in member.cordons:
+        return "has stalled"
     waits = member.client is not None and WEIGHTS_CORDON in member.cordons
     return "waits for a weight update" if waits else f"is {member.status.value}"
 
