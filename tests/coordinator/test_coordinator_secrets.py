@@ -1,5 +1,6 @@
 """A fleet with a secret: admitted and refused peers, their error messages, and the rotation of a secret."""
 
+import errno
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 from coordinator_support import ANY, eventually, free_address, make_event, names
 
 from tests.fakes.keeping import Keep
@@ -21,7 +23,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.client import coordinator_link as link_module
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
-from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_dealer
+from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import connect_watched, open_dealer
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 
@@ -93,6 +95,26 @@ def test_replica_and_subscriber_with_the_served_secret_connect(
     assert listed.incarnation == replica.incarnation
     assert replica.connected
     assert problems == [""]
+
+
+def test_a_client_without_a_free_descriptor_for_its_next_attempt_tries_again(
+    serve: OpenCoordinator, report: OpenReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = serve(OLD)
+    attempts: list[int] = []
+
+    def connect(socket: zmq.Socket[bytes], address: str, secrets: Secrets, attempt: int) -> zmq.Socket[bytes]:
+        attempts.append(attempt)
+        if len(attempts) == 2:
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect_watched(socket, address, secrets, attempt)
+
+    monkeypatch.setattr(link_module, "connect_watched", connect)
+    problems: list[str] = []
+    report(coordinator.router_zmq_addr, NEW_THEN_OLD, on_unreachable=problems.append)
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])
+    assert attempts == [0, 1, 1]
+    assert problems == [f"cannot connect to {coordinator.router_zmq_addr}: Too many open files", ""]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
     poll_ms,
 )
 from vllm_omni_plugin.curve import Secrets, why_refused
-from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.errors import ConfigError, WireError
 from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
@@ -122,14 +122,27 @@ class CoordinatorLink:
 
     def _connect(self) -> tuple[Socket, Socket]:
         socket = self._open_socket(self._context)
-        return socket, connect_watched(socket, self._address, self._secrets, self._failures)
+        try:
+            return socket, connect_watched(socket, self._address, self._secrets, self._failures)
+        except BaseException:
+            # libzmq blocks a monitored socket whose events nobody reads.
+            socket.disable_monitor()
+            socket.close(linger=0)
+            raise
 
     def _reopen(self) -> None:
+        try:
+            socket, monitor = self._connect()
+        except (zmq.ZMQError, ConfigError) as error:
+            # No descriptor is free, for example. The former socket stays until there is another.
+            self._reopen_at = time.monotonic() + RECONNECT_MAX_MS / 1000
+            self._set_state(False, f"cannot connect to {self._address}: {error}")
+            return
         self._reopen_at = None
         self._poller.unregister(self._monitor)
         self._poller.register(self.socket, 0)
         self._close_sockets(linger=0.0)
-        self.socket, self._monitor = self._connect()
+        self.socket, self._monitor = socket, monitor
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def _close_sockets(self, linger: float) -> None:

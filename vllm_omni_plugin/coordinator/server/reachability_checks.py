@@ -72,14 +72,13 @@ class ReachabilityChecks:
             self._connections[connection.socket.fileno()] = connection
             try:
                 error_number = connection.socket.connect_ex((host, port))
+                if error_number in (0, EINPROGRESS):
+                    self._epoll.register(connection.socket, select.EPOLLIN)
+                else:
+                    self._end(connection, os.strerror(error_number))
             except OSError as error:
                 # A link-local address names a network interface of the node, which this machine may not have.
                 self._end(connection, str(error.strerror))
-                continue
-            if error_number in (0, EINPROGRESS):
-                self._epoll.register(connection.socket, select.EPOLLIN)
-            else:
-                self._end(connection, os.strerror(error_number))
         return True
 
     def next_deadline(self) -> float | None:
