@@ -132,7 +132,13 @@ class MemoryFleet:
         self.lists = ListDeltas(self.table, self.replica_ids)
         self.sessions = ConnectedHeads(self.lists)
         # There are no nodes.
-        self.frames = HeadFrames(self.sessions, self, lambda query: HeadInfo(0.0, [], {}), None)  # type: ignore[arg-type]
+        self.frames = HeadFrames(
+            self.sessions,
+            self,  # type: ignore[arg-type]
+            lambda query: HeadInfo(0.0, [], {}),
+            None,  # type: ignore[arg-type]
+            lambda: self.now,
+        )
         self._note_state()
         for name in self.heads:
             self.connect(name)

@@ -10,6 +10,7 @@ import pytest
 import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, make_event, names
 from memory_fleet import ReceivedState, numbers
+from msgspec.structs import replace
 
 from tests.fakes.hostile_frames import hostile_message
 from tests.fakes.keeping import Keep
@@ -275,6 +276,21 @@ def test_malformed_frame_of_a_head_is_counted_and_dropped(
     neighbour.report(ROW)
     eventually(lambda: neighbour.client.send(CALL) and neighbour.calls)
     assert neighbour.client.invalid_frames == 0
+
+
+@pytest.mark.parametrize(("number", "first"), [(2**63 - 1, 1), (10**15, 10**15 + 1)], ids=["impossible", "large"])
+def test_a_state_after_any_number_of_calls_leaves_numbers_for_later_calls(
+    coordinator: OmniCoordinator, connect: Connect, number: int, first: int
+) -> None:
+    (liar,) = connect(coordinator.router_zmq_addr, "liar")
+    eventually(lambda: liar.client.send(FleetState(number, [], [])))
+    # On the same connection, so it comes later.
+    assert liar.client.send(CALL)
+    (head,) = connect(coordinator.router_zmq_addr, "head")
+    eventually(lambda: head.client.send(replace(CALL, call_id=8)))
+    eventually(lambda: len(liar.calls) == 2)
+    assert [call.number for call in liar.calls] == [first, first + 1]
+    assert liar.client.invalid_frames == head.client.invalid_frames == 0
 
 
 def test_frames_without_a_session_are_stale(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:

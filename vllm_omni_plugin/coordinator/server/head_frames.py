@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    FleetState,
     HeadInfo,
     HeadQuery,
     Hello,
@@ -22,11 +23,15 @@ from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, O
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
 
+# After the largest number of calls there would be none for the next one, and all heads would keep that number. Numbers
+# below the time since the epoch, counted this fast, leave enough for ever.
+_MOST_CALLS_PER_SECOND = 1_000_000
+
 
 class HeadFrames:
     """Connects the ROUTER with `ConnectedHeads` and `ReachabilityChecks`. For the coordinator's thread only.
 
-    ``head_info`` returns the answer to a query.
+    ``head_info`` returns the answer to a query, and ``wall_clock`` the seconds since the epoch.
     """
 
     def __init__(
@@ -35,11 +40,13 @@ class HeadFrames:
         router: Socket,
         head_info: Callable[[HeadQuery], HeadInfo],
         checks: ReachabilityChecks,
+        wall_clock: Callable[[], float],
     ) -> None:
         self._heads = heads
         self._router = router
         self._head_info = head_info
         self._checks = checks
+        self._wall_clock = wall_clock
 
     def receive(self, peer: bytes, frame: bytes, now: float) -> bool:
         """Handle a frame. Returns False if it needs a session and there is none. Raises as `ConnectedHeads.handle`."""
@@ -48,6 +55,8 @@ class HeadFrames:
             trying = self._checks.begin(peer, message.listening, message.nonce, now)
             self._answer_node(peer, replace(self._head_info(message), trying=trying))
             return True
+        if isinstance(message, FleetState) and message.number > self._wall_clock() * _MOST_CALLS_PER_SECOND:
+            raise WireError(f"fleet_state: no fleet can have made {message.number} calls")
         try:
             frames = self._heads.handle(peer, message, now)
         except (TableFullError, WireError) as error:

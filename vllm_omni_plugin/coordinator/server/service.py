@@ -108,7 +108,7 @@ class OmniCoordinator:
         self._fingerprints = {} if secrets is None else dict(fingerprints or {})
         # Without a secret everybody may ask, and must not learn which ports this machine reaches.
         self._checks = ReachabilityChecks(0 if secrets is None else MAX_CONNECTIONS)
-        self._head_frames = HeadFrames(self._heads, self._router, self._head_info, self._checks)
+        self._head_frames = HeadFrames(self._heads, self._router, self._head_info, self._checks, wall_clock)
         # User id and number of topics of each connection, by its descriptor. Descriptors are reused; the user id is the
         # one that the ZAP handler gives each connection.
         self._topics: dict[int, tuple[str, int]] = {}
