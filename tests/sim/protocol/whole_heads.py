@@ -1,4 +1,4 @@
-"""Whole heads in front of one replica server with a simulated engine: orchestrator, attachment, and a session."""
+"""Whole heads in front of replica servers with simulated engines: orchestrator, attachment, and a session."""
 
 import asyncio
 import itertools
@@ -24,8 +24,10 @@ from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.replicas.client.remote import AttachSettings
+from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -38,7 +40,8 @@ SETTINGS = replace(FAST, max_num_seqs=16, max_model_len=100_000, kv_blocks=1_000
 class WholeHead:
     """A head process without AsyncLLM, as an asynchronous context manager; `produced` counts tokens by request."""
 
-    def __init__(self, coordinator: str, head_id: str) -> None:
+    def __init__(self, coordinator: str, head_id: str, replicas: int) -> None:
+        self._replicas = replicas
         self.produced: Counter[str] = Counter()
         self.ended: dict[str, Any] = {}
         self.statistics: Any = None
@@ -54,7 +57,10 @@ class WholeHead:
     async def __aenter__(self) -> "WholeHead":
         control = FleetControl(self.orchestrator, self.fleet_calls, self._remote, self._exchange)
         self._tasks = [asyncio.create_task(control.run()), asyncio.create_task(self._read())]
-        await eventually(lambda: any(member.client for member in self.pool.members), "an attached replica")
+        await eventually(
+            lambda: sum(member.client is not None for member in self.pool.members) == self._replicas,
+            "all replicas are attached",
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,15 +119,28 @@ NewHead = Callable[[], WholeHead]
 async def open_site() -> AsyncIterator[NewHead]:
     """A coordinator, and one replica server with a simulated engine; makes their heads."""
     coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
-    address, numbers = coordinator.router_zmq_addr, itertools.count()
-    settings = ServerSettings("127.0.0.1", None, address, 0, INTERVAL, TIMEOUT, 5.0, None, FINGERPRINT)
-    with EngineHost() as host, ThreadPoolExecutor(2) as executor:
-        launcher = SimLauncher(host, SETTINGS, ready_response)
-        server = ReplicaServer(settings, launcher, 0, EngineApi(), executor)
-        running = asyncio.create_task(server.run())
+    try:
+        async with open_nodes(coordinator.router_zmq_addr) as new_head:
+            yield new_head
+    finally:
+        coordinator.close()
+
+
+@asynccontextmanager
+async def open_nodes(
+    coordinator: str, replicas: int = 1, engine_settings: EngineSettings = SETTINGS
+) -> AsyncIterator[NewHead]:
+    """Replica servers with a simulated engine each; makes their heads."""
+    numbers = itertools.count()
+    settings = ServerSettings("127.0.0.1", None, coordinator, 0, INTERVAL, TIMEOUT, 5.0, None, FINGERPRINT)
+    raise_limits(replicas)
+    with EngineHost() as host, ThreadPoolExecutor(2 * replicas) as executor:
+        launcher = SimLauncher(host, engine_settings, ready_response)
+        servers = [ReplicaServer(settings, launcher, index, EngineApi(), executor) for index in range(replicas)]
+        running = [asyncio.create_task(server.run()) for server in servers]
         try:
-            yield lambda: WholeHead(address, f"head-{next(numbers)}")
+            yield lambda: WholeHead(coordinator, f"head-{next(numbers)}", replicas)
         finally:
-            server.stop_now("the test is over")
-            await running
-            coordinator.close()
+            for server in servers:
+                server.stop_now("the test is over")
+            await asyncio.gather(*running)
