@@ -81,6 +81,13 @@ def test_a_replica_killed_and_started_again_at_once_has_the_id_and_the_other_row
     assert fleet.listed() == {"a": 0}
 
 
+def test_the_other_row_ends_also_if_the_replica_serves_another_stage_now() -> None:
+    fleet = Fleet()
+    fleet.announce("b", "n/0", incarnation=1)
+    fleet.announce("a", "n/0", incarnation=2, stage_id=1)
+    assert fleet.listed() == {"a": 0}
+
+
 @pytest.mark.parametrize("left", [False, True], ids=["both run", "the newer leaves"])
 def test_two_machines_with_one_host_slot_do_not_end_each_other_for_ever(left: bool) -> None:
     fleet = Fleet()

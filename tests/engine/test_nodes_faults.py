@@ -41,6 +41,11 @@ def streams(head: Server, expected: dict[str, str]) -> Iterator[list[Outcome]]:
     assert [outcome.text for outcome in sent] == [expected[prompt] for prompt in prompts]
 
 
+def replica_names(head: Server) -> set[str]:
+    with head.http() as http:
+        return {row["id"] for row in http.get("/omni/replicas").json()["replicas"]}
+
+
 def total(head: Server, name: str) -> float:
     return sum(head.metrics(name).values())
 
@@ -64,7 +69,11 @@ def test_a_killed_server_leaves_no_engine_behind(nodes: NodeFleet, expected: dic
     with streams(nodes.head, expected):
         node.kill()
     until(lambda: not any(process.is_running() for process in processes), "its engine has ended with it")
-    nodes.replace_node(node)
+    names = replica_names(nodes.head)
+    successor = nodes.replace_node(node)
+    nodes.wait_for_replicas(2)
+    assert replica_names(nodes.head) == names
+    until(lambda: successor.says("Replica 0 of this node is replica 0."), "it says by which name users know it")
 
 
 @pytest.mark.long

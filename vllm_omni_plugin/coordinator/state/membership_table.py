@@ -83,7 +83,7 @@ class MembershipTable:
         self._late: dict[ReplicaKey, Member] = {}
         self._gone: dict[ReplicaKey, Member] = {}
         # The present row of each host slot.
-        self._slots: dict[tuple[int, str], ReplicaKey] = {}
+        self._slots: dict[str, ReplicaKey] = {}
 
     def __len__(self) -> int:
         return len(self._alive) + len(self._late) + len(self._gone)
@@ -123,15 +123,15 @@ class MembershipTable:
 
         The process of that row has ended, since two processes never have the same host slot.
         """
-        key, slot = ReplicaKey.of(event), (event.stage_id, event.host_slot)
-        former_key = self._slots.get(slot, key)
+        key = ReplicaKey.of(event)
+        former_key = self._slots.get(event.host_slot, key)
         former = self.get(former_key)
         if former is None or former_key == key or event.status is ReplicaStatus.DOWN:
             return None
         if former.event.incarnation >= event.incarnation:
             return None
         change = self._store(replace(former, liveness=Liveness.LEFT, changed_at=now))
-        self._slots[slot] = key
+        self._slots[event.host_slot] = key
         return change
 
     def expire(self, now: float, late_by: float = 0.0) -> list[Change]:
@@ -179,14 +179,14 @@ class MembershipTable:
         bucket = buckets.get(member.liveness, self._gone)
         bucket[key] = member
         if member.event.host_slot and bucket is not self._gone:
-            self._slots.setdefault((key.stage_id, member.event.host_slot), key)
+            self._slots.setdefault(member.event.host_slot, key)
         return Change(member)
 
     def _remove(self, key: ReplicaKey) -> None:
         for bucket in (self._alive, self._late, self._gone):
             row = bucket.pop(key, None)
-            if row is not None and self._slots.get(slot := (key.stage_id, row.event.host_slot)) == key:
-                del self._slots[slot]
+            if row is not None and self._slots.get(row.event.host_slot) == key:
+                del self._slots[row.event.host_slot]
 
     def _extend_deadlines(self, now: float, late_by: float) -> None:
         for bucket in (self._alive, self._late):
