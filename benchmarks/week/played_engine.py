@@ -33,7 +33,7 @@ class Request(FakeRequest, frozen=True):
 
 
 class PlayedApi(FakeEngineApi):
-    """What goes between head and engine is handed over as it is."""
+    """What goes between head and engine is handed over as it is. A tuple stands for a frame, which has a size."""
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Any:
         return ("add", engine_request_id, request)
@@ -42,10 +42,10 @@ class PlayedApi(FakeEngineApi):
         return ("abort", list(engine_request_ids))
 
     def decode_outputs(self, frames: Any) -> Any:
-        return frames[0]
+        return frames[0][0]
 
     def is_engine_dead(self, frames: Any) -> bool:
-        return frames[0] is _DEAD
+        return frames[0][0] is _DEAD
 
     def load_report(self, outputs: Any) -> LoadReport | None:
         report: LoadReport | None = outputs.scheduler_stats
@@ -177,4 +177,4 @@ class PlayedEngine(Link):
 
     def _say(self, message: Any) -> None:
         if self._alive and self._on_message is not None:
-            self._on_message([message])
+            self._on_message([(message,)])
