@@ -116,8 +116,8 @@ def test_an_invalid_kv_usage_is_zero(usage: float) -> None:
 
 
 def test_the_size_of_an_engine_is_read_from_the_ready_response() -> None:
-    sizes = {"max_num_batched_tokens": 2048, "max_num_seqs": 8}
-    assert EngineApi().engine_size(ready(**sizes)) == EngineSize(500, 16, step_tokens=2048, sequences=8)
+    sizes = {"max_num_batched_tokens": 2048, "max_num_seqs": 8, "max_model_len": 896}
+    assert EngineApi().engine_size(ready(**sizes)) == EngineSize(500, 16, 2048, sequences=8, max_model_len=896)
     assert EngineApi().engine_size(ready(effective_attention_block_size=64, **sizes)).block_size == 64
 
 

@@ -65,12 +65,14 @@ class Plan:
         spawn_gate: blocks the spawn until it is set.
         ready: the engine becomes ready by itself; otherwise it waits for `FakeProcess.signals`.
         refuse: the handshake fails with this text.
+        ready_response: what the engine reports once it is ready.
     """
 
     spawn_error: Exception | None = None
     spawn_gate: threading.Event | None = None
     ready: bool = True
     refuse: str = ""
+    ready_response: bytes = READY
 
 
 class FakeEngine(FakeProcess):
@@ -93,7 +95,7 @@ class FakeEngine(FakeProcess):
         if not self._plan.ready and self.process.signals.get(timeout=10) == "ended":
             raise ReplicaError("the engine ended before it was ready")
         sockets = connect(input_addr, output_addrs[0], self.identity)
-        sockets[0].send(READY)
+        sockets[0].send(self._plan.ready_response)
         self.input_addr, self._sockets = input_addr, sockets
 
     def say(self, frame: bytes) -> None:

@@ -21,6 +21,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RequestFailed
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest
+from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
 UP, DOWN = ReplicaStatus.UP, ReplicaStatus.DOWN
 
@@ -243,6 +244,27 @@ async def test_a_replica_that_waits_for_an_adapter_and_dies_is_started_again(nod
     await eventually(lambda: node.pauses[2:])
     node.go_on.release()
     await eventually(lambda: len(node.launcher.engines) == 4)
+
+
+async def test_a_restarted_replica_with_memory_for_a_shorter_length_than_all_had_at_the_start_does_not_serve(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server takes the shortest length of the engines that it starts with."""
+    for replica_id, tokens in ((0, 4096), (1, 2048)):
+        node.launcher.plan(replica_id, fits(tokens))
+    await node.replicas.start()
+    node.launcher.plan(0, fits(1024))
+    node.engine_of(0).process.die()
+    node.go_on.release()
+    await eventually(lambda: "a max model length of 1024 tokens" in caplog.text)
+    assert "and this head has promised its clients 2048" in caplog.text
+    node.launcher.plan(0, fits(2048))
+    node.go_on.release()
+    await node.until_statuses(UP, UP)
+
+
+def fits(tokens: int) -> Plan:
+    return Plan(ready_response=msgspec.json.encode(EngineSize(max_model_len=tokens)))
 
 
 async def test_a_distrusted_replica_is_ended_and_started_afresh(node: Node) -> None:

@@ -223,14 +223,14 @@ class Orchestrator:
             sleeps: whether its engine is paused or asleep.
 
         Raises:
-            ReplicaError: the replica lacks the task, cannot be brought up to date or still computes nothing, or its
-                response is invalid.
+            ReplicaError: the replica lacks the task or the length, cannot be brought up to date or still computes
+                nothing, or its response is invalid.
         """
         if STALL_CORDON in member.cordons:
             await self._try_stalled(member, client, sleeps)
         api = self._apis[member.stage_id]
         try:
-            api.engine_size(ready_response)
+            size = api.engine_size(ready_response)
         except WireError as error:
             raise ReplicaError(f"its engine's ready response is invalid: {error}") from error
         task = api.pooling_task
@@ -242,6 +242,8 @@ class Orchestrator:
         stage = self.stage_calls[member.stage_id]
         engine, remote = member.engine_key, member.remote
         self._hold_back(member, not await stage.bring_up_to_date(client, engine, up_to_date, remote, sleeps))
+        # Last: another replica may have begun to serve meanwhile.
+        self.stage_pools[member.stage_id].promised_length.check(size.max_model_len, member.starts_with_head)
 
     def replica_serves(
         self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes

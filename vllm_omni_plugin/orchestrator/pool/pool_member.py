@@ -120,6 +120,11 @@ class PoolMember:
         return self.dispatches, self.restarts, self.stalls
 
     @property
+    def starts_with_head(self) -> bool:
+        """Whether vLLM's server waits for the replica at its start."""
+        return not self.remote and not self.restarts
+
+    @property
     def machine(self) -> str:
         """The address of a remote replica's machine; "" for a local replica."""
         return self.input_addr.rpartition(":")[0] if self.remote else ""

@@ -24,6 +24,7 @@ from vllm_omni_plugin.orchestrator.pool.affinity_bindings import AffinityBinding
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import STALL_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.progress import Progress
+from vllm_omni_plugin.orchestrator.pool.promised_length import PromisedLength
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -93,6 +94,7 @@ class StagePool:
         self._by_id: dict[int, PoolMember] = {}
         self._unreported = UnreportedRequests()
         self._bindings = AffinityBindings()
+        self.promised_length = PromisedLength()
         self.members: tuple[PoolMember, ...] = ()
         self.departed: Mapping[int, tuple[int, int, int]] = {}
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
@@ -141,6 +143,7 @@ class StagePool:
         """The replica takes requests over this client from now on, unless it is cordoned. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
         member.ledger, member.progress = LoadLedger(size), Progress(self._clock())
+        self.promised_length.keep(size.max_model_len, member.starts_with_head)
         if self.exchange is not None:
             member.ledger.set_peer_work(self.exchange.add_member(member))
         return self._enter_service(member)

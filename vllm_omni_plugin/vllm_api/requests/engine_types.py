@@ -26,12 +26,14 @@ class EngineSize(NamedTuple):
         block_size: tokens of a block.
         step_tokens: tokens of its largest step.
         sequences: sequences of its largest step.
+        max_model_len: tokens of prompt and answer of its longest request.
     """
 
     blocks: int = 0
     block_size: int = 0
     step_tokens: int = 0
     sequences: int = 0
+    max_model_len: int = 0
 
 
 class Move(Enum):

@@ -53,4 +53,6 @@ def engine_size(payload: bytes) -> EngineSize:
         if getattr(ready, name) < 0:
             raise WireError(f"not a valid EngineCoreReadyResponse: {name} is {getattr(ready, name)}")
     block_size = ready.effective_attention_block_size or ready.block_size
-    return EngineSize(ready.num_gpu_blocks, block_size, ready.max_num_batched_tokens, ready.max_num_seqs)
+    return EngineSize(
+        ready.num_gpu_blocks, block_size, ready.max_num_batched_tokens, ready.max_num_seqs, ready.max_model_len
+    )
