@@ -1,10 +1,12 @@
 """Simulated engines speak vLLM's protocol over real sockets, through the client of real engines."""
 
+from math import exp
 from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from tests.fakes.conditions import eventually
 from tests.sim.drive import answer
@@ -55,6 +57,23 @@ async def test_the_first_output_has_prefill_stats_and_each_step_has_scheduler_st
     assert all(output.prefill_stats is None for output in rest)
     assert max(stats.num_running_reqs for stats in head.stats) == 1
     assert sum(stats.prefix_cache_stats.hits for stats in head.stats) == 16
+
+
+@pytest.mark.parametrize("count", [0, 3, -1])
+async def test_the_wanted_logprobs_come_with_each_token(replica: Engine, head: Head, count: int) -> None:
+    replica.client.add_request(request("a", logprobs=count, max_tokens=2), "a")
+    await eventually(lambda: "a" in ended(head))
+    processor = LogprobsProcessor.from_new_request(None, request("a", logprobs=count))
+    for output in head.outputs:
+        processor.update_from_output(output)
+    assert processor.logprobs is not None
+    positions = [dict(position) for position in processor.logprobs if position]
+    assert [next(iter(position)) for position in positions] == tokens(head, "a")
+    wanted = FAST.vocabulary_size if count < 0 else max(count, 1)
+    assert [len(position) for position in positions] == [wanted] * 2
+    assert [entry.rank for entry in positions[0].values()] == list(range(1, wanted + 1))
+    assert sum(exp(entry.logprob) for entry in positions[0].values()) <= 1
+    assert head.deaths == []
 
 
 async def test_stop_tokens_are_honoured_and_named(replica: Engine, head: Head) -> None:

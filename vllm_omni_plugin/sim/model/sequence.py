@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
+from math import log
 
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
 from vllm_omni_plugin.sim.model.kv_cache import Allocation, BlockKey
@@ -105,7 +106,16 @@ class SimSequence:
         prefill = None
         if not produced:
             prefill = Prefill(self._queued_at, self._scheduled_at, len(request.prompt), self._cached_tokens)
-        return SimOutput(request.request_id, token, finish, stop_token, prefill)
+        return SimOutput(request.request_id, token, finish, stop_token, prefill, self._logprobs(token))
+
+    def _logprobs(self, token: int) -> tuple[Sequence[int], Sequence[float]] | None:
+        """The chosen token is the most probable one, and its neighbours follow, each half as probable."""
+        count, vocabulary = self.request.logprobs, self._settings.vocabulary_size
+        if count is None:
+            return None
+        offsets = range(vocabulary if count < 0 else count)
+        tokens = [token, *((token + offset) % vocabulary for offset in offsets)]
+        return tokens, [-log(2), *(-log(2) * (offset + 1) for offset in offsets)]
 
     def _extend(self, tokens: Sequence[int]) -> None:
         size, position = self._settings.block_size, 0

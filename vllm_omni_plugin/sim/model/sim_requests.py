@@ -21,6 +21,7 @@ class SimRequest:
         allowed: if not empty, the only possible tokens.
         lora_id: the adapter, 0 for none; changes the answer.
         cache_salt: requests share cached blocks only if their salts are equal; does not change the answer.
+        logprobs: wanted log-probabilities of each position, beside that of the token; None: not even that.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class SimRequest:
     allowed: Sequence[int] = ()
     lora_id: int = 0
     cache_salt: str = ""
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,18 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class SimOutput:
-    """One step of an answer; without a token it only ends the request. The first one has the `prefill`."""
+    """One step of an answer; without a token it only ends the request. The first one has the `prefill`.
+
+    Attributes:
+        logprobs: the chosen token and then the most probable ones, and their log-probabilities; None: not wanted.
+    """
 
     request_id: str
     token: int | None = None
     finish: FinishReason | None = None
     stop_token: int | None = None
     prefill: Prefill | None = None
+    logprobs: tuple[Sequence[int], Sequence[float]] | None = None
 
 
 def to_request(request: Any) -> SimRequest:
@@ -80,4 +87,5 @@ def _sim_request(request_id: str, request: Any, cache_salt: str = "") -> SimRequ
         params.allowed_token_ids or (),
         request.lora_request.lora_int_id if request.lora_request else 0,
         cache_salt,
+        params.num_logprobs,
     )

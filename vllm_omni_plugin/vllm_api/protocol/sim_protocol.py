@@ -1,13 +1,16 @@
 """The engine's side of vLLM's engine-core protocol, for simulated engines."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from vllm import __version__ as vllm_version
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from vllm_omni_plugin.errors import WireError
@@ -44,6 +47,7 @@ def output(step: Any) -> Any:
         [] if step.token is None else [step.token],
         finish_reason=None if step.finish is None else FinishReason[step.finish.upper()],
         stop_reason=step.stop_token,
+        new_logprobs=None if step.logprobs is None else _logprobs(*step.logprobs),
     )
     if (prefill := step.prefill) is not None:
         made.prefill_stats = PrefillStats()
@@ -55,6 +59,16 @@ def output(step: Any) -> Any:
             EngineCoreEvent(EngineCoreEventType.SCHEDULED, prefill.scheduled_at),
         ]
     return made
+
+
+def _logprobs(tokens: Sequence[int], logprobs: Sequence[float]) -> LogprobsLists:
+    """Of one position, whose token is the most probable one; the arrays are encoded as vLLM encodes them."""
+    row = (1, len(tokens))
+    return LogprobsLists(_array("<i4", tokens, row), _array("<f4", logprobs, row), _array("<i4", (1,), (1,)))
+
+
+def _array(dtype: str, values: Sequence[float], shape: tuple[int, ...]) -> Any:
+    return dtype, shape, msgspec.msgpack.Ext(stage_protocol.RAW_VIEW, np.array(values, dtype).tobytes())
 
 
 def refusal(request_id: str) -> Any:
