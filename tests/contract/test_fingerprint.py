@@ -88,6 +88,7 @@ def test_quantization_while_loading_is_told_as_vllm_names_it(model: Path, method
         ({"dtype": "bfloat16"}, ["dtype"]),
         ({"max_model_len": 128}, ["max model length"]),
         ({"enable_lora": True, "max_lora_rank": 8}, ["LoRA"]),
+        ({"enable_prompt_embeds": True}, ["prompt embeddings"]),
         ({"logprobs_mode": "processed_logprobs"}, ["logprobs mode"]),
         ({"revision": "old"}, ["revision"]),
         ({"load_format": "dummy"}, ["load format"]),

@@ -51,6 +51,8 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
         "KV cache dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": _quantization(model),
         "max model length": str(model.max_model_len),
+        # Without it an engine computes a prompt of embeddings from the tokens that such a prompt does not have.
+        "prompt embeddings": str(model.enable_prompt_embeds),
         "logprobs mode": str(model.logprobs_mode),
         "logits processors": _logits_processors(model.logits_processors),
         "LoRA": _lora(vllm_config.lora_config),
