@@ -147,7 +147,7 @@ def test_an_engine_on_rocm_gets_time_to_free_its_memory(
         manager=SimpleNamespace(shutdown=lambda timeout: waited.append(timeout)),
         config=SimpleNamespace(kv_events_config=None),
         sentinel=reader,
-        _end_workers=lambda: None,
+        has_workers=False,
     )
     monkeypatch.setattr(engine_utils, "current_platform", SimpleNamespace(is_rocm=lambda: is_rocm))
     EngineProcess.shutdown(engine, timeout)
