@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import envs
 from vllm.config import ECTransferConfig, KVTransferConfig, ParallelConfig, ProfilerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
+from vllm.utils import torch_utils
 from vllm.v1.engine import core
 
 from tests.engine.experts import MIXTRAL
@@ -143,6 +145,21 @@ def test_a_restarted_engine_has_the_same_index_but_another_seed_and_engine_id(
     assert len({config.kv_transfer_config.engine_id for config in spawned}) == 4
     assert len({config.ec_transfer_config.engine_id for config in spawned}) == 4
     assert len({config.instance_id for config in spawned}) == 4
+
+
+def test_no_engine_samples_as_any_incarnation_of_another_replica(
+    tmp_path: Path, spawned: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", used.append)
+    monkeypatch.setattr(torch_utils.random, "seed", lambda _: None)
+    monkeypatch.setattr(torch_utils.np.random, "seed", lambda _: None)
+    launcher = launcher_of(tmp_path, "dense", 0, 1, 2)
+    for replica in (0, 1, 2) * 3:
+        start(launcher, replica)
+    for config in spawned:
+        torch_utils.set_random_seed(config.model_config.seed, config.parallel_config.data_parallel_index)
+    assert len(set(used)) == 9
 
 
 def test_a_node_that_is_started_again_does_not_repeat_its_seeds_and_engine_ids(

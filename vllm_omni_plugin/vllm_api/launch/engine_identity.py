@@ -27,7 +27,8 @@ def set_identity(config: Any, number: int, incarnation: int) -> None:
         config.parallel_config.__class__ = _WithIndex
         config.parallel_config.fleet_number = number
     if incarnation:
-        sequence = numpy.random.SeedSequence((config.model_config.seed, incarnation))
+        # As a spawn key, because vLLM mixes (seed, index): the successor of one replica would be like another replica.
+        sequence = numpy.random.SeedSequence(config.model_config.seed, spawn_key=(incarnation,))
         config.model_config.seed = int(sequence.generate_state(1)[0])
     name = f"replica{number}_{incarnation}"
     # In names of shared memory, which a killed engine leaves.
