@@ -101,7 +101,9 @@ def fleet(servers: Servers, tiny_model: Path) -> Server:
 @pytest.fixture
 def plain(servers: Servers, tiny_model: Path) -> Server:
     """vLLM without any flag of ours, with the plugin installed."""
-    return servers.get("plain", tiny_model, *FEATURES, engines=1, **ALL_ROUTES)
+    # The default backend tries several, and answers with the error of the last one. A fleet has one.
+    backend = ("--structured-outputs-config.backend", "xgrammar")
+    return servers.get("plain", tiny_model, *FEATURES, *backend, engines=1, **ALL_ROUTES)
 
 
 @pytest.fixture(scope="session")
