@@ -19,6 +19,8 @@ from pathlib import Path
 from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, unmarked_environment
 
 _KILL_TIMEOUT_S = 5.0
+_CLOSED = b"closed"
+"""The last line of a parent that goes on."""
 
 
 class Reaper:
@@ -56,7 +58,7 @@ class Reaper:
     def _end_child(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.communicate()
+            child.communicate(_CLOSED + b"\n")
 
     def _start(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -106,7 +108,7 @@ def main() -> None:
     stdin = sys.stdin.fileno()
     parent_fd = _open_parent(parent)
     watched = _Watched(parent, lambda: parent_fd is None or _has_exited(parent_fd))
-    unfinished = b""
+    unfinished, is_closed = b"", False
     while True:
         # The end of standard input is not enough: another child of the parent may hold a copy of the pipe.
         sources = [stdin] if parent_fd is None else [stdin, parent_fd]
@@ -119,7 +121,13 @@ def main() -> None:
             break
         *lines, unfinished = (unfinished + chunk).split(b"\n")
         for line in lines:
-            watched.add(int(line))
+            if line == _CLOSED:
+                is_closed = True
+            else:
+                watched.add(int(line))
+    if parent_fd is not None and not is_closed:
+        # The files of a killed process are closed a moment before it has ended.
+        select.select([parent_fd], [], [], _KILL_TIMEOUT_S)
     watched.kill()
 
 
