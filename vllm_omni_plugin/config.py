@@ -224,7 +224,7 @@ class OmniConfig:
         3.0,
         Side.HEAD,
         "Seconds without an answer of a replica's machine after which this head counts it as lost and moves its "
-        "requests, unless --omni-heartbeat-timeout is shorter. After a third of this time the replica gets no new "
+        "requests, unless the heartbeat timeout is shorter. After a third of this time the replica gets no new "
         "requests. It is lost at once if its connection breaks.",
         "SECONDS",
         seconds,

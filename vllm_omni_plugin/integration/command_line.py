@@ -24,17 +24,22 @@ def patch_engine_args(engine_args_class: Any) -> None:
 
 
 def _from_cli_args(original: Any, engine_args_class: Any, args: argparse.Namespace) -> Any:
-    from vllm_omni_plugin.integration.options.additional_config import exit_usage_error, refuse_options_of_user
-
     options = parse_or_exit(args)
     engine_args = original(engine_args_class, args)
+    if engine_args.additional_config:
+        _refuse_options_of_user(engine_args)
+    if options is not None:
+        _enable_fleet(engine_args, options, headless=bool(getattr(args, "headless", False)))
+    return engine_args
+
+
+def _refuse_options_of_user(engine_args: Any) -> None:
+    from vllm_omni_plugin.integration.options.additional_config import exit_usage_error, refuse_options_of_user
+
     try:
         refuse_options_of_user(engine_args)
     except ConfigError as error:
         exit_usage_error(error)
-    if options is not None:
-        _enable_fleet(engine_args, options, headless=bool(getattr(args, "headless", False)))
-    return engine_args
 
 
 def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
