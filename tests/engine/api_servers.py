@@ -17,7 +17,8 @@ from .server import START_S, Server, until
 from .suspended import standing_still
 
 _LOGGED = re.compile(r"\(ApiServer_(\d+) pid=(\d+)\)")
-_SERVES = re.compile(r"Replica (\d+) \(process (\d+)\) serves")
+_SERVES = re.compile(r"Replica ([\d.]+(?: of this node)?) \(process (\d+)\) serves")
+_NAMED = re.compile(r"Replica (\d+ of this node) is replica ([\d.]+) of the fleet")
 _MAX_CONNECTIONS = 32
 """A new connection goes to the process with the fewest, and a tie to whichever wakes first."""
 
@@ -56,7 +57,9 @@ class ApiServers(Server):
 
     @property
     def engines(self) -> list[psutil.Process]:
-        pids = dict(_SERVES.findall(self.log.read_text()))
+        log = self.log.read_text()
+        names = dict(_NAMED.findall(log))
+        pids = {names.get(name, name): pid for name, pid in _SERVES.findall(log)}
         return [psutil.Process(int(pid)) for pid in pids.values()]
 
     @contextmanager

@@ -1,6 +1,7 @@
 """Calls that concern the engine as a whole reach every replica, and answer as one plain engine does."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -53,9 +54,21 @@ def completion(server: Server) -> str:
     return str(response.raise_for_status().json()["choices"][0]["text"])
 
 
+def of_two_engines(path: str, status: int, text: str) -> tuple[str, int, str]:
+    """The answer of one engine as two give it, as under data parallelism: all results, and all workers counted."""
+    match path:
+        case "/collective_rpc":
+            answer = {"results": 2 * json.loads(text)["results"]}
+        case "/get_world_size":
+            answer = {"world_size": 2 * json.loads(text)["world_size"]}
+        case _:
+            return path, status, text
+    return path, status, json.dumps(answer, separators=(",", ":"))
+
+
 def test_calls_answer_as_one_plain_engine_does(plain: Server, fleet: Server) -> None:
     before = completion(fleet)
-    assert [call(fleet, *each) for each in CALLS] == [call(plain, *each) for each in CALLS]
+    assert [call(fleet, *each) for each in CALLS] == [of_two_engines(*call(plain, *each)) for each in CALLS]
     assert completion(fleet) == completion(plain) == before
     assert fleet.replicas_up() == 2
 
