@@ -5,6 +5,7 @@ start in seconds.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ StartSim = Callable[..., Node]
 def error_of(node: Node, code: int) -> str:
     """The one line with which a node ends, and its exit code."""
     assert node.process.wait(START_S) == code
-    (line,) = [line for line in node.log.read_text().splitlines() if line.startswith("vllm serve: error: ")]
+    (line,) = [line for line in node.log.read_text().splitlines() if re.match(r"vllm[\w -]*: error: ", line)]
     return line
 
 
