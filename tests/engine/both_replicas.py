@@ -24,5 +24,7 @@ def answers_of_both(fleet: Server, send: Callable[[], T]) -> list[T]:
 
 
 def dispatches(fleet: Server) -> dict[str, float]:
-    """Requests each replica got so far."""
-    return fleet.by_replica("vllm_omni_fleet:dispatches_total")
+    """Requests each replica that serves got so far. The counts of those that left stay."""
+    present = fleet.by_replica("vllm_omni_fleet:replica_info")
+    counts = fleet.by_replica("vllm_omni_fleet:dispatches_total")
+    return {replica: count for replica, count in counts.items() if present.get(replica)}

@@ -16,7 +16,7 @@ from vllm_omni_plugin.replicas.server.host_slots import HostSlots
 TAKE = f"""
 import sys
 from {HostSlots.__module__} import HostSlots
-print(*HostSlots(2, "10.0.0.1").names, flush=True)
+print(*HostSlots(2, "10.0.0.1", "tcp://head:1").names, flush=True)
 sys.stdin.read()
 """
 
@@ -30,21 +30,28 @@ def _own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def first() -> Iterator[HostSlots]:
-    with HostSlots(2, "10.0.0.1") as slots:
+    with HostSlots(2, "10.0.0.1", "tcp://head:1") as slots:
         yield slots
 
 
 def test_nodes_of_one_machine_have_slots_of_their_own_and_get_those_of_ended_ones(first: HostSlots) -> None:
-    with HostSlots(1, "10.0.0.1") as second:
+    with HostSlots(1, "10.0.0.1", "tcp://head:1") as second:
         assert [*first.names, *second.names] == ["node/10.0.0.1/0", "node/10.0.0.1/1", "node/10.0.0.1/2"]
         first.close()
-        with HostSlots(3, "10.0.0.1") as third:
+        with HostSlots(3, "10.0.0.1", "tcp://head:1") as third:
             assert third.names == ("node/10.0.0.1/0", "node/10.0.0.1/1", "node/10.0.0.1/3")
 
 
 def test_machines_with_the_same_hostname_have_other_names(first: HostSlots) -> None:
-    with HostSlots(2, "10.0.0.2") as second:
+    with HostSlots(2, "10.0.0.2", "tcp://head:1") as second:
         assert set(first.names).isdisjoint(second.names)
+
+
+def test_nodes_of_another_fleet_on_this_machine_shift_no_slot(first: HostSlots) -> None:
+    with HostSlots(2, "10.0.0.1", "tcp://head:2") as second:
+        assert second.names == first.names
+        numbers = {identity.number for slots in (first, second) for identity in slots.identities(())}
+        assert len(numbers) == 4
 
 
 def test_a_killed_process_leaves_its_slots() -> None:
@@ -62,7 +69,7 @@ def test_a_killed_process_leaves_its_slots() -> None:
 def test_child_processes_do_not_keep_slots(first: HostSlots) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE):
         first.close()
-        with HostSlots(2, "10.0.0.1") as second:
+        with HostSlots(2, "10.0.0.1", "tcp://head:1") as second:
             assert second.names == first.names
 
 
@@ -71,8 +78,8 @@ def test_a_machine_without_enough_free_slots_is_an_error_and_none_stays_taken(
 ) -> None:
     monkeypatch.setattr(host_slots, "MOST_SLOTS", 4)
     with pytest.raises(ConfigError, match="3 replicas were asked for, but this machine has places for 2 more"):
-        HostSlots(3, "10.0.0.1")
-    with HostSlots(2, "10.0.0.1") as rest:
+        HostSlots(3, "10.0.0.1", "tcp://head:1")
+    with HostSlots(2, "10.0.0.1", "tcp://head:1") as rest:
         assert rest.names == ("node/10.0.0.1/2", "node/10.0.0.1/3")
 
 
@@ -84,7 +91,7 @@ def test_replicas_have_the_numbers_that_the_head_gave_them(first: HostSlots) -> 
 def test_without_a_head_numbers_of_one_machine_differ_are_kept_and_are_above_those_of_heads() -> None:
     found = []
     for _ in range(2):
-        with HostSlots(20, "10.0.0.1") as one, HostSlots(20, "10.0.0.1") as other:
+        with HostSlots(20, "10.0.0.1", "tcp://head:1") as one, HostSlots(20, "10.0.0.1", "tcp://head:1") as other:
             found.append([identity.number for slots in (one, other) for identity in slots.identities(())])
     assert len(set(found[0])) == 40
     assert found[0] == found[1]
@@ -93,6 +100,6 @@ def test_without_a_head_numbers_of_one_machine_differ_are_kept_and_are_above_tho
 
 
 def test_without_a_head_machines_have_other_numbers(first: HostSlots) -> None:
-    with HostSlots(2, "10.0.0.2") as second:
+    with HostSlots(2, "10.0.0.2", "tcp://head:1") as second:
         numbers = {identity.number for slots in (first, second) for identity in slots.identities(())}
     assert len(numbers) == 4

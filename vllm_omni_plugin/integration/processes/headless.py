@@ -69,7 +69,7 @@ def serve_replicas(
     with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             options, address, coordinator = runner.run(_find_addresses(options))
-            with HostSlots(local_processes(args, options)[0], address) as slots:
+            with HostSlots(local_processes(args, options)[0], address, coordinator) as slots:
                 # Before vLLM configures the model, which takes many seconds.
                 answer = require_fitting_head(coordinator, options, address, slots.names)
                 plan = plan_node(args, options, launcher)

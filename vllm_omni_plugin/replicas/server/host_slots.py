@@ -18,7 +18,7 @@ _FIRST_OWN, _OWN_NUMBERS = 1024, 23_552
 
 
 class HostSlots:
-    """The lowest slots of this machine that no other process has, taken until `close`. A context manager.
+    """The lowest slots of this machine that no other process of the fleet has, taken until `close`. A context manager.
 
     A slot is an abstract unix socket. Only one process of a network namespace can bind its name, whichever its user or
     its files are, and the name is free as soon as the process has ended, however it ended.
@@ -26,6 +26,7 @@ class HostSlots:
     Args:
         count: number of slots.
         address: at which heads reach this machine: machines and pods with the same hostname differ in it.
+        fleet: the coordinator's address. Nodes of other fleets that come and go here do not shift the slots.
 
     Attributes:
         names: unique in the fleet, see `ReplicaEvent.host_slot`.
@@ -34,10 +35,12 @@ class HostSlots:
         ConfigError: fewer than `count` slots are free.
     """
 
-    def __init__(self, count: int, address: str) -> None:
+    def __init__(self, count: int, address: str, fleet: str) -> None:
         self._machine = f"{socket.gethostname()}/{address}"
+        # The name of a socket has at most 107 bytes.
+        self._fleet = hashlib.blake2b(fleet.encode(), digest_size=8).hexdigest()
         with ExitStack() as taken:
-            self._slots = tuple(_take(count, taken))
+            self._slots = tuple(_take(count, f"{SOCKET}-{self._fleet}", taken))
             self._sockets = taken.pop_all()
         self.names = tuple(f"{self._machine}/{slot}" for slot in self._slots)
 
@@ -56,21 +59,21 @@ class HostSlots:
 
         Own numbers differ on this machine, and probably from those of other machines.
         """
-        digest = hashlib.blake2b(self._machine.encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self._fleet}/{self._machine}".encode(), digest_size=8).digest()
         base = int.from_bytes(digest)
         own = [_FIRST_OWN + (base + slot) % _OWN_NUMBERS for slot in self._slots]
         given = [*numbers, *own[len(numbers) :]]
         return [ReplicaIdentity(number, name) for number, name in zip(given, self.names, strict=True)]
 
 
-def _take(count: int, taken: ExitStack) -> list[int]:
+def _take(count: int, prefix: str, taken: ExitStack) -> list[int]:
     slots: list[int] = []
     for slot in range(MOST_SLOTS):
         if len(slots) == count:
             break
         place = taken.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         try:
-            place.bind(f"{SOCKET}-{slot}")
+            place.bind(f"{prefix}-{slot}")
             slots.append(slot)
         except OSError:
             place.close()
