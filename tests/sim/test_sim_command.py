@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
 from vllm_omni_plugin.sim.sim_command import add_flags, settings_of
 
 
@@ -28,7 +29,11 @@ def test_capacities_are_vllms_and_speeds_are_ours() -> None:
     assert settings.step_s + settings.sequence_s == pytest.approx(0.02)
     assert settings.prefill_token_s == pytest.approx(0.0005)
     assert (settings.max_num_seqs, settings.max_num_batched_tokens, settings.block_size) == (8, 256, 16)
-    assert (settings.max_model_len, settings.vocabulary_size, settings.seed) == (1000, 512, 3)
+    assert (settings.max_model_len, settings.vocabulary_size) == (1000, 512)
+
+
+def test_engines_with_other_seeds_for_sampling_give_the_same_answers() -> None:
+    assert settings_of(vllm_config(), flags()).seed == EngineSettings().seed
 
 
 def test_the_kv_memory_holds_32_requests_of_maximum_length_by_default() -> None:

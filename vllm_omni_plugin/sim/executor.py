@@ -94,8 +94,8 @@ class SleepingExecutor(ModelFreeExecutor):
 
     Capacities are vLLM's (`--num-gpu-blocks-override`, `--block-size`, `--max-num-seqs`, ...). Service times are those
     of `EngineSettings`: `--additional-config '{"sleeping_executor": {"step_s": 0.01, "prefill_token_s": 1e-4,
-    "sequence_s": 1e-4}}'`. Engines with the same seed give the same answers, which are also those of
-    `vllm-omni-plugin sim`. Log-probabilities, structured output and multimodal contents are ignored. In a lockstep
+    "sequence_s": 1e-4}}'`. All engines give the same answers, which are also those of `vllm-omni-plugin
+    sim`. Log-probabilities, structured output and multimodal contents are ignored. In a lockstep
     group, a step of a rank without requests takes `step_s`.
 
     Raises:

@@ -24,7 +24,8 @@ class EngineSettings:
         max_num_batched_tokens: tokens in one iteration; longer prompts are computed in chunks.
         block_size: tokens in a block.
         max_model_len: tokens of prompt and output together.
-        seed: in place of the weights: engines with the same seed give the same answers.
+        seed: in place of the weights: engines with the same seed give the same answers. Not vLLM's, which is for
+            sampling and differs between engines.
 
     Raises:
         ConfigError: the KV memory cannot hold one request of the maximum length.
@@ -62,7 +63,7 @@ class EngineSettings:
             max_model_len=model.max_model_len,
             vocabulary_size=model.get_vocab_size(),
             prefix_caching=prefix_caching,
-            seed=model.seed,
+            seed=0,
         )
 
     def duration(self, prefill_tokens: int, decoding: int) -> float:
