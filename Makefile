@@ -31,7 +31,7 @@ lint: setup ## check style and format
 	$(PY) -m ruff format --check
 
 types: setup ## check types
-	$(PY) -m mypy vllm_omni_plugin $(wildcard deploy/helm/files/*.py entrypoints/*.py examples/*.py examples/*/*.py examples/*/*/*.py benchmarks/*.py benchmarks/*/*.py tools/*.py)
+	$(PY) -m mypy vllm_omni_plugin $(wildcard .ci/*.py deploy/helm/files/*.py entrypoints/*.py examples/*.py examples/*/*.py examples/*/*/*.py benchmarks/*.py benchmarks/*/*.py tools/*.py)
 
 suite: setup
 	$(TEST_PY) -m pytest -n 3 $(LANES) --durations=30 $(PYTEST_ARGS)

@@ -12,12 +12,14 @@ from .source_tree import ROOT
 NEEDED = (
     ".ci/setup",
     ".ci/setup-newer",
+    ".ci/front_end.py",
     "pyproject.toml",
     "examples/cpu/requirements.txt",
     "examples/cpu/test-requirements.txt",
     "examples/cpu/vllm-alias/pyproject.toml",
     "examples/cpu/vllm-0.33/source.txt",
     "examples/cpu/vllm-0.33/build.txt",
+    "examples/cpu/vllm-0.33/front-end.txt",
     "examples/cpu/vllm-0.33/requirements.txt",
 )
 INTERPRETER = """\
@@ -38,6 +40,11 @@ case "$*" in
     touch "$2/vllm.whl"
     echo "$2" >built-in
     [[ ! -e interrupt ]] || kill -TERM 0
+    ;;
+".ci/front_end.py "*)
+    echo "echo vllm-rs $(cat of-version 2>/dev/null || echo 0.33.0)" >"$3"
+    chmod +x "$3"
+    echo taken >>taken
     ;;
 "-m pip "*) [[ $3 == --version || -z "{no_packages}" ]] ;;
 esac
@@ -146,6 +153,23 @@ def test_a_newer_vllm_is_put_over_another_python_once(folder: Folder) -> None:
         done = folder.set_up(python, vllm="0.33")
         assert done.stdout.endswith(".venv-0.33 is ready\n"), done.stderr
         assert folder.set_up(python, vllm="0.33").stdout == ""
+
+
+def test_the_rust_front_end_lies_where_vllm_looks_and_is_taken_once_on_a_machine(folder: Folder) -> None:
+    folder.set_up(vllm="0.33")
+    (installed,) = (folder.root / ".venv-0.33" / "lib").glob("python*/site-packages/vllm/vllm-rs")
+    assert os.access(installed, os.X_OK)
+    shutil.rmtree(folder.root / ".venv-0.33")
+    done = folder.set_up(vllm="0.33")
+    assert (done.returncode, installed.exists()) == (0, True), done.stderr
+    assert (folder.root / "taken").read_text() == "taken\n"
+
+
+def test_a_rust_front_end_of_another_version_is_refused(folder: Folder) -> None:
+    (folder.root / "of-version").write_text("0.34.0")
+    for done in (folder.set_up(vllm="0.33"), folder.set_up(vllm="0.33")):
+        assert done.returncode == 1
+        assert 'vllm/vllm-rs is "vllm-rs 0.34.0" instead of vllm-rs 0.33.0: correct examples/cpu/' in done.stderr
 
 
 def test_a_build_that_is_interrupted_leaves_nothing_behind(folder: Folder) -> None:

