@@ -271,6 +271,15 @@ class OmniConfig:
         "Let every client with a loopback address change the fleet: all users of this machine, and all who reach it "
         "through a proxy, a tunnel, a sidecar or `kubectl port-forward`.",
     )
+    admin_port: int | None = _flag(
+        None,
+        Side.HEAD,
+        "Port of the operator's HTTP server of a head with vLLM's Rust front end: the routes under /omni, /metrics and "
+        "/health. It listens on loopback only, or with --omni-admin-key-file where --host says. Default: the port "
+        "after --port. With vLLM's Python front end these routes are on the head's own port.",
+        "PORT",
+        integer(1, _MAX_PORT),
+    )
     max_message_size: int = _flag(
         512,
         Side.BOTH,
