@@ -1,7 +1,7 @@
 """A replica of this node whose engine hangs: its requests move, nothing is killed, and it is taken back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 
 import msgspec
@@ -10,61 +10,26 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeOutput, FakeOutputs, FakeRequest, FakeUtilityOutput
 from tests.fakes.engines import FakeEngine, FakeLauncher
+from tests.fakes.told_probe import ToldProbe, told_probes
 from tests.orchestrator.local_node import Node, answer, received, running_node
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
-from vllm_omni_plugin.replicas.engine.running_engine import Engine
 
 UP, DOWN, ERROR = ReplicaStatus.UP, ReplicaStatus.DOWN, ReplicaStatus.ERROR
 
 
-class ToldProbe:
-    """In place of `Probe`: the test decides when an engine hangs and when it answers.
-
-    Attributes:
-        made: all, by replica once these have started.
-    """
-
-    made: "list[ToldProbe]"
-
-    def __init__(
-        self,
-        engine: Engine,
-        interval: float,
-        timeout: float,
-        on_hang: Callable[[str], None],
-        on_answer: Callable[[], Awaitable[None]],
-        clock: Callable[[], float],
-    ) -> None:
-        self.client = engine.client
-        self.hangs = lambda: on_hang("no answer")
-        self.answered = asyncio.Event()
-        self._lost = engine.lost
-        self._on_answer = on_answer
-        ToldProbe.made.append(self)
-
-    def answers(self) -> None:
-        self.answered.set()
-
-    async def run(self) -> str:
-        while not self._lost.done():
-            answered = asyncio.ensure_future(self.answered.wait())
-            await asyncio.wait({answered, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-            if self.answered.is_set():
-                self.answered.clear()
-                await self._on_answer()
-            answered.cancel()
-        return self._lost.result()
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[ToldProbe]:
+    """By replica, once these have started."""
+    return told_probes(monkeypatch)
 
 
 @pytest.fixture
-async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
-    monkeypatch.setattr("vllm_omni_plugin.replicas.engine.engine_keeper.Probe", ToldProbe)
-    ToldProbe.made = []
+async def node(probes: list[ToldProbe]) -> AsyncIterator[Node]:
     async with running_node() as node:
         await node.replicas.start()
         clients = [member.client for member in node.pool.members]
-        ToldProbe.made.sort(key=lambda probe: clients.index(probe.client))
+        probes.sort(key=lambda probe: clients.index(probe.engine.client))
         yield node
 
 
@@ -74,27 +39,31 @@ async def bring_up_to_date(engine: FakeEngine) -> None:
     await answer(engine, "is_sleeping", False)
 
 
-async def test_requests_of_an_engine_that_hangs_move_and_it_is_neither_killed_nor_restarted(node: Node) -> None:
+async def test_requests_of_an_engine_that_hangs_move_and_it_is_neither_killed_nor_restarted(
+    node: Node, probes: list[ToldProbe]
+) -> None:
     first, second = node.pool.members
     node.pool.cordon(second, "admin")
     node.submit(FakeRequest("a"))
     await eventually(lambda: first.queue_length == 1)
     node.orchestrator.uncordon(second, "admin")
-    ToldProbe.made[0].hangs()
+    probes[0].hangs()
     assert node.statuses == [ERROR, UP]
     assert (first.queue_length, second.queue_length) == (0, 1)
     assert not any(engine.process.ended for engine in node.launcher.engines)
     assert node.pauses == []
 
 
-async def test_an_engine_that_answers_again_is_reset_brought_up_to_date_and_serves(node: Node) -> None:
+async def test_an_engine_that_answers_again_is_reset_brought_up_to_date_and_serves(
+    node: Node, probes: list[ToldProbe]
+) -> None:
     engine = node.engine_of(0)
-    ToldProbe.made[0].hangs()
+    probes[0].hangs()
     reply: Future[list[object]] = Future()
     node.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
     await answer(node.engine_of(1), "set_weight_version")
     await asyncio.wrap_future(reply)
-    ToldProbe.made[0].answers()
+    probes[0].answers()
     await bring_up_to_date(engine)
     assert await answer(engine, "set_weight_version") == ["v2"]
     await node.until_statuses(UP, UP)
@@ -106,9 +75,9 @@ async def test_an_engine_that_answers_again_is_reset_brought_up_to_date_and_serv
 
 @pytest.mark.parametrize("missed", [False, True])
 async def test_an_engine_that_hangs_keeps_updated_weights_and_waits_if_it_missed_an_update(
-    node: Node, missed: bool
+    node: Node, probes: list[ToldProbe], missed: bool
 ) -> None:
-    engine, probe = node.engine_of(0), ToldProbe.made[0]
+    engine, probe = node.engine_of(0), probes[0]
     for hangs in (False, missed):
         if hangs:
             probe.hangs()
@@ -129,35 +98,36 @@ async def test_an_engine_that_hangs_keeps_updated_weights_and_waits_if_it_missed
 
 async def test_a_call_fails_on_an_engine_that_hangs_and_returns_the_other_answers(
     node: Node,
+    probes: list[ToldProbe],
 ) -> None:
     reply: Future[list[object]] = Future()
     node.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
     await received(node.engine_of(0))
     await answer(node.engine_of(1), "set_weight_version", "taken")
-    ToldProbe.made[0].hangs()
+    probes[0].hangs()
     assert await asyncio.wrap_future(reply) == ["taken"]
     assert node.pauses == []
 
 
-async def test_late_outputs_of_moved_requests_are_dropped(node: Node) -> None:
+async def test_late_outputs_of_moved_requests_are_dropped(node: Node, probes: list[ToldProbe]) -> None:
     second = node.pool.member(1)
     node.pool.cordon(second, "admin")
     node.submit(FakeRequest("a"))
     engine = node.engine_of(0)
     _, body = await received(engine)
     node.orchestrator.uncordon(second, "admin")
-    ToldProbe.made[0].hangs()
+    probes[0].hangs()
     late = FakeOutputs(outputs=[FakeOutput(body["request_id"], [1])], scheduler_stats=7)
     engine.say(msgspec.json.encode(late))
-    ToldProbe.made[0].answers()
+    probes[0].answers()
     await bring_up_to_date(engine)
     await node.until_statuses(UP, UP)
     assert [item.scheduler_stats for item in await node.orchestrator.output_async_queue.get_batch()] == [0]
     assert list(node.orchestrator.request_states["a"].runs[0].produced) == []
 
 
-async def test_an_engine_that_cannot_be_reset_is_started_afresh(node: Node) -> None:
-    engine, probe = node.engine_of(0), ToldProbe.made[0]
+async def test_an_engine_that_cannot_be_reset_is_started_afresh(node: Node, probes: list[ToldProbe]) -> None:
+    engine, probe = node.engine_of(0), probes[0]
     probe.hangs()
     probe.answers()
     _, (call_id, _, _) = await received(engine)
@@ -167,15 +137,17 @@ async def test_an_engine_that_cannot_be_reset_is_started_afresh(node: Node) -> N
     await node.until_back(0, restarts=1)
 
 
-async def test_an_engine_that_dies_while_it_hangs_is_started_again(node: Node) -> None:
+async def test_an_engine_that_dies_while_it_hangs_is_started_again(node: Node, probes: list[ToldProbe]) -> None:
     engine = node.engine_of(0)
-    ToldProbe.made[0].hangs()
+    probes[0].hangs()
     engine.process.die()
     node.go_on.release()
     await node.until_back(0, restarts=1)
 
 
-async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(node: Node) -> None:
+async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(
+    node: Node, probes: list[ToldProbe]
+) -> None:
     first, second = node.pool.members
     engine, preparing, prepared = node.engine_of(0), asyncio.Event(), asyncio.Event()
 
@@ -184,8 +156,8 @@ async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(n
         await prepared.wait()
 
     node.orchestrator.prepare_replica = prepare  # type: ignore[method-assign]
-    ToldProbe.made[0].hangs()
-    ToldProbe.made[0].answers()
+    probes[0].hangs()
+    probes[0].answers()
     await bring_up_to_date(engine)
     await preparing.wait()
     serving: list[int] = []
@@ -197,11 +169,13 @@ async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(n
     assert (serving, node.pool.members) == ([], (second,))
 
 
-async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwards(node: Node) -> None:
+async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwards(
+    node: Node, probes: list[ToldProbe]
+) -> None:
     engine = node.engine_of(0)
     node.pool.cordon(node.pool.member(0), "admin")
-    ToldProbe.made[0].hangs()
-    ToldProbe.made[0].answers()
+    probes[0].hangs()
+    probes[0].answers()
     await bring_up_to_date(engine)
     await node.until_statuses(ReplicaStatus.DRAINING, UP)
 

@@ -274,8 +274,11 @@ async def test_a_connection_that_the_system_reports_broken_is_a_loss_at_once(
 
 
 async def test_a_link_that_stands_still_for_less_than_the_lease_timeout_makes_the_replica_late_and_loses_nothing(
-    head: RemoteHead, server: FakeServer, wire: Wire
+    head: RemoteHead, server: FakeServer, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Late after a second; lost long after that.
+    monkeypatch.setattr(remote_module, "_LATE_SHARE", 1 / 30)
+    head.set(lease_timeout=30.0, heartbeat_timeout=60.0)
     async with head.attached(server.info) as replica:
         late: list[bool] = []
         replica.on_late = late.append

@@ -73,10 +73,10 @@ class Node:
         return found[0]
 
     @asynccontextmanager
-    async def attached(self) -> AsyncIterator[Head]:
+    async def attached(self, slot: int | None = None) -> AsyncIterator[Head]:
         info = await self.up()
         async with self.head() as head:
-            await head.attach(info.incarnation)
+            await head.attach(info.incarnation, slot)
             yield head
 
     def head(self, **other: Any) -> Head:

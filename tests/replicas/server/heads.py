@@ -71,15 +71,17 @@ class Head:
             answer = await self.next_message()
         return answer
 
-    async def attach(self, incarnation: int) -> Attached:
-        """Attach, retrying refusals that are not lasting, and connect the data sockets."""
+    async def attach(self, incarnation: int, slot: int | None = None) -> Attached:
+        """Attach, on this slot if one is given, and connect the data sockets. Retries refusals that are not lasting."""
         for socket in self._data_sockets:
             socket.close(linger=0)
         # Old sockets may reconnect and would receive messages for the new ones.
         self._renew_credential()
         async with asyncio.timeout(20):
-            while isinstance(answer := await self.try_attach(incarnation), AttachRefused):
-                assert not answer.lasting, answer
+            while isinstance(answer := await self.try_attach(incarnation), AttachRefused) or (
+                slot not in (None, answer.client_index)
+            ):
+                assert isinstance(answer, Attached) or not answer.lasting, answer
                 await asyncio.sleep(0.002)
         self.attached = answer
         self.inputs, self.outputs = await self.connect(answer, self.credential)
@@ -122,10 +124,10 @@ class Head:
         await self.send_control(RenewLease(self.attached.lease, busy))
         return await self.next_message()
 
-    async def renew_while_up(self, busy: bool = False) -> Status:
+    async def renew_while_up(self) -> Status:
         """Renew the lease until its answer says that the replica is not up any more."""
         while True:
-            answer = await self.renew(busy)
+            answer = await self.renew()
             assert isinstance(answer, Status)
             if answer.status is not ReplicaStatus.UP:
                 return answer

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.told_probe import told_probes
 from tests.replicas.server.conftest import Node, StartNode
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
-from vllm_omni_plugin.replicas.engine import engine_keeper
+from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Status
 from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
 from vllm_omni_plugin.replicas.server.first_starts import FirstStarts
@@ -64,37 +64,40 @@ async def test_a_lost_engine_has_crashed_only_if_it_reported_that(head: Head, no
     assert (await head.next_status()).engine_failed is reported
 
 
-async def test_a_hung_engine_is_reported_kept_and_put_back_into_service(start_node: StartNode) -> None:
-    node = await start_node(heartbeat_timeout=2.0)
+async def test_a_hung_engine_is_reported_kept_and_put_back_into_service(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes = told_probes(monkeypatch)
+    node = await start_node()
     before = await node.up()
     async with node.attached() as head:
         node.engine.hang()
-        status = await head.renew_while_up()
-        assert (status.status, status.engine_failed) == (ReplicaStatus.ERROR, False)
-        assert "has not answered for" in status.reason
+        probes[0].hangs()
+        assert await head.next_status() == Status(head.attached.lease, ReplicaStatus.ERROR, "no answer")
         refusal = await head.try_attach(before.incarnation)
         assert isinstance(refusal, AttachRefused)
         assert not refusal.lasting
         node.engine.recover()
+        probes[0].answers()
         after = await node.up(after=before.incarnation)
         assert len(node.launcher.engines) == 1
         # The head's row is the old one, for its coordinator may be away.
         attached = await head.attach(before.incarnation)
         assert attached.incarnation == after.incarnation
-        node.engine.send_tokens(0, "alive")
+        # Another slot, if the first is not free yet.
+        node.engine.send_tokens(attached.client_index, "alive")
         assert await head.read_ids(1) == ["alive"]
 
 
-async def test_an_engine_with_a_long_call_of_a_head_gets_as_long_as_with_one_of_its_own(
+async def test_an_engine_is_busy_while_a_head_says_that_it_has_a_long_call_open(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_keeper, "_LONG_CALL_S", 2.5)
-    node = await start_node(heartbeat_timeout=1.5)
+    probes = told_probes(monkeypatch)
+    node = await start_node()
     async with node.attached() as head:
-        await head.renew(busy=True)
-        node.engine.hang()
-        status = await head.renew_while_up(busy=True)
-    assert "has not answered for 2.5 s" in status.reason
+        for busy in (False, True, False):
+            await head.renew(busy)
+            assert probes[0].engine.is_busy is busy
 
 
 async def test_a_first_start_that_fails_ends_the_server(start_node: StartNode) -> None:
