@@ -11,6 +11,7 @@ from typing import Any
 from tests.fakes.engine_api import VOCABULARY, FakeOutputs
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.errors import RequestRefusedError
+from vllm_omni_plugin.orchestrator.front_end import QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 from week.played_engine import Request
@@ -47,6 +48,8 @@ class Clients:
 
     def __init__(self, orchestrator: Orchestrator, rng: random.Random, plan: AdmissionConfig | None = None) -> None:
         self._orchestrator = orchestrator
+        assert isinstance(orchestrator.front_end, QueuedFrontEnd)
+        self._front_end = orchestrator.front_end
         self._rng = rng
         self._tenants = None if plan is None else [*plan.tenants, "", "made up"]
         self._loop = asyncio.get_running_loop()
@@ -79,14 +82,14 @@ class Clients:
             priority=0 if terms is None else rng.randrange(2),
         )
         self.open[name] = _Asked(self._loop.time(), length)
-        self._orchestrator.request_async_queue.force_put(SubmitRequest(request, self._loop.time(), terms=terms))
+        self._front_end.request_async_queue.force_put(SubmitRequest(request, self._loop.time(), terms=terms))
         if rng.random() < _GIVEN_UP:
             self._loop.call_later(rng.expovariate(1.0), self._give_up, name)
 
     async def read(self) -> None:
         """Take what the head says, for ever."""
         while True:
-            for item in await self._orchestrator.output_async_queue.get_batch():
+            for item in await self._front_end.output_async_queue.get_batch():
                 if isinstance(item, RequestFailed):
                     self._failed(item)
                 elif isinstance(item, FakeOutputs):
@@ -138,7 +141,7 @@ class Clients:
         if name in self.open:
             self._given_up.add(name)
             self._end(name, GIVEN_UP)
-            self._orchestrator.request_async_queue.force_put(AbortRequests((name,)))
+            self._front_end.request_async_queue.force_put(AbortRequests((name,)))
 
     def _end(self, name: str, how: str) -> None:
         del self.open[name]

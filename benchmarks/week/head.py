@@ -121,7 +121,7 @@ class Head:
             yield "expected waits", sum(admission.expected_waits().values())
         yield "held, paused, moving", metrics.held + metrics.paused + metrics.moves_waiting
         yield "requests", len(orchestrator.request_states)
-        yield "queued", len(orchestrator.request_async_queue) + len(orchestrator.output_async_queue)
+        yield "queued", orchestrator.front_end.queued
         yield "in engines", sum(engine.unfinished for engine in self._engines.values())
 
     async def settle(self) -> None:

@@ -67,12 +67,12 @@ class HttpServer:
 
     async def forget(self) -> None:
         """What has been said to the orchestrator so far does not count."""
-        if len(self.orchestrator.request_async_queue):
-            await self.orchestrator.request_async_queue.get_batch()
+        if len(self.orchestrator.front_end.request_async_queue):
+            await self.orchestrator.front_end.request_async_queue.get_batch()
 
     async def told(self, kind: type[RequestMessage]) -> Any:
         """The next message of this kind to the orchestrator; what comes before it is dropped."""
-        queue = self.orchestrator.request_async_queue
+        queue = self.orchestrator.front_end.request_async_queue
         while True:
             batch = await queue.get_batch()
             for number, message in enumerate(batch):
@@ -93,14 +93,14 @@ class HttpServer:
 
     def fail(self, message: SubmitRequest, error: Exception) -> None:
         """The orchestrator ends a request with an error."""
-        self.orchestrator.output_async_queue.force_put(RequestFailed(message.request.request_id, error))
+        self.orchestrator.front_end.output_async_queue.force_put(RequestFailed(message.request.request_id, error))
 
     def answer(self, message: SubmitRequest, *tokens: int, ends: bool = True) -> None:
         """A replica has computed tokens for a request."""
         reason = FinishReason.LENGTH if ends else None
         output = EngineCoreOutput(message.request.request_id, list(tokens), finish_reason=reason)
         outputs = EngineCoreOutputs(outputs=[output], timestamp=time.monotonic())
-        self.orchestrator.output_async_queue.force_put(outputs)
+        self.orchestrator.front_end.output_async_queue.force_put(outputs)
 
 
 class _Client(FleetClient):

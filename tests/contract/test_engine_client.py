@@ -62,7 +62,7 @@ async def test_a_request_that_comes_too_late_is_refused_unsent_and_its_state_is_
     processor, queue = registered(client, "late")
     client.graceful_shutdown.ending = True
     await client.add_request_async(FakeRequest("late"))
-    assert await orchestrator.request_async_queue.get_batch() == [AbortRequests(("late",), whole=True)]
+    assert await orchestrator.front_end.request_async_queue.get_batch() == [AbortRequests(("late",), whole=True)]
     assert not processor.has_unfinished_requests()
     with pytest.raises(GracefulHTTPError, match="shutting down") as refused:
         queue.get_nowait()
@@ -76,14 +76,14 @@ async def test_an_abort_through_another_head_ends_the_requests_of_this_one(
     processor, queue = registered(client, "mine")
     aborted = AbortedElsewhere(ids, Future())
     for item in (aborted, EngineApi().idle_report(0)):
-        orchestrator.output_async_queue.force_put(item)
+        orchestrator.front_end.output_async_queue.force_put(item)
     await client.get_output_async()
     assert aborted.applied.done()
     assert not processor.has_unfinished_requests()
     output = queue.get_nowait()
     assert isinstance(output, RequestOutput)
     assert output.outputs[0].finish_reason == "abort"
-    assert await orchestrator.request_async_queue.get_batch() == [AbortRequests(("mine",), whole=True)]
+    assert await orchestrator.front_end.request_async_queue.get_batch() == [AbortRequests(("mine",), whole=True)]
 
 
 async def test_a_further_request_for_an_answer_that_is_refused_is_not_sent(
@@ -102,7 +102,7 @@ async def test_a_further_request_for_an_answer_that_is_refused_is_not_sent(
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "app": SimpleNamespace(state=state)}
     http = Client(AdmissionMiddleware(app, frozenset({"/"}), lambda _: True), scope)
     assert await http.status() == HTTPStatus.SERVICE_UNAVAILABLE
-    assert await orchestrator.request_async_queue.get_batch() == [AbortRequests(("further",), whole=True)]
+    assert await orchestrator.front_end.request_async_queue.get_batch() == [AbortRequests(("further",), whole=True)]
     assert not processor.has_unfinished_requests()
 
 
@@ -112,7 +112,7 @@ async def test_a_session_that_has_begun_goes_on_when_the_server_is_told_to_end(
     monkeypatch.setattr(orchestrator, "request_states", {"session": "begun"})
     client.graceful_shutdown.ending = True
     await client.add_request_async(FakeRequest("session"))
-    (message,) = await orchestrator.request_async_queue.get_batch()
+    (message,) = await orchestrator.front_end.request_async_queue.get_batch()
     assert isinstance(message, SubmitRequest)
 
 
@@ -134,7 +134,7 @@ async def test_a_fleet_that_ends_waits_until_asyncllm_has_handled_the_last_outpu
     assert not done
     processor.abort_requests(["r"], internal=True)
     if end == "the last answer":
-        orchestrator.output_async_queue.force_put(EngineApi().idle_report(0))
+        orchestrator.front_end.output_async_queue.force_put(EngineApi().idle_report(0))
         await client.get_output_async()
     else:
         await client.abort_requests_async(["r"])
@@ -169,7 +169,7 @@ async def test_requests_are_traced_where_vllm_traces_them(
 ) -> None:
     registered(client, "r", tracing_enabled=tracing)
     await client.add_request_async(FakeRequest("r"))
-    (message,) = await orchestrator.request_async_queue.get_batch()
+    (message,) = await orchestrator.front_end.request_async_queue.get_batch()
     assert isinstance(message, SubmitRequest)
     assert (message.traced, message.chosen_replicas) == ((True, []) if tracing else (False, None))
 
@@ -241,7 +241,7 @@ async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(
     now = 0.0
     client = FleetClient(fleet, SimpleNamespace(), [], clock=lambda: now)
     for engine_index in range(10):
-        orchestrator.output_async_queue.force_put(EngineApi().idle_report(engine_index))
+        orchestrator.front_end.output_async_queue.force_put(EngineApi().idle_report(engine_index))
     taken: list[int] = []
     seen: list[int] = []
 

@@ -101,7 +101,7 @@ class Head(IdleFleet):
         self.client = FleetClient(self, self.own, ready_responses)
 
     async def told(self) -> Any:
-        (message,) = await self.orchestrator.request_async_queue.get_batch()
+        (message,) = await self.orchestrator.front_end.request_async_queue.get_batch()
         return message
 
 
@@ -124,8 +124,8 @@ def test_each_configuration_has_the_sizes_that_engines_of_its_own_stage_reported
 
 async def test_the_first_replica_of_a_stage_that_had_none_completes_its_configuration_once(head: Head) -> None:
     for replica_id in range(2):
-        head.orchestrator.output_async_queue.force_put(ReplicaJoined(2, replica_id, ready(300, replica_id)))
-    head.orchestrator.output_async_queue.force_put(EngineApi().idle_report(0))
+        head.orchestrator.front_end.output_async_queue.force_put(ReplicaJoined(2, replica_id, ready(300, replica_id)))
+    head.orchestrator.front_end.output_async_queue.force_put(EngineApi().idle_report(0))
     await head.client.get_output_async()
     cache, model = head.configs[2].cache_config, head.configs[2].model_config
     assert (cache.num_gpu_blocks, model.max_model_len, head.own.model_config.max_model_len) == (100, 300, 500)
@@ -197,7 +197,7 @@ async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> Non
 
 async def test_the_call_of_a_request_that_is_cancelled_before_it_is_submitted_ends(head: Head) -> None:
     head.client.bind(OutputProcessor(None, log_stats=False), None)
-    head.orchestrator.request_async_queue = ThreadQueue(1)
+    head.orchestrator.front_end.request_async_queue = ThreadQueue(1)
     head.client.abort_call(["the queue is full"])
     running = ActivePipelineCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
 

@@ -112,8 +112,8 @@ class FakeFleet(PlayedFleet):
     async def read(self) -> list[tuple[str, Any]]:
         """Handle all outputs in the queue and return the new events."""
         first = len(self.events)
-        if len(self.orchestrator.output_async_queue):
-            for item in await self.orchestrator.output_async_queue.get_batch():
+        if len(self.orchestrator.front_end.output_async_queue):
+            for item in await self.orchestrator.front_end.output_async_queue.get_batch():
                 self._note(item)
         return self.events[first:]
 

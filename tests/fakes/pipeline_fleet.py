@@ -153,8 +153,8 @@ class FakePipelineFleet(PlayedFleet):
         await self.read()
 
     async def read(self) -> None:
-        if len(self.orchestrator.output_async_queue):
-            for item in await self.orchestrator.output_async_queue.get_batch():
+        if len(self.orchestrator.front_end.output_async_queue):
+            for item in await self.orchestrator.front_end.output_async_queue.get_batch():
                 self._note(item)
 
     def attempt(self, request_id: str, stage_id: int) -> tuple[PlayedLink, str]:

@@ -57,7 +57,7 @@ class PlayedFleet:
 
     async def hand_over(self, message: SubmitRequest | AbortRequests) -> None:
         """Send a message to the orchestrator; returns when it is handled."""
-        queue = self.orchestrator.request_async_queue
+        queue = self.orchestrator.front_end.request_async_queue
         queue.force_put(message)
         # A batch is read and handled in one step of the loop, so an empty queue means that it was handled.
         await eventually(lambda: len(queue) == 0, "the reading of a message")

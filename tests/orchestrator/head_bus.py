@@ -218,7 +218,7 @@ class FakeHead(FakeFleet):
 
     async def _read_updates(self) -> None:
         while True:
-            for item in await self.orchestrator.output_async_queue.get_batch():
+            for item in await self.orchestrator.front_end.output_async_queue.get_batch():
                 if isinstance(item, AbortedElsewhere):
                     self.aborted.append(list(item.request_ids))
                     item.applied.set_result(None)

@@ -124,7 +124,7 @@ class PlayedHead(FakePipelineFleet):
     async def notified_sleep_level(self) -> int:
         """Wait for an update to AsyncLLM; returns its sleep level."""
         async with asyncio.timeout(10):
-            [update] = await self.orchestrator.output_async_queue.get_batch()
+            [update] = await self.orchestrator.front_end.output_async_queue.get_batch()
         update.applied.set_result(None)
         level: int = update.sleep_level
         return level

@@ -122,7 +122,7 @@ async def test_late_outputs_of_moved_requests_are_dropped(node: Node, probes: li
     probes[0].answers()
     await bring_up_to_date(engine)
     await node.until_statuses(UP, UP)
-    assert [item.scheduler_stats for item in await node.orchestrator.output_async_queue.get_batch()] == [0]
+    assert [item.scheduler_stats for item in await node.orchestrator.front_end.output_async_queue.get_batch()] == [0]
     assert list(node.orchestrator.request_states["a"].runs[0].produced) == []
 
 

@@ -141,9 +141,9 @@ async def test_outputs_from_before_the_death_of_an_engine_are_delivered(node: No
     assert state.replica_id is not None
     engine = node.engine_of(state.replica_id)
     engine.say(msgspec.json.encode(FakeOutputs(outputs=[FakeOutput(state.engine_request_id, [1], "stop")])))
-    [outputs] = await node.orchestrator.output_async_queue.get_batch()
+    [outputs] = await node.orchestrator.front_end.output_async_queue.get_batch()
     engine.process.die()
-    items = await node.orchestrator.output_async_queue.get_batch()
+    items = await node.orchestrator.front_end.output_async_queue.get_batch()
     assert outputs.outputs[0].finish_reason == "stop"
     assert [item for item in items if isinstance(item, RequestFailed)] == []
 

@@ -10,7 +10,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from tests.fakes.observations import observed
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, RequestLostError
-from vllm_omni_plugin.orchestrator.orchestrator import MAX_QUEUED_OUTPUTS
+from vllm_omni_plugin.orchestrator.front_end import MAX_QUEUED_OUTPUTS
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
@@ -248,7 +248,7 @@ async def test_a_replica_that_joins_while_the_client_does_not_read_waits_for_it_
 async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_it_does(fleet: FakeFleet) -> None:
     link, attempt = await filled(fleet)
     link.output(attempt, finish_reason="stop")
-    assert len(fleet.orchestrator.output_async_queue) == MAX_QUEUED_OUTPUTS
+    assert len(fleet.orchestrator.front_end.output_async_queue) == MAX_QUEUED_OUTPUTS
     assert len(await fleet.read()) == MAX_QUEUED_OUTPUTS
     await until_paused(fleet, False)
     assert await fleet.read() == [("a", "stop")]
@@ -286,7 +286,7 @@ async def test_a_closed_orchestrator_refuses_and_survives_late_outputs() -> None
         link, attempt = fleet.attempt("a")
     link.output(attempt, finish_reason="stop")
     fleet.orchestrator.close_queues()
-    queues: list[Any] = [fleet.orchestrator.request_async_queue, fleet.orchestrator.rpc_async_queue]
+    queues: list[Any] = [fleet.orchestrator.front_end.request_async_queue, fleet.orchestrator.rpc_async_queue]
     for queue in queues:
         with pytest.raises(QueueClosedError):
             queue.force_put(None)

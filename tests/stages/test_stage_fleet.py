@@ -59,7 +59,7 @@ class Fleet:
 
     def submit(self, request_id: str, given: StageInput) -> None:
         request = source(request_id, given=given, mm_features=None, resumable=False, priority=0, prompt_token_ids=[])
-        self.orchestrator.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
+        self.orchestrator.front_end.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
 
     async def run_of(self, request_id: str) -> StageRun:
         states = self.orchestrator.request_states
@@ -69,7 +69,7 @@ class Fleet:
     async def answers(self, *request_ids: str) -> list[StageOutput]:
         said: dict[str, Any] = {}
         while len(said) < len(request_ids):
-            for outputs in await self.orchestrator.output_async_queue.get_batch():
+            for outputs in await self.orchestrator.front_end.output_async_queue.get_batch():
                 said |= {output.request_id: output for output in getattr(outputs, "outputs", ())}
         return [self.api.reader(None).read(said[request_id], ended=True) for request_id in request_ids]
 

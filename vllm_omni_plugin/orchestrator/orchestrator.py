@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.admission import NO_QUEUE, AdmissionConfig
-from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
@@ -14,11 +14,11 @@ from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.hold_queue import MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
+from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
-from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue
 from vllm_omni_plugin.orchestrator.pool.pool_member import CORDON_REASONS, STALL_CORDON, WEIGHTS_CORDON
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import WEIGHTS_REMEDY, PoolMember, StagePool
@@ -32,7 +32,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplaceAdmission,
     ReplicaJoined,
     ReplicaLeft,
-    RequestMessage,
     RpcMessage,
 )
 from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner
@@ -47,10 +46,7 @@ if TYPE_CHECKING:
     # Imports vLLM; the modules of this package must not.
     from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
-MAX_QUEUED_REQUESTS = 4096
-"""Requests in the queue above which AsyncLLM waits."""
-MAX_QUEUED_OUTPUTS = 4096
-"""Messages in the queue above which the replicas' sockets are not read."""
+_MAX_QUEUED_CALLS = 4096
 
 
 class Orchestrator:
@@ -65,11 +61,10 @@ class Orchestrator:
         admission_config: limits and order of requests; None: no admission control, each request is sent at
             once.
         stall_timeout: see `StallWatch`.
-        max_buffered_bytes: of outputs that AsyncLLM has not taken, at which no more are read.
+        front_end: None: a `QueuedFrontEnd`.
 
     Attributes:
-        request_async_queue: messages about requests (`RequestMessage`).
-        output_async_queue: vLLM's `EngineCoreOutputs`, and messages to AsyncLLM.
+        front_end: where requests come from and outputs go to.
         rpc_async_queue: all other messages (`RpcMessage`); `FleetControl` handles them.
         drained: replicas that an operator drained, attached to this head or not.
         request_states: unfinished requests by the client's id.
@@ -92,20 +87,19 @@ class Orchestrator:
         input_builder: StageInputBuilder | None = None,
         admission_config: AdmissionConfig | None = None,
         stall_timeout: float = 0.0,
-        max_buffered_bytes: int = OmniConfig().max_buffered_bytes,
+        front_end: FrontEnd | None = None,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
-        self.request_async_queue: ThreadQueue[RequestMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
-        self.output_async_queue = OutputQueue(MAX_QUEUED_OUTPUTS, max_buffered_bytes, stage_pools)
-        self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
+        self.front_end = front_end or QueuedFrontEnd(stage_pools)
+        self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(_MAX_QUEUED_CALLS)
         self.metrics = OrchestratorMetrics()
         self.events = EventLog()
         self.drained: set[ReplicaKey] = set()
         self.serving_signal = ServingSignal(lambda: self.can_serve)
         self._apis = apis
         self._clock = clock
-        self._put = self.output_async_queue.give
+        self._put = self.front_end.give
         self._bad_outputs = BadOutputs(stage_pools, clock, self.distrust)
         # The loop's time beside its handle: uvloop's handle for a time that has passed has no `when`.
         self._timer: tuple[float, asyncio.Handle] | None = None
@@ -157,30 +151,29 @@ class Orchestrator:
 
     async def wait_until_idle(self) -> bool:
         """Return once no request is unfinished or queued. False: `run` has ended and has dropped requests."""
-        while not self._closed and (self.request_states or len(self.request_async_queue)):
+        while not self._closed and (self.request_states or self.front_end.queued):
             await self._requests.wait_until_empty()
             # Queued requests are taken in the loop's next turns.
             await asyncio.sleep(0)
         return not self._closed
 
     async def run(self) -> None:
-        """Serve requests until their queue is closed."""
+        """Serve requests until `close_queues`."""
         try:
-            await self._requests.serve(self.request_async_queue, self._bad_outputs.handle)
+            await self.front_end.serve(partial(self._requests.handle, on_unusable=self._bad_outputs.handle))
         finally:
             self._closed = True
-            self.output_async_queue.stop_waiting()
+            self.front_end.stop_waiting()
             self._requests.close()
             if self._timer is not None:
                 self._timer[1].cancel()
 
     def close_queues(self) -> None:
         """End `run` and wake everyone who waits on a queue. Idempotent, from any thread."""
-        self.request_async_queue.close()
         for message in self.rpc_async_queue.close():
             if isinstance(message, CallReplicas | ManageReplica | Explain | ReplaceAdmission):
                 message.reply.cancel()
-        self.output_async_queue.close()
+        self.front_end.close()
 
     def outputs_received(self, member: PoolMember, outputs: Any) -> None:
         """Release the finished requests among a replica's outputs, restore the client's ids, send them to AsyncLLM."""
@@ -196,7 +189,7 @@ class Orchestrator:
         if outputs.outputs:
             self._put(outputs, 0 if member.client is None else member.client.message_bytes)
         elif outputs.scheduler_stats is not None:
-            self.output_async_queue.give_later(outputs)
+            self.front_end.give_later(outputs)
         # Last, because sending may show that the replica is dead, which may end the requests of these outputs.
         # Without admission control nothing waits.
         if self.admission is not None and (ended := self._dispatchers[stage_id].send_waiting(member)):
@@ -252,7 +245,7 @@ class Orchestrator:
         member.changed_at = self._clock()
         size = self._apis[member.stage_id].engine_size(ready_response)
         serves = self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, size)
-        self.output_async_queue.attached(client)
+        self.front_end.attached(client)
         if serves:
             self._began_to_serve(member)
 

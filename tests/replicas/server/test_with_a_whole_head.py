@@ -50,7 +50,7 @@ async def test_a_replica_joins_a_head_without_replicas_and_gets_the_held_request
         await eventually(lambda: node.engine.added)
         node.engine.send_tokens(0, *node.engine.added)
         await eventually(
-            lambda: len(fleet.orchestrator.output_async_queue) == 2, "the news of the replica and an output"
+            lambda: len(fleet.orchestrator.front_end.output_async_queue) == 2, "the news of the replica and an output"
         )
         assert await fleet.read() == [("a", None)]
 

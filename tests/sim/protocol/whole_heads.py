@@ -75,10 +75,10 @@ class WholeHead:
 
     def submit(self, *requests: Any) -> None:
         for request in requests:
-            self.orchestrator.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
+            self.orchestrator.front_end.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
 
     def abort(self, *request_ids: str) -> None:
-        self.orchestrator.request_async_queue.force_put(AbortRequests(request_ids))
+        self.orchestrator.front_end.request_async_queue.force_put(AbortRequests(request_ids))
 
     async def more(self) -> None:
         """Return once there are new outputs."""
@@ -96,7 +96,7 @@ class WholeHead:
     async def _read(self) -> None:
         while True:
             try:
-                for item in await self.orchestrator.output_async_queue.get_batch():
+                for item in await self.orchestrator.front_end.output_async_queue.get_batch():
                     self._note(item)
             except QueueClosedError:
                 return

@@ -43,7 +43,7 @@ class FleetView:
             },
             "requests": {
                 "unfinished": len(self.orchestrator.request_states),
-                "queued": len(self.orchestrator.request_async_queue) + metrics.queued,
+                "queued": self.orchestrator.front_end.queued + metrics.queued,
                 "held_http": metrics.held_before_accept,
                 "held_fleet": metrics.held,
                 "held_move": metrics.moves_waiting,

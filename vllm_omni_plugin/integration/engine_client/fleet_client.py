@@ -27,6 +27,7 @@ from vllm_omni_plugin.integration.engine_client.server_state_sync import ServerS
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.front_end import QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
@@ -69,6 +70,8 @@ class FleetClient(UtilityCallClient):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(fleet.orchestrator, fleet.stages)
+        assert isinstance(fleet.orchestrator.front_end, QueuedFrontEnd)
+        self._front_end = fleet.orchestrator.front_end
         self._fleet = fleet
         self.fleet_calls = fleet.fleet_calls
         self._events = FleetEventHandler(fleet.stages, vllm_config, ready_responses, self.abort_call, self._send)
@@ -147,7 +150,7 @@ class FleetClient(UtilityCallClient):
 
     async def get_output_async(self) -> Any:
         """The next `EngineCoreOutputs` of any replica. Handles the events before it."""
-        queue = self.orchestrator.output_async_queue
+        queue = self._front_end.output_async_queue
         self.graceful_shutdown.outputs_processed()
         if self._received or len(queue):
             await self._yield_to_loop()
@@ -190,7 +193,7 @@ class FleetClient(UtilityCallClient):
             self.graceful_shutdown.refuse(request.request_id, call)
             self.abort_call([request.request_id])
             return
-        queue = self.orchestrator.request_async_queue
+        queue = self._front_end.request_async_queue
         chosen_replicas = new_chosen_replicas()
         spans = self._events.spans
         if spans is not None:
@@ -231,7 +234,7 @@ class FleetClient(UtilityCallClient):
     def _send(self, message: RequestMessage) -> None:
         # Ignores the bound of the queue, since an abort must never wait; there are no more aborts than requests.
         with suppress(QueueClosedError):
-            self.orchestrator.request_async_queue.force_put(message)
+            self._front_end.request_async_queue.force_put(message)
 
     async def get_supported_tasks_async(self) -> Any:
         """The model's tasks. vLLM's server calls this at its start; waits until a replica serves."""
@@ -281,7 +284,7 @@ class FleetClient(UtilityCallClient):
     def dp_engines_running(self) -> bool:
         """Whether any request is unfinished, including those still in the queue."""
         # Check in the order in which requests move, so that none is missed.
-        return bool(len(self.orchestrator.request_async_queue) or self.orchestrator.request_states)
+        return bool(self._front_end.queued or self.orchestrator.request_states)
 
     def get_kv_event_sources(self) -> dict[int, Any]:
         return dict(self._events.kv_event_sources)

@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from vllm_omni_plugin.admission import AdmissionConfig, load_admission
@@ -26,6 +26,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteRepli
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
+from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
@@ -54,11 +55,21 @@ class Fleet:
 
     Raises ConfigError if a stage cannot be served as configured, or the coordinator cannot listen on its address.
 
+    Args:
+        make_front_end: called with the pools and the bytes of outputs that may wait for the front end.
+
     Attributes:
         coordinator: None in a fleet that no other process can join, and in a head that has joined a fleet.
     """
 
-    def __init__(self, options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> None:
+    def __init__(
+        self,
+        options: OmniConfig,
+        vllm_config: Any,
+        executor_class: Any,
+        log_stats: bool,
+        make_front_end: Callable[[Sequence[StagePool], int], FrontEnd] = QueuedFrontEnd,
+    ) -> None:
         self._options = options = _with_secret(options)
         self._secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
         # This process has threads, so a forked engine process could deadlock.
@@ -74,7 +85,8 @@ class Fleet:
         self._exchange = WorkExchange(self._report_work) if options.is_open else None
         self._pools = [_pool(plan, self._exchange, options.admission is not None) for plan in self._plans]
         self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
-        self.orchestrator = self._make_orchestrator()
+        front_end = make_front_end(self._pools, options.max_buffered_bytes)
+        self.orchestrator = self._make_orchestrator(front_end)
         current_client = self._current_client if options.is_open else None
         self.fleet_calls = FleetCalls(self.orchestrator, self._head_id, current_client)
         self._thread = self._make_thread()
@@ -130,7 +142,7 @@ class Fleet:
             self.coordinator.close()
         self._reaper.close()
 
-    def _make_orchestrator(self) -> Orchestrator:
+    def _make_orchestrator(self, front_end: FrontEnd) -> Orchestrator:
         options, pipeline = self._options, self.stages.pipeline
         apis = [plan.api for plan in self._plans]
         input_builder = None
@@ -150,7 +162,7 @@ class Fleet:
             input_builder,
             admission_config,
             options.stall_timeout,
-            options.max_buffered_bytes,
+            front_end,
         )
 
     def _make_thread(self) -> OrchestratorThread:

@@ -365,7 +365,7 @@ class FleetCalls:
             self._synced.set()
 
     async def _notify_state_change(self, call: OngoingCall) -> None:
-        await notify_state_change(self._orchestrator.output_async_queue.give, call.server_update())
+        await notify_state_change(self._orchestrator.front_end.give, call.server_update())
 
     def _send(self, message: CallMessageFromHead) -> bool:
         client = self._client()

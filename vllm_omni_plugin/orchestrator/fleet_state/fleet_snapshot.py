@@ -38,7 +38,7 @@ def adopt(orchestrator: Orchestrator, state: FleetState) -> list[Coroutine[Any, 
     _adopt_drained(orchestrator, set(state.drained))
     update = _update(adapters, sleep_level, _adapters(stages), stages[0].shared.sleep_level)
     catching_up = [stage.catch_up(calls) for stage, calls in zip(stages, missed, strict=True) if calls]
-    return [*catching_up, notify_state_change(orchestrator.output_async_queue.give, update)]
+    return [*catching_up, notify_state_change(orchestrator.front_end.give, update)]
 
 
 def _adopt_drained(orchestrator: Orchestrator, drained: set[ReplicaKey]) -> None:

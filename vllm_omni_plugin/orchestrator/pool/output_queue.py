@@ -11,6 +11,36 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 _LATER_S = 0.02
 
 
+class ReplicaReading:
+    """Pauses and resumes the reading of all replicas together. Lives on the orchestrator's loop.
+
+    Attributes:
+        paused: whether nothing is read.
+    """
+
+    def __init__(self, stage_pools: Sequence[StagePool]) -> None:
+        self._pools = stage_pools
+        self.paused = False
+
+    def pause(self) -> None:
+        self.paused = True
+        for client in self._clients():
+            client.pause_reading()
+
+    def resume(self) -> None:
+        self.paused = False
+        for client in self._clients():
+            client.resume_reading()
+
+    def attached(self, client: StageClient) -> None:
+        """A replica begins to serve: during a pause, it is not read either."""
+        if self.paused:
+            client.pause_reading()
+
+    def _clients(self) -> list[StageClient]:
+        return [m.client for pool in self._pools for m in pool.members if m.client is not None]
+
+
 class OutputQueue(ThreadQueue[Any]):
     """Outputs for AsyncLLM's thread. While the queue is full, replicas' outputs stay in their sockets.
 
@@ -19,11 +49,12 @@ class OutputQueue(ThreadQueue[Any]):
     Args:
         maxsize: messages that AsyncLLM has not taken, at which reading stops.
         max_bytes: the size of these messages, as they were received, at which reading stops.
+        reading: of the replicas.
     """
 
-    def __init__(self, maxsize: int, max_bytes: float, stage_pools: Sequence[StagePool]) -> None:
+    def __init__(self, maxsize: int, max_bytes: float, reading: ReplicaReading) -> None:
         super().__init__(maxsize, max_bytes)
-        self._pools = stage_pools
+        self._reading = reading
         self._throttle: asyncio.Task[None] | None = None
         self._later: list[Any] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -56,11 +87,6 @@ class OutputQueue(ThreadQueue[Any]):
         for item in waiting:
             self.give(item)
 
-    def attached(self, client: StageClient) -> None:
-        """A replica begins to serve: while the queue is full, it is not read either."""
-        if self._throttle is not None:
-            client.pause_reading()
-
     def stop_waiting(self) -> None:
         """Cancel all timers and tasks. Idempotent."""
         if self._timer is not None:
@@ -70,15 +96,10 @@ class OutputQueue(ThreadQueue[Any]):
 
     async def _wait_for_reader(self) -> None:
         try:
-            for client in self._clients():
-                client.pause_reading()
+            self._reading.pause()
             await self.wait_for_room()
         except QueueClosedError:
             return
         finally:
             self._throttle = None
-        for client in self._clients():
-            client.resume_reading()
-
-    def _clients(self) -> list[StageClient]:
-        return [m.client for pool in self._pools for m in pool.members if m.client is not None]
+        self._reading.resume()

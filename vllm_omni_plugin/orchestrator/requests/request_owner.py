@@ -17,7 +17,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     SubmitRequest,
 )
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded
-from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
 
 logger = init_logger(__name__)
 
@@ -59,23 +58,17 @@ class RequestOwner(ABC, Generic[S]):
             self._empty = asyncio.get_running_loop().create_future()
             await self._empty
 
-    async def serve(self, queue: ThreadQueue[RequestMessage], on_unusable: Callable[[OutputUnusable], None]) -> None:
-        """Handle the messages in order until the queue is closed; `on_unusable` gets those about bad outputs."""
-        while True:
-            try:
-                batch = await queue.get_batch()
-            except QueueClosedError:
-                return
-            for message in batch:
-                try:
-                    if isinstance(message, SubmitRequest):
-                        self.submit(message)
-                    elif isinstance(message, AbortRequests):
-                        self.abort(message.request_ids, message.whole)
-                    else:
-                        on_unusable(message)
-                except Exception as error:
-                    self._fail_one(message, error)
+    def handle(self, message: RequestMessage, on_unusable: Callable[[OutputUnusable], None]) -> None:
+        """Handle a message of the front end; `on_unusable` gets those about bad outputs. Raises nothing."""
+        try:
+            if isinstance(message, SubmitRequest):
+                self.submit(message)
+            elif isinstance(message, AbortRequests):
+                self.abort(message.request_ids, message.whole)
+            else:
+                on_unusable(message)
+        except Exception as error:
+            self._fail_one(message, error)
 
     @abstractmethod
     def submit(self, message: SubmitRequest) -> None:
