@@ -22,7 +22,7 @@ def serve(*arguments: str) -> Namespace:
         ((), OmniConfig(), ("127.0.0.1", 8001)),
         (("--host", "::", "--port", "9000"), OmniConfig(), ("127.0.0.1", 9001)),
         (("--port", "9000"), OmniConfig(admin_port=80), ("127.0.0.1", 80)),
-        ((), OmniConfig(admin_key_file="keys"), ("0.0.0.0", 8001)),  # noqa: S104
+        ((), OmniConfig(admin_key_file="keys"), ("0.0.0.0", 8001)),
         (("--host", "::"), OmniConfig(admin_key_file="keys"), ("::", 8001)),
     ],
 )

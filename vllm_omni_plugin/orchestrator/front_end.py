@@ -1,11 +1,12 @@
 """What hands requests to the orchestrator and takes outputs from it: an interface, and its form for AsyncLLM."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.orchestrator.pool.output_queue import OutputQueue, ReplicaReading
+from vllm_omni_plugin.orchestrator.pool.replica_reading import ReplicaReading
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestMessage
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
@@ -15,6 +16,7 @@ MAX_QUEUED_REQUESTS = 4096
 """Requests in the queue above which AsyncLLM waits."""
 MAX_QUEUED_OUTPUTS = 4096
 """Messages in the queue above which the replicas' sockets are not read."""
+_LATER_S = 0.02
 
 
 class FrontEnd(ABC):
@@ -56,6 +58,9 @@ class FrontEnd(ABC):
 class QueuedFrontEnd(FrontEnd):
     """AsyncLLM, on the loop of another thread, behind two bounded queues.
 
+    Args:
+        max_buffered_bytes: of outputs that AsyncLLM has not taken, as they were received, at which no more are read.
+
     Attributes:
         request_async_queue: messages about requests (`RequestMessage`).
         output_async_queue: vLLM's `EngineCoreOutputs`, and messages to AsyncLLM.
@@ -64,9 +69,12 @@ class QueuedFrontEnd(FrontEnd):
     def __init__(
         self, stage_pools: Sequence[StagePool], max_buffered_bytes: int = OmniConfig().max_buffered_bytes
     ) -> None:
-        self._reading = ReplicaReading(stage_pools)
         self.request_async_queue: ThreadQueue[RequestMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
-        self.output_async_queue = OutputQueue(MAX_QUEUED_OUTPUTS, max_buffered_bytes, self._reading)
+        self.output_async_queue: ThreadQueue[Any] = ThreadQueue(MAX_QUEUED_OUTPUTS, max_buffered_bytes)
+        self._reading = ReplicaReading(stage_pools)
+        self._throttle: asyncio.Task[None] | None = None
+        self._later: list[Any] = []
+        self._timer: asyncio.TimerHandle | None = None
 
     async def serve(self, handle: Callable[[RequestMessage], None]) -> None:
         while True:
@@ -82,17 +90,48 @@ class QueuedFrontEnd(FrontEnd):
         return len(self.request_async_queue)
 
     def give(self, item: Any, size: int = 0) -> None:
-        self.output_async_queue.give(item, size)
+        if self._timer is not None:
+            self._give_waiting()
+        try:
+            is_full = self.output_async_queue.force_put(item, size)
+        except QueueClosedError:
+            return
+        if is_full and self._throttle is None:
+            self._throttle = asyncio.get_running_loop().create_task(self._wait_for_reader(), name="omni-throttle")
 
     def give_later(self, item: Any) -> None:
-        self.output_async_queue.give_later(item)
+        """Within 20 ms. Each item wakes AsyncLLM's thread, which then takes Python's lock from this thread."""
+        self._later.append(item)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LATER_S, self._give_waiting)
 
     def attached(self, client: StageClient) -> None:
         self._reading.attached(client)
 
     def stop_waiting(self) -> None:
-        self.output_async_queue.stop_waiting()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._throttle is not None:
+            self._throttle.cancel()
 
     def close(self) -> None:
         self.request_async_queue.close()
         self.output_async_queue.close()
+
+    def _give_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._later = self._later, []
+        for item in waiting:
+            self.give(item)
+
+    async def _wait_for_reader(self) -> None:
+        try:
+            self._reading.pause()
+            await self.output_async_queue.wait_for_room()
+        except QueueClosedError:
+            return
+        finally:
+            self._throttle = None
+        self._reading.resume()

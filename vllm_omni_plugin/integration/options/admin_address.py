@@ -17,7 +17,7 @@ def admin_address(options: OmniConfig, args: argparse.Namespace) -> tuple[str, i
     Args:
         args: of `vllm serve`: `--host` and `--port`.
     """
-    host = args.host or "0.0.0.0" if options.admin_key_file is not None else _LOOPBACK  # noqa: S104 - vLLM's default
+    host = args.host or "0.0.0.0" if options.admin_key_file is not None else _LOOPBACK
     return host, args.port + 1 if options.admin_port is None else options.admin_port
 
 

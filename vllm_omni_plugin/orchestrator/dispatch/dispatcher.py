@@ -281,9 +281,8 @@ class Dispatcher:
             run.task, run.affinity_key = self._api.describe(request)
         if chosen is None:
             is_pinned = run.affinity_key is not None and self._api.how_to_move(request) is Move.PINNED
-            avoided = (
-                self._avoided(run) if run.crash_losses or self._suspects.isolated or self._paused.refused_by else ()
-            )
+            may_avoid = run.crash_losses or self._suspects.isolated or self._paused.refused_by
+            avoided = self._avoided(run) if may_avoid else ()
             if self._returning.awaited and run.affinity_key is None:
                 avoided = self._returning.full.union(avoided)
             chosen = self._pool.decide(run.task, run.affinity_key, avoided, is_pinned)
