@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 
 READY = b'"ready"'
 UNPROBED = (3600.0, 36000.0)
@@ -113,8 +112,8 @@ class FakeEngine(FakeProcess):
 
 
 @dataclass
-class FakeLauncher(Launcher):
-    """Starts without a plan succeed at once. `starts` has the replica ids, in order."""
+class FakeLauncher:
+    """Implements `Launcher`. Starts without a plan succeed at once. `starts` has the replica ids, in order."""
 
     plans: dict[int, deque[Plan]] = field(default_factory=dict)
     engines: list[FakeEngine] = field(default_factory=list)

@@ -174,7 +174,7 @@ class FleetEndpoints:
             )
         state.omni_drain = fleet.head_drain
         state.omni_abort_elsewhere = fleet.abort_elsewhere
-        state.omni_count_workers = fleet.worker_ranks.count
+        state.omni_count_workers = fleet.count_workers
         state.omni_broadcast = _broadcast(fleet)
         headers = tenant_headers(options.tenant_header, options.admission)
         if headers:
