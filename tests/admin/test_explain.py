@@ -120,7 +120,7 @@ async def test_a_score_that_json_cannot_hold_is_null(policy: Scripted, client: h
     [
         ({}, 400, "The body: prompt: Field required."),
         ({"session": "s"}, 400, "prompt: Field required"),
-        ({"prompt": 7}, 400, "prompt: Input should be a valid string"),
+        ({"prompt": 7}, 400, "prompt: str: Input should be a valid string"),
         ({"prompt": "x", "sesion": "s"}, 400, "sesion: Extra inputs are not permitted"),
         ([], 400, "The body: Input should be an object"),
         ({"prompt": ""}, 400, "too long or empty"),

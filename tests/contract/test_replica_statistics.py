@@ -20,6 +20,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from tests.contract.configs import vllm_config, write_model
 from vllm_omni_plugin.integration.rust_front_end.replica_statistics import REQUEST_METRICS, ReplicaStatistics
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,14 @@ def asked() -> list[None]:
 
 
 @pytest.fixture
-def statistics(config: Any, asked: list[None]) -> Iterator[ReplicaStatistics]:
-    yield ReplicaStatistics(config, lambda: asked.append(None))
+def ledgers() -> dict[int, LoadLedger]:
+    """Of all replicas, by engine index."""
+    return {}
+
+
+@pytest.fixture
+def statistics(config: Any, ledgers: dict[int, LoadLedger], asked: list[None]) -> Iterator[ReplicaStatistics]:
+    yield ReplicaStatistics(config, ledgers.items, lambda: asked.append(None))
     unregister_vllm_metrics()
 
 
@@ -96,6 +103,29 @@ def test_a_replica_that_came_and_went_between_two_scrapes_is_counted(statistics:
     assert scraped(statistics, "num_requests_running") == {0: 0}
 
 
+def test_tokens_are_counted_by_replica_over_restarts_of_its_engine(
+    statistics: ReplicaStatistics, ledgers: dict[int, LoadLedger]
+) -> None:
+    def counts() -> tuple[dict[int, float], dict[int, float]]:
+        return scraped(statistics, "prompt_tokens_total"), scraped(statistics, "generation_tokens_total")
+
+    for index in (0, 1):
+        statistics.joined(index)
+        ledgers[index] = LoadLedger()
+    ledgers[1].prompted, ledgers[1].generated = 10, 3
+    assert counts() == ({0: 0, 1: 10}, {0: 0, 1: 3})
+    ledgers[1].generated = 5
+    assert counts() == ({0: 0, 1: 10}, {0: 0, 1: 5})
+    ledgers[1].generated = 6
+    ledgers[1] = LoadLedger()
+    ledgers[1].prompted = 20
+    assert counts() == ({0: 0, 1: 30}, {0: 0, 1: 6})
+    ledgers[1].generated = 1
+    statistics.left(1)
+    del ledgers[1]
+    assert counts() == ({0: 0, 1: 30}, {0: 0, 1: 7})
+
+
 def test_reports_that_cannot_be_added_are_recorded_one_by_one_and_soon(
     statistics: ReplicaStatistics, asked: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +182,8 @@ def test_metrics_of_requests_are_left_out_and_no_others(
     iteration.time_to_first_tokens_iter = iteration.inter_token_latencies_iter = [0.1]
     manager.record(None, iteration, MultiModalCacheStats(False, 1, 1, 1), 0)
     by_requests = metrics()
-    assert {name for name in every if by_requests[name] != by_scheduler[name]} <= REQUEST_METRICS
+    changed = {name for name in every if by_requests[name] != by_scheduler[name]}
+    assert changed - REQUEST_METRICS == {"vllm:generation_tokens", "vllm:prompt_tokens"}
 
 
 def metrics() -> dict[str, list[float]]:

@@ -34,6 +34,7 @@ def test_a_prompt_is_to_be_computed_until_its_first_output_and_held_from_then_on
     assert ledger.load.decode_tokens == 105
     ledger.release(run, 3.0)
     assert ledger.load == ReplicaLoad(prefill_rate=18.0)
+    assert (ledger.prompted, ledger.generated) == (100, 5)
 
 
 @pytest.mark.parametrize(

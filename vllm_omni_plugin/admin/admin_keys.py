@@ -1,8 +1,8 @@
 """Admin keys: those in an operator's file, and the one that a head without a file keeps for commands of its own user.
 
 The latter is in the user's folders, under the head's address, and new at each start: who listens at that address after
-the head has ended, and is sent the key, can do nothing with it. Imports little, because the command `vllm-omni-plugin`
-reads keys, too.
+the head has ended, and is sent the key, can do nothing with it. There a head also says where its operator's routes are,
+if they have a server of their own. Imports little, because the command `vllm-omni-plugin` reads this, too.
 """
 
 import atexit
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.key_file import read_key_file
@@ -22,6 +23,18 @@ from vllm_omni_plugin.user_folder import folder_paths, open_user_folder
 logger = init_logger(__name__)
 
 MIN_KEY_CHARS = 16
+
+
+class LocalHead(NamedTuple):
+    """What a head keeps for commands of its own user.
+
+    Attributes:
+        key: "" if the operator gave keys.
+        admin_url: of the server with the operator's routes; "" if they are at the head's own address.
+    """
+
+    key: str
+    admin_url: str = ""
 
 
 def read_admin_keys(path: str, flag: str) -> list[str]:
@@ -38,8 +51,19 @@ def read_admin_keys(path: str, flag: str) -> list[str]:
     return keys
 
 
+def new_local_key() -> str:
+    return secrets.token_urlsafe(32)
+
+
 def publish_local_key(host: str | None, port: int) -> str:
-    """Return a new admin key that `find_local_key` finds until this process ends.
+    """Return a new admin key that `find_local_key` finds until this process ends; see `publish_head`."""
+    key = new_local_key()
+    publish_head(host, port, LocalHead(key))
+    return key
+
+
+def publish_head(host: str | None, port: int, head: LocalHead) -> None:
+    """Make `find_head` find this until this process ends.
 
     It is in each usable folder of `folder_paths`: a command may not have the head's environment, and a run-time
     directory may go when its user logs out.
@@ -47,29 +71,34 @@ def publish_local_key(host: str | None, port: int) -> str:
     Args:
         host, port: where the head listens, as its flags say it.
     """
-    key = secrets.token_urlsafe(32)
-    names = [_file_name(address, port) for address in _addresses(host)]
+    text = "\n".join(head)
+    names = [_file_name(address, port) for address in local_addresses(host)]
     paths, problems = [*folder_paths()], list[str]()
     for path in paths:
         try:
             with open_user_folder(path, create=True) as folder:
                 for name in names:
-                    folder.replace(name, key)
+                    folder.replace(name, text)
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
         else:
-            atexit.register(_remove, path, names, key, os.getpid())
+            atexit.register(_remove, path, names, text, os.getpid())
     if len(problems) == len(paths):
         logger.warning(
             "There is no place for the admin key of this head's user (%s): vllm-omni-plugin cannot change the fleet "
             "without --omni-admin-key-file.",
             "; ".join(problems),
         )
-    return key
 
 
 def find_local_key(host: str, port: int) -> str | None:
-    """The admin key of this user's head that listens at this address of this machine, if it can be found.
+    """The admin key of this user's head that listens at this address of this machine, if it can be found."""
+    head = find_head(host, port)
+    return (head.key or None) if head is not None else None
+
+
+def find_head(host: str, port: int) -> LocalHead | None:
+    """What this user's head that listens at this address of this machine has published, if it can be found.
 
     Nobody else can listen there while that head does. So a name is not enough: it may stand for several addresses.
     """
@@ -79,11 +108,12 @@ def find_local_key(host: str, port: int) -> str | None:
         return None
     for path in folder_paths():
         with suppress(OSError), open_user_folder(path) as folder:
-            return folder.read(name)
+            key, _, admin_url = folder.read(name).partition("\n")
+            return LocalHead(key, admin_url)
     return None
 
 
-def _addresses(host: str | None) -> tuple[str, ...]:
+def local_addresses(host: str | None) -> tuple[str, ...]:
     """The addresses for commands on this machine, of a server with this `--host`. vLLM binds names to IPv4."""
     if host in (None, "", "0.0.0.0"):
         return ("127.0.0.1",)
@@ -96,14 +126,14 @@ def _addresses(host: str | None) -> tuple[str, ...]:
     return ()
 
 
-def _remove(path: Path, names: Sequence[str], key: str, owner: int) -> None:
+def _remove(path: Path, names: Sequence[str], text: str, owner: int) -> None:
     # A fork of this process runs its exit handlers too.
     if os.getpid() != owner:
         return
     for name in names:
         with suppress(OSError), open_user_folder(path) as folder:
             # Not that of a head that was started at this address since.
-            if folder.read(name) == key:
+            if folder.read(name) == text:
                 folder.remove(name)
 
 

@@ -13,8 +13,9 @@ from vllm_omni_plugin.errors import NoExplanationError, OmniError
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explain, Explanation
 
-PromptReader = Callable[[str, str | None], Awaitable[Prompt]]
-"""Tokenizes a text for a model; None is the base model. Raises `BadPromptError` and `UnknownModelError`."""
+PromptReader = Callable[[str | list[int], str | None], Awaitable[Prompt]]
+"""Tokenizes a text for a model, or takes token ids; None is the base model. Raises `BadPromptError` and
+`UnknownModelError`."""
 
 
 class BadPromptError(OmniError, ValueError):
@@ -51,7 +52,7 @@ async def explain(
     orchestrator: Orchestrator,
     read_prompt: PromptReader,
     stage_id: int,
-    prompt: str,
+    prompt: str | list[int],
     session: str | None,
     model: str | None,
     tenant: str = "",

@@ -25,11 +25,12 @@ from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 
 class ExplainRequest(BaseModel):
-    """The body of `POST /omni/explain`. `priority` None: the best one that the tenant's class allows."""
+    """The body of `POST /omni/explain`. `prompt`: a text or token ids. `priority` None: the best one that the tenant's
+    class allows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompt: str
+    prompt: str | list[int]
     session: str | None = None
     model: str | None = None
     tenant: str = ""

@@ -30,11 +30,21 @@ class TokenCounts(NamedTuple):
 
 
 class TokenRates:
-    """Computes rates from repeated readings of the counters, which are missing if vLLM's statistics are off."""
+    """Computes rates from repeated readings of the counters, which are missing if vLLM's statistics are off.
 
-    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float]) -> None:
+    Args:
+        before_reading: brings the counters up to date.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        clock: Callable[[], float],
+        before_reading: Callable[[], None] = lambda: None,
+    ) -> None:
         self._counters = registry.restricted_registry(_COUNTERS)
         self._clock = clock
+        self._before_reading = before_reading
         self._readings: deque[tuple[float, dict[str, TokenCounts]]] = deque()
 
     def read(self) -> None:
@@ -44,6 +54,7 @@ class TokenRates:
             self._readings.popleft()
         if self._readings and now - self._readings[-1][0] < _APART_S:
             return
+        self._before_reading()
         counts: dict[str, list[float]] = {}
         for family in self._counters.collect():
             for sample in family.samples:

@@ -6,37 +6,28 @@ vLLM loads endpoint plugins that an environment variable names. Ours needs none,
 import asyncio
 import os
 import signal
-import socket
 import time
-from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import REGISTRY
 from starlette.middleware import Middleware
 
-from vllm_omni_plugin.admin.access import Access, KeyCheck
-from vllm_omni_plugin.admin.admin_keys import publish_local_key, read_admin_keys
-from vllm_omni_plugin.admin.admission_file import AdmissionFile
-from vllm_omni_plugin.admin.explain import explain
+from vllm_omni_plugin.admin.admin_keys import publish_local_key
 from vllm_omni_plugin.admin.head_drain import DRAINING
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
 from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, tenant_headers
 from vllm_omni_plugin.admin.operator_calls import AbortEverywhereMiddleware, OperatorCallMiddleware
-from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
-from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
-from vllm_omni_plugin.admin.watch.fleet_view import FleetView
-from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
-from vllm_omni_plugin.config import ADMIN_KEY_FLAG, OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, OmniError, RequestRefusedError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort
 from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
+from vllm_omni_plugin.integration.http.operator_access import has_api_key, make_access, warn_of_open_access
+from vllm_omni_plugin.integration.http.operator_state import set_operator_state
 from vllm_omni_plugin.integration.http.world_size import WorldSizeMiddleware
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, options_of
 from vllm_omni_plugin.integration.patching import patch_function
@@ -133,14 +124,13 @@ class FleetEndpoints:
 
         self._app = app
         args = app.state.args
-        api_keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
-        has_api_key = _has_one_of(api_keys, app) if api_keys else lambda _: True
-        access = _access(args, app, has_api_key)
+        has_key = has_api_key(args)
+        access = make_access(args, has_key, partial(_local_key, args), unix_socket=bool(args.uds))
         app.include_router(build_router(access))
         app.include_router(build_watch_router(access))
         # Innermost, so that vLLM checks API keys first, and its HTTP metrics include the waiting time.
-        app.user_middleware.append(Middleware(AdmissionMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
-        app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_api_key))
+        app.user_middleware.append(Middleware(AdmissionMiddleware, paths=INFERENCE_PATHS, has_key=has_key))
+        app.user_middleware.append(Middleware(HoldMiddleware, paths=INFERENCE_PATHS, has_key=has_key))
         app.user_middleware.append(Middleware(ReplicaHeaderMiddleware))
         app.user_middleware.append(Middleware(OperatorCallMiddleware))
         # Without ids, only the route of the development mode aborts all requests.
@@ -156,13 +146,21 @@ class FleetEndpoints:
             return
         options = options_of(engine_client.vllm_config)
         assert options is not None
-        _warn_of_open_access(options)
+        warn_of_open_access(options)
         from vllm_omni_plugin.integration.http.completion_prompts import read_prompt
 
-        state.omni_explain = partial(
-            explain, fleet.orchestrator, partial(read_prompt, state), fleet.stages.prompt_stage
+        one_of_several = hasattr(args, SHARED_DRAIN_FLAG)
+        set_operator_state(
+            state,
+            fleet,
+            options,
+            fleet.head_drain,
+            read_prompt=partial(read_prompt, state),
+            is_ending=lambda: fleet.graceful_shutdown.ending,
+            is_over=lambda: fleet.resources.engine_dead,
+            # The supervisor sends the signal to all of its API servers.
+            reload_others=partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else lambda: None,
         )
-        state.omni_fleet = FleetAdmin(fleet.orchestrator, fleet.fleet_calls, time.monotonic)
         # One of several API servers gets the terminal's signal and the supervisor's for the same Ctrl-C, so it ignores
         # the second. On a second Ctrl-C the supervisor kills it.
         if (flag := getattr(args, SHARED_DRAIN_FLAG, None)) is not None:
@@ -172,10 +170,8 @@ class FleetEndpoints:
             state.omni_second_signal = asyncio.create_task(
                 _handle_second_signal(fleet, self._app), name="omni-second-signal"
             )
-        state.omni_drain = fleet.head_drain
         state.omni_abort_elsewhere = fleet.abort_elsewhere
         state.omni_count_workers = fleet.count_workers
-        state.omni_broadcast = _broadcast(fleet)
         headers = tenant_headers(options.tenant_header, options.admission)
         if headers:
             admission = fleet.orchestrator.admission
@@ -184,14 +180,6 @@ class FleetEndpoints:
             state.omni_admission = HttpAdmission(
                 admission.expected_refusal, admission.may_refuse, count, headers, time.monotonic
             )
-        if options.admission is not None:
-            # The supervisor sends the signal to all of its API servers.
-            one_of_several = hasattr(args, SHARED_DRAIN_FLAG)
-            notify_others = partial(os.kill, os.getppid(), signal.SIGHUP) if one_of_several else lambda: None
-            state.omni_admission_file = file = AdmissionFile(options.admission, fleet.orchestrator, notify_others)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.on_signal)
-            # A signal may have come since the file was read.
-            file.on_signal()
         state.omni_hold = Hold(
             fleet.orchestrator,
             fleet.until_serving,
@@ -224,21 +212,6 @@ def serve_pipeline(app: FastAPI, pipeline: Pipeline, abort: Abort) -> None:
         chat.create_chat_completion = PipelineHandler(chat, create, pipeline, abort, chat=True).handle
 
 
-def _broadcast(fleet: FleetClient) -> FleetBroadcast:
-    from vllm import __version__
-
-    versions = {"vllm": __version__, "plugin": version("vllm-omni-plugin")}
-    view = FleetView(
-        fleet.orchestrator,
-        fleet.head_drain,
-        lambda: fleet.graceful_shutdown.ending,
-        TokenRates(REGISTRY, time.monotonic),
-        {"name": f"{socket.gethostname()}, process {os.getpid()}", **versions},
-        fleet.stages.pipeline,
-    )
-    return FleetBroadcast(view, fleet.orchestrator.events, lambda: fleet.resources.engine_dead)
-
-
 def _count_refusal(fleet: FleetClient, refusal: RequestRefusedError) -> None:
     orchestrator = fleet.orchestrator
     key = (orchestrator.entry_pool.stage_id, str(refusal.reason), str(int(refusal.status)))
@@ -266,31 +239,6 @@ def _cancel_wait(fleet: FleetClient, app: FastAPI) -> None:
         server.force_exit = True
 
 
-def _has_one_of(keys: Sequence[str], app: FastAPI) -> KeyCheck:
-    """vLLM's check of a bearer token, in constant time. Its middleware does not check all paths."""
-    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
-
-    has_key: KeyCheck = AuthenticationMiddleware(app, list(keys)).verify_token
-    return has_key
-
-
-def _access(args: Any, app: FastAPI, has_api_key: KeyCheck) -> Access:
-    """Who may use the operator's routes. Without a key file a server with a port has a key of its own."""
-    if args.omni_admin_key_file:
-        keys = read_admin_keys(args.omni_admin_key_file, ADMIN_KEY_FLAG)
-        return Access(has_api_key, _has_one_of(keys, app), has_key_file=True)
-    # Several API servers share the key of their supervisor.
-    key = getattr(args, LOCAL_ADMIN_KEY, None) or (None if args.uds else publish_local_key(args.host, args.port))
-    has_admin_key = _has_one_of([key] if key else [], app)
-    return Access(has_api_key, has_admin_key, unix_socket=bool(args.uds), loopback=bool(args.omni_admin_loopback))
-
-
-def _warn_of_open_access(options: OmniConfig) -> None:
-    if options.admin_loopback:
-        logger.warning(
-            "With --omni-admin-loopback, everybody who has a loopback address of this machine may change the fleet "
-            "(DELETE, drain, resume) and use explain: its other users, and who reaches a proxy or forwarder that runs "
-            "on it."
-        )
-    elif options.admin_key_file is not None and os.stat(options.admin_key_file).st_mode & 0o077:
-        logger.warning("%s %s: others may access it; run `chmod 600` on it.", ADMIN_KEY_FLAG, options.admin_key_file)
+def _local_key(args: Any) -> str | None:
+    """A server with a port has a key of its own. Several API servers share that of their supervisor."""
+    return getattr(args, LOCAL_ADMIN_KEY, None) or (None if args.uds else publish_local_key(args.host, args.port))

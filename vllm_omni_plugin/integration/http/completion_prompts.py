@@ -9,11 +9,12 @@ from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError
 from vllm_omni_plugin.balancing import Prompt
 
 
-async def read_prompt(state: Any, text: str, model: str | None) -> Prompt:
+async def read_prompt(state: Any, prompt: str | list[int], model: str | None) -> Prompt:
     """Tokenise a prompt with the server's own tokenizer and limits.
 
     Args:
         state: of vLLM's application.
+        prompt: a text or token ids.
         model: the name of the model or of an adapter; None means the model.
 
     Raises:
@@ -25,14 +26,19 @@ async def read_prompt(state: Any, text: str, model: str | None) -> Prompt:
         if (lora := models.lora_requests.get(model)) is None:
             raise UnknownModelError(f"The model `{model}` does not exist.")
         lora_name = lora.lora_name
+    return Prompt(await prompt_tokens(state.online_renderer, prompt), lora_name)
+
+
+async def prompt_tokens(renderer: Any, prompt: str | list[int]) -> list[int]:
+    """The tokens that a completion of the prompt has. `renderer`: vLLM's `OnlineRenderer`. Raises `BadPromptError`."""
     try:
-        request = CompletionRequest(prompt=text, max_tokens=1)
-        rendered = await state.online_renderer.render_completion(request, skip_mm_cache=True)
+        request = CompletionRequest(prompt=prompt, max_tokens=1)
+        rendered = await renderer.render_completion(request, skip_mm_cache=True)
     except (VLLMClientError, ValueError) as error:
         raise BadPromptError(str(error)) from error
     if not isinstance(rendered, list):
         raise BadPromptError(rendered.error.message)
-    token_ids = rendered[0]["prompt_token_ids"]
+    token_ids: list[int] = rendered[0]["prompt_token_ids"]
     if not token_ids:
         raise BadPromptError("The prompt has no tokens.")
-    return Prompt(token_ids, lora_name)
+    return token_ids

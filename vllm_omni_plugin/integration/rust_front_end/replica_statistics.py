@@ -1,19 +1,21 @@
-"""vLLM's own metrics of each replica, from the reports of the schedulers.
+"""vLLM's own metrics of each replica: those of schedulers, from their reports, and the numbers of tokens.
 
 Behind the Rust front end no AsyncLLM records them. Metrics of requests (time to first token, ...) are the front end's.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import StatLoggerManager
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_statistics
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.vllm_api.requests.scheduler_reports import has_single_values, with_earlier_counts
 
 REQUEST_METRICS = frozenset(
@@ -23,13 +25,11 @@ REQUEST_METRICS = frozenset(
         "corrupted_requests",
         "e2e_request_latency_seconds",
         "engine_sleep_state",
-        "generation_tokens",
         "inter_token_latency_seconds",
         "iteration_tokens_total",
         "mm_cache_hits",
         "mm_cache_queries",
         "num_preemptions",
-        "prompt_tokens",
         "prompt_tokens_by_source",
         "prompt_tokens_cached",
         "request_decode_time_seconds",
@@ -49,7 +49,7 @@ REQUEST_METRICS = frozenset(
         "watermark_requests",
     )
 )
-"""Metrics of vLLM's logger that no report of a scheduler sets. They are left out: they would be 0 for every replica."""
+"""Metrics of vLLM's logger that are not set here. They are left out: they would be 0 for every replica."""
 
 _MAX_WHOLE = 64
 """Reports that are kept whole until they must be recorded."""
@@ -66,11 +66,18 @@ class ReplicaStatistics:
 
     Args:
         vllm_config: of the server. It must have the sizes of the first ready response when a first replica has joined.
+        ledgers: of all replicas, by engine index. Called by `flush`.
         record_soon: is called on the orchestrator's thread, and must make the other thread call `flush`.
     """
 
-    def __init__(self, vllm_config: Any, record_soon: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        ledgers: Callable[[], Iterable[tuple[int, LoadLedger]]],
+        record_soon: Callable[[], None],
+    ) -> None:
         self._config = vllm_config
+        self._ledgers = ledgers
         self._record_soon = record_soon
         self._lock = threading.Lock()
         self._serving: set[int] = set()
@@ -79,6 +86,7 @@ class ReplicaStatistics:
         self._manager: StatLoggerManager | None = None
         self._labels: StatLabels | None = None
         self._labelled: set[int] = set()
+        self._counted: dict[int, _Counted] = {}
 
     def joined(self, engine_index: int) -> None:
         """This replica has begun to serve."""
@@ -105,19 +113,42 @@ class ReplicaStatistics:
             self._record_soon()
 
     def flush(self) -> None:
-        """Record everything that has been taken."""
+        """Record everything that has been taken, and the tokens since the last call."""
         with self._lock:
             serving, whole, sums = set(self._serving), self._whole, self._sums
             self._whole, self._sums = [], {}
-        for index in sorted(serving | {index for index, _ in whole} | sums.keys()):
+        tokens = self._count_tokens()
+        for index in sorted(serving | {index for index, _ in whole} | sums.keys() | tokens.keys()):
             self._label(index)
         for index, report in chain(whole, sums.items()):
             assert self._manager is not None
             self._manager.record(report, None, engine_idx=index)
+        for index, iteration in tokens.items():
+            assert self._manager is not None
+            self._manager.record(None, iteration, engine_idx=index)
         for index in sorted(self._labelled - serving):
             assert self._labels is not None
             self._labels.remove(index)
         self._labelled &= serving
+
+    def _count_tokens(self) -> dict[int, IterationStats]:
+        """The tokens since the last call, by engine index, without replicas that had none."""
+        ledgers = dict(self._ledgers())
+        ended = [
+            (index, counted) for index, counted in self._counted.items() if ledgers.get(index) is not counted.ledger
+        ]
+        counts = [(index, counted.take()) for index, counted in ended]
+        for index, _ in ended:
+            del self._counted[index]
+        for index, ledger in ledgers.items():
+            counts.append((index, self._counted.setdefault(index, _Counted(ledger)).take()))
+        found: dict[int, IterationStats] = {}
+        for index, (prompted, generated) in counts:
+            if prompted or generated:
+                iteration = found.setdefault(index, IterationStats())
+                iteration.prompt_token_stats.total += prompted
+                iteration.num_generation_tokens += generated
+        return found
 
     def _label(self, index: int) -> None:
         self._labelled.add(index)
@@ -127,9 +158,26 @@ class ReplicaStatistics:
         # Not before: the size of the cache is a label, and a replica brings it.
         self._manager = StatLoggerManager(self._config, [index], enable_default_loggers=False)
         self._manager.log_engine_initialized()
-        _leave_out(REQUEST_METRICS)
         guard_statistics(self._manager)
         self._labels = StatLabels(self._manager)
+        # Last, since the loggers and their labels use all metrics.
+        _leave_out(REQUEST_METRICS)
+
+
+@dataclass
+class _Counted:
+    """What has been recorded of the tokens in a ledger. Each start of an engine has a ledger of its own."""
+
+    ledger: LoadLedger
+    prompted: int = 0
+    generated: int = 0
+
+    def take(self) -> tuple[int, int]:
+        """The prompt tokens and generated tokens since the last call."""
+        prompted, generated = self.ledger.prompted, self.ledger.generated
+        taken = prompted - self.prompted, generated - self.generated
+        self.prompted, self.generated = prompted, generated
+        return taken
 
 
 def _leave_out(names: frozenset[str]) -> None:

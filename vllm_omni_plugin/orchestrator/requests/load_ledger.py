@@ -38,6 +38,8 @@ class LoadLedger:
         unsent: requests of this head that are charged and not sent.
         pending_tokens: prompt tokens of this head's pending requests that are still to be computed.
         prefill_free_since: monotonic seconds since which `Headroom` keeps prompts away; None: it does not.
+        prompted, generated: all tokens so far of prompts that the engine has computed for this head, including those
+            from its cache, and of its outputs.
     """
 
     def __init__(self, size: EngineSize = UNKNOWN_SIZE) -> None:
@@ -48,6 +50,8 @@ class LoadLedger:
         self.unsent = 0
         self.pending_tokens = 0
         self.prefill_free_since: float | None = None
+        self.prompted = 0
+        self.generated = 0
         # In the order in which they were sent.
         self._pending: dict[StageRun, None] = {}
         # Decoding sessions with streaming input.
@@ -208,9 +212,11 @@ class LoadLedger:
         self._sessions += run.streaming is not None
         self._end_prefill(run, now, computed=run.prefill_tokens)
         self.decode_tokens += run.prompt_tokens + run.output_tokens
+        self.prompted += run.prompt_tokens + run.output_tokens
 
     def add_tokens(self, run: StageRun, tokens: int) -> None:
         run.output_tokens += tokens
+        self.generated += tokens
         if run.has_output:
             self.decode_tokens += tokens
             self._load = None

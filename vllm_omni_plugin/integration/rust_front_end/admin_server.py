@@ -1,0 +1,223 @@
+"""The operators' HTTP server of a head with vLLM's Rust front end: `/omni`, `/metrics` and `/health`."""
+
+import argparse
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
+
+from vllm_omni_plugin.admin.admin_keys import LocalHead, local_addresses, new_local_key, publish_head
+from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
+from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
+from vllm_omni_plugin.admin.routes import build_router
+from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
+from vllm_omni_plugin.config import OmniConfig
+from vllm_omni_plugin.errors import SHUTTING_DOWN, ConfigError
+from vllm_omni_plugin.integration.http.operator_access import has_api_key, make_access, warn_of_open_access
+from vllm_omni_plugin.integration.http.operator_state import OperatedFleet, set_operator_state
+from vllm_omni_plugin.integration.options.admin_address import admin_address
+from vllm_omni_plugin.integration.rust_front_end.model_prompts import ModelPrompts
+from vllm_omni_plugin.integration.rust_front_end.replica_statistics import ReplicaStatistics
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
+
+logger = init_logger(__name__)
+
+_CLOSE_TIMEOUT_S = 2
+"""Seconds after which connections that are still answered are closed."""
+_NOT_SERVING = "No replica can serve requests now."
+
+
+class AdminServer:
+    """Serves operators on the running loop, which must be that of the main thread, from `start` to `close`.
+
+    `/health` is 200 while the head takes requests. vLLM's own is 200 while the front end has its engine, which is
+    always.
+
+    Args:
+        fleet: need not be started yet. Then there are no replicas.
+        args: of `vllm serve`.
+        vllm_config: of the server; see `ReplicaStatistics`.
+        drain: whether an operator drains this head. Whoever takes new requests must refuse them while it is `active`.
+        is_ending: whether the head shuts down: it takes no new requests.
+
+    Attributes:
+        statistics: takes what schedulers report. The orchestrator's thread uses it.
+    """
+
+    def __init__(
+        self,
+        fleet: OperatedFleet,
+        args: argparse.Namespace,
+        options: OmniConfig,
+        vllm_config: Any,
+        drain: HeadDrain,
+        is_ending: Callable[[], bool],
+    ) -> None:
+        self._fleet = fleet
+        self._args = args
+        self._options = options
+        self._config = vllm_config
+        self._drain = drain
+        self._is_ending = is_ending
+        self._collector = FleetCollector(fleet.orchestrator)
+        self.statistics = ReplicaStatistics(vllm_config, self._ledgers, self._record_soon)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to listen. Raises ConfigError, naming the flag, if the address cannot be bound."""
+        listener = self._listen()
+        warn_of_open_access(self._options)
+        self._loop = asyncio.get_running_loop()
+        REGISTRY.register(self._collector)
+        app = self._make_app()
+        app.state.server = self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+                **self._tls(),
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="omni-admin-server")
+        logger.info("Operators and Prometheus find this head at %s.", self._url(listener.getsockname()[0]))
+
+    async def close(self) -> None:
+        """End all streams, and close all connections once they are answered. Idempotent."""
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        assert self._server is not None
+        self._server.should_exit = True
+        await serving
+        REGISTRY.unregister(self._collector)
+
+    def _listen(self) -> socket.socket:
+        host, port = admin_address(self._options, self._args)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            raise ConfigError(
+                f"argument --omni-admin-port: {host} port {port} cannot be bound on this machine: {error.strerror}"
+            ) from error
+
+    def _make_app(self) -> FastAPI:
+        app = FastAPI(title="Fleet", openapi_url=None)
+        # The front end's unix socket (`--uds`) is not this server's.
+        access = make_access(self._args, has_api_key(self._args), self._publish_key)
+        if access.has_key_file:
+            self._publish_url("")
+        app.include_router(build_router(access))
+        app.include_router(build_watch_router(access))
+        app.add_api_route("/metrics", self._metrics, include_in_schema=False)
+        app.add_api_route("/health", self._health, include_in_schema=False)
+        app.add_exception_handler(HTTPException, _error_like_openai)
+        prompts = ModelPrompts(self._config, *_model_names(self._args))
+        set_operator_state(
+            app.state,
+            self._fleet,
+            self._options,
+            self._drain,
+            read_prompt=prompts.read,
+            is_ending=self._is_ending,
+            is_over=lambda: self._serving is None,
+            record_statistics=self.statistics.flush,
+        )
+        return app
+
+    def _publish_key(self) -> str:
+        """Make a key for commands of this user, which they find under either address of the head."""
+        key = new_local_key()
+        _, port = admin_address(self._options, self._args)
+        publish_head(None, port, LocalHead(key))
+        self._publish_url(key)
+        return key
+
+    def _publish_url(self, key: str) -> None:
+        if not self._args.uds:
+            publish_head(self._args.host, self._args.port, LocalHead(key, self._url(self._own_address())))
+
+    def _own_address(self) -> str:
+        """An address under which commands on this machine reach the server."""
+        host, _ = admin_address(self._options, self._args)
+        return next(iter(local_addresses(host)), host)
+
+    def _url(self, address: str) -> str:
+        scheme = "https" if self._tls() else "http"
+        _, port = admin_address(self._options, self._args)
+        return f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}"
+
+    def _tls(self) -> dict[str, Any]:
+        """As the front end, where others can listen in. A certificate is not made out for a loopback address."""
+        args = self._args
+        if self._options.admin_key_file is None or not args.ssl_certfile:
+            return {}
+        return {
+            "ssl_keyfile": args.ssl_keyfile,
+            "ssl_certfile": args.ssl_certfile,
+            "ssl_ca_certs": args.ssl_ca_certs,
+            "ssl_cert_reqs": args.ssl_cert_reqs or ssl.CERT_NONE,
+            **({"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}),
+        }
+
+    async def _metrics(self, request: Request) -> Response:
+        self.statistics.flush()
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(REGISTRY), headers={"Content-Type": content_type})
+
+    async def _health(self) -> Response:
+        if reason := self._why_closed():
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+        return Response()
+
+    def _why_closed(self) -> str:
+        if self._is_ending():
+            return SHUTTING_DOWN
+        if self._drain.active:
+            return DRAINING
+        return "" if self._fleet.orchestrator.can_serve else _NOT_SERVING
+
+    def _ledgers(self) -> Iterator[tuple[int, LoadLedger]]:
+        for pool in self._fleet.orchestrator.stage_pools:
+            for member in pool.members:
+                yield member.engine_index, member.ledger
+
+    def _record_soon(self) -> None:
+        # The loop may be closed.
+        with suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self.statistics.flush)
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are not the server's: it ends with the head."""
+        yield
+
+
+def _model_names(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The names of the model and of its adapters."""
+    return args.served_model_name or [args.model], [adapter.name for adapter in args.lora_modules or ()]
+
+
+async def _error_like_openai(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    body = {"message": error.detail, "type": status.phrase, "param": None, "code": status}
+    return JSONResponse({"error": body}, status, error.headers)
