@@ -140,7 +140,6 @@ TOGETHER = (
     fleet_with("--enable-fault-tolerance", "--enable-fault-tolerance", "restarts lost replicas itself"),
     fleet_with("--nnodes 2", "--nnodes", "must fit into this node"),
     fleet_with("--mm-tensor-ipc torch_shm", "--mm-tensor-ipc", "a single engine only"),
-    fleet_with("", "VLLM_USE_RUST_FRONTEND", "Python front end", VLLM_USE_RUST_FRONTEND="1"),
 )
 CASES = {f"{case.arguments}: {case.flag} {case.reason}": case for case in (*OWN_FLAGS, *FLEET_FLAGS, *TOGETHER)}
 HONOURED = {

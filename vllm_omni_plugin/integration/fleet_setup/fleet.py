@@ -125,6 +125,10 @@ class Fleet:
         """Wait up to `timeout` seconds until no request is left in any stage; returns the seconds left. Blocks."""
         return self._thread.wait_for_requests(timeout)
 
+    def watch(self, pid: int) -> None:
+        """Kill this child process if it outlives this process or `close`. Thread-safe."""
+        self._reaper.watch(pid)
+
     def cancel_wait(self) -> None:
         """End `wait_for_requests` now, whatever has not finished. Never blocks."""
         self._thread.cancel_wait()

@@ -7,6 +7,8 @@ from typing import Any
 from vllm import envs
 
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
+from vllm_omni_plugin.vllm_api.versions.supported import installed_version
 
 _EVERY_RANK = "every data-parallel rank is a replica of the fleet, which balances over all of them itself"
 _ONE_NODE = "the ranks of a replica are on one node and find each other by themselves"
@@ -55,8 +57,11 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
         )
     if envs.VLLM_DP_SIZE > 1:
         raise ConfigError("VLLM_DP_SIZE: not allowed with --omni-* flags: give --data-parallel-size")
-    if envs.VLLM_USE_RUST_FRONTEND:
-        raise ConfigError("VLLM_USE_RUST_FRONTEND: not allowed with --omni-* flags: they need vLLM's Python front end")
+    if envs.VLLM_USE_RUST_FRONTEND and not RUST_FRONT_END.applies:
+        raise ConfigError(
+            "VLLM_USE_RUST_FRONTEND: with --omni-* flags it needs vLLM 0.33 or newer, and this is "
+            f"{installed_version()}: upgrade, or unset it"
+        )
 
 
 def prepare_engine_args(engine_args: Any, engines: int) -> None:

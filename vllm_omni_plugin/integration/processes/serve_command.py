@@ -48,6 +48,12 @@ def _run_headless(original: Any, args: argparse.Namespace) -> None:
 def _run_api_servers(original: Any, args: argparse.Namespace) -> None:
     options = parse_or_exit(args)
     if options is not None:
+        from vllm import envs
+
+        if envs.VLLM_USE_RUST_FRONTEND:
+            from vllm_omni_plugin.integration.rust_front_end.serve import serve_behind_rust
+
+            raise SystemExit(serve_behind_rust(args, options))
         from vllm_omni_plugin.integration.processes.several_servers import serve_api_servers
 
         raise SystemExit(serve_api_servers(args, options))

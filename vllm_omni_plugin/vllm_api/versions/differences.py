@@ -57,3 +57,9 @@ DECISIONS_ROUTE = Difference(
     since=(0, 33),
     about="the server answers `/v1/decisions`",
 )
+RUST_FRONT_END = Difference(
+    since=(0, 33),
+    about="the Rust front end takes its sockets from its parent, and engines say in `EngineCoreOutput.error` why a "
+    "request failed",
+    older="the refusal of `VLLM_USE_RUST_FRONTEND` in `refuse_unsupported`",
+)

@@ -1,0 +1,312 @@
+"""The front end that is vLLM's Rust program: to it, the whole fleet is one engine."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import zmq
+from vllm.v1.engine import EngineCoreOutputs
+
+from vllm_omni_plugin.admission import RequestTerms
+from vllm_omni_plugin.errors import (
+    MessageTooLargeError,
+    NoReplicaError,
+    RequestRefusedError,
+    StageInputError,
+    WireError,
+)
+from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere, EngineStateUpdate
+from vllm_omni_plugin.orchestrator.front_end import FrontEnd
+from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.pool.replica_reading import ReplicaReading
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
+    AbortRequests,
+    ReplicaJoined,
+    ReplicaLeft,
+    RequestFailed,
+    RequestMessage,
+    SubmitRequest,
+)
+from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.links.link import Frames, SocketReader
+from vllm_omni_plugin.vllm_api.protocol.front_end_codec import IDENTITY, FrontEndCodec
+from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
+
+logger = init_logger(__name__)
+
+_MAX_UNSENT = 4096
+"""Messages that wait for the front end, above which the replicas' sockets are not read."""
+_MAX_IN_SOCKET = 256
+_INVALID = (StageInputError, MessageTooLargeError)
+_UNAVAILABLE = (NoReplicaError, RequestRefusedError)
+
+
+class FrontEndAddresses(NamedTuple):
+    """Where one start of the front end listens: its ROUTER for requests, and its PULL for outputs."""
+
+    input_addr: str
+    output_addr: str
+
+
+class FrontEndRules(NamedTuple):
+    """What the rest of the process decides about requests.
+
+    Attributes:
+        why_closed: the message with which new requests are refused; "": they are not.
+        read_terms: tenant and deadline of a request.
+        keep_statistics: called with the engine index and vLLM's `SchedulerStats` of each report. Returns those of one
+            engine in place of all replicas.
+        replica_changed: called for each replica that joins or leaves after the start.
+    """
+
+    why_closed: Callable[[], str]
+    read_terms: Callable[[Any], RequestTerms | None]
+    keep_statistics: Callable[[int, Any], Any]
+    replica_changed: Callable[[ReplicaJoined | ReplicaLeft], None]
+
+
+class FrontEndLink(FrontEnd):
+    """Reads the front end's requests on the orchestrator's loop, and writes outputs to it, without a thread between.
+
+    The front end may be replaced at any time: `connect` begins with a new one, and what the former one wanted is
+    aborted. All methods are for the orchestrator's loop but those that say otherwise.
+
+    Attributes:
+        first_ready_response: of the first replica that can answer prompts and came after the start.
+        ended: done when nothing is served any more.
+    """
+
+    def __init__(self, stage_pools: Sequence[StagePool], max_buffered_bytes: int) -> None:
+        self._reading = ReplicaReading(stage_pools)
+        self._max_buffered_bytes = max_buffered_bytes
+        self._codec = FrontEndCodec()
+        self._states: Mapping[str, OrchestratorRequestState] = {}
+        self._calls: UtilityCallClient | None = None
+        self._rules: FrontEndRules | None = None
+        self._drops_transfers = False
+        self._handle: Callable[[RequestMessage], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = asyncio.Event()
+        self._closed = False
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._reader: SocketReader | None = None
+        self._unsent: deque[tuple[Frames, int]] = deque()
+        self._unsent_bytes = 0
+        self._answering: set[asyncio.Task[None]] = set()
+        self._prompt_stage = 0
+        self.first_ready_response: Future[bytes] = Future()
+        self.ended: Future[None] = Future()
+
+    def bind(
+        self, states: Mapping[str, OrchestratorRequestState], calls: UtilityCallClient, rules: FrontEndRules
+    ) -> None:
+        """Pass the parts that are created after this object. Before the first `connect`; from any thread."""
+        self._states, self._calls, self._rules = states, calls, rules
+        self._drops_transfers = calls.stages.pipeline is not None
+        self._prompt_stage = calls.stages.prompt_stage
+
+    def connect(self, addresses: FrontEndAddresses, ready_response: bytes) -> None:
+        """Serve the front end that listens there, and no other. From any thread; ignored after `close`."""
+        self._on_loop(self._connect, addresses, ready_response)
+
+    def disconnect(self) -> None:
+        """The front end has ended: abort what it wanted. From any thread."""
+        self._on_loop(self._disconnect)
+
+    async def serve(self, handle: Callable[[RequestMessage], None]) -> None:
+        self._handle, self._loop = handle, asyncio.get_running_loop()
+        try:
+            if not self._closed:
+                await self._closing.wait()
+        finally:
+            self._closed = True
+            self._disconnect()
+            self.ended.set_result(None)
+
+    @property
+    def queued(self) -> int:
+        """Always 0: what has not been read is in sockets."""
+        return 0
+
+    def give(self, item: Any, size: int = 0) -> None:
+        if isinstance(item, EngineCoreOutputs):
+            if item.scheduler_stats is not None:
+                assert self._rules is not None
+                item.scheduler_stats = self._rules.keep_statistics(item.engine_index, item.scheduler_stats)
+            item.engine_index = 0
+            self._send(self._codec.encode(item), size)
+            return
+        try:
+            self._handle_event(item)
+        except Exception:
+            # It would end the handling of a replica's outputs.
+            logger.exception("%s could not be handled.", type(item).__name__)
+
+    def give_later(self, item: Any) -> None:
+        self.give(item)
+
+    def attached(self, client: StageClient) -> None:
+        self._reading.attached(client)
+
+    def stop_waiting(self) -> None:
+        for task in self._answering:
+            task.cancel()
+
+    def close(self) -> None:
+        self._closed = True
+        self._on_loop(self._closing.set)
+
+    def _on_loop(self, do: Callable[..., None], *args: Any) -> None:
+        # The loop may have ended.
+        with suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(do, *args)
+
+    def _connect(self, addresses: FrontEndAddresses, ready_response: bytes) -> None:
+        self._disconnect()
+        if self._closed:
+            return
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        requests, outputs = self._sockets = [context.socket(zmq.DEALER), context.socket(zmq.PUSH)]
+        requests.setsockopt(zmq.IDENTITY, IDENTITY)
+        outputs.setsockopt(zmq.SNDHWM, _MAX_IN_SOCKET)
+        for socket, address in zip(self._sockets, addresses, strict=True):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(address)
+        requests.send(ready_response)
+        self._reader = SocketReader(requests, self._receive)
+        self._reader.resume()
+
+    def _disconnect(self) -> None:
+        if self._reader is not None:
+            self._reader.pause()
+            self._reader = None
+        if self._unsent:
+            self._stop_watching()
+        for socket in self._sockets:
+            socket.close()
+        self._sockets = []
+        self._submit(AbortRequests(tuple(self._states), whole=True))
+
+    def _submit(self, message: RequestMessage) -> None:
+        assert self._handle is not None
+        self._handle(message)
+
+    def _receive(self, frames: list[Any]) -> None:
+        try:
+            kind, payload = self._codec.decode([memoryview(frame) for frame in frames])
+        except WireError as error:
+            logger.error("A message of vLLM's front end is dropped: %s", error)
+            return
+        if kind == "add":
+            self._add(payload)
+        elif kind == "abort":
+            self._submit(AbortRequests(tuple(payload), whole=True))
+        else:
+            _, call_id, method, args = payload
+            task = asyncio.get_running_loop().create_task(self._answer(call_id, method, args), name="omni-utility")
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+
+    def _add(self, request: Any) -> None:
+        assert self._rules is not None
+        refusal = self._rules.why_closed()
+        if refusal:
+            self._fail(request.request_id, NoReplicaError(refusal))
+            return
+        if self._drops_transfers:
+            # Only the pipeline sets the parameters of KV transfers.
+            drop_transfers(request)
+        self._submit(SubmitRequest(request, time.monotonic(), terms=self._rules.read_terms(request)))
+
+    async def _answer(self, call_id: int, method: str, args: Sequence[Any]) -> None:
+        assert self._calls is not None
+        try:
+            frames = self._codec.encode_result(call_id, await self._calls.call_utility_async(method, *args))
+        except Exception as error:  # every error of a call goes to its caller, as in vLLM
+            frames = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}")
+        self._send(frames)
+
+    def _handle_event(self, item: Any) -> None:
+        match item:
+            case RequestFailed():
+                self._fail(item.request_id, item.error)
+            case ReplicaJoined() | ReplicaLeft():
+                assert self._rules is not None
+                if isinstance(item, ReplicaJoined) and item.stage_id == self._prompt_stage:
+                    with suppress(InvalidStateError):
+                        self.first_ready_response.set_result(item.ready_response)
+                self._rules.replica_changed(item)
+            case AbortedElsewhere():
+                self._abort_for_operator(item.request_ids)
+                _applied(item.applied)
+            case EngineStateUpdate():
+                _applied(item.applied)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        if isinstance(error, _INVALID):
+            self._send(self._codec.encode_invalid(request_id, str(error)))
+        else:
+            retryable = isinstance(error, _UNAVAILABLE)
+            self._send(self._codec.encode_refusal(request_id, str(error), retryable=retryable))
+
+    def _abort_for_operator(self, client_ids: Sequence[str]) -> None:
+        wanted = set(client_ids)
+        aborted = [
+            request_id
+            for request_id, state in self._states.items()
+            if not wanted or state.request.external_req_id in wanted
+        ]
+        self._submit(AbortRequests(tuple(aborted), whole=True))
+        if aborted:
+            self._send(self._codec.encode_aborted(aborted))
+
+    def _send(self, frames: Frames, size: int = 0) -> None:
+        if not self._sockets:
+            return
+        if not self._unsent:
+            try:
+                self._sockets[1].send_multipart(frames, zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._loop_of_reader().add_reader(self._sockets[1].fileno(), self._send_waiting)
+            else:
+                return
+        self._unsent.append((frames, size))
+        self._unsent_bytes += size
+        if len(self._unsent) >= _MAX_UNSENT or self._unsent_bytes >= self._max_buffered_bytes:
+            self._reading.pause()
+
+    def _send_waiting(self) -> None:
+        """Called for each event of the socket, which is edge-triggered: sends until it is full or nothing waits."""
+        while self._unsent:
+            frames, size = self._unsent[0]
+            try:
+                self._sockets[1].send_multipart(frames, zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._unsent.popleft()
+            self._unsent_bytes -= size
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        self._loop_of_reader().remove_reader(self._sockets[1].fileno())
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        if self._reading.paused:
+            self._reading.resume()
+
+    def _loop_of_reader(self) -> asyncio.AbstractEventLoop:
+        assert self._loop is not None
+        return self._loop
+
+
+def _applied(applied: "Future[None]") -> None:
+    if applied.set_running_or_notify_cancel():
+        applied.set_result(None)

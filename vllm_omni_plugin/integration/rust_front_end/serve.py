@@ -1,0 +1,205 @@
+"""`VLLM_USE_RUST_FRONTEND=1 vllm serve` with our flags: one process with the fleet, and the front end as its child.
+
+The main thread's loop has signals, the operator's HTTP server and the front end's process. The orchestrator's thread
+has the requests: it reads the front end's sockets itself.
+"""
+
+import argparse
+import asyncio
+import copy
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from vllm import envs
+from vllm.entrypoints.launchers.api_server.entry import setup_server
+from vllm.entrypoints.launchers.launcher import create_server_socket
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.executor import Executor
+
+from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
+from vllm_omni_plugin.config import FLAGS, OmniConfig
+from vllm_omni_plugin.errors import SHUTTING_DOWN, ConfigError, OmniError
+from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
+from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
+from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndLink, FrontEndRules
+from vllm_omni_plugin.integration.rust_front_end.process import ListeningSockets, RustFrontEnd
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.server.node import SIGNALS
+from vllm_omni_plugin.vllm_api.protocol.front_end_codec import as_only_engine
+from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
+
+logger = init_logger(__name__)
+
+_EXIT_OK = 0
+_EXIT_FAILED = 1
+_GRACE_S = 10.0
+"""Seconds that the front end may take to end, in addition to the time for requests."""
+_BACKLOG = 2048
+_WAITING_NOTICE_S = 10.0
+
+
+def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
+    """Run the fleet and vLLM's Rust front end; returns the exit status of the process."""
+    # Until the loop has its handlers.
+    for signum in SIGNALS:
+        signal.signal(signum, _exit)
+    with ExitStack() as resources:
+        listening = _listen(args, resources)
+        engine_args = read_engine_args(args)
+        vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        args = _front_end_args(args, engine_args.shutdown_timeout)
+        try:
+            fleet = Fleet(
+                options,
+                vllm_config,
+                Executor.get_class(vllm_config),
+                not engine_args.disable_log_stats,
+                make_front_end=FrontEndLink,
+            )
+            server = _Server(fleet, args, options, listening, vllm_config)
+            # uvloop, which the orchestrator's thread has, keeps SIGCHLD for itself.
+            with asyncio.Runner() as runner:
+                runner.run(server.run())
+        except ConfigError as error:
+            exit_usage_error(error)
+        except OmniError as error:
+            sys.stderr.write(f"vllm serve: error: {error}\n")
+            return _EXIT_FAILED
+        finally:
+            # The remaining cleanup is short, and must not be interrupted.
+            for signum in SIGNALS:
+                signal.signal(signum, signal.SIG_IGN)
+    return _EXIT_OK
+
+
+class _Server:
+    """Runs everything until a signal ends it. Lives on the main thread's loop."""
+
+    def __init__(
+        self, fleet: Fleet, args: argparse.Namespace, options: OmniConfig, listening: ListeningSockets, vllm_config: Any
+    ) -> None:
+        self._fleet = fleet
+        self._timeout: int = args.shutdown_timeout
+        link = fleet.orchestrator.front_end
+        assert isinstance(link, FrontEndLink)
+        self._link = link
+        self._drain = HeadDrain(fleet.orchestrator.events)
+        self._ending = self._hurries = self._serves = False
+        self._ended = asyncio.Event()
+        self._listening = listening
+        binary = envs.VLLM_RUST_FRONTEND_PATH
+        assert binary is not None
+        self._front_end = RustFrontEnd(binary, args, listening, link, fleet.watch)
+        self._rules = FrontEndRules(
+            self._why_closed, lambda request: None, lambda index, stats: stats, lambda item: None
+        )
+
+    async def run(self) -> None:
+        """Returns after a signal; raises OmniError if the fleet or the front end cannot start, or the fleet fails."""
+        loop = asyncio.get_running_loop()
+        for signum in SIGNALS:
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        try:
+            ready_response = await self._until_ready()
+            if ready_response is None:
+                return
+            self._serves = True
+            self._listening.http.listen(_BACKLOG)
+            await self._serve(ready_response)
+        finally:
+            for signum in SIGNALS:
+                loop.remove_signal_handler(signum)
+            await asyncio.to_thread(self._fleet.close, 0.0 if self._hurries else None)
+
+    async def _until_ready(self) -> bytes | None:
+        """Start the fleet; returns what the front end shall know of its engine, or None if a signal came first."""
+        stages = self._fleet.stages
+        self._link.bind(
+            self._fleet.orchestrator.request_states,
+            UtilityCallClient(self._fleet.orchestrator, stages),
+            self._rules,
+        )
+        try:
+            ready_responses = await asyncio.to_thread(self._fleet.start)
+        except OmniError:
+            if self._ending:
+                return None
+            raise
+        own = ready_responses[stages.prompt_stage]
+        if own:
+            return as_only_engine(own)
+        first = asyncio.wrap_future(self._link.first_ready_response)
+        ended = asyncio.ensure_future(self._ended.wait())
+        while not (first.done() or self._ending):
+            await asyncio.wait((first, ended), timeout=_WAITING_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not (first.done() or self._ending):
+                logger.info("Waiting until a replica serves; nodes join with vllm serve --headless.")
+        ended.cancel()
+        return as_only_engine([first.result()]) if first.done() else None
+
+    async def _serve(self, ready_response: bytes) -> None:
+        failed = asyncio.wrap_future(self._link.ended)
+        serving = asyncio.create_task(self._front_end.run(ready_response), name="omni-front-end")
+        await asyncio.wait((serving, failed), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            serving.cancel()
+            await asyncio.wait((serving,))
+            raise OmniError("the orchestrator has failed; the log says why")
+        serving.result()
+
+    def _on_signal(self, signum: int) -> None:
+        if self._ending:
+            logger.info("Second signal (%s): ending at once.", signal.Signals(signum).name)
+            self._hurries = True
+            self._front_end.kill()
+            self._fleet.cancel_wait()
+            return
+        self._ending = True
+        logger.info("Shutting down: requests in flight have %d s; a second signal aborts them.", self._timeout)
+        self._ended.set()
+        self._front_end.stop()
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._timeout + _GRACE_S, self._front_end.kill)
+        if self._serves:
+            # Ctrl-C and some service managers signal engines too. They then end once they are idle, and stay ended.
+            loop.run_in_executor(None, self._fleet.wait_for_requests, self._timeout)
+        else:
+            loop.run_in_executor(None, self._fleet.close, 0.0)
+
+    def _why_closed(self) -> str:
+        if self._ending:
+            return SHUTTING_DOWN
+        return DRAINING if self._drain.active else ""
+
+
+def _exit(signum: int, frame: Any) -> None:
+    raise SystemExit(_EXIT_OK)
+
+
+def _listen(args: argparse.Namespace, resources: ExitStack) -> ListeningSockets:
+    _, http = setup_server(args, reuse_port=False)
+    resources.callback(http.close)
+    if args.uds:
+        # While the file exists, nobody can listen there.
+        resources.callback(Path(args.uds).unlink, missing_ok=True)
+    grpc = None
+    if args.grpc_port is not None:
+        # As vLLM does: beside HTTP, or on loopback if HTTP has a unix socket.
+        grpc = create_server_socket(("127.0.0.1" if args.uds else (args.host or ""), args.grpc_port), reuse_port=False)
+        resources.callback(grpc.close)
+    return ListeningSockets(http, grpc)
+
+
+def _front_end_args(args: argparse.Namespace, shutdown_timeout: int) -> argparse.Namespace:
+    """The command line for the front end, which knows neither our flags nor ranks."""
+    own = copy.copy(args)
+    for flag in FLAGS:
+        setattr(own, flag.destination, None)
+    own.shutdown_timeout = shutdown_timeout
+    own.data_parallel_size = 1
+    own.data_parallel_size_local = None
+    return own
