@@ -27,8 +27,18 @@ CORE_OF_A_STUCK_WORKER = (
 )
 
 
+class Core(subprocess.Popen[bytes]):
+    """With what `multiprocessing.Process` has."""
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.poll()
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+
 def engine_of(core: Any, note: ExitNote, shut_down: Any = lambda timeout: None) -> EngineProcess:
-    core.is_alive = lambda: False
     manager: Any = SimpleNamespace(processes=[core], shutdown=shut_down)
     handshake: Any = SimpleNamespace(close=lambda: None, socket=None)
     config = SimpleNamespace(kv_events_config=None, parallel_config=SimpleNamespace(), cache_config=None)
@@ -45,7 +55,7 @@ class RunningCore:
     def __init__(self) -> None:
         note = ExitNote()
         with mark_as_fleet_engine(note):
-            self.core = subprocess.Popen([sys.executable, "-c", CORE_OF_A_STUCK_WORKER], stdout=subprocess.PIPE)
+            self.core = Core([sys.executable, "-c", CORE_OF_A_STUCK_WORKER], stdout=subprocess.PIPE)
         assert self.core.stdout is not None
         self.worker = os.pidfd_open(int(self.core.stdout.readline()))
         self.engine = engine_of(self.core, note)
@@ -87,10 +97,21 @@ def test_a_worker_is_killed_with_its_core_or_after_it(cores: list[RunningCore], 
     if not runs:
         killed.core.kill()
         killed.core.wait()
-    killed.core.is_alive = lambda: runs  # type: ignore[attr-defined]
     killed.engine.kill()
     assert killed.worker_ends(10)
     assert not other.worker_ends(0)
+
+
+@pytest.mark.parametrize(("code", "searches"), [("0", 0), ("1", 1), ("os.kill(os.getpid(), 9)", 1)])
+def test_workers_are_searched_for_unless_their_core_has_returned(
+    monkeypatch: pytest.MonkeyPatch, code: str, searches: int
+) -> None:
+    searched: list[str] = []
+    monkeypatch.setattr(engine_launch, "kill_marked", searched.append)
+    note = ExitNote()
+    engine = engine_of(Core([sys.executable, "-c", f"import os; raise SystemExit({code})"]), note)
+    engine.shutdown(0.0)
+    assert searched == [str(note.path)] * searches
 
 
 def test_a_shutdown_returns_when_the_killed_engine_is_gone(cores: list[RunningCore]) -> None:

@@ -135,7 +135,7 @@ def test_no_engine_aborts_its_requests_on_sigterm(monkeypatch: pytest.MonkeyPatc
 
     def manager(*, vllm_config: Any, **_: Any) -> Any:
         configs.append(vllm_config)
-        return SimpleNamespace(processes=[SimpleNamespace(pid=os.getpid(), is_alive=lambda: False)])
+        return SimpleNamespace(processes=[SimpleNamespace(pid=os.getpid(), is_alive=lambda: False, exitcode=0)])
 
     monkeypatch.setattr(launch, "CoreEngineProcManager", manager)
     config: Any = SimpleNamespace(kv_events_config=None, shutdown_timeout=given)

@@ -50,4 +50,4 @@ def test_an_error_in_a_property_of_ours_is_not_taken_for_a_method_that_is_missin
             raise AttributeError("what is really wrong")
 
     with pytest.raises(AttributeError, match="what is really wrong"):
-        Ours(None, None).broken  # noqa: B018
+        Ours(None, None, None).broken  # noqa: B018

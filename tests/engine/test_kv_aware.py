@@ -176,14 +176,17 @@ def test_after_a_replica_was_restarted_predictions_are_right(
     assert_predicted(aware, at_least=6 * 2 * BLOCK)
 
 
-def start_alone(servers: Servers, name: str, model: Path, *flags: str) -> Server:
+def start_alone(servers: Servers, name: str, model: Path, keys: Path, *flags: str) -> Server:
     """A head with one replica, whose engine is one that may not report."""
-    return servers.get(name, model, *KV_AWARE, "--omni-dp-size-local", "1", *SMALL_CACHE, *flags, engines=1)
+    one = ("--omni-dp-size-local", "1", "--omni-admin-key-file", str(keys))
+    return servers.get(name, model, *KV_AWARE, *one, *SMALL_CACHE, *flags, engines=1)
 
 
 @pytest.mark.long
-def test_without_a_prefix_cache_requests_are_served_and_the_policy_says_why(servers: Servers, tiny_model: Path) -> None:
-    head = start_alone(servers, "kv-aware-uncached", tiny_model, "--no-enable-prefix-caching")
+def test_without_a_prefix_cache_requests_are_served_and_the_policy_says_why(
+    servers: Servers, tiny_model: Path, admin_keys: Path
+) -> None:
+    head = start_alone(servers, "kv-aware-uncached", tiny_model, admin_keys, "--no-enable-prefix-caching")
     aware = Fleet(head)
     assert aware.explain(STORY)["fallback"] == "no-events"
     with head.http(60.0) as http:
@@ -195,7 +198,7 @@ def test_without_a_prefix_cache_requests_are_served_and_the_policy_says_why(serv
 
 
 @pytest.mark.long
-def test_a_users_own_publisher_is_left_alone_and_followed(servers: Servers, tiny_model: Path) -> None:
+def test_a_users_own_publisher_is_left_alone_and_followed(servers: Servers, tiny_model: Path, admin_keys: Path) -> None:
     port, replay = free_port(), free_port()
     own = {
         "enable_kv_cache_events": True,
@@ -204,7 +207,7 @@ def test_a_users_own_publisher_is_left_alone_and_followed(servers: Servers, tiny
         "replay_endpoint": f"tcp://*:{replay}",
         "topic": "mine",
     }
-    head = start_alone(servers, "kv-aware-own", tiny_model, "--kv-events-config", json.dumps(own))
+    head = start_alone(servers, "kv-aware-own", tiny_model, admin_keys, "--kv-events-config", json.dumps(own))
     aware = Fleet(head)
     until(lambda: not aware.explain(STORY)["fallback"], "the engine has reported")
     for _ in range(3):

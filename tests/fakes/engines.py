@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 
 READY = b'"ready"'
 UNPROBED = (3600.0, 36000.0)
@@ -112,8 +113,8 @@ class FakeEngine(FakeProcess):
 
 
 @dataclass
-class FakeLauncher:
-    """Implements `Launcher`. Starts without a plan succeed at once. `starts` has the replica ids, in order."""
+class FakeLauncher(Launcher):
+    """Starts without a plan succeed at once. `starts` has the replica ids, in order."""
 
     plans: dict[int, deque[Plan]] = field(default_factory=dict)
     engines: list[FakeEngine] = field(default_factory=list)

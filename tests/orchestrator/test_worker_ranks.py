@@ -47,13 +47,18 @@ def test_ranks_with_gaps_are_an_error_that_names_them(pools: list[Any], numbers:
         ranks(*pools, numbers=numbers).count()
 
 
+def connect(fleet: WorkerRanks, workers: int) -> None:
+    """A trainer of one rank connects to so many workers."""
+    fleet.check_call("init_weight_transfer_engine", {"init_info": {"world_size": workers + 1, "rank_offset": 1}})
+
+
 def test_a_transfer_needs_the_number_of_workers_that_there_are() -> None:
     fleet = ranks(pool(0, (0, 1)), numbers={0: range(2)})
-    fleet.require(4)
+    connect(fleet, 4)
     with pytest.raises(RanksUnknownError, match="`world_size` - `rank_offset` is 2, but this fleet has 4 workers"):
-        fleet.require(2)
+        connect(fleet, 2)
 
 
 def test_a_transfer_does_not_begin_without_a_replica_that_restarts() -> None:
     with pytest.raises(RanksUnknownError, match=r"Replica 0\.1 is not there now"):
-        ranks(pool(0, (0, 1), lost=1), numbers={0: range(2)}).require(4)
+        connect(ranks(pool(0, (0, 1), lost=1), numbers={0: range(2)}), 4)

@@ -12,6 +12,7 @@ import uvloop
 import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_socket_limit
 from vllm_omni_plugin.sim.model.engine_model import EngineModel
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
@@ -97,8 +98,8 @@ class SimProcess:
 
 
 @dataclass(eq=False)
-class SimLauncher:
-    """A `replicas.engine.engine_start.Launcher` of simulated engines.
+class SimLauncher(Launcher):
+    """Starts simulated engines.
 
     Attributes:
         ready_response: returns the ready response of an engine, by replica id.

@@ -19,6 +19,7 @@ import msgspec
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline.stage import Stage
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory, new_shared_memory
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit
 
@@ -133,8 +134,8 @@ class StageProcess:
 
 
 @dataclass(eq=False)
-class PythonStageLauncher:
-    """A `replicas.engine.engine_start.Launcher` of Python stages.
+class PythonStageLauncher(Launcher):
+    """Starts Python stages.
 
     Attributes:
         on_spawn: called with the id of each new process, on the thread that spawns it.

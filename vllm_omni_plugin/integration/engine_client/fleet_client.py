@@ -18,11 +18,10 @@ from vllm_omni_plugin.admin.http_admission import current_response
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, RanksUnknownError, ReplicaError, StageError
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, StageError
 from vllm_omni_plugin.integration.engine_client.fleet_events import FLEET_EVENTS, FleetEventHandler
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import register_request
-from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.engine_client.server_state_sync import ServerStateSync
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
@@ -69,7 +68,7 @@ class FleetClient(UtilityCallClient):
         ready_responses: list[list[bytes]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(fleet.orchestrator, fleet.stages)
+        super().__init__(fleet.orchestrator, fleet.stages, fleet.worker_ranks)
         assert isinstance(fleet.orchestrator.front_end, QueuedFrontEnd)
         self._front_end = fleet.orchestrator.front_end
         self._fleet = fleet
@@ -99,27 +98,6 @@ class FleetClient(UtilityCallClient):
         """Pass the parts of AsyncLLM that are created after this client."""
         self.graceful_shutdown.bind(output_processor)
         self._events.bind(output_processor, logger_manager, [pool.policy for pool in self.orchestrator.stage_pools])
-
-    def count_workers(self) -> int:
-        """The workers that get weights. Raises RanksUnknownError as `WorkerRanks.count` does."""
-        return self._fleet.worker_ranks.count()
-
-    async def collective_rpc_async(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """As vLLM's. Refuses to connect workers and trainers of which some would wait for ever for others."""
-        if method == "init_weight_transfer_engine":
-            match (kwargs or {}).get("init_info"):
-                case {"world_size": int(world_size), "rank_offset": int(rank_offset)}:
-                    try:
-                        self._fleet.worker_ranks.require(world_size - rank_offset)
-                    except RanksUnknownError as error:
-                        raise to_http(error) from None
-        return await super().collective_rpc_async(method, timeout, args, kwargs)
 
     @property
     def can_finish_requests(self) -> bool:

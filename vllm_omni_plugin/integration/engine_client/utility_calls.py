@@ -11,9 +11,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.coordinator.protocol.call_arguments import ABORT_CLIENT_REQUESTS, FORGET_LORA, HEAD_CALLS
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.errors import OmniError, RanksUnknownError
+from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS
@@ -69,9 +71,10 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
     vLLM's `__init__` is never called, so its attributes do not exist: methods that need them raise `UnknownCallError`.
     """
 
-    def __init__(self, orchestrator: Orchestrator, stages: FleetStages) -> None:
+    def __init__(self, orchestrator: Orchestrator, stages: FleetStages, worker_ranks: WorkerRanks) -> None:
         self.orchestrator = orchestrator
         self.stages = stages
+        self.worker_ranks = worker_ranks
 
     # With `__getattr__`, mypy would accept any attribute.
     if not TYPE_CHECKING:
@@ -138,4 +141,8 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs on all replicas; returns the results of all their workers, in the order of the replicas' ids."""
+        try:
+            self.worker_ranks.check_call(method, kwargs or {})
+        except RanksUnknownError as error:
+            raise to_http(error) from None
         return await super().collective_rpc_async(method, timeout, args, kwargs or {})

@@ -171,7 +171,7 @@ class FleetEndpoints:
                 _handle_second_signal(fleet, self._app), name="omni-second-signal"
             )
         state.omni_abort_elsewhere = fleet.abort_elsewhere
-        state.omni_count_workers = fleet.count_workers
+        state.omni_count_workers = fleet.worker_ranks.count
         headers = tenant_headers(options.tenant_header, options.admission)
         if headers:
             admission = fleet.orchestrator.admission

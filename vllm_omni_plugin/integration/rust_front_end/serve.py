@@ -120,7 +120,7 @@ class _Server:
         stages = self._fleet.stages
         self._link.bind(
             self._fleet.orchestrator.request_states,
-            UtilityCallClient(self._fleet.orchestrator, stages),
+            UtilityCallClient(self._fleet.orchestrator, stages, self._fleet.worker_ranks),
             self._rules,
         )
         try:

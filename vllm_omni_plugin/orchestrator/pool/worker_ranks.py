@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_omni_plugin.errors import RanksUnknownError
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
@@ -9,7 +10,7 @@ from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 
 @dataclass(frozen=True)
 class WorkerRanks:
-    """Counts the workers that get weights. Safe to use from any thread.
+    """Counts the workers that get weights, and tells whether trainers may connect. Safe to use from any thread.
 
     Args:
         pools: of the stages whose workers get weights.
@@ -49,8 +50,17 @@ class WorkerRanks:
             )
         return len(ranks)
 
-    def require(self, workers: int) -> None:
-        """Raise RanksUnknownError unless there are so many workers, and all of them can take part now."""
+    def check_call(self, method: object, kwargs: Mapping[str, Any]) -> None:
+        """Refuse a call on all workers that connects them with trainers, if some would wait for ever for others.
+
+        Raises:
+            RanksUnknownError: trainers expect another number of workers, or some cannot take part now.
+        """
+        match method, kwargs.get("init_info"):
+            case "init_weight_transfer_engine", {"world_size": int(world_size), "rank_offset": int(rank_offset)}:
+                self._require(world_size - rank_offset)
+
+    def _require(self, workers: int) -> None:
         count = self.count()
         if workers != count:
             raise RanksUnknownError(

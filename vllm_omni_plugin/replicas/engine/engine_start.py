@@ -58,21 +58,16 @@ class Launcher(Protocol):
 
     def start(self, replica_id: int) -> Process: ...
 
+    def turn(self, replica_id: int) -> AbstractAsyncContextManager[None]:
+        """Held from before an engine is spawned until it is ready, if it must not start while certain others do."""
+        return nullcontext()
+
 
 @runtime_checkable
 class GroupedLauncher(Protocol):
     """A `Launcher` whose engines start and end in groups, as `vllm_api.launch.group_launch.GroupLauncher`."""
 
     def group_of(self, replica_id: int) -> Sequence[int]: ...
-
-
-@runtime_checkable
-class TurnTakingLauncher(Protocol):
-    """A `Launcher` of engines that must not start while certain others do, as `EngineLauncher`."""
-
-    def turn(self, replica_id: int) -> AbstractAsyncContextManager[None]:
-        """Held from before an engine is spawned until it is ready."""
-        ...
 
 
 async def start_engine(
@@ -94,41 +89,30 @@ async def start_engine(
     Raises:
         ReplicaError: the engine ended before it was ready, or was not ready in time. It is killed on any error.
     """
-    async with launcher.turn(replica_id) if isinstance(launcher, TurnTakingLauncher) else nullcontext():
-        return await _start_engine(launcher, executor, replica_id, input_addr, output_addrs, router)
+    async with launcher.turn(replica_id):
+        process = await spawn(executor, partial(launcher.start, replica_id), lambda process: process.abandon())
 
+        def wait_until_ready() -> bytes:
+            process.wait(input_addr, output_addrs)
+            if not router.poll(int(launcher.ready_timeout * 1000)):
+                late = f"no ready response on {input_addr} within {launcher.ready_timeout:.0f} s"
+                variable = launcher.ready_timeout_variable
+                raise ReplicaError(f"{late}; {variable} sets how long an engine may take" if variable else late)
+            return router.recv_multipart()[1]
 
-async def _start_engine(
-    launcher: Launcher,
-    executor: Executor,
-    replica_id: int,
-    input_addr: str,
-    output_addrs: Sequence[str],
-    router: "zmq.Socket[bytes]",
-) -> tuple[Process, bytes]:
-    process = await spawn(executor, partial(launcher.start, replica_id), lambda process: process.abandon())
-
-    def wait_until_ready() -> bytes:
-        process.wait(input_addr, output_addrs)
-        if not router.poll(int(launcher.ready_timeout * 1000)):
-            late = f"no ready response on {input_addr} within {launcher.ready_timeout:.0f} s"
-            variable = launcher.ready_timeout_variable
-            raise ReplicaError(f"{late}; {variable} sets how long an engine may take" if variable else late)
-        return router.recv_multipart()[1]
-
-    waiting = asyncio.get_running_loop().run_in_executor(executor, wait_until_ready)
-    try:
-        return process, await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        # The thread uses the sockets until it has seen the end of the process.
-        process.kill()
-        await asyncio.wait([waiting])
-        # Mark the expected exception as retrieved, or asyncio would log it.
-        waiting.exception()
-        raise
-    except BaseException:
-        process.kill()
-        raise
+        waiting = asyncio.get_running_loop().run_in_executor(executor, wait_until_ready)
+        try:
+            return process, await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            # The thread uses the sockets until it has seen the end of the process.
+            process.kill()
+            await asyncio.wait([waiting])
+            # Mark the expected exception as retrieved, or asyncio would log it.
+            waiting.exception()
+            raise
+        except BaseException:
+            process.kill()
+            raise
 
 
 async def spawn(executor: Executor, start: Callable[[], T], abandon: Callable[[T], None]) -> T:
