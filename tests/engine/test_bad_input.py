@@ -119,7 +119,7 @@ BALANCES = "every data-parallel rank is a replica of the fleet"
 ONE_NODE = "on one node and find each other"
 TOGETHER = (
     fleet_with("--grpc", "--grpc", "HTTP server only"),
-    fleet_with("--grpc-port 5000", "--grpc-port", "HTTP server only"),
+    fleet_with("--grpc-port 5000", "--grpc-port", "needs vLLM's Rust front end"),
     fleet_with("--headless", "--omni-master-address", "a node needs it, and --omni-master-port"),
     fleet_with("-dp 2 --data-parallel-size-local 1", "--data-parallel-size-local", "1 of 2 ranks"),
     fleet_with("--data-parallel-address 127.0.0.1", "--data-parallel-address", ONE_NODE),

@@ -90,7 +90,11 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
 
 
 def _api_servers(args: argparse.Namespace) -> int:
-    """The number of API server processes. vLLM's default is one for each data-parallel rank."""
+    """The number of API server processes. vLLM's default is one for each data-parallel rank, without Rust."""
+    from vllm_omni_plugin.integration.options.compatibility import uses_rust_front_end
+
+    if uses_rust_front_end(args):
+        return 1
     count: int = getattr(args, "api_server_count", None) or getattr(args, "data_parallel_size", None) or 1
     return count
 

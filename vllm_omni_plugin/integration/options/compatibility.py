@@ -1,6 +1,7 @@
 """The flags of vLLM that cannot be used with a fleet, and the engine arguments that a fleet sets."""
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,6 @@ def _is_given(value: Any) -> bool:
 
 _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "grpc": (bool, _HTTP_ONLY),
-    "grpc_port": (_is_given, _HTTP_ONLY),
     "data_parallel_rank": (_is_given, _EVERY_RANK),
     "data_parallel_start_rank": (_is_given, _EVERY_RANK),
     "data_parallel_external_lb": (bool, _EVERY_RANK),
@@ -42,8 +42,17 @@ _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 """By argument: which values are refused, and why."""
 
 
+def uses_rust_front_end(args: argparse.Namespace) -> bool:
+    """Whether this is a head with vLLM's Rust front end. A node has no front end, whatever the variable says."""
+    return bool(envs.VLLM_USE_RUST_FRONTEND) and not getattr(args, "headless", False)
+
+
 def refuse_unsupported(args: argparse.Namespace) -> None:
     """Raise ConfigError, with the flag and the reason, for a flag of vLLM that cannot be used with ours."""
+    if uses_rust_front_end(args):
+        _refuse_behind_rust(args)
+    elif getattr(args, "grpc_port", None) is not None:
+        raise ConfigError("argument --grpc-port: needs vLLM's Rust front end, VLLM_USE_RUST_FRONTEND=1, on a head")
     if getattr(args, "headless", False) and (getattr(args, "api_server_count", None) or 0) > 0:
         raise ConfigError("argument --api-server-count: not allowed with --headless: such a node has no API server")
     for name, (refused, reason) in _REFUSED.items():
@@ -57,11 +66,24 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
         )
     if envs.VLLM_DP_SIZE > 1:
         raise ConfigError("VLLM_DP_SIZE: not allowed with --omni-* flags: give --data-parallel-size")
-    if envs.VLLM_USE_RUST_FRONTEND and not RUST_FRONT_END.applies:
+
+
+def _refuse_behind_rust(args: argparse.Namespace) -> None:
+    if not RUST_FRONT_END.applies:
         raise ConfigError(
             "VLLM_USE_RUST_FRONTEND: with --omni-* flags it needs vLLM 0.33 or newer, and this is "
             f"{installed_version()}: upgrade, or unset it"
         )
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        raise ConfigError(
+            "argument --api-server-count: not needed with VLLM_USE_RUST_FRONTEND: its one process uses all cores"
+        )
+    try:
+        binary = envs.VLLM_RUST_FRONTEND_PATH
+    except FileNotFoundError as error:
+        raise ConfigError(f"VLLM_USE_RUST_FRONTEND: {error} Or unset it, for the Python front end.") from None
+    if not os.access(binary, os.X_OK):
+        raise ConfigError(f"VLLM_RUST_FRONTEND_PATH: {binary} cannot be executed: give the path of vllm-rs")
 
 
 def prepare_engine_args(engine_args: Any, engines: int) -> None:

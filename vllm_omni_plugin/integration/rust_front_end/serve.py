@@ -27,6 +27,7 @@ from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndLink, FrontEndRules
 from vllm_omni_plugin.integration.rust_front_end.process import ListeningSockets, RustFrontEnd
+from vllm_omni_plugin.integration.rust_front_end.unsupported import refuse_unsupported_stages
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.vllm_api.protocol.front_end_codec import as_only_engine
@@ -104,6 +105,7 @@ class _Server:
         for signum in SIGNALS:
             loop.add_signal_handler(signum, self._on_signal, signum)
         try:
+            refuse_unsupported_stages(self._fleet.stages)
             ready_response = await self._until_ready()
             if ready_response is None:
                 return
