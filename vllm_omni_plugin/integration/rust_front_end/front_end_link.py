@@ -137,11 +137,12 @@ class FrontEndLink(FrontEnd):
 
     def give(self, item: Any, size: int = 0) -> None:
         if isinstance(item, EngineCoreOutputs):
-            if item.scheduler_stats is not None:
+            stats = item.scheduler_stats
+            if stats is not None:
                 assert self._rules is not None
-                item.scheduler_stats = self._rules.keep_statistics(item.engine_index, item.scheduler_stats)
-            item.engine_index = 0
-            self._send(self._codec.encode(item), size)
+                stats = self._rules.keep_statistics(item.engine_index, stats)
+            if item.outputs or stats is not None:
+                self._send(self._codec.encode_outputs(item, stats), size)
             return
         try:
             self._handle_event(item)

@@ -1,4 +1,4 @@
-"""Keeps vLLM's Rust front end running on its listening sockets."""
+"""Keeps vLLM's Rust front end running on its listening sockets, with a standby that takes over when it ends."""
 
 import argparse
 import asyncio
@@ -10,24 +10,26 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import zmq
 from vllm.utils.network_utils import ZmqListener, make_zmq_listener
-from vllm.v1.utils import RustFrontendProcessManager
 
 from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.integration.rust_front_end.command import front_end_command
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
+from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
 
 logger = init_logger(__name__)
 
 _NAME = "vLLM's Rust front end"
-_FIRST_PAUSE_S = 0.1
+_FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 10.0
 _HEALTHY_AFTER_S = 10.0
+_UNHEALTHY = b" 503 "
 _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses at which to reach a server that listens on all."""
 
@@ -38,14 +40,65 @@ class ListeningSockets(NamedTuple):
     http: socket.socket
     grpc: socket.socket | None
 
+    def close(self) -> None:
+        """Refuse new connections. Idempotent."""
+        self.http.close()
+        if self.grpc is not None:
+            self.grpc.close()
+
+
+class _Process:
+    """A started front end. It loads its tokenizer, and then waits for its engine, which is the fleet."""
+
+    def __init__(self, process: asyncio.subprocess.Process, listeners: list[ZmqListener]) -> None:
+        self.pid = process.pid
+        self.ended = asyncio.ensure_future(process.wait())
+        self._process = process
+        self._listeners = listeners
+        self.addresses = FrontEndAddresses(*(listener.address for listener in listeners))
+        for listener in listeners:
+            listener.close()
+
+    def __str__(self) -> str:
+        return f"{_NAME} (process {self.pid})"
+
+    @property
+    def exit(self) -> str:
+        return describe_exit(self._process.returncode)
+
+    def signal(self, signum: int) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signum)
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it since the last call."""
+        with suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG) is not None
+        return False
+
+    async def until_end(self) -> None:
+        # Not awaited directly: a cancelled caller would cancel it.
+        await asyncio.wait((self.ended,))
+
+    async def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        await self.until_end()
+        for listener in self._listeners:
+            listener.cleanup()
+
 
 class RustFrontEnd:
-    """Starts `vllm-rs`, and replaces it when it ends or is stopped. Lives on the loop of the main thread.
+    """Starts `vllm-rs`, and replaces it when it ends, is stopped, or does not answer. Lives on the main thread's loop.
+
+    A start with a large tokenizer takes seconds, so a second one is started in advance. It leaves the listening sockets
+    alone until it is connected to the fleet.
 
     Args:
         binary: path of `vllm-rs`.
         args: parsed command line of `vllm serve`, as `vllm-rs` shall read it.
         watch: called with the id of each started process, see `Reaper`.
+        probe_interval: seconds between looks at `/health`.
+        probe_timeout: seconds without an answer after which it is replaced.
     """
 
     def __init__(
@@ -55,25 +108,37 @@ class RustFrontEnd:
         listening: ListeningSockets,
         link: FrontEndLink,
         watch: Callable[[int], None],
+        probe_interval: float,
+        probe_timeout: float,
     ) -> None:
         self._binary = binary
         self._args = args
         self._listening = listening
         self._link = link
         self._watch = watch
-        self._process: Any = None
+        self._probe_interval = probe_interval
+        self._probe_timeout = probe_timeout
+        self._standby: _Process | None = None
+        self._serving: _Process | None = None
         self._stopping = asyncio.Event()
 
-    async def run(self, ready_response: bytes) -> None:
-        """Keep it running until `stop`. None is left when this returns or raises.
+    async def prepare(self) -> None:
+        """Start the first one, and return when it ends, which it does by itself only if its arguments are wrong.
 
-        Raises OmniError if the first one ends before it answers, since the next would end the same way.
+        Raises OmniError then.
         """
+        self._standby = await self._start()
+        await self._standby.until_end()
+        if not self._stopping.is_set():
+            raise _not_served(self._standby)
+
+    async def run(self, ready_response: bytes) -> None:
+        """Serve until `stop`. Raises OmniError if the first one ends before it answers."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._end_stopped)
         try:
             await keep_running(
-                partial(self._running, ready_response),
+                partial(self._serve, ready_response),
                 Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _HEALTHY_AFTER_S),
                 time.monotonic,
                 self._wait_to_restart,
@@ -82,119 +147,130 @@ class RustFrontEnd:
         finally:
             loop.remove_signal_handler(signal.SIGCHLD)
 
+    async def close(self) -> None:
+        """End the standby. Idempotent; nothing is left after this and the end of `run`."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            await standby.end()
+
     def stop(self) -> None:
-        """Make it finish its requests and end. It does so within `args.shutdown_timeout` seconds."""
+        """Refuse new connections, and make it finish its requests within `args.shutdown_timeout` seconds and end."""
         self._stopping.set()
-        self._signal(signal.SIGTERM)
+        self._listening.close()
+        if self._standby is not None:
+            self._standby.signal(signal.SIGKILL)
+        if self._serving is not None:
+            self._serving.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it now; after `stop`."""
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, signum: int) -> None:
-        if self._process is not None and self._process.is_alive():
-            os.kill(self._process.pid, signum)
+        if self._serving is not None:
+            self._serving.signal(signal.SIGKILL)
 
     def _end_stopped(self) -> None:
-        """SIGCHLD: a front end that a signal has stopped answers nobody. The kernel says so at once."""
-        if self._process is None:
-            return
-        with suppress(ChildProcessError):
-            if os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is not None:
-                logger.error("%s (process %d) was stopped by a signal.", _NAME, self._process.pid)
-                self._signal(signal.SIGKILL)
+        """SIGCHLD: one that a signal has stopped answers nobody. The kernel says so at once."""
+        for process in (self._serving, self._standby):
+            if process is not None and process.is_stopped():
+                logger.error("%s was stopped by a signal.", process)
+                process.signal(signal.SIGKILL)
 
     @asynccontextmanager
-    async def _running(self, ready_response: bytes) -> AsyncIterator[Awaitable[str]]:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    async def _serve(self, ready_response: bytes) -> AsyncIterator[Awaitable[str]]:
+        process, self._standby = self._standby, None
+        if process is None or process.ended.done():
+            process = await self._start()
+        self._serving = process
+        try:
+            self._link.connect(process.addresses, ready_response)
+            if self._stopping.is_set():
+                process.signal(signal.SIGTERM)
+            await self._until_answer(process)
+            logger.info("%s serves.", process)
+            await self._start_standby()
+            yield self._until_unwell(process)
+        finally:
+            self._link.disconnect()
+            self._serving = None
+            await process.end()
+
+    async def _start_standby(self) -> None:
+        if not self._stopping.is_set():
+            try:
+                self._standby = await self._start()
+            except OSError as error:
+                logger.error("There is no standby of %s: %s", _NAME, error)
+
+    async def _start(self) -> _Process:
         listeners: list[ZmqListener] = []
         try:
             listeners += [make_zmq_listener(new_ipc_address(), kind) for kind in (zmq.ROUTER, zmq.PULL)]
-            manager = self._start(*listeners)
+            http, grpc = self._listening
+            requests, outputs = (listener.socket.fileno() for listener in listeners)
+            grpc_socket = None if grpc is None else grpc.fileno()
+            command = front_end_command(self._binary, self._args, http.fileno(), requests, outputs, grpc_socket)
+            inherited = [http.fileno(), requests, outputs, *(() if grpc_socket is None else (grpc_socket,))]
+            # A session of its own: a terminal's Ctrl-C is for this process, which then ends it.
+            process = await asyncio.create_subprocess_exec(*command, pass_fds=inherited, start_new_session=True)
         except BaseException:
             for listener in listeners:
                 listener.cleanup()
             raise
-        self._process = process = manager.processes[0]
         self._watch(process.pid)
-        sentinel = process.sentinel.fileno()
+        return _Process(process, listeners)
 
-        def on_end() -> None:
-            loop.remove_reader(sentinel)
-            ended.set()
-
-        loop.add_reader(sentinel, on_end)
-        try:
-            self._link.connect(FrontEndAddresses(*(listener.address for listener in listeners)), ready_response)
-            if self._stopping.is_set():
-                self._signal(signal.SIGTERM)
-            await self._until_answer(process, ended)
-            logger.info("%s (process %d) serves.", _NAME, process.pid)
-            yield _exit_reason(process, ended)
-        finally:
-            self._link.disconnect()
-            self._signal(signal.SIGKILL)
-            await ended.wait()
-            manager.shutdown()
-            self._process = None
-
-    def _start(self, requests: ZmqListener, outputs: ZmqListener) -> Any:
-        return RustFrontendProcessManager(
-            binary_path=self._binary,
-            sock=self._listening.http,
-            grpc_sock=self._listening.grpc,
-            args=self._args,
-            input_listener=requests,
-            output_listener=outputs,
-            engine_start_index=0,
-            engine_count=1,
-            data_parallel_size=1,
-        )
-
-    async def _until_answer(self, process: Any, ended: asyncio.Event) -> None:
+    async def _until_answer(self, process: _Process) -> None:
         """Return when it has answered; raises OmniError if it has ended before."""
-        answering = asyncio.ensure_future(_ask_health(self._listening.http, bool(self._args.ssl_certfile)))
-        ending = asyncio.ensure_future(ended.wait())
+        answering = asyncio.ensure_future(self._health())
         try:
-            await asyncio.wait((answering, ending), return_when=asyncio.FIRST_COMPLETED)
-            if ending.done():
-                raise OmniError(
-                    f"{_NAME} (process {process.pid}) ended with code {process.exitcode} before it served: its last "
-                    "lines say why"
-                )
+            await asyncio.wait((answering, process.ended), return_when=asyncio.FIRST_COMPLETED)
+            if process.ended.done():
+                raise _not_served(process)
         finally:
-            for waiting in (answering, ending):
-                waiting.cancel()
+            answering.cancel()
+
+    async def _until_unwell(self, process: _Process) -> str:
+        """Return why it no longer serves."""
+        while True:
+            await asyncio.wait((process.ended,), timeout=self._probe_interval)
+            if process.ended.done():
+                return process.exit
+            if self._stopping.is_set():
+                await process.until_end()
+                return process.exit
+            try:
+                async with asyncio.timeout(self._probe_timeout):
+                    if _UNHEALTHY in await self._health():
+                        return "says that its engine is dead"
+            except TimeoutError:
+                return f"has not answered for {self._probe_timeout:g} s"
 
     async def _wait_to_restart(self, seconds: float, reason: str | Exception) -> bool:
-        # A signal of the terminal reaches both processes, and this one may see it later.
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
         if not self._stopping.is_set():
-            logger.error("%s %s; it is replaced, and its requests have been aborted.", _NAME, reason)
+            logger.error("%s %s; it is replaced, and its requests are aborted.", _NAME, reason)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), seconds)
         return not self._stopping.is_set()
 
+    async def _health(self) -> bytes:
+        """The status line of `/health`, of a server that may be about to start; empty if it refuses the connection."""
+        listening, context = self._listening.http, None
+        if self._args.ssl_certfile:
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        # A server that wants a client's certificate refuses this one, which is an answer too.
+        with suppress(OSError):
+            if listening.family == socket.AF_UNIX:
+                reader, writer = await asyncio.open_unix_connection(listening.getsockname(), ssl=context)
+            else:
+                host, port = listening.getsockname()[:2]
+                reader, writer = await asyncio.open_connection(_LOCAL.get(host, host), port, ssl=context)
+            try:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                return await reader.readline()
+            finally:
+                writer.close()
+        return b""
 
-async def _exit_reason(process: Any, ended: asyncio.Event) -> str:
-    await ended.wait()
-    return f"(process {process.pid}) ended with code {process.exitcode}"
 
-
-async def _ask_health(listening: socket.socket, tls: bool) -> None:
-    """Return once the server behind this socket has answered or refused a request. It may be about to start."""
-    context = None
-    if tls:
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    # A server that wants a client's certificate refuses this one, which is an answer too.
-    with suppress(OSError):
-        if listening.family == socket.AF_UNIX:
-            reader, writer = await asyncio.open_unix_connection(listening.getsockname(), ssl=context)
-        else:
-            host, port = listening.getsockname()[:2]
-            reader, writer = await asyncio.open_connection(_LOCAL.get(host, host), port, ssl=context)
-        try:
-            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            await reader.read(1)
-        finally:
-            writer.close()
+def _not_served(process: _Process) -> OmniError:
+    return OmniError(f"{process} {process.exit} before it served: its last lines say why")

@@ -25,12 +25,17 @@ from vllm_omni_plugin.errors import SHUTTING_DOWN, ConfigError, OmniError
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
+from vllm_omni_plugin.integration.rust_front_end.admin_server import AdminServer
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndLink, FrontEndRules
 from vllm_omni_plugin.integration.rust_front_end.process import ListeningSockets, RustFrontEnd
 from vllm_omni_plugin.integration.rust_front_end.unsupported import refuse_unsupported_stages
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.vllm_api.protocol.front_end_codec import as_only_engine
+from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
+from vllm_omni_plugin.vllm_api.requests.scheduler_reports import fleet_report
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
 
 logger = init_logger(__name__)
@@ -90,13 +95,19 @@ class _Server:
         self._link = link
         self._drain = HeadDrain(fleet.orchestrator.events)
         self._ending = self._hurries = self._serves = False
-        self._ended = asyncio.Event()
         self._listening = listening
         binary = envs.VLLM_RUST_FRONTEND_PATH
         assert binary is not None
-        self._front_end = RustFrontEnd(binary, args, listening, link, fleet.watch)
+        self._front_end = RustFrontEnd(
+            binary, args, listening, link, fleet.watch, options.heartbeat_interval, options.heartbeat_timeout
+        )
+        self._admin = AdminServer(fleet, args, options, vllm_config, self._drain, lambda: self._ending)
+        self._reports: dict[int, Any] = {}
+        self._vllm_config = vllm_config
+        # `apply_ready_responses` adds numbers of KV blocks up, so it is called once.
+        self._configured = False
         self._rules = FrontEndRules(
-            self._why_closed, lambda request: None, lambda index, stats: stats, lambda item: None
+            self._why_closed, lambda request: None, self._keep_statistics, self._replica_changed
         )
 
     async def run(self) -> None:
@@ -104,27 +115,38 @@ class _Server:
         loop = asyncio.get_running_loop()
         for signum in SIGNALS:
             loop.add_signal_handler(signum, self._on_signal, signum)
+        await self._admin.start()
+        # While engines load, so that it loads its tokenizer meanwhile, and its complaints come early.
+        preparing = asyncio.create_task(self._front_end.prepare(), name="omni-front-end-start")
+        starting = asyncio.create_task(self._until_ready(), name="omni-fleet-start")
         try:
-            refuse_unsupported_stages(self._fleet.stages)
-            ready_response = await self._until_ready()
-            if ready_response is None:
+            await asyncio.wait((preparing, starting), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                # It has ended by itself, or a signal came.
+                preparing.result()
                 return
-            self._serves = True
-            self._listening.http.listen(_BACKLOG)
-            await self._serve(ready_response)
+            ready_response = starting.result()
+            if ready_response is not None:
+                preparing.cancel()
+                self._serves = True
+                self._listening.http.listen(_BACKLOG)
+                await self._serve(ready_response)
         finally:
+            for task in (preparing, starting):
+                task.cancel()
+            await asyncio.wait((preparing, starting))
+            await self._front_end.close()
             for signum in SIGNALS:
                 loop.remove_signal_handler(signum)
-            await asyncio.to_thread(self._fleet.close, 0.0 if self._hurries else None)
+            await self._admin.close()
+            await asyncio.to_thread(self._fleet.close, None if self._serves and not self._hurries else 0.0)
 
     async def _until_ready(self) -> bytes | None:
         """Start the fleet; returns what the front end shall know of its engine, or None if a signal came first."""
         stages = self._fleet.stages
-        self._link.bind(
-            self._fleet.orchestrator.request_states,
-            UtilityCallClient(self._fleet.orchestrator, stages, self._fleet.worker_ranks),
-            self._rules,
-        )
+        refuse_unsupported_stages(stages)
+        calls = UtilityCallClient(self._fleet.orchestrator, stages, self._fleet.worker_ranks)
+        self._link.bind(self._fleet.orchestrator.request_states, calls, self._rules)
         try:
             ready_responses = await asyncio.to_thread(self._fleet.start)
         except OmniError:
@@ -133,15 +155,20 @@ class _Server:
             raise
         own = ready_responses[stages.prompt_stage]
         if own:
-            return as_only_engine(own)
+            self._configured = True
+            apply_ready_responses(self._vllm_config, own)
+        for stage_id, responses in enumerate(ready_responses):
+            for replica_id in range(len(responses)):
+                self._admin.statistics.joined(engine_index(stage_id, replica_id))
+        return as_only_engine(own or [await self._first_to_join()])
+
+    async def _first_to_join(self) -> bytes:
         first = asyncio.wrap_future(self._link.first_ready_response)
-        ended = asyncio.ensure_future(self._ended.wait())
-        while not (first.done() or self._ending):
-            await asyncio.wait((first, ended), timeout=_WAITING_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
-            if not (first.done() or self._ending):
+        while not first.done():
+            await asyncio.wait((first,), timeout=_WAITING_NOTICE_S)
+            if not first.done():
                 logger.info("Waiting until a replica serves; nodes join with vllm serve --headless.")
-        ended.cancel()
-        return as_only_engine([first.result()]) if first.done() else None
+        return first.result()
 
     async def _serve(self, ready_response: bytes) -> None:
         failed = asyncio.wrap_future(self._link.ended)
@@ -153,6 +180,22 @@ class _Server:
             raise OmniError("the orchestrator has failed; the log says why")
         serving.result()
 
+    def _keep_statistics(self, index: int, report: Any) -> Any:
+        self._admin.statistics.record(index, report)
+        self._reports[index] = report
+        return fleet_report(report, self._reports.values())
+
+    def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
+        index = engine_index(change.stage_id, change.replica_id)
+        if isinstance(change, ReplicaLeft):
+            self._reports.pop(index, None)
+            self._admin.statistics.left(index)
+            return
+        if change.stage_id == self._fleet.stages.prompt_stage and not self._configured:
+            self._configured = True
+            apply_ready_responses(self._vllm_config, [change.ready_response])
+        self._admin.statistics.joined(index)
+
     def _on_signal(self, signum: int) -> None:
         if self._ending:
             logger.info("Second signal (%s): ending at once.", signal.Signals(signum).name)
@@ -162,7 +205,6 @@ class _Server:
             return
         self._ending = True
         logger.info("Shutting down: requests in flight have %d s; a second signal aborts them.", self._timeout)
-        self._ended.set()
         self._front_end.stop()
         loop = asyncio.get_running_loop()
         loop.call_later(self._timeout + _GRACE_S, self._front_end.kill)

@@ -37,17 +37,27 @@ class FrontEndCodec:
         """As `StageCodec.decode`, with an `EngineCoreRequest`."""
         return self._codec.decode(frames)
 
-    def encode(self, outputs: Any) -> Frames:
-        """Encode `EngineCoreOutputs`. Tensors are not copied."""
-        frames: Frames = self._encoder.encode(outputs)
-        return frames
+    def encode_outputs(self, outputs: Any, stats: Any) -> Frames:
+        """Encode the outputs of one engine, with these statistics. Tensors are not copied.
+
+        Nothing else goes along: one message that the front end does not expect, such as an empty one or one about waves
+        of a lockstep group, makes it fail all its requests for ever.
+        """
+        return self._encode(
+            EngineCoreOutputs(
+                outputs=outputs.outputs,
+                scheduler_stats=stats,
+                timestamp=outputs.timestamp,
+                weight_version=outputs.weight_version,
+            )
+        )
 
     def encode_result(self, call_id: int, result: Any) -> Frames:
         """Encode the answer to a call, with the types that vLLM's client restores."""
-        return self.encode(EngineCoreOutputs(utility_output=UtilityOutput(call_id, result=UtilityResult(result))))
+        return self._encode(EngineCoreOutputs(utility_output=UtilityOutput(call_id, result=UtilityResult(result))))
 
     def encode_failure(self, call_id: int, message: str) -> Frames:
-        return self.encode(EngineCoreOutputs(utility_output=UtilityOutput(call_id, failure_message=message)))
+        return self._encode(EngineCoreOutputs(utility_output=UtilityOutput(call_id, failure_message=message)))
 
     def encode_refusal(self, request_id: str, message: str, *, retryable: bool) -> Frames:
         """Encode the end of a request with an error for its client: 503 with the message, or 500 without it."""
@@ -59,9 +69,13 @@ class FrontEndCodec:
 
     def encode_aborted(self, request_ids: Sequence[str]) -> Frames:
         """Encode the end of requests with the finish reason "abort"."""
-        return self.encode(
+        return self._encode(
             EngineCoreOutputs(outputs=[_end(request_id, FinishReason.ABORT) for request_id in request_ids])
         )
+
+    def _encode(self, outputs: EngineCoreOutputs) -> Frames:
+        frames: Frames = self._encoder.encode(outputs)
+        return frames
 
     def _encode_error(self, request_id: str, code: str, message: str, retryable: bool) -> Frames:
         # Earlier versions of vLLM have neither the class nor a Rust front end that reads it.
@@ -69,7 +83,7 @@ class FrontEndCodec:
 
         output = _end(request_id, FinishReason.ERROR)
         output.error = RequestError(code, message, retryable)
-        return self.encode(EngineCoreOutputs(outputs=[output]))
+        return self._encode(EngineCoreOutputs(outputs=[output]))
 
 
 def _end(request_id: str, reason: FinishReason) -> EngineCoreOutput:
