@@ -57,7 +57,6 @@ def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
         listening = _listen(args, resources)
         engine_args = read_engine_args(args)
         vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-        args = _front_end_args(args, engine_args.shutdown_timeout)
         try:
             fleet = Fleet(
                 options,
@@ -66,6 +65,7 @@ def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
                 not engine_args.disable_log_stats,
                 make_front_end=FrontEndLink,
             )
+            args.shutdown_timeout = engine_args.shutdown_timeout
             server = _Server(fleet, args, options, listening, vllm_config)
             # uvloop, which the orchestrator's thread has, keeps SIGCHLD for itself.
             with asyncio.Runner() as runner:
@@ -99,7 +99,13 @@ class _Server:
         binary = envs.VLLM_RUST_FRONTEND_PATH
         assert binary is not None
         self._front_end = RustFrontEnd(
-            binary, args, listening, link, fleet.watch, options.heartbeat_interval, options.heartbeat_timeout
+            binary,
+            _front_end_args(args),
+            listening,
+            link,
+            fleet.watch,
+            options.heartbeat_interval,
+            options.heartbeat_timeout,
         )
         self._admin = AdminServer(fleet, args, options, vllm_config, self._drain, lambda: self._ending)
         self._reports: dict[int, Any] = {}
@@ -238,12 +244,11 @@ def _listen(args: argparse.Namespace, resources: ExitStack) -> ListeningSockets:
     return ListeningSockets(http, grpc)
 
 
-def _front_end_args(args: argparse.Namespace, shutdown_timeout: int) -> argparse.Namespace:
+def _front_end_args(args: argparse.Namespace) -> argparse.Namespace:
     """The command line for the front end, which knows neither our flags nor ranks."""
     own = copy.copy(args)
     for flag in FLAGS:
         setattr(own, flag.destination, None)
-    own.shutdown_timeout = shutdown_timeout
     own.data_parallel_size = 1
     own.data_parallel_size_local = None
     return own
