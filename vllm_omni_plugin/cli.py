@@ -21,7 +21,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
-from vllm_omni_plugin.admin.admin_keys import find_local_key, read_admin_keys
+from vllm_omni_plugin.admin.admin_keys import find_head_of, read_admin_keys
 from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE, SILENT_S, read_messages
 from vllm_omni_plugin.admin.watch.top import Top, table
 from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
@@ -31,7 +31,6 @@ _NAME = "vllm-omni-plugin"
 DEFAULT_URL = "http://127.0.0.1:8000"
 ADMIN_KEY_VARIABLE = "OMNI_ADMIN_KEY"
 _ADMIN_KEY_FLAG = "--admin-key-file"
-_DEFAULT_PORTS = {"http": 80, "https": 443}
 _TIMEOUT_S = 30.0
 _REFRESH_S = 1.0
 _UNAVAILABLE = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
@@ -43,6 +42,9 @@ _COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SIN
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 1 if the server refuses or does not answer. Wrong usage exits with 2."""
     args = _parser().parse_args(argv)
+    if hasattr(args, "url") and (head := find_head_of(args.url)) is not None:
+        # With vLLM's Rust front end the routes for operators have a server of their own.
+        args.url = head.admin_url or args.url
     try:
         code: int = args.run(args)
     except OmniError as error:
@@ -220,8 +222,8 @@ def _candidate_row(candidate: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _print_local_key(args: argparse.Namespace) -> int:
-    key = _local_key(args.url)
-    if key is None:
+    key = _local_key(args)
+    if not key:
         raise OmniError(
             f"no head of this user on this machine keeps an admin key for {args.url}: give the --url of a head that "
             "runs here, with its address and not a name, without --omni-admin-key-file, as this user and with the same "
@@ -335,13 +337,9 @@ def _is_here(url: str) -> bool:
         return False
 
 
-def _local_key(url: str) -> str | None:
-    parts = urlsplit(url)
-    try:
-        port = parts.port or _DEFAULT_PORTS[parts.scheme]
-    except ValueError:
-        return None
-    return find_local_key(parts.hostname or "", port)
+def _local_key(args: argparse.Namespace) -> str | None:
+    head = find_head_of(args.url)
+    return head.key or None if head is not None else None
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -356,7 +354,7 @@ def _key(args: argparse.Namespace, changes: bool) -> str | None:
     if args.admin_key_file is not None:
         admin_key: str | None = read_admin_keys(args.admin_key_file, _ADMIN_KEY_FLAG)[0]
     else:
-        admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or _local_key(args.url)
+        admin_key = os.environ.get(ADMIN_KEY_VARIABLE) or _local_key(args)
     api_key: str | None = args.api_key
     return (admin_key or api_key) if changes else (api_key or admin_key)
 
@@ -368,6 +366,11 @@ def _refusal(args: argparse.Namespace, error: HTTPError, key: str | None) -> str
         message = json.loads(error.read())["error"]["message"]
     except (OSError, ValueError, LookupError, TypeError):
         message = error.reason
+    if error.code == HTTPStatus.NOT_FOUND and message == HTTPStatus.NOT_FOUND.phrase:
+        return (
+            f"{args.url} has no such route: it is not the server of a fleet, or a head with vLLM's Rust front end: its "
+            "routes for operators are at another port (--omni-admin-port, by default the next one): give that --url"
+        )
     if error.code == HTTPStatus.UNAUTHORIZED:
         fault = "does not accept this key" if key else "wants a key"
         flags = f"give an API key with --api-key or in VLLM_API_KEY, an admin key with {_ADMIN_KEY_FLAG} or in"

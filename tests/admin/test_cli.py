@@ -176,16 +176,27 @@ def test_a_401_names_the_flag(head: FakeServer, capsys: pytest.CaptureFixture[st
     ("body", "message"),
     [
         ({"error": {"message": "There is no replica 7. There are: 0.0."}}, "There is no replica 7. There are: 0.0."),
-        ({"error": "text"}, "Not Found"),
-        (b"<html>", "Not Found"),
+        ({"error": "text"}, "Conflict"),
+        (b"<html>", "Conflict"),
     ],
 )
 def test_a_refusal_shows_the_servers_message(
     head: FakeServer, capsys: pytest.CaptureFixture[str], body: Any, message: str
 ) -> None:
-    head.answers["POST", "/omni/replicas/7/drain"] = (404, body)
+    head.answers["POST", "/omni/replicas/7/drain"] = (409, body)
     assert main(["replicas", "drain", "7", "--url", head.url]) == 1
-    assert capsys.readouterr().err == f"vllm-omni-plugin: error: {head.url} answers 404: {message}\n"
+    assert capsys.readouterr().err == f"vllm-omni-plugin: error: {head.url} answers 409: {message}\n"
+
+
+@pytest.mark.parametrize("body", [b"", {"error": {"message": "Not Found"}}, {"detail": "Not Found"}])
+def test_a_server_without_the_routes_may_have_them_at_another_port(
+    head: FakeServer, capsys: pytest.CaptureFixture[str], body: Any
+) -> None:
+    head.default = (404, body)
+    for command in (["replicas", "ls"], ["top", "--once"], ["explain", "x"]):
+        assert main([*command, "--url", head.url]) == 1
+        assert f"{head.url} has no such route" in (error := capsys.readouterr().err)
+        assert "--omni-admin-port" in error
 
 
 @pytest.mark.parametrize("command", [["ls"], ["drain", "0.1"]])

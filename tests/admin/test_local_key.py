@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.http_server import FakeServer
 from vllm_omni_plugin import cli
-from vllm_omni_plugin.admin.admin_keys import find_local_key, publish_local_key
+from vllm_omni_plugin.admin.admin_keys import LocalHead, find_head, find_local_key, publish_head, publish_local_key
 
 HERE = "127.0.0.1"
 PORT = 65_000
@@ -59,6 +60,32 @@ def test_a_key_is_found_without_the_heads_run_time_directory(folder: Path, monke
     assert find_local_key(HERE, PORT) == key
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert find_local_key(HERE, PORT) == key
+
+
+def test_a_head_says_where_its_operators_routes_are(folder: Path) -> None:
+    assert find_head(HERE, PORT) is None
+    publish_head(None, PORT, LocalHead("key", "http://127.0.0.1:1"))
+    assert find_head(HERE, PORT) == ("key", "http://127.0.0.1:1")
+    assert find_local_key(HERE, PORT) == "key"
+    publish_head(None, PORT, LocalHead("", "http://127.0.0.1:1"))
+    assert find_local_key(HERE, PORT) is None
+    key = publish_local_key(None, PORT)
+    assert find_head(HERE, PORT) == (key, "")
+
+
+@pytest.mark.parametrize("has_key_file", [True, False])
+def test_the_command_goes_where_the_operators_routes_are(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_key_file: bool
+) -> None:
+    for name in ("VLLM_API_KEY", "OMNI_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    key = "" if has_key_file else "key-of-this-user"
+    with FakeServer((200, {"replicas": []})) as admin:
+        publish_head(None, PORT, LocalHead(key, admin.url))
+        publish_head(None, admin.server_port, LocalHead(key))
+        assert cli.main(["replicas", "ls", "--url", f"http://{HERE}:{PORT}"]) == 0
+        assert cli.main(["admin-key", "--url", f"http://{HERE}:{PORT}"]) == int(has_key_file)
+    assert admin.asked == [("GET", "/omni/replicas", None if has_key_file else f"Bearer {key}")]
 
 
 def test_a_head_without_a_place_for_its_key_says_so_and_has_one(

@@ -25,7 +25,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.admin.admin_keys import find_head, find_local_key
-from vllm_omni_plugin.admin.head_drain import HeadDrain
+from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
 from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, ConfigError
@@ -62,6 +62,10 @@ class Head:
     async def status(self, path: str, method: str = "GET", key: str = "", **more: Any) -> int:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return (await self.client.request(method, path, headers=headers, **more)).status_code
+
+    async def health(self) -> tuple[int, str]:
+        answer = await self.client.get("/health")
+        return answer.status_code, answer.text.rstrip("\n")
 
     async def error(self, path: str) -> tuple[int, str]:
         answer = await self.client.get(path)
@@ -117,13 +121,14 @@ async def test_it_is_ready_while_the_head_takes_requests(start: Start) -> None:
         assert await head.status("/health") == 200
         for replica in range(2):
             head.fleet.kill(replica)
-        assert await head.error("/health") == (503, "No replica can serve requests now.")
+        status, reason = await head.health()
+        assert (status, reason.startswith("No replica of stage 0 can serve right now")) == (503, True)
         head.fleet.join(head.fleet.pool.member(0))
         assert await head.status("/health") == 200
         head.drain.begin()
-        assert (await head.error("/health"))[0] == 503
+        assert await head.health() == (503, DRAINING)
         head.ending = True
-        assert (await head.error("/health"))[1] == SHUTTING_DOWN
+        assert await head.health() == (503, SHUTTING_DOWN)
 
 
 async def test_operators_see_and_change_the_fleet_with_the_key_of_their_user(start: Start) -> None:

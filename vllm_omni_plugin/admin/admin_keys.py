@@ -14,6 +14,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.key_file import read_key_file
@@ -23,6 +24,7 @@ from vllm_omni_plugin.user_folder import folder_paths, open_user_folder
 logger = init_logger(__name__)
 
 MIN_KEY_CHARS = 16
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class LocalHead(NamedTuple):
@@ -111,6 +113,16 @@ def find_head(host: str, port: int) -> LocalHead | None:
             key, _, admin_url = folder.read(name).partition("\n")
             return LocalHead(key, admin_url)
     return None
+
+
+def find_head_of(url: str) -> LocalHead | None:
+    """As `find_head`, of the head at this HTTP address."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or _DEFAULT_PORTS[parts.scheme]
+    except ValueError:
+        return None
+    return find_head(parts.hostname or "", port)
 
 
 def local_addresses(host: str | None) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ class Hold:
     @property
     def reason(self) -> str:
         """Why a request that comes now must be held or refused."""
-        return self.closed_reason() or str(self._unavailable())
+        return self.closed_reason() or str(unavailable(self.orchestrator))
 
     @property
     def is_needed(self) -> bool:
@@ -111,15 +111,17 @@ class Hold:
         self.orchestrator.metrics.held_bytes_before_accept -= size
 
     def _refuse_without_replica(self, reason: str) -> NoReplicaError:
-        return self._refuse(f"{self._unavailable()} ({reason})")
-
-    def _unavailable(self) -> NoReplicaError:
-        pools = self.orchestrator.needed_pools
-        return next((pool for pool in pools if not pool.serving), pools[0]).unavailable()
+        return self._refuse(f"{unavailable(self.orchestrator)} ({reason})")
 
     def _refuse(self, message: str) -> NoReplicaError:
         self.orchestrator.metrics.requests_failed_before_accept += 1
         return NoReplicaError(message)
+
+
+def unavailable(orchestrator: Orchestrator) -> NoReplicaError:
+    """Why a request cannot be served now."""
+    pools = orchestrator.needed_pools
+    return next((pool for pool in pools if not pool.serving), pools[0]).unavailable()
 
 
 class HoldMiddleware:

@@ -78,7 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"the wait for an engine above which nodes are added (default: {_TARGET_WAIT_S:g})",
     )
-    parser.add_argument("--url", help="a head's HTTP address, asked for the wait (default: port 8000 of the head)")
+    parser.add_argument(
+        "--url",
+        help="a head's HTTP address, asked for the wait (default: port 8000 of the head); with vLLM's Rust front end "
+        "that of its admin port",
+    )
     parser.add_argument("--num-gpus", type=integer(0), default=1, metavar="N", help="GPUs of each node (default: 1)")
     parser.add_argument("--num-cpus", type=integer(0), default=1, metavar="N", help="CPUs of each node (default: 1)")
     parser.add_argument("--address", default="auto", help="the Ray cluster (default: the one of this machine)")

@@ -11,13 +11,14 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 
 from vllm_omni_plugin.admin.admin_keys import LocalHead, local_addresses, new_local_key, publish_head
 from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
+from vllm_omni_plugin.admin.hold import error_response, unavailable
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
@@ -35,14 +36,13 @@ logger = init_logger(__name__)
 
 _CLOSE_TIMEOUT_S = 2
 """Seconds after which connections that are still answered are closed."""
-_NOT_SERVING = "No replica can serve requests now."
 
 
 class AdminServer:
     """Serves operators on the running loop, which must be that of the main thread, from `start` to `close`.
 
-    `/health` is 200 while the head takes requests. vLLM's own is 200 while the front end has its engine, which is
-    always.
+    `/health` is 200 while the head takes requests, else 503 with the reason as text. That of vLLM's Rust front end is
+    200 while it has its engine, which is always.
 
     Args:
         fleet: need not be started yet. Then there are no replicas.
@@ -181,16 +181,16 @@ class AdminServer:
         return Response(encode(REGISTRY), headers={"Content-Type": content_type})
 
     async def _health(self) -> Response:
-        if reason := self._why_closed():
-            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, reason)
-        return Response()
+        reason = self._why_closed()
+        return PlainTextResponse(f"{reason}\n", HTTPStatus.SERVICE_UNAVAILABLE) if reason else Response()
 
     def _why_closed(self) -> str:
         if self._is_ending():
             return SHUTTING_DOWN
         if self._drain.active:
             return DRAINING
-        return "" if self._fleet.orchestrator.can_serve else _NOT_SERVING
+        orchestrator = self._fleet.orchestrator
+        return "" if orchestrator.can_serve else str(unavailable(orchestrator))
 
     def _ledgers(self) -> Iterator[tuple[int, LoadLedger]]:
         for pool in self._fleet.orchestrator.stage_pools:
@@ -219,5 +219,4 @@ def _model_names(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 async def _error_like_openai(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
-    body = {"message": error.detail, "type": status.phrase, "param": None, "code": status}
-    return JSONResponse({"error": body}, status, error.headers)
+    return error_response(error.detail, status, status.phrase, error.headers)
