@@ -83,7 +83,9 @@ def ready(max_model_len: int, replica_id: int = 0) -> bytes:
 
 
 class Head(IdleFleet):
-    """A client in front of stages that have no replicas; its reader of prompts has a configuration of its own.
+    """A client in front of stages with a replica, which never serves, for each ready response.
+
+    Its reader of prompts has a configuration of its own.
 
     Attributes:
         own: AsyncLLM's configuration.
@@ -92,6 +94,9 @@ class Head(IdleFleet):
 
     def __init__(self, ready_responses: list[list[bytes]]) -> None:
         pools = [StagePool(stage.id, RandomBalancer()) for stage in PIPELINE.stages]
+        for pool, responses in zip(pools, ready_responses, strict=True):
+            for replica_id in range(len(responses)):
+                pool.add(replica_id)
         apis: Any = [FakeEngineApi() for _ in PIPELINE.stages]
         builder = StageInputBuilder(PIPELINE, apis, str)
         super().__init__(Orchestrator(pools, apis, 0, time.monotonic, input_builder=builder))

@@ -1,4 +1,4 @@
-"""The replicas of this node: all start or none, and those that die come back."""
+"""The replicas of this node: those that die, or do not start beside others, come back."""
 
 import asyncio
 import os
@@ -49,15 +49,45 @@ async def test_all_replicas_start_at_once_serve_and_end_with_the_given_timeout(n
 
 
 @EACH_START_FAILURE
-async def test_a_replica_that_does_not_start_fails_the_start(
-    node: Node, plan: Plan, error: type[Exception], text: str
-) -> None:
-    node.launcher.plan(0, Plan(ready=False))
-    node.launcher.plan(1, plan)
+async def test_the_start_fails_if_no_replica_starts(node: Node, plan: Plan, error: type[Exception], text: str) -> None:
+    for replica_id in range(2):
+        node.launcher.plan(replica_id, plan)
     with pytest.raises(error, match=text):
         await node.replicas.start()
     assert node.pool.serving == ()
     await eventually(lambda: all(engine.process.killed for engine in node.launcher.engines))
+
+
+@EACH_START_FAILURE
+async def test_a_replica_that_does_not_start_is_tried_again_beside_one_that_serves(
+    node: Node, plan: Plan, error: type[Exception], text: str
+) -> None:
+    gate = threading.Event()
+    node.launcher.plan(0, plan)
+    node.launcher.plan(1, Plan(spawn_gate=gate))
+    starting = asyncio.create_task(node.replicas.start())
+    await eventually(lambda: node.pauses == [1.0])
+    assert not starting.done(), "the other one still starts, and nothing serves"
+    gate.set()
+    assert await starting == [[READY]]
+    assert node.statuses == [DOWN, UP]
+    assert text in node.orchestrator.events.after()[0].reason
+    node.go_on.release()
+    await node.until_back(0, restarts=1)
+    assert not node.pool.member(0).starts_with_head, "the server has taken its length from the other one"
+
+
+async def test_the_start_fails_if_the_last_replica_does_not_start_while_another_is_tried_again(node: Node) -> None:
+    gate = threading.Event()
+    node.launcher.plan(0, Plan(refuse="no such model"))
+    node.launcher.plan(1, Plan(spawn_gate=gate, refuse="no such device"))
+    starting = asyncio.create_task(node.replicas.start())
+    await eventually(lambda: node.pauses == [1.0])
+    gate.set()
+    with pytest.raises(ReplicaError, match="no such device"):
+        await starting
+    await node.replicas.close(0.0)
+    assert sorted(node.launcher.starts) == [0, 1]
 
 
 async def test_an_engine_whose_model_lacks_the_stages_task_does_not_start(
@@ -66,22 +96,11 @@ async def test_an_engine_whose_model_lacks_the_stages_task_does_not_start(
     monkeypatch.setattr(FakeEngineApi, "pooling_task", "classify")
     starting = asyncio.create_task(node.replicas.start())
     await eventually(lambda: len(node.launcher.engines) == 2)
-    await answer(node.launcher.engines[0], "get_supported_tasks", ["embed", "token_embed"])
+    for engine in node.launcher.engines:
+        await answer(engine, "get_supported_tasks", ["embed", "token_embed"])
     with pytest.raises(ReplicaError, match=r"its model cannot 'classify': .* with one of embed, token_embed"):
         await starting
     assert node.pool.serving == ()
-
-
-async def test_an_engine_that_serves_already_ends_when_another_does_not_start(node: Node) -> None:
-    gate = threading.Event()
-    node.launcher.plan(1, Plan(spawn_gate=gate, refuse="no such model"))
-    starting = asyncio.create_task(node.replicas.start())
-    await node.until_statuses(UP, DOWN)
-    gate.set()
-    with pytest.raises(ReplicaError, match="no such model"):
-        await starting
-    await node.replicas.close(0.0)
-    assert node.engine_of(0).process.shutdowns == [0.0]
 
 
 async def test_closing_while_an_engine_is_being_spawned_leaves_none(node: Node) -> None:

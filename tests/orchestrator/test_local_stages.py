@@ -1,5 +1,7 @@
 """The replicas of several stages on this node, started and ended together."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -36,11 +38,17 @@ async def test_a_start_returns_when_all_stages_serve_with_their_ready_responses(
     assert serving(node) == ["0.0", "1.0", "1.1"]
 
 
-async def test_a_start_that_fails_names_the_stage_and_leaves_none_loading(node: Node) -> None:
-    node.launchers[0].plan(0, Plan(ready=False))
-    node.launchers[1].plan(1, Plan(refuse="no such model"))
+@pytest.mark.parametrize("loads", [True, False], ids=["loads", "serves"])
+async def test_a_start_that_fails_names_the_stage_and_ends_the_engines_of_others(node: Node, loads: bool) -> None:
+    gate = threading.Event()
+    node.launchers[0].plan(0, Plan(ready=not loads))
+    for replica_id in range(2):
+        node.launchers[1].plan(replica_id, Plan(spawn_gate=gate, refuse="no such model"))
+    starting = asyncio.create_task(node.replicas.start())
+    await eventually(lambda: node.launchers[0].engines if loads else serving(node))
+    gate.set()
     with pytest.raises(ReplicaError, match="stage 1: no such model"):
-        await node.replicas.start()
+        await starting
     await eventually(lambda: all(engine.process.ended for engine in node.launchers[0].engines), "the end of the other")
 
 

@@ -140,7 +140,8 @@ def test_wait_for_requests_returns_at_once_after_the_end(
 def test_a_failure_at_start_is_raised_by_start_and_nothing_is_left(
     head: Head, plan: Plan, error: type[Exception], text: str
 ) -> None:
-    head.launcher.plan(1, plan)
+    for replica_id in range(2):
+        head.launcher.plan(replica_id, plan)
     with pytest.raises(error, match=text):
         head.thread.start()
     assert head.is_closed()

@@ -52,7 +52,7 @@ class OrchestratorThread:
         self._thread = threading.Thread(target=self._run, name="omni-orchestrator", daemon=True)
 
     def start(self) -> list[list[bytes]]:
-        """Start the thread; returns the ready responses of the local engines, by stage, when all serve. Blocks.
+        """Start the thread; returns the ready responses of the local engines that serve, by stage. Blocks.
 
         Raises:
             ReplicaError: a local engine did not start. Nothing is left running.
@@ -161,7 +161,7 @@ class OrchestratorThread:
         return max(0.0, ends_at - loop.time()) if finished else 0.0
 
     async def _start(self) -> bool:
-        """Start the local replicas unless `close` is called before. Returns whether they all serve."""
+        """Start the local replicas unless `close` is called before. Returns whether it was not."""
         assert self._stop is not None
         starting = asyncio.create_task(self._local_replicas.start(), name="omni-start")
         awaited: list[asyncio.Future[Any]] = [starting, self._stop]

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +53,7 @@ class FleetClient(UtilityCallClient):
     Args:
         fleet: already started. The client owns it from now on.
         vllm_config: of AsyncLLM. The values that engines determine at their start (KV blocks, ...) are set in it.
-        ready_responses: of the local engines, by stage and replica id.
+        ready_responses: of the local engines that serve, by stage.
 
     Attributes:
         engine_ranks_managed: engine indexes of the local replicas, for the labels of vLLM's metrics. Labels of other
@@ -78,11 +79,8 @@ class FleetClient(UtilityCallClient):
         self._clock = clock
         self._next_yield = -math.inf
         # vLLM labels engine 0 in any case.
-        self.engine_ranks_managed = [
-            engine_index(stage_id, replica_id)
-            for stage_id, responses in enumerate(ready_responses)
-            for replica_id in range(len(responses))
-        ] or [0]
+        members = chain.from_iterable(pool.members for pool in self.orchestrator.stage_pools)
+        self.engine_ranks_managed = [member.engine_index for member in members if not member.remote] or [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self.graceful_shutdown = GracefulShutdown()
         self.head_drain = HeadDrain(self.orchestrator.events)

@@ -29,10 +29,10 @@ from vllm_omni_plugin.integration.options.listening import (
 )
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
+from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
-from vllm_omni_plugin.replicas.server.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.server.host_slots import HostSlots
 from vllm_omni_plugin.replicas.server.node import run_node
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer

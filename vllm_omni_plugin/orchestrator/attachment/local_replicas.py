@@ -15,6 +15,7 @@ from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember
 from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing
 from vllm_omni_plugin.replicas.engine.engine_start import GroupedLauncher, Launcher
+from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 
 _ADAPTER_PAUSE_S = 5.0
@@ -44,28 +45,34 @@ class LocalReplicas:
         self._keepers: dict[PoolMember, EngineKeeper[Engine]] = {}
         self._running: list[asyncio.Future[None]] = []
         for stage in stages:
+            first_starts = FirstStarts(stage.count)
             for replica_id in range(stage.count):
                 member = orchestrator.stage_pools[stage.stage_id].add(replica_id)
                 member.leave = partial(self.leave, member)
-                self._keepers[member] = self._keeper(member, stage)
+                self._keepers[member] = self._keeper(member, stage, first_starts)
 
     async def start(self) -> list[list[bytes]]:
-        """Start all replicas at once and return their ready responses, by stage, when all serve.
+        """Start all replicas at once and return the ready responses of those that serve, by stage.
+
+        A replica that does not start is tried again, if another one of its stage serves.
 
         Raises:
-            ReplicaError: a replica did not start. The others are ended; `close` waits for that.
+            ReplicaError: no replica of a stage started. All others are ended; `close` waits for that.
         """
         for keeper in self._keepers.values():
             keeper.begin()
             self._running.append(keeper.running)
         started: list[list[bytes]] = [[] for _ in self._stages]
         try:
-            for member, keeper in self._keepers.items():
-                started[member.stage_id].append((await self._first(keeper)).ready_response)
+            for keeper in self._keepers.values():
+                await self._first_start(keeper)
         except BaseException:
             for keeper in self._keepers.values():
                 keeper.stop(0.0)
             raise
+        for member, keeper in self._keepers.items():
+            if keeper.ready.done():
+                started[member.stage_id].append(keeper.ready.result().ready_response)
         return started
 
     def leave(self, member: PoolMember) -> None:
@@ -94,19 +101,20 @@ class LocalReplicas:
         await asyncio.gather(*self._running, return_exceptions=True)
         self._executor.shutdown(wait=False)
 
-    def _keeper(self, member: PoolMember, stage: LocalStage) -> EngineKeeper[Engine]:
+    def _keeper(self, member: PoolMember, stage: LocalStage, first_starts: FirstStarts) -> EngineKeeper[Engine]:
         return EngineKeeper(
             member.name,
             partial(self._start, member, stage),
-            partial(self._serve, member),
+            partial(self._serve, member, first_starts),
             partial(self._withdraw, member),
             partial(self._restarts, member),
             self._executor,
             self._timing,
+            partial(first_starts.failed, member),
         )
 
     async def _start(self, member: PoolMember, stage: LocalStage) -> Engine:
-        member.restarts += self._keepers[member].ready.done()
+        member.restarts += self._keepers[member].tried.done()
         return await start_local_engine(
             stage.launcher,
             stage.codec,
@@ -116,9 +124,9 @@ class LocalReplicas:
             stage.stage_id,
         )
 
-    async def _first(self, keeper: EngineKeeper[Engine]) -> Engine:
-        """Wait for the first start of an engine; raises if any engine fails to start."""
-        awaited: list[asyncio.Future[Any]] = [keeper.ready, *self._running]
+    async def _first_start(self, keeper: EngineKeeper[Engine]) -> None:
+        """Wait for the first start of an engine; raises if any stage has failed to start."""
+        awaited: list[asyncio.Future[Any]] = [keeper.tried, *self._running]
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         for member, other in self._keepers.items():
             if other.running.done():
@@ -126,9 +134,8 @@ class LocalReplicas:
                 if self._orchestrator.num_stages > 1 and isinstance(error, ReplicaError):
                     raise ReplicaError(f"stage {member.stage_id}: {error}") from error
                 raise error
-        return keeper.ready.result()
 
-    async def _serve(self, member: PoolMember, engine: Engine) -> None:
+    async def _serve(self, member: PoolMember, first_starts: FirstStarts, engine: Engine) -> None:
         sleeps = False
         if engine.client.is_interrupted:
             await engine.client.reset()
@@ -141,6 +148,7 @@ class LocalReplicas:
         self._orchestrator.replica_serves(
             member, engine.client, engine.input_addr, engine.output_addr, engine.ready_response
         )
+        first_starts.succeeded()
         pool = self._orchestrator.stage_pools[member.stage_id]
         if pool.follows_caches:
             engine.subscribe_cache(partial(pool.cache_changed, member))

@@ -128,7 +128,8 @@ class EngineKeeper(Generic[E]):
         must_start: whether an engine that cannot start, before any has, is not tried again; called after each attempt.
 
     Attributes:
-        ready: the first engine, once it is in service. `ready` and `running` exist after `begin`.
+        ready: the first engine, once it is in service. This and the others exist after `begin`.
+        tried: done when the first start has succeeded, or failed and is tried again.
         running: done when the engine is not restarted any more, or with the error of a start that must succeed.
     """
 
@@ -141,6 +142,7 @@ class EngineKeeper(Generic[E]):
     timing: Timing
     must_start: Callable[[], bool] = lambda: True
     ready: "asyncio.Future[E]" = field(init=False)
+    tried: "asyncio.Future[None]" = field(init=False)
     running: "asyncio.Task[None]" = field(init=False)
     _restarting: bool = field(default=True, init=False)
     _grace: float | None = field(default=None, init=False)
@@ -148,7 +150,8 @@ class EngineKeeper(Generic[E]):
 
     def begin(self) -> None:
         """Start the engine in the background, on the running loop. Call once."""
-        self.ready = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.ready, self.tried = loop.create_future(), loop.create_future()
         keeping = keep_running(self._engine, Backoff(), self.timing.clock, self._pause, must_start=self.must_start)
         self.running = asyncio.create_task(keeping, name=f"omni-replica-{self.name}")
 
@@ -175,6 +178,7 @@ class EngineKeeper(Generic[E]):
                 raise
             if not self.ready.done():
                 self.ready.set_result(engine)
+            self._set_tried()
             timing = self.timing
             yield Probe(
                 engine,
@@ -194,7 +198,12 @@ class EngineKeeper(Generic[E]):
         except Exception as error:
             engine.mark_lost(f"it hung, and could not be put back into service: {error}")
 
+    def _set_tried(self) -> None:
+        if not self.tried.done():
+            self.tried.set_result(None)
+
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
+        self._set_tried()
         if self._restarting:
             self.on_restart(seconds, reason)
             await self.timing.delay(seconds)

@@ -13,10 +13,10 @@ from vllm_omni_plugin.replicas.client.stage_client import Codec
 from vllm_omni_plugin.replicas.control.control_link import ControlServer
 from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing, finish
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
+from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, close_all, listen_on_ports
 from vllm_omni_plugin.replicas.server.announcer import Announcer
 from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
-from vllm_omni_plugin.replicas.server.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.server.served_engine import ServedEngine, start_served_engine
 from vllm_omni_plugin.replicas.server.server_settings import NO_IDENTITY, ReplicaIdentity, ServerSettings
 
