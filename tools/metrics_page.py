@@ -18,6 +18,7 @@ the metrics is in [monitoring.md](monitoring.md).
 `GET /metrics` of a head has all of vLLM's metrics. Their label `engine` is the replica, in a pipeline
 `10000 * stage + replica`: `engine="20001"` is replica 2.1. Tokens and latencies of a request count for the replica
 whose output the server returned. The model name and `cache_config_info` are those of the stage that reads the prompt.
+With vLLM's Rust front end, [two ports have parts of them](how-to/rust-front-end.md#operate-it).
 
 It also has the metrics below. When a replica leaves, its gauges disappear and its counts stay, so that no sum falls.
 Reasons and fallbacks of decisions are listed in [policies.md](policies.md). A histogram has `_bucket`, `_sum` and

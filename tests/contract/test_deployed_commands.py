@@ -1,19 +1,23 @@
 """Every command line of deploy/, read by vLLM's own parser and checked by our rules, as at the start of a server."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.deploy.chart import EVERYTHING, render, values
+from tests.deploy.test_chart_rust import RUST
 from tests.deploy.test_compose import FILE, command, interpolated
 from tests.deploy.test_systemd import HEAD, NODE
 from tests.deploy.test_systemd import command as unit_command
 from tests.engine.server import write_secret
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.integration.command_line import parse_options
+from vllm_omni_plugin.integration.options import compatibility
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
 WORKLOADS = {
@@ -28,6 +32,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         manifests = render(given)
         for role, workload in WORKLOADS.items():
             yield f"chart {name}, {role}", manifests.command(*workload)
+    rust = render(values(**RUST))
+    yield "chart with the Rust front end", rust.command(*WORKLOADS["head"])
     for unit in (HEAD, NODE):
         yield unit, unit_command(unit)
     for name, service in yaml.safe_load(interpolated(FILE.read_text()))["services"].items():
@@ -35,7 +41,12 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in commands()])
-def test_a_server_accepts_the_command_line(words: list[str], tmp_path: Path) -> None:
+def test_a_server_accepts_the_command_line(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "--omni-admin-port" in words:
+        # As with a version of vLLM that has the front end.
+        monkeypatch.setattr(compatibility, "RUST_FRONT_END", SimpleNamespace(applies=True))
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+        monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", sys.executable)
     (tmp_path / "admin.keys").write_text("an-admin-key-of-the-test\n")
     secret = str(write_secret(tmp_path / "fleet.secret"))
     here = {

@@ -1,10 +1,12 @@
 """vLLM's metrics of each replica behind the Rust front end, where no AsyncLLM records them."""
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import REGISTRY
 from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.loggers import StatLoggerManager
@@ -19,6 +21,7 @@ from vllm.v1.metrics.stats import (
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from tests.contract.configs import vllm_config, write_model
+from tests.project.source_tree import ROOT
 from vllm_omni_plugin.integration.rust_front_end.replica_statistics import REQUEST_METRICS, ReplicaStatistics
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 
@@ -184,6 +187,23 @@ def test_metrics_of_requests_are_left_out_and_no_others(
     by_requests = metrics()
     changed = {name for name in every if by_requests[name] != by_scheduler[name]}
     assert changed - REQUEST_METRICS == {"vllm:generation_tokens", "vllm:prompt_tokens"}
+
+
+def test_prometheus_drops_of_the_front_end_what_is_shown_by_replica(statistics: ReplicaStatistics) -> None:
+    config = yaml.safe_load((ROOT / "examples" / "monitoring" / "prometheus.yml").read_text())
+    _, of_front_ends = config["scrape_configs"]
+    (rule,) = of_front_ends["metric_relabel_configs"]
+    statistics.joined(0)
+    statistics.flush()
+    samples = {
+        sample.name
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if family.name.startswith("vllm:") and not sample.name.endswith("_created")
+    }
+    assert samples
+    assert {name for name in samples if not re.fullmatch(rule["regex"], name)} == set()
+    assert {name for name in REQUEST_METRICS if re.fullmatch(rule["regex"], name)} == set()
 
 
 def metrics() -> dict[str, list[float]]:

@@ -75,6 +75,14 @@ def test_idle_connections_to_the_head_last_longer_than_those_of_proxies(compose:
     assert str(compose["services"]["head"]["environment"]["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) == KEEP_ALIVE
 
 
+@pytest.mark.parametrize(("rust", "port"), [("0", 8000), ("1", 8001)])
+def test_the_health_of_the_head_is_that_of_the_fleet(monkeypatch: pytest.MonkeyPatch, rust: str, port: int) -> None:
+    monkeypatch.setitem(VARIABLES, "RUST_FRONTEND", rust)
+    head = yaml.safe_load(interpolated(FILE.read_text()))["services"]["head"]
+    assert str(head["environment"]["VLLM_USE_RUST_FRONTEND"]) == rust
+    assert f"http://127.0.0.1:{port}/health" in head["healthcheck"]["test"][-1]
+
+
 def test_signals_reach_the_server_and_it_owns_the_secret_file(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         shell, option, script, name = service["entrypoint"]

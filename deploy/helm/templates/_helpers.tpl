@@ -127,6 +127,13 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 - --omni-admin-key-file
 - /run/vllm-omni/admin.keys
 {{- end }}
+{{- if $head.rustFrontend }}
+{{- if not $spec.adminKey }}
+{{- fail (printf "modelSpec %s: headSpec.rustFrontend needs adminKey: without it the probes, nodes and Prometheus cannot reach the port for operators" .model.name) }}
+{{- end }}
+- --omni-admin-port
+- {{ int64 $spec.adminPort | quote }}
+{{- end }}
 {{- with .model.chatTemplate }}
 - --chat-template
 - {{ . | quote }}
@@ -217,6 +224,10 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 # Above the idle time of proxies (Envoy's is an hour), since one that reuses a connection as the head closes it answers 502.
 - name: VLLM_HTTP_TIMEOUT_KEEP_ALIVE
   value: "3660"
+{{- if .model.headSpec.rustFrontend }}
+- name: VLLM_USE_RUST_FRONTEND
+  value: "1"
+{{- end }}
 {{- end }}
 {{- if and (eq .component "node") .model.pvcStorage }}
 - name: HF_HOME
