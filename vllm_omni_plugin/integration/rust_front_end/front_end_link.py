@@ -15,6 +15,7 @@ from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.errors import (
     MessageTooLargeError,
     NoReplicaError,
+    OmniError,
     RequestRefusedError,
     StageInputError,
     WireError,
@@ -137,10 +138,7 @@ class FrontEndLink(FrontEnd):
 
     def give(self, item: Any, size: int = 0) -> None:
         if isinstance(item, EngineCoreOutputs):
-            stats = item.scheduler_stats
-            if stats is not None:
-                assert self._rules is not None
-                stats = self._rules.keep_statistics(item.engine_index, stats)
+            stats = None if item.scheduler_stats is None else self._keep_statistics(item)
             if item.outputs or stats is not None:
                 self._send(self._codec.encode_outputs(item, stats), size)
             return
@@ -195,6 +193,7 @@ class FrontEndLink(FrontEnd):
             socket.close()
         self._sockets = []
         self._submit(AbortRequests(tuple(self._states), whole=True))
+        self._resume_reading()
 
     def _submit(self, message: RequestMessage) -> None:
         assert self._handle is not None
@@ -207,12 +206,18 @@ class FrontEndLink(FrontEnd):
             logger.error("A message of vLLM's front end is dropped: %s", error)
             return
         if kind == "add":
-            self._add(payload)
+            try:
+                self._add(payload)
+            except Exception as error:
+                if not isinstance(error, OmniError):
+                    logger.exception("Request %s cannot be served.", payload.request_id)
+                self._fail(payload.request_id, error)
         elif kind == "abort":
             self._submit(AbortRequests(tuple(payload), whole=True))
         else:
             _, call_id, method, args = payload
-            task = asyncio.get_running_loop().create_task(self._answer(call_id, method, args), name="omni-utility")
+            answering = self._answer(self._sockets, call_id, method, args)
+            task = asyncio.get_running_loop().create_task(answering, name="omni-utility")
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
 
@@ -220,20 +225,30 @@ class FrontEndLink(FrontEnd):
         assert self._rules is not None
         refusal = self._rules.why_closed()
         if refusal:
-            self._fail(request.request_id, NoReplicaError(refusal))
-            return
+            raise NoReplicaError(refusal)
         if self._drops_transfers:
             # Only the pipeline sets the parameters of KV transfers.
             drop_transfers(request)
         self._submit(SubmitRequest(request, time.monotonic(), terms=self._rules.read_terms(request)))
 
-    async def _answer(self, call_id: int, method: str, args: Sequence[Any]) -> None:
+    async def _answer(self, caller: list[Any], call_id: int, method: str, args: Sequence[Any]) -> None:
+        """Make a call of the front end that has these sockets. The next one gives its calls the same numbers."""
         assert self._calls is not None
         try:
             frames = self._codec.encode_result(call_id, await self._calls.call_utility_async(method, *args))
         except Exception as error:  # every error of a call goes to its caller, as in vLLM
             frames = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}")
-        self._send(frames)
+        if self._sockets is caller:
+            self._send(frames)
+
+    def _keep_statistics(self, outputs: Any) -> Any:
+        assert self._rules is not None
+        try:
+            return self._rules.keep_statistics(outputs.engine_index, outputs.scheduler_stats)
+        except Exception:
+            # It would cost the replica, and its requests a move.
+            logger.exception("Statistics of engine %d could not be kept.", outputs.engine_index)
+            return None
 
     def _handle_event(self, item: Any) -> None:
         match item:
@@ -295,11 +310,14 @@ class FrontEndLink(FrontEnd):
             self._unsent.popleft()
             self._unsent_bytes -= size
         self._stop_watching()
+        self._resume_reading()
 
     def _stop_watching(self) -> None:
         self._loop_of_reader().remove_reader(self._sockets[1].fileno())
         self._unsent.clear()
         self._unsent_bytes = 0
+
+    def _resume_reading(self) -> None:
         if self._reading.paused:
             self._reading.resume()
 

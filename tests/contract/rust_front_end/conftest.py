@@ -1,0 +1,26 @@
+"""The fleet in front of which vLLM's Rust front end stands. Collected only where vLLM has that front end."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
+
+if RUST_FRONT_END.applies:
+    from .played import RustFleet
+
+collect_ignore_glob = [] if RUST_FRONT_END.applies else ["*.py"]
+
+
+@pytest.fixture
+def sockets(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of all ipc sockets that are made."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_path))
+    return short_path
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator["RustFleet"]:
+    async with RustFleet(replicas=2) as fleet:
+        yield fleet
