@@ -59,17 +59,19 @@ class HttpAdmission:
     tenant_headers: Sequence[str]
     clock: Callable[[], float]
 
-    def request_terms(self, headers: Headers, has_key: bool) -> RequestTerms:
-        """Read the tenant and the timeout of a request. Raises `BadTimeoutError`.
 
-        Args:
-            has_key: see `AdmissionMiddleware`.
-        """
-        text = headers.get(_TIMEOUT)
-        timeout_s = None if text is None else _seconds(text.decode("latin-1"))
-        if not has_key:
-            return RequestTerms(timeout_s=timeout_s, anonymous=True)
-        return RequestTerms(_tenant(headers, self.tenant_headers) if self.tenant_headers else "", timeout_s)
+def request_terms(headers: Headers, tenant_headers: Sequence[str], has_key: bool = True) -> RequestTerms:
+    """Read the tenant and the timeout of a request. Raises `BadTimeoutError`.
+
+    Args:
+        tenant_headers: see `HttpAdmission`.
+        has_key: see `AdmissionMiddleware`.
+    """
+    text = headers.get(_TIMEOUT)
+    timeout_s = None if text is None else _seconds(text.decode("latin-1"))
+    if not has_key:
+        return RequestTerms(timeout_s=timeout_s, anonymous=True)
+    return RequestTerms(_tenant(headers, tenant_headers) if tenant_headers else "", timeout_s)
 
 
 def tenant_headers(tenant_header: str | None, admission_file: str | None) -> tuple[str, ...]:
@@ -192,7 +194,8 @@ class AdmissionMiddleware:
             return
         now = admission.clock()
         try:
-            terms = admission.request_terms(dict(scope["headers"]), self._has_key(RequestHeaders(scope=scope)))
+            has_key = self._has_key(RequestHeaders(scope=scope))
+            terms = request_terms(dict(scope["headers"]), admission.tenant_headers, has_key)
         except BadTimeoutError as error:
             await error_response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError")(scope, receive, send)
             return

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import zmq
 from vllm.v1.engine import EngineCoreOutputs
 
+from vllm_omni_plugin.admin.http_admission import BadTimeoutError
 from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.errors import (
     MessageTooLargeError,
@@ -45,7 +46,7 @@ logger = init_logger(__name__)
 _MAX_UNSENT = 4096
 """Messages that wait for the front end, above which the replicas' sockets are not read."""
 _MAX_IN_SOCKET = 256
-_INVALID = (StageInputError, MessageTooLargeError)
+_INVALID = (BadTimeoutError, StageInputError, MessageTooLargeError)
 _UNAVAILABLE = (NoReplicaError, RequestRefusedError)
 
 
@@ -61,7 +62,7 @@ class FrontEndRules(NamedTuple):
 
     Attributes:
         why_closed: the message with which new requests are refused; "": they are not.
-        read_terms: tenant and deadline of a request.
+        read_terms: reads the tenant and deadline of a request, and removes them from it. Raises `BadTimeoutError`.
         keep_statistics: called with the engine index and vLLM's `SchedulerStats` of each report. Returns those of one
             engine in place of all replicas.
         replica_changed: called for each replica that joins or leaves after the start.
@@ -229,7 +230,12 @@ class FrontEndLink(FrontEnd):
         if self._drops_transfers:
             # Only the pipeline sets the parameters of KV transfers.
             drop_transfers(request)
-        self._submit(SubmitRequest(request, time.monotonic(), terms=self._rules.read_terms(request)))
+        try:
+            terms = self._rules.read_terms(request)
+        except BadTimeoutError as error:
+            self._fail(request.request_id, error)
+            return
+        self._submit(SubmitRequest(request, time.monotonic(), terms=terms))
 
     async def _answer(self, caller: list[Any], call_id: int, method: str, args: Sequence[Any]) -> None:
         """Make a call of the front end that has these sockets. The next one gives its calls the same numbers."""

@@ -20,12 +20,14 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
 
 from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
+from vllm_omni_plugin.admin.http_admission import tenant_headers
 from vllm_omni_plugin.config import FLAGS, OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, ConfigError, OmniError
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
 from vllm_omni_plugin.integration.rust_front_end.admin_server import AdminServer
+from vllm_omni_plugin.integration.rust_front_end.client_terms import terms_reader
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndLink, FrontEndRules
 from vllm_omni_plugin.integration.rust_front_end.process import ListeningSockets, RustFrontEnd
 from vllm_omni_plugin.integration.rust_front_end.unsupported import refuse_unsupported_stages
@@ -112,9 +114,8 @@ class _Server:
         self._vllm_config = vllm_config
         # `apply_ready_responses` adds numbers of KV blocks up, so it is called once.
         self._configured = False
-        self._rules = FrontEndRules(
-            self._why_closed, lambda request: None, self._keep_statistics, self._replica_changed
-        )
+        read_terms = terms_reader(tenant_headers(options.tenant_header, options.admission))
+        self._rules = FrontEndRules(self._why_closed, read_terms, self._keep_statistics, self._replica_changed)
 
     async def run(self) -> None:
         """Returns after a signal; raises OmniError if the fleet or the front end cannot start, or the fleet fails."""

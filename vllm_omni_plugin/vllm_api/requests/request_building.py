@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 TRANSFER_PARAMS = frozenset({"kv_transfer_params", "ec_transfer_params"})
@@ -59,10 +59,24 @@ def build_engine_core_request_from_tokens(
 
 
 def drop_transfers(request: Any) -> None:
-    """Remove `TRANSFER_PARAMS` from a request. Its sampling parameters may be shared, so a copy replaces them."""
+    """Remove `TRANSFER_PARAMS` from a request."""
+    take_extra_args(request, TRANSFER_PARAMS)
+
+
+def take_extra_args(request: Any, names: Collection[str]) -> dict[str, Any]:
+    """Remove these of a request's `extra_args`, and return them by name.
+
+    Its sampling parameters may be shared, so a copy replaces them.
+
+    Args:
+        names: in lower case; those of the request may have any.
+    """
     params = request.sampling_params
-    if params is None or not params.extra_args or TRANSFER_PARAMS.isdisjoint(params.extra_args):
-        return
-    request.sampling_params = params = copy.copy(params)
-    kept = {name: value for name, value in params.extra_args.items() if name not in TRANSFER_PARAMS}
-    params.extra_args = kept or None
+    if params is None or not params.extra_args:
+        return {}
+    taken = {name.lower(): value for name, value in params.extra_args.items() if name.lower() in names}
+    if taken:
+        request.sampling_params = params = copy.copy(params)
+        kept = {name: value for name, value in params.extra_args.items() if name.lower() not in names}
+        params.extra_args = kept or None
+    return taken

@@ -1,0 +1,27 @@
+"""What clients say of their tenant and deadline: behind the Rust front end in `vllm_xargs`, since headers end there."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_omni_plugin.admin.http_admission import TIMEOUT_HEADER, request_terms
+from vllm_omni_plugin.admission import RequestTerms
+from vllm_omni_plugin.vllm_api.requests.request_building import take_extra_args
+
+
+def terms_reader(tenant_headers: Sequence[str]) -> Callable[[Any], RequestTerms | None]:
+    """Return a function that reads the terms of an `EngineCoreRequest`. It raises `BadTimeoutError`.
+
+    It removes what it reads: an engine may not continue the work of another one on a request with custom arguments.
+
+    Args:
+        tenant_headers: see `HttpAdmission`; the custom arguments have the same names. Without any, none is read.
+    """
+    if not tenant_headers:
+        return lambda request: None
+    names = frozenset(name.lower() for name in (TIMEOUT_HEADER, *tenant_headers))
+
+    def read(request: Any) -> RequestTerms:
+        given = take_extra_args(request, names)
+        return request_terms({name.encode(): str(value).encode() for name, value in given.items()}, tenant_headers)
+
+    return read
