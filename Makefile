@@ -3,15 +3,17 @@
 #   VLLM=0.33                  tests with this vLLM instead of 0.32, in .venv-0.33
 #   PYTEST_ARGS="-k balancer"  more arguments for pytest; -n 0 for one test after the other
 #   ARGS=--once                arguments for the demo
+#   RUST=1                     the demo with vLLM's Rust front end
 export PYTHON
 # Tests start a hundred processes; without it each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 VLLM ?= 0.32
 PYTEST_ARGS ?=
 ARGS ?=
+RUST ?=
 PY := .venv/bin/python
-# What tests run with. Lint and types need .venv alone.
-TEST_PY := $(if $(filter 0.32,$(VLLM)),$(PY),.venv-$(VLLM)/bin/python)
+# What tests and the demo run with. Lint and types need .venv alone.
+TEST_PY = $(if $(filter 0.32,$(VLLM)),$(PY),.venv-$(VLLM)/bin/python)
 # What takes longest begins first (see tests/engine/conftest.py and tests/lanes.py).
 LANES := --dist loadgroup --no-loadscope-reorder
 
@@ -61,8 +63,9 @@ newest: setup ## contract tests and "same answers" with the newest vLLM that is 
 release-check: setup ## check that the last commit can be released, and leave its archives in dist/: ten minutes
 	@$(PY) -m tools.release_check
 
+demo: VLLM := $(if $(filter 1,$(RUST)),$(NEWEST),$(VLLM))
 demo: setup ## serve a tiny model with two replicas and talk to it
-	@$(PY) -u examples/demo.py $(ARGS)
+	@$(TEST_PY) -u examples/demo.py $(if $(filter 1,$(RUST)),--rust) $(ARGS)
 
 docs: .venv-docs/requirements.txt ## build the site of docs/ into build/site; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict -f docs/site/mkdocs.yml

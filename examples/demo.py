@@ -2,6 +2,7 @@
 
     python examples/demo.py          leaves the fleet running until Ctrl-C
     python examples/demo.py --once   exits after the requests
+    python examples/demo.py --rust   with vLLM's Rust front end (vLLM 0.33 and newer: .venv-0.33/bin/python)
 
 Sends requests, shows how many each replica served, and kills the node in the middle of a stream, which goes on without
 an error. The model and the logs are kept in build/demo, which git ignores.
@@ -22,7 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +54,14 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """A `vllm serve` process in its own process group; `url` is empty for a headless node."""
+    """A `vllm serve` process in its own process group. A headless node has no URLs."""
 
     process: subprocess.Popen[bytes]
     log: Path
     url: str = ""
+    """Of the OpenAI server."""
+    admin_url: str = ""
+    """Of the routes under /omni and the metrics of the fleet."""
 
     def last_line(self) -> str:
         """The last log line, without vLLM's prefix."""
@@ -68,21 +72,23 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def answers(self) -> bool:
-        """Whether /health returns 200."""
+        """Whether /health returns 200, from both servers where there are two."""
         try:
-            with DIRECT.open(f"{self.url}/health", timeout=5) as response:
-                return bool(response.status == 200)
+            for url in {self.url, self.admin_url}:
+                DIRECT.open(f"{url}/health", timeout=5).close()
         except (urllib.error.URLError, OSError):
             return False
+        return True
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--once", action="store_true", help="exit after the requests")
-    once = parser.parse_args().once
+    parser.add_argument("--rust", action="store_true", help="with vLLM's Rust front end")
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        run_demo(once=once)
+        run_demo(once=arguments.once, rust=arguments.rust)
     except KeyboardInterrupt:
         print("\ninterrupted")
         return 128 + signal.SIGINT
@@ -92,11 +98,11 @@ def main() -> int:
     return 0
 
 
-def run_demo(*, once: bool) -> None:
+def run_demo(*, once: bool, rust: bool) -> None:
     print("making a tiny model with random weights: its answers are random words")
     model = make_tiny_model(WORK_FOLDER / "model")
     master_port = free_port()
-    with head(model, master_port) as server, node(model, master_port) as joining:
+    with head(model, master_port, rust=rust) as server, node(model, master_port) as joining:
         wait_until_healthy(server)
         wait_until_joined(server, joining)
         direct = DefaultHttpxClient(trust_env=False)
@@ -111,21 +117,25 @@ def run_demo(*, once: bool) -> None:
                 leave_running(server)
 
 
-def head(model: Path, master_port: int) -> contextlib.AbstractContextManager[Server]:
+def head(model: Path, master_port: int, *, rust: bool) -> contextlib.AbstractContextManager[Server]:
     """Start the head: an API server with one replica, which nodes can join."""
-    port = free_port()
-    where = ("--host", "127.0.0.1", "--port", str(port))
-    return running(model, HEAD_LOG, master_port, "0", where, url=f"http://127.0.0.1:{port}")
+    port, admin_port = free_port(), free_port()
+    args = ["--host", "127.0.0.1", "--port", str(port)]
+    if rust:
+        args += ["--omni-admin-port", str(admin_port)]
+    urls = [f"http://127.0.0.1:{number}" for number in (port, admin_port if rust else port)]
+    environment = {"VLLM_USE_RUST_FRONTEND": "1"} if rust else {}
+    return running(model, HEAD_LOG, master_port, environment | {"VLLM_CPU_OMP_THREADS_BIND": "0"}, args, urls)
 
 
 def node(model: Path, master_port: int) -> contextlib.AbstractContextManager[Server]:
     """Start a headless node. On another machine it would need the head's address instead of loopback."""
-    return running(model, NODE_LOG, master_port, "1", ("--headless",))
+    return running(model, NODE_LOG, master_port, {"VLLM_CPU_OMP_THREADS_BIND": "1"}, ["--headless"])
 
 
 @contextlib.contextmanager
 def running(
-    model: Path, log: Path, master_port: int, core: str, args: tuple[str, ...], url: str = ""
+    model: Path, log: Path, master_port: int, own: dict[str, str], args: list[str], urls: Sequence[str] = ()
 ) -> Iterator[Server]:
     """Start a server, and stop all its processes at the end of the block."""
     command = [
@@ -134,8 +144,7 @@ def running(
         *("--omni-master-address", "127.0.0.1", "--omni-master-port", str(master_port)),
         *args,
     ]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = core
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | own
     print(f"$ {' '.join(f'{name}={value}' for name, value in environment.items())} {shlex.join(command)}")
     print(f"  log: {log}")
     with log.open("wb") as log_file:
@@ -148,7 +157,7 @@ def running(
             start_new_session=True,  # so that Ctrl-C reaches only this script, which stops the server
         )
     try:
-        yield Server(process, log, url)
+        yield Server(process, log, *urls)
     finally:
         stop(process, "node" if "--headless" in args else "head")
 
@@ -214,7 +223,7 @@ def wait_until_joined(server: Server, joining: Server) -> None:
 
 def replicas_up(server: Server) -> int:
     """Number of replicas that take requests, as in `vllm-omni-plugin replicas ls`."""
-    with DIRECT.open(f"{server.url}/omni/replicas", timeout=10) as response:
+    with DIRECT.open(f"{server.admin_url}/omni/replicas", timeout=10) as response:
         return sum(replica["status"] == "up" for replica in json.load(response)["replicas"])
 
 
@@ -291,8 +300,8 @@ async def stream_to_end(client: AsyncOpenAI, prompt: str, begun: asyncio.Event) 
 
 
 def dispatches_by_replica(server: Server) -> Counter[int]:
-    """Number of requests of each replica, from the server's /metrics."""
-    with DIRECT.open(f"{server.url}/metrics", timeout=10) as response:
+    """Number of requests of each replica, from the fleet's /metrics."""
+    with DIRECT.open(f"{server.admin_url}/metrics", timeout=10) as response:
         text = response.read().decode()
     counts: Counter[int] = Counter()
     for family in text_string_to_metric_families(text):
@@ -320,7 +329,7 @@ def leave_running(server: Server) -> None:
         f"\nThe server runs at {server.url} until Ctrl-C. Try:\n"
         f"  curl {server.url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f"""    -d '{{"model": "{MODEL_NAME}", "prompt": "Hello", "max_tokens": 16}}'\n"""
-        f"  curl -s {server.url}/metrics | grep vllm_omni",
+        f"  curl -s {server.admin_url}/metrics | grep vllm_omni",
         flush=True,
     )
     with contextlib.suppress(KeyboardInterrupt):
