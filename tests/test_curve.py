@@ -168,6 +168,16 @@ def test_a_peer_that_ends_in_the_handshake_is_not_said_to_have_another_secret(
     assert "it ended the connection or did not answer" in caplog.text
 
 
+def test_a_peer_that_is_ahead_in_a_rotation_is_not_said_to_have_another_secret_only(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, both = site.serve(), Secrets([NEW, OLD])
+    assert [site.admits(server, holder(both, attempt=attempt)) for attempt in range(2)] == [False, True]
+    eventually(lambda: site.zap_handler.refused == 1)
+    assert "it used another secret than this end's first one" in caplog.text
+    assert "during a rotation a peer may do so before it uses its other one" in caplog.text
+
+
 @pytest.mark.parametrize("secrets", [None, Secrets([OLD])])
 def test_a_server_that_ends_the_connection_in_the_handshake_is_not_said_to_have_refused_the_secret(
     secrets: Secrets | None,

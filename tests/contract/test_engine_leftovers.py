@@ -19,6 +19,7 @@ import pytest
 from vllm_omni_plugin.vllm_api.launch import engine_launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineProcess
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, mark_as_fleet_engine
+from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked
 
 CORE_OF_A_STUCK_WORKER = (
     "import subprocess, sys, time\n"
@@ -43,6 +44,18 @@ def engine_of(core: Any, note: ExitNote, shut_down: Any = lambda timeout: None) 
     handshake: Any = SimpleNamespace(close=lambda: None, socket=None)
     config = SimpleNamespace(kv_events_config=None, parallel_config=SimpleNamespace(), cache_config=None)
     return EngineProcess(manager, config, note, handshake, 0, has_workers=True)
+
+
+def test_the_process_that_removes_the_shared_memory_of_an_engine_is_not_searched_for() -> None:
+    note = ExitNote()
+    with mark_as_fleet_engine(note):
+        sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+        tracker, worker = subprocess.Popen([*sleeper, "multiprocessing.resource_tracker"]), subprocess.Popen(sleeper)
+    with tracker, worker:
+        kill_marked(str(note.path))
+        assert worker.wait(10) == -signal.SIGKILL
+        assert tracker.poll() is None
+        tracker.kill()
 
 
 class RunningCore:
@@ -82,7 +95,8 @@ def cores() -> Iterator[list[RunningCore]]:
 def test_a_stuck_worker_whose_core_was_killed_ends_with_its_engine_and_that_of_another_engine_does_not(
     cores: list[RunningCore],
 ) -> None:
-    killed, other = cores
+    # The other one would be killed first.
+    other, killed = cores
     killed.core.kill()
     killed.core.wait()
     assert not killed.worker_ends(0)
@@ -93,7 +107,7 @@ def test_a_stuck_worker_whose_core_was_killed_ends_with_its_engine_and_that_of_a
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_a_worker_is_killed_with_its_core_or_after_it(cores: list[RunningCore], runs: bool) -> None:
-    killed, other = cores
+    other, killed = cores
     if not runs:
         killed.core.kill()
         killed.core.wait()

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult
 from vllm_omni_plugin.integration.checks import head_checks
 from vllm_omni_plugin.integration.processes import headless
 from vllm_omni_plugin.integration.processes.headless import serve_replicas
+from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
+from vllm_omni_plugin.replicas.server.server_settings import ReplicaIdentity
 
 from .pipeline_files import JOIN, read
 
@@ -78,6 +81,30 @@ def test_the_head_is_queried_before_the_model_is_configured(
     assert serve_replicas(*read(f"{tmp_path} --headless {JOIN}")) == (os.EX_TEMPFAIL if said else 0)
     assert done == expected
     assert said in capsys.readouterr().err
+
+
+async def test_each_start_of_a_node_has_an_incarnation_of_its_own_for_engines_with_the_numbers_of_their_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[dict[str, Any]] = []
+    shared: list[FirstStarts] = []
+
+    async def run_node(servers: list[Any], *_: Any) -> None:
+        assert len(servers) == 2
+
+    monkeypatch.setattr(headless, "ReplicaServer", lambda *_, first_starts: shared.append(first_starts))
+    monkeypatch.setattr(headless, "run_node", run_node)
+    plan: Any = SimpleNamespace(
+        stage_id=0, fingerprint={}, replicas=2, api=None, make_launcher=lambda _, **named: launched.append(named)
+    )
+    identities = [ReplicaIdentity(7, "node/7"), ReplicaIdentity(5, "node/5")]
+    reaper: Any = SimpleNamespace(watch=None)
+    for _ in range(2):
+        await headless._serve(OmniConfig(), plan, identities, "127.0.0.1", "tcp://h:1", reaper)
+    assert [named["numbers"] for named in launched] == [[7, 5]] * 2
+    assert len({named["first_incarnation"] for named in launched} - {0}) == 2
+    # One of a start's replicas that has served keeps the node from ending.
+    assert shared[0] is shared[1] is not shared[2]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Trainers that connect to the workers of the fleet."""
 
+import asyncio
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ async def test_trainers_that_would_wait_for_ever_are_refused(
     client = FleetClient(fleet, SimpleNamespace(), [])
     transfer = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": world_size}
     with pytest.raises(GracefulHTTPError, match=reason) as raised:
-        await client.collective_rpc_async(INIT, kwargs={"init_info": transfer})
+        await asyncio.wait_for(client.collective_rpc_async(INIT, kwargs={"init_info": transfer}), 10)
     assert raised.value.http_status == HTTPStatus.CONFLICT
     client.shutdown()
 

@@ -17,7 +17,8 @@ TOKENS = 100
 """A second's work of a simulated engine."""
 IN_TIME_S = 2 * START_S
 """Up to six nodes start together."""
-MODEL_OF_CHART = {"name": "llama", "repository": "registry/vllm", "tag": "v1", "modelURL": "llama"}
+IMAGES = {"repository": "registry/vllm", "tag": "v1", "headSpec": {"tag": "v1-cpu"}}
+MODEL_OF_CHART = {"name": "llama", "modelURL": "llama", **IMAGES}
 VALUES = {"servingEngineSpec": {"fleetSecret": "in a file of its own here", "modelSpec": [MODEL_OF_CHART]}}
 
 

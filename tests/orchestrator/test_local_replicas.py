@@ -19,8 +19,9 @@ from tests.fakes.engines import READY, FakeEngine, FakeLauncher, GroupLauncher, 
 from tests.orchestrator.local_node import EACH_START_FAILURE, Node, answer, running_node
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.orchestrator.pool import stage_calls
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RequestFailed
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest, adapter_mismatch
 from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
 UP, DOWN = ReplicaStatus.UP, ReplicaStatus.DOWN
@@ -225,8 +226,15 @@ async def test_a_restarted_replica_is_brought_up_to_date(node: Node) -> None:
 
 
 async def test_a_replica_waits_for_the_files_of_an_adapter_and_is_not_started_again_and_again(
-    node: Node, tmp_path: Path
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    readers: list[threading.Thread] = []
+
+    def read(adapter: Adapter) -> str:
+        readers.append(threading.current_thread())
+        return adapter_mismatch(adapter)
+
+    monkeypatch.setattr(stage_calls, "adapter_mismatch", read)
     await node.replicas.start()
     folder = tmp_path / "story"
     write_adapter(folder, b"weights")
@@ -250,6 +258,7 @@ async def test_a_replica_waits_for_the_files_of_an_adapter_and_is_not_started_ag
     await answer(node.launcher.engines[2], "add_lora", True)
     await node.until_statuses(UP, UP)
     assert len(node.launcher.engines) == 3
+    assert threading.current_thread() not in readers, "the files may be on a file system that hangs"
 
 
 async def test_a_replica_that_waits_for_an_adapter_and_dies_is_started_again(node: Node, tmp_path: Path) -> None:

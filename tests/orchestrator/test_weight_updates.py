@@ -181,6 +181,7 @@ async def test_a_replica_that_attaches_during_an_update_attaches_again(fleet: Fl
     late.answer(late.calls[0][0])
     await eventually(lambda: fleet.statuses == [UP, DRAINING])
     assert [method for _, method, _ in late.calls] == ["set_weight_version"], "another head may have updated it"
+    assert len(fleet.attachments) == 3
     assert first.link.calls[-1][2][0] == "finish_weight_update"
 
 

@@ -36,6 +36,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Detach,
     DrainReplica,
     Expired,
+    RenewLease,
     StateSynced,
     Status,
 )
@@ -263,6 +264,17 @@ async def test_a_silent_connection_loss_is_a_loss_after_the_lease_timeout(
         assert head.deaths[0].startswith("the connection to its server broke, which had not answered for ")
 
 
+async def test_beats_say_whether_this_head_has_a_long_call_open(head: RemoteHead, server: FakeServer) -> None:
+    async with head.attached(server.info) as replica:
+        server.answers_calls = False
+        call = asyncio.ensure_future(replica.client.call("sleep"))
+        await eventually(lambda: RenewLease(LEASE, busy=True) in server.control_messages)
+        call.cancel()
+        await asyncio.wait({call})
+        server.control_messages.clear()
+        await eventually(lambda: RenewLease(LEASE) in server.control_messages)
+
+
 async def test_a_connection_that_the_system_reports_broken_is_a_loss_at_once(
     head: RemoteHead, server: FakeServer, wire: Wire
 ) -> None:
@@ -276,9 +288,9 @@ async def test_a_connection_that_the_system_reports_broken_is_a_loss_at_once(
 async def test_a_link_that_stands_still_for_less_than_the_lease_timeout_makes_the_replica_late_and_loses_nothing(
     head: RemoteHead, server: FakeServer, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Late after a second; lost long after that.
-    monkeypatch.setattr(remote_module, "_LATE_SHARE", 1 / 30)
-    head.set(lease_timeout=30.0, heartbeat_timeout=60.0)
+    # Late after two seconds, in which two heartbeats find no answer; lost long after that.
+    monkeypatch.setattr(remote_module, "_LATE_SHARE", 0.2)
+    head.set(lease_timeout=10.0, heartbeat_timeout=60.0)
     async with head.attached(server.info) as replica:
         late: list[bool] = []
         replica.on_late = late.append

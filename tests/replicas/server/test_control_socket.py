@@ -1,5 +1,6 @@
 """The control link takes whatever comes, counts what is no message, and logs it once per peer."""
 
+import asyncio
 import logging
 import socket
 from collections.abc import Iterator
@@ -59,6 +60,20 @@ async def test_a_peer_of_an_older_protocol_is_counted_like_any_other(listener: L
     with socket.create_connection((host, int(port))) as peer:
         peer.sendall(signature + revision + dealer + anonymous + b"\x00\x03bad")
         await eventually(lambda: control.dropped["malformed"] == 1)
+    control.close(0.0)
+
+
+async def test_the_connection_of_a_peer_that_is_silent_is_closed(listener: Listener) -> None:
+    control = ControlServer(listener, None, lambda peer, message: None, timeout=0.2)
+    host, port = listener.address.removeprefix("tcp://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    # The whole handshake of ZMTP 3.1 (RFC 37).
+    writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
+    writer.write(b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER")
+    async with asyncio.timeout(10):
+        while await reader.read(65536):
+            pass
+    writer.close()
     control.close(0.0)
 
 

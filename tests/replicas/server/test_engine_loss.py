@@ -95,15 +95,25 @@ async def test_an_engine_is_busy_while_a_head_says_that_it_has_a_long_call_open(
     probes = told_probes(monkeypatch)
     node = await start_node()
     async with node.attached() as head:
-        for busy in (False, True, False):
+        for busy in (False, True, False, True):
             await head.renew(busy)
             assert probes[0].engine.is_busy is busy
+        # A head that is gone has no call open.
+        await head.detach()
+        await eventually(lambda: not probes[0].engine.is_busy)
 
 
 async def test_a_first_start_that_fails_ends_the_server(start_node: StartNode) -> None:
     node: Node = await start_node(launcher_fails=1)
     with pytest.raises(ReplicaError, match="did not start"):
-        await node.running
+        await asyncio.wait_for(node.running, 10)
+
+
+async def test_a_server_that_has_served_keeps_its_node_from_ending(start_node: StartNode) -> None:
+    first_starts = FirstStarts(1)
+    node: Node = await start_node(first_starts=first_starts)
+    await node.up()
+    assert not first_starts.failed("another one")
 
 
 def test_a_first_start_fails_for_good_only_if_those_of_all_engines_of_the_node_have_failed() -> None:

@@ -67,7 +67,8 @@ def test_a_killed_process_leaves_its_slots() -> None:
 
 
 def test_child_processes_do_not_keep_slots(first: HostSlots) -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE):
+    # With the descriptors that a child gets if nobody closes them.
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, close_fds=False):
         first.close()
         with HostSlots(2, "10.0.0.1", "tcp://head:1") as second:
             assert second.names == first.names
@@ -99,7 +100,8 @@ def test_without_a_head_numbers_of_one_machine_differ_are_kept_and_are_above_tho
     assert all(number >= 1024 and 5600 + number < 32_768 for number in found[0])
 
 
-def test_without_a_head_machines_have_other_numbers(first: HostSlots) -> None:
+def test_without_a_head_machines_have_other_numbers_for_the_same_slots(first: HostSlots) -> None:
+    first.close()
     with HostSlots(2, "10.0.0.2", "tcp://head:1") as second:
         numbers = {identity.number for slots in (first, second) for identity in slots.identities(())}
     assert len(numbers) == 4

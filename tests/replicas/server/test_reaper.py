@@ -5,13 +5,14 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import closing
 
 import psutil
 import pytest
 
 from vllm_omni_plugin.config import FLEET_ENGINE
-from vllm_omni_plugin.replicas.engine.reaper import Reaper
+from vllm_omni_plugin.replicas.engine.reaper import _KILL_TIMEOUT_S, Reaper
 from vllm_omni_plugin.vllm_api.launch.leftovers import marked_processes
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -48,6 +49,12 @@ OWNER_OF_A_KILLED_ENGINE = [
     "worker = int(engine.stdout.readline())\n"
     "engine.kill()\n"
     "engine.wait()\n"
+    "if sys.argv[1] == 'closed':\n"
+    "    reaper._child.stdin.close()\n"
+    "    try:\n"
+    "        reaper._child.wait(0.5)\n"
+    "    except subprocess.TimeoutExpired:\n"
+    "        pass\n"
     "print(worker, flush=True)\n"
     "time.sleep(600)",
 ]
@@ -71,8 +78,10 @@ def test_engines_and_their_workers_are_killed_with_their_parent(stopped: bool) -
             os.close(fd)
 
 
-def test_a_worker_whose_engine_has_ended_before_is_killed_with_the_owner() -> None:
-    with subprocess.Popen(OWNER_OF_A_KILLED_ENGINE, stdout=subprocess.PIPE) as owner:
+@pytest.mark.parametrize("files", ["open", "closed"])
+def test_a_worker_whose_engine_has_ended_before_is_killed_with_the_owner(files: str) -> None:
+    """Also if the owner's files are closed before it has ended, as those of a killed process are."""
+    with subprocess.Popen([*OWNER_OF_A_KILLED_ENGINE, files], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         worker = os.pidfd_open(int(owner.stdout.readline()))
         owner.kill()
@@ -91,6 +100,16 @@ def test_the_reaper_is_no_process_of_an_engine_that_is_being_spawned(
         signal.pidfd_send_signal(marked, signal.SIGKILL)
         assert engine.wait() == -signal.SIGKILL
         os.close(marked)
+
+
+def test_closing_kills_the_engines_and_does_not_wait_for_the_end_of_this_process() -> None:
+    with subprocess.Popen(SLEEPER) as engine:
+        reaper = Reaper()
+        reaper.watch(engine.pid)
+        closed_at = time.monotonic()
+        reaper.close()
+        assert engine.wait() == -signal.SIGKILL
+        assert time.monotonic() - closed_at < _KILL_TIMEOUT_S
 
 
 def test_a_process_of_another_parent_is_not_killed() -> None:
