@@ -194,6 +194,29 @@ async def test_it_has_the_certificate_of_the_front_end_unless_it_listens_on_loop
         assert found.admin_url == f"{scheme}://{HERE}:{head.admin_port}"
 
 
+async def test_a_certificate_that_cannot_be_read_is_an_error_of_its_flag(start: Start, key_file: str) -> None:
+    with pytest.raises(ConfigError, match="--ssl-certfile: "):
+        async with start("--ssl-certfile", "/nowhere", "--omni-admin-key-file", key_file):
+            pass
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+async def test_the_unspecified_address_of_ipv6_takes_ipv4_too(start: Start, key_file: str) -> None:
+    async with start("--host", "::", "--omni-admin-key-file", key_file) as head:
+        assert await head.status("/health") == 200
+
+
+async def test_a_server_that_fails_is_logged_and_can_be_closed(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise RuntimeError("by the test")
+
+    monkeypatch.setattr("uvicorn.Server.serve", fail)
+    async with start():
+        await eventually(lambda: "operators' HTTP server has failed" in caplog.text, "the line of the log")
+
+
 async def test_a_front_end_at_a_unix_socket_is_found_by_the_admin_port_only(start: Start, tmp_path: Path) -> None:
     async with start("--uds", str(tmp_path / "socket")) as head:
         assert find_head(HERE, head.port) is None

@@ -77,23 +77,28 @@ class AdminServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to listen. Raises ConfigError, naming the flag, if the address cannot be bound."""
+        """Begin to listen. Raises ConfigError, naming the flag, if the address or the certificate cannot be used."""
+        app = FastAPI(title="Fleet", openapi_url=None)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+            **self._tls(),
+        )
+        try:
+            config.load()
+        except OSError as error:
+            # Errors of TLS are among them.
+            raise ConfigError(f"argument --ssl-certfile: {error}") from error
         listener = self._listen()
         warn_of_open_access(self._options)
         self._loop = asyncio.get_running_loop()
         REGISTRY.register(self._collector)
-        app = self._make_app()
-        app.state.server = self._server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-                **self._tls(),
-            )
-        )
-        self._serving = asyncio.create_task(self._server.serve([listener]), name="omni-admin-server")
+        self._add_routes(app)
+        app.state.server = self._server = _Server(config)
+        self._serving = asyncio.create_task(_serve(self._server, listener), name="omni-admin-server")
         logger.info("Operators and Prometheus find this head at %s.", self._url(listener.getsockname()[0]))
 
     async def close(self) -> None:
@@ -110,14 +115,14 @@ class AdminServer:
         host, port = admin_address(self._options, self._args)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+            # As vLLM's own server, the unspecified address of IPv6 takes IPv4, too.
+            return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
         except OSError as error:
             raise ConfigError(
                 f"argument --omni-admin-port: {host} port {port} cannot be bound on this machine: {error.strerror}"
             ) from error
 
-    def _make_app(self) -> FastAPI:
-        app = FastAPI(title="Fleet", openapi_url=None)
+    def _add_routes(self, app: FastAPI) -> None:
         # The front end's unix socket (`--uds`) is not this server's.
         access = make_access(self._args, has_api_key(self._args), self._publish_key)
         if access.has_key_file:
@@ -138,7 +143,6 @@ class AdminServer:
             is_over=lambda: self._serving is None,
             record_statistics=self.statistics.flush,
         )
-        return app
 
     def _publish_key(self) -> str:
         """Make a key for commands of this user, which they find under either address of the head."""
@@ -209,6 +213,14 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are not the server's: it ends with the head."""
         yield
+
+
+async def _serve(server: _Server, listener: socket.socket) -> None:
+    try:
+        with listener:
+            await server.serve([listener])
+    except Exception:
+        logger.exception("The operators' HTTP server has failed; requests are still served.")
 
 
 def _model_names(args: argparse.Namespace) -> tuple[list[str], list[str]]:
