@@ -60,6 +60,7 @@ class Wire:
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
+        self.passes.set()
         self._server.close()
         for end in self._ends:
             end.close()
