@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from vllm.outputs import RequestError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tests.fakes.conditions import eventually
 from tests.fakes.links import answer_calls, refuse_calls
@@ -21,6 +24,8 @@ from vllm_omni_plugin.errors import (
     MessageTooLargeError,
     NoReplicaError,
     OmniError,
+    QueryOfDeathError,
+    RequestLostError,
     RequestRefusedError,
     StageInputError,
 )
@@ -97,6 +102,56 @@ async def test_an_invalid_message_is_dropped(
     assert "A message of vLLM's front end is dropped" in caplog.text
 
 
+def rows(ids: Any = ((5, 6),), logprobs: Any = ((-1.0, -2.0),), ranks: Any = (1,), kind: str = "float32") -> Any:
+    return LogprobsLists(np.array(ids), np.array(logprobs, dtype=kind), np.array(ranks))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("new_logprobs", rows(ids=[[]], logprobs=[[]])),
+        ("new_logprobs", rows(logprobs=[[-1.0]])),
+        ("new_logprobs", rows(ranks=[1, 1])),
+        ("new_logprobs", rows(ids=[5, 6], logprobs=[-1.0, -2.0])),
+        ("new_logprobs", rows(ids=[[5, -1]])),
+        ("new_logprobs", rows(ranks=[-1])),
+        ("new_logprobs", rows(kind="float64")),
+        ("new_logprobs", rows(ids=[[5.0, 6.0]])),
+        ("new_logprobs", rows()._replace(cu_num_generated_tokens=[0, 1])),
+        (
+            "new_prompt_logprobs_tensors",
+            LogprobsTensors(
+                torch.ones(1, 1, dtype=torch.int64),
+                torch.ones(1, 1, dtype=torch.bfloat16),
+                torch.ones(1, dtype=torch.int64),
+            ),
+        ),
+        ("stop_reason", -1),
+    ],
+)
+# PyTorch says so once, of tensors in frames.
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+async def test_an_output_that_the_front_end_cannot_read_fails_its_request_only_and_its_replica_is_left(
+    fleet: RustFleet, front_end: PlayedFrontEnd, field: str, value: Any
+) -> None:
+    for name in ("a-1", "b-1"):
+        await front_end.add(name)
+    await fleet.has("a-1", "b-1")
+    (sender, _), (other, _) = fleet.run_of("a-1"), fleet.run_of("b-1")
+    assert sender is not other
+    fleet.say("a-1", 5, **{field: value})
+    failed = await front_end.read_output()
+    assert failed.error is not None
+    assert (failed.request_id, failed.finish_reason, failed.error.code) == ("a-1", FinishReason.ERROR, "internal_error")
+    await fleet.has("b-1")
+    await eventually(lambda: [member.client for member in fleet.pool.members].count(None) == 1, "it is left")
+    # The scheduler of a replica that is left has no requests.
+    assert (await front_end.read()).scheduler_stats is not None
+    fleet.say("b-1", 6, new_logprobs=rows(), stop_reason=6, finish=FinishReason.STOP)
+    good = await front_end.read_output()
+    assert (good.request_id, good.new_token_ids, good.stop_reason) == ("b-1", [6], 6)
+
+
 async def test_a_closed_head_refuses_new_requests_only(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
     await front_end.add("a-1")
     await fleet.has("a-1")
@@ -131,6 +186,8 @@ async def test_rules_that_fail_fail_their_request_only(fleet: RustFleet, front_e
     [
         (NoReplicaError("none"), "unavailable", True),
         (RequestRefusedError(503, "queue", "full", 1), "unavailable", True),
+        (RequestLostError("lost"), "unavailable", True),
+        (QueryOfDeathError("deadly"), "internal_error", False),
         (StageInputError("wrong"), "validation_error", False),
         (MessageTooLargeError("large"), "validation_error", False),
         (OmniError("broken"), "internal_error", False),

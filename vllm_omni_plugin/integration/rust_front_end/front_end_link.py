@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import zmq
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from vllm_omni_plugin.admin.http_admission import BadTimeoutError
 from vllm_omni_plugin.admission import RequestTerms
@@ -17,6 +17,8 @@ from vllm_omni_plugin.errors import (
     MessageTooLargeError,
     NoReplicaError,
     OmniError,
+    QueryOfDeathError,
+    RequestLostError,
     RequestRefusedError,
     StageInputError,
     WireError,
@@ -30,6 +32,7 @@ from vllm_omni_plugin.orchestrator.pool.replica_reading import ReplicaReading
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
+    OutputUnusable,
     ReplicaJoined,
     ReplicaLeft,
     RequestFailed,
@@ -38,6 +41,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
 )
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.replicas.links.link import Frames, SocketReader
+from vllm_omni_plugin.vllm_api.protocol.front_end_arrays import why_unreadable
 from vllm_omni_plugin.vllm_api.protocol.front_end_codec import IDENTITY, FrontEndCodec
 from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
 
@@ -47,7 +51,7 @@ _MAX_UNSENT = 4096
 """Messages that wait for the front end, above which the replicas' sockets are not read."""
 _MAX_IN_SOCKET = 256
 _INVALID = (BadTimeoutError, StageInputError, MessageTooLargeError)
-_UNAVAILABLE = (NoReplicaError, RequestRefusedError)
+_UNAVAILABLE = (NoReplicaError, RequestRefusedError, RequestLostError)
 
 
 class FrontEndAddresses(NamedTuple):
@@ -139,6 +143,7 @@ class FrontEndLink(FrontEnd):
 
     def give(self, item: Any, size: int = 0) -> None:
         if isinstance(item, EngineCoreOutputs):
+            item.outputs = [output for output in item.outputs if self._is_readable(output, item.engine_index)]
             stats = None if item.scheduler_stats is None else self._keep_statistics(item)
             if item.outputs or stats is not None:
                 self._send(self._codec.encode_outputs(item, stats), size)
@@ -151,6 +156,19 @@ class FrontEndLink(FrontEnd):
 
     def give_later(self, item: Any) -> None:
         self.give(item)
+
+    def _is_readable(self, output: EngineCoreOutput, engine_index: int) -> bool:
+        """An output that the front end cannot read fails its request only, and its replica is reported for it."""
+        field = why_unreadable(output)
+        if not field:
+            return True
+        what, request_id = f"its {field} cannot be read", output.request_id
+        self._fail(request_id, OmniError(f"The model's output could not be processed: {what}"))
+        # Later: the report may make requests of this replica move, whose outputs are being handled. First the abort,
+        # since this request must not move.
+        for message in (AbortRequests((request_id,), whole=True), OutputUnusable(request_id, engine_index, what)):
+            asyncio.get_running_loop().call_soon(self._submit, message)
+        return False
 
     def attached(self, client: StageClient) -> None:
         self._reading.attached(client)
@@ -276,7 +294,8 @@ class FrontEndLink(FrontEnd):
         if isinstance(error, _INVALID):
             self._send(self._codec.encode_invalid(request_id, str(error)))
         else:
-            retryable = isinstance(error, _UNAVAILABLE)
+            # The front end shows its client the message of what may be repeated only.
+            retryable = isinstance(error, _UNAVAILABLE) and not isinstance(error, QueryOfDeathError)
             self._send(self._codec.encode_refusal(request_id, str(error), retryable=retryable))
 
     def _abort_for_operator(self, client_ids: Sequence[str]) -> None:

@@ -91,7 +91,7 @@ class AbortRequests:
 
 @dataclass(frozen=True, slots=True)
 class OutputUnusable:
-    """AsyncLLM could not process an output of this engine. Comes after the `AbortRequests` of the request."""
+    """The front end cannot process an output of this engine. Comes after the `AbortRequests` of the request."""
 
     request_id: str
     engine_index: int

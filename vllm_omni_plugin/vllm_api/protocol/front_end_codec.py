@@ -91,13 +91,16 @@ def _end(request_id: str, reason: FinishReason) -> EngineCoreOutput:
 
 
 def as_only_engine(ready_responses: Sequence[bytes]) -> bytes:
-    """The ready response of an engine in whose place several serve: the shortest length, no ranks, no coordinator.
+    """The ready response of an engine in whose place several serve.
+
+    It has the shortest length, all workers, no ranks and no coordinator.
 
     Raises as msgspec does.
     """
     engines = [msgspec.msgpack.decode(response, type=EngineCoreReadyResponse) for response in ready_responses]
     only = engines[0]
     only.max_model_len = min(engine.max_model_len for engine in engines)
+    only.world_size = sum(engine.world_size for engine in engines)
     only.data_parallel_size, only.data_parallel_rank = 1, 0
     only.dp_stats_address = only.coordinator_input_address = only.coordinator_output_address = None
     only.coord_store_port, only.kv_events_config = 0, None

@@ -1,0 +1,39 @@
+"""Which outputs vLLM's Rust front end can read. One that it cannot fails all its requests, and those after them."""
+
+from typing import Any
+
+import numpy as np
+from vllm.v1.engine import EngineCoreOutput
+
+_INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
+_MAX_ID = 2**32
+
+
+def why_unreadable(output: EngineCoreOutput) -> str:
+    """The field of an output that the front end cannot read; "" if it can read all.
+
+    The decoder has checked types and token ids, see `EngineApi`. The front end does not know numbers below 0.
+    """
+    if output.new_logprobs is not None and not _are_rows(output.new_logprobs):
+        return "new_logprobs"
+    if output.new_prompt_logprobs_tensors is not None and not _are_rows(output.new_prompt_logprobs_tensors):
+        return "new_prompt_logprobs_tensors"
+    if isinstance(output.stop_reason, int) and not 0 <= output.stop_reason < _MAX_ID:
+        return "stop_reason"
+    return ""
+
+
+def _are_rows(rows: Any) -> bool:
+    """Whether `LogprobsLists` or `LogprobsTensors` have a row for each token: ids, as many logprobs, and one rank."""
+    try:
+        ids, logprobs, ranks = (np.asarray(array) for array in rows[:3])
+    except (TypeError, ValueError):
+        # Types that NumPy does not have, or lists of different lengths.
+        return False
+    return (
+        (ids.dtype in _INTEGERS and ranks.dtype in _INTEGERS and logprobs.dtype == np.float32)
+        and (ids.ndim == 2 and ids.shape == logprobs.shape and ranks.shape == ids.shape[:1])
+        and (ids.shape[1] > 0 or ids.shape[0] == 0)
+        and bool((ids >= 0).all() and (ranks >= 0).all())
+        and all(other is None for other in rows[3:])
+    )
