@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import MultiModalConfig
 
 from tests.contract.configs import LLAMA, vllm_config, write_model
 from vllm_omni_plugin.replicas.control.lease_messages import MAX_TEXT_CHARS
@@ -101,6 +102,15 @@ def test_quantization_while_loading_is_told_as_vllm_names_it(model: Path, method
 def test_which_arguments_change_the_fingerprint(model: Path, arguments: dict[str, Any], fields: list[str]) -> None:
     plain = {"dtype": "float32"}
     assert between(vllm_config(model, **plain), vllm_config(model, **(plain | arguments))) == fields
+
+
+@pytest.mark.parametrize(("by_engine", "fields"), [(True, ["images are normalized"]), (False, [])])
+def test_who_normalizes_images_must_be_the_same(model: Path, by_engine: bool, fields: list[str]) -> None:
+    # vLLM's Rust front end does it itself, so the variable that asks for it must be set on nodes, too.
+    head, replica = vllm_config(model), vllm_config(model)
+    head.model_config.multimodal_config = MultiModalConfig(mm_device_do_normalize=False)
+    replica.model_config.multimodal_config = MultiModalConfig(mm_device_do_normalize=by_engine)
+    assert between(head, replica) == fields
 
 
 def test_another_stage_differs(model: Path) -> None:

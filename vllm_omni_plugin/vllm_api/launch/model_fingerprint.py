@@ -53,6 +53,7 @@ def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
         "max model length": str(model.max_model_len),
         # Without it an engine computes a prompt of embeddings from the tokens that such a prompt does not have.
         "prompt embeddings": str(model.enable_prompt_embeds),
+        "images are normalized": _normalizes(model.multimodal_config),
         "logprobs mode": str(model.logprobs_mode),
         "logits processors": _logits_processors(model.logits_processors),
         "LoRA": _lora(vllm_config.lora_config),
@@ -78,6 +79,11 @@ def _overrides(overrides: Any) -> str:
     if callable(overrides):
         return _name(overrides)
     return _short(json.dumps(overrides, sort_keys=True, default=str))
+
+
+def _normalizes(multimodal: Any) -> str:
+    """Where: both or neither would do it otherwise. A front end does it where `VLLM_USE_RUST_FRONTEND` is set."""
+    return "by the engine" if multimodal is not None and multimodal.mm_device_do_normalize else "by the front end"
 
 
 def _logits_processors(configured: Any) -> str:
