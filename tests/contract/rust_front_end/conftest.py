@@ -8,7 +8,7 @@ import pytest
 from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
 
 if RUST_FRONT_END.applies:
-    from .played import RustFleet
+    from .played import READY, PlayedFrontEnd, RustFleet
 
 collect_ignore_glob = [] if RUST_FRONT_END.applies else ["*.py"]
 
@@ -24,3 +24,12 @@ def sockets(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def fleet() -> AsyncIterator["RustFleet"]:
     async with RustFleet(replicas=2) as fleet:
         yield fleet
+
+
+@pytest.fixture
+async def front_end(fleet: "RustFleet", sockets: Path) -> AsyncIterator["PlayedFrontEnd"]:
+    """It is connected to the fleet."""
+    async with PlayedFrontEnd(sockets) as front_end:
+        fleet.link.connect(front_end.addresses, READY)
+        assert await front_end.greeted() == READY
+        yield front_end

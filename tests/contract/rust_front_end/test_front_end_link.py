@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -34,15 +33,6 @@ from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewh
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft, RequestFailed
 
 from .played import READY, PlayedFrontEnd, RustFleet
-
-
-@pytest.fixture
-async def front_end(fleet: RustFleet, sockets: Path) -> AsyncIterator[PlayedFrontEnd]:
-    """It is connected to the fleet."""
-    async with PlayedFrontEnd(sockets) as front_end:
-        fleet.link.connect(front_end.addresses, READY)
-        assert await front_end.greeted() == READY
-        yield front_end
 
 
 async def test_outputs_of_a_request_come_back_under_its_id(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:

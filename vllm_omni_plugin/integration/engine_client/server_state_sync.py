@@ -68,7 +68,7 @@ class AdapterIdCounter:
     """
 
     def __init__(self, modules: Iterable[tuple[str, str, str]] = (), random: Random | None = None) -> None:
-        self._first = deque(_id_of(*module) for module in modules)
+        self._first = deque(adapter_id(*module) for module in modules)
         self._random = random or SystemRandom()
 
     def inc(self, num: int = 1) -> int:
@@ -76,6 +76,7 @@ class AdapterIdCounter:
         return self._first.popleft() if self._first else self._random.randrange(1, 1 << _ID_BITS)
 
 
-def _id_of(name: str, path: str, digest: str) -> int:
+def adapter_id(name: str, path: str, digest: str) -> int:
+    """An id that is the same in all servers that load an adapter from these files, and no other adapter has."""
     hashed = blake2b(f"{name}\0{path}\0{digest}".encode(), digest_size=8).digest()
     return int.from_bytes(hashed) % ((1 << _ID_BITS) - 1) + 1

@@ -24,6 +24,7 @@ from vllm_omni_plugin.errors import (
     WireError,
 )
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.integration.rust_front_end.front_end_calls import FrontEndCalls
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd
@@ -94,7 +95,8 @@ class FrontEndLink(FrontEnd):
         self._max_buffered_bytes = max_buffered_bytes
         self._codec = FrontEndCodec()
         self._states: Mapping[str, OrchestratorRequestState] = {}
-        self._calls: UtilityCallClient | None = None
+        self._fleet_calls: UtilityCallClient | None = None
+        self._calls: FrontEndCalls | None = None
         self._rules: FrontEndRules | None = None
         self._drops_transfers = False
         self._handle: Callable[[RequestMessage], None] | None = None
@@ -114,7 +116,7 @@ class FrontEndLink(FrontEnd):
         self, states: Mapping[str, OrchestratorRequestState], calls: UtilityCallClient, rules: FrontEndRules
     ) -> None:
         """Pass the parts that are created after this object. Before the first `connect`; from any thread."""
-        self._states, self._calls, self._rules = states, calls, rules
+        self._states, self._fleet_calls, self._rules = states, calls, rules
         self._drops_transfers = calls.stages.pipeline is not None
         self._prompt_stage = calls.stages.prompt_stage
 
@@ -198,6 +200,8 @@ class FrontEndLink(FrontEnd):
         for socket, address in zip(self._sockets, addresses, strict=True):
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(address)
+        assert self._fleet_calls is not None
+        self._calls = FrontEndCalls(self._fleet_calls)
         requests.send(ready_response)
         self._reader = SocketReader(requests, self._receive)
         self._reader.resume()
@@ -235,34 +239,32 @@ class FrontEndLink(FrontEnd):
             self._submit(AbortRequests(tuple(payload), whole=True))
         else:
             _, call_id, method, args = payload
-            answering = self._answer(self._sockets, call_id, method, args)
+            assert self._calls is not None
+            answering = self._answer(self._calls, call_id, method, args)
             task = asyncio.get_running_loop().create_task(answering, name="omni-utility")
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
 
     def _add(self, request: Any) -> None:
         assert self._rules is not None
+        assert self._calls is not None
         refusal = self._rules.why_closed()
         if refusal:
             raise NoReplicaError(refusal)
         if self._drops_transfers:
             # Only the pipeline sets the parameters of KV transfers.
             drop_transfers(request)
-        try:
-            terms = self._rules.read_terms(request)
-        except BadTimeoutError as error:
-            self._fail(request.request_id, error)
-            return
+        self._calls.use_fleet_adapter(request)
+        terms = self._rules.read_terms(request)
         self._submit(SubmitRequest(request, time.monotonic(), terms=terms))
 
-    async def _answer(self, caller: list[Any], call_id: int, method: str, args: Sequence[Any]) -> None:
-        """Make a call of the front end that has these sockets. The next one gives its calls the same numbers."""
-        assert self._calls is not None
+    async def _answer(self, calls: FrontEndCalls, call_id: int, method: str, args: Sequence[Any]) -> None:
+        """Make a call of the front end that has these. The next one gives its calls the same numbers."""
         try:
-            frames = self._codec.encode_result(call_id, await self._calls.call_utility_async(method, *args))
+            frames = self._codec.encode_result(call_id, await calls.make(method, args))
         except Exception as error:  # every error of a call goes to its caller, as in vLLM
             frames = self._codec.encode_failure(call_id, f"Call to {method} method failed: {error}")
-        if self._sockets is caller:
+        if self._calls is calls:
             self._send(frames)
 
     def _keep_statistics(self, outputs: Any) -> Any:
