@@ -64,12 +64,14 @@ class EngineLink(FakeLink):
     """A `FakeLink` with vLLM's messages.
 
     Attributes:
-        requests: the submitted `EngineCoreRequest`s, by the id of the client.
+        requests: the submitted `EngineCoreRequest`s, by their id at the engine.
+        on_request: called for each of them.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.requests: dict[str, Any] = {}
+        self.on_request: Callable[[EngineLink, Any], None] | None = None
         self._codec = EngineCoreCodec()
         self._encoder = MsgpackEncoder()
 
@@ -78,6 +80,8 @@ class EngineLink(FakeLink):
         if kind == "add":
             self.added.append(body.request_id)
             self.requests[body.request_id] = body
+            if self.on_request is not None:
+                asyncio.get_running_loop().call_soon(self.on_request, self, body)
         elif kind == "abort":
             self.aborted += body
         else:

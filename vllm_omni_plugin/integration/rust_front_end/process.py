@@ -127,15 +127,17 @@ class RustFrontEnd:
 
         Raises OmniError then.
         """
-        self._standby = await self._start()
-        await self._standby.until_end()
+        first = self._standby = await self._start()
+        await first.until_end()
         if not self._stopping.is_set():
-            raise _not_served(self._standby)
+            raise _not_served(first)
 
     async def run(self, ready_response: bytes) -> None:
         """Serve until `stop`. Raises OmniError if the first one ends before it answers."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._end_stopped)
+        # The signal may have come before.
+        self._end_stopped()
         try:
             await keep_running(
                 partial(self._serve, ready_response),
@@ -177,7 +179,10 @@ class RustFrontEnd:
     @asynccontextmanager
     async def _serve(self, ready_response: bytes) -> AsyncIterator[Awaitable[str]]:
         process, self._standby = self._standby, None
-        if process is None or process.ended.done():
+        if process is not None and process.ended.done():
+            await process.end()
+            process = None
+        if process is None:
             process = await self._start()
         self._serving = process
         try:
@@ -194,11 +199,17 @@ class RustFrontEnd:
             await process.end()
 
     async def _start_standby(self) -> None:
-        if not self._stopping.is_set():
-            try:
-                self._standby = await self._start()
-            except OSError as error:
-                logger.error("There is no standby of %s: %s", _NAME, error)
+        """Start one, unless one is there."""
+        standby = self._standby
+        if self._stopping.is_set() or (standby is not None and not standby.ended.done()):
+            return
+        if standby is not None:
+            logger.error("%s %s while it stood by; the next one is started.", standby, standby.exit)
+            await self.close()
+        try:
+            self._standby = await self._start()
+        except OSError as error:
+            logger.error("There is no standby of %s: %s", _NAME, error)
 
     async def _start(self) -> _Process:
         listeners: list[ZmqListener] = []
@@ -216,33 +227,41 @@ class RustFrontEnd:
                 listener.cleanup()
             raise
         self._watch(process.pid)
-        return _Process(process, listeners)
+        started = _Process(process, listeners)
+        if self._stopping.is_set():
+            # `stop` did not know it. While it has the listening sockets, connections are not refused.
+            started.signal(signal.SIGKILL)
+        return started
 
     async def _until_answer(self, process: _Process) -> None:
         """Return when it has answered; raises OmniError if it has ended before."""
-        answering = asyncio.ensure_future(self._health())
-        try:
-            await asyncio.wait((answering, process.ended), return_when=asyncio.FIRST_COMPLETED)
-            if process.ended.done():
-                raise _not_served(process)
-        finally:
-            answering.cancel()
+        if await self._health(process) is None:
+            raise _not_served(process)
 
     async def _until_unwell(self, process: _Process) -> str:
         """Return why it no longer serves."""
         while True:
             await asyncio.wait((process.ended,), timeout=self._probe_interval)
-            if process.ended.done():
-                return process.exit
             if self._stopping.is_set():
                 await process.until_end()
+            if process.ended.done():
                 return process.exit
-            try:
-                async with asyncio.timeout(self._probe_timeout):
-                    if _UNHEALTHY in await self._health():
-                        return "says that its engine is dead"
-            except TimeoutError:
+            await self._start_standby()
+            status = await self._health(process, self._probe_timeout)
+            if status is None and not process.ended.done():
                 return f"has not answered for {self._probe_timeout:g} s"
+            if status is not None and _UNHEALTHY in status:
+                return "says that its engine is dead"
+
+    async def _health(self, process: _Process, timeout: float | None = None) -> bytes | None:
+        """See `_ask`; None if the process has ended, or does not answer for so many seconds."""
+        asking = asyncio.ensure_future(self._ask())
+        try:
+            # What is sent to one that has ended waits for the next one, which waits for this.
+            await asyncio.wait((asking, process.ended), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() and not process.ended.done() else None
+        finally:
+            asking.cancel()
 
     async def _wait_to_restart(self, seconds: float, reason: str | Exception) -> bool:
         if not self._stopping.is_set():
@@ -251,11 +270,11 @@ class RustFrontEnd:
                 await asyncio.wait_for(self._stopping.wait(), seconds)
         return not self._stopping.is_set()
 
-    async def _health(self) -> bytes:
+    async def _ask(self) -> bytes:
         """The status line of `/health`, of a server that may be about to start; empty if it refuses the connection."""
         listening, context = self._listening.http, None
         if self._args.ssl_certfile:
-            context = ssl.create_default_context()
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         # A server that wants a client's certificate refuses this one, which is an answer too.
         with suppress(OSError):

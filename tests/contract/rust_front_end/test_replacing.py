@@ -1,0 +1,202 @@
+"""A front end that is killed, stopped or broken is replaced, and nothing is refused or left."""
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from vllm.v1.engine import FinishReason
+
+from tests.fakes.conditions import eventually
+from tests.fakes.free_ports import free_port
+from vllm_omni_plugin.errors import OmniError
+
+from .head import HERE, Head, answers_itself, is_running, started_head
+
+CUT_OFF = (httpx.RemoteProtocolError, httpx.ReadError)
+"""Errors of a client whose connection has been accepted."""
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags of a server with a certificate."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = str(folder / "key"), str(folder / "certificate")
+    subject = ["-subj", "/CN=localhost", "-days", "1", "-keyout", key, "-out", certificate]
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject], check=True, timeout=60)
+    return ["--ssl-keyfile", key, "--ssl-certfile", certificate]
+
+
+@pytest.fixture
+async def head(tiny_model: Path, sockets: Path) -> AsyncIterator[Head]:
+    async with started_head(tiny_model) as head:
+        yield head
+
+
+async def test_it_serves(head: Head) -> None:
+    answers_itself(head.fleet)
+    answer = await head.ask(max_tokens=3)
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 3)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_standby_serves_those_that_wait_and_no_connection_is_refused(head: Head, signum: int) -> None:
+    lost = head.ask_later(stream=True)
+    [request_id] = await head.requested()
+    link, engine_id = head.fleet.run_of(request_id)
+    answers_itself(head.fleet)
+    os.kill(head.serving, signum)
+    answers = await asyncio.gather(*[head.ask() for _ in range(50)], return_exceptions=True)
+    with pytest.raises(CUT_OFF):
+        await lost
+    assert link.aborted == [engine_id]
+    # It may have accepted the first ones.
+    cut_off = [answer for answer in answers if isinstance(answer, CUT_OFF)]
+    served = [answer for answer in answers if isinstance(answer, httpx.Response)]
+    assert len(served) + len(cut_off) == len(answers)
+    assert {answer.status_code for answer in served} == {200}
+    assert (await head.ask()).status_code == 200
+    await head.has_standby(3)
+
+
+async def test_a_standby_that_ends_is_replaced_at_once(head: Head) -> None:
+    answers_itself(head.fleet)
+    os.kill(head.processes[-1], signal.SIGKILL)
+    await head.has_standby(3)
+    os.kill(head.processes[-1], signal.SIGSTOP)
+    await head.has_standby(4)
+    os.kill(head.processes[0], signal.SIGKILL)
+    await head.has_standby(5)
+    assert (await head.ask()).status_code == 200
+
+
+async def test_both_may_end_together(head: Head) -> None:
+    answers_itself(head.fleet)
+    for process in head.processes:
+        os.kill(process, signal.SIGKILL)
+    assert (await head.ask()).status_code == 200
+    assert len(head.processes) >= 3
+
+
+STAND_IN = """#!{python} -IS
+import socket, sys
+server, requests = [
+    socket.socket(fileno=int(sys.argv[sys.argv.index(option) + 1])) for option in ("--listen-fd", "--input-listener-fd")
+]
+kept = [requests.accept()]
+for status in ("200", {then!r}, ""):
+    client, _ = server.accept()
+    kept.append(client)
+    client.recv(1)
+    if status:
+        client.sendall(b"HTTP/1.1 " + status.encode() + b" so\\r\\n\\r\\n")
+sys.stdin.read() if not {then!r} else server.accept()
+"""
+"""Answers once, and then not, or that it is not well."""
+
+
+@pytest.mark.parametrize(
+    ("then", "says"),
+    [("503", "says that its engine is dead"), ("", "has not answered for 0.2 s")],
+    ids=["503", "silent"],
+)
+async def test_one_that_is_not_well_is_replaced(
+    tiny_model: Path, sockets: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, then: str, says: str
+) -> None:
+    program = tmp_path / "front_end"
+    program.write_text(STAND_IN.format(python=sys.executable, then=then))
+    program.chmod(0o755)
+    async with started_head(tiny_model, binary=str(program), probe_timeout=0.2) as head:
+        await head.has_standby(3)
+        assert says in caplog.text
+        assert not is_running(head.processes[0])
+
+
+async def test_wrong_arguments_are_an_error_before_engines_serve(
+    tiny_model: Path, sockets: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OmniError, match=r"\(process \d+\) .* 2 .*before it served"):
+        async with started_head(tiny_model, "--response-role", "other"):
+            pass
+    assert "response_role" in capfd.readouterr().err
+
+
+async def test_stop_refuses_new_connections_and_lets_requests_finish(head: Head) -> None:
+    running = head.ask_later(max_tokens=2)
+    [request_id] = await head.requested()
+    head.front_end.stop()
+    await eventually(partial(is_refused, head.client.base_url.port), "the end of the listening socket")
+    assert not head.running.done()
+    for reason in (None, FinishReason.LENGTH):
+        head.fleet.say(request_id, 3, finish=reason)
+    assert (await running).status_code == 200
+    await asyncio.wait_for(head.running, 10)
+    assert not any(map(is_running, head.processes))
+
+
+async def test_after_stop_it_may_be_ended_at_once(head: Head) -> None:
+    running = head.ask_later()
+    [request_id] = await head.requested()
+    link, engine_id = head.fleet.run_of(request_id)
+    head.front_end.stop()
+    head.front_end.kill()
+    await asyncio.wait_for(head.running, 10)
+    await head.fleet.has()
+    assert link.aborted == [engine_id]
+    with pytest.raises(CUT_OFF):
+        await running
+
+
+async def test_nothing_is_left(tiny_model: Path, sockets: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    async with started_head(tiny_model) as head:
+        os.kill(head.serving, signal.SIGKILL)
+        await head.has_standby(3)
+        os.kill(head.processes[-1], signal.SIGKILL)
+        await head.has_standby(4)
+    assert os.listdir(sockets) == []
+    await eventually(lambda: len(os.listdir("/proc/self/fd")) <= len(before), "closed files")
+
+
+async def test_at_a_unix_socket(tiny_model: Path, sockets: Path, tmp_path: Path) -> None:
+    async with started_head(tiny_model, "--uds", str(sockets / "http")) as head:
+        answers_itself(head.fleet)
+        os.kill(head.serving, signal.SIGKILL)
+        assert (await head.ask()).status_code == 200
+
+
+async def test_with_tls(tiny_model: Path, sockets: Path, certificate: list[str]) -> None:
+    async with started_head(tiny_model, *certificate) as head:
+        answers_itself(head.fleet)
+        os.kill(head.serving, signal.SIGKILL)
+        assert (await head.ask()).status_code == 200
+
+
+async def test_with_grpc(tiny_model: Path, sockets: Path) -> None:
+    port = free_port()
+    async with started_head(tiny_model, grpc_port=port) as head:
+        await eventually(partial(answers_http2, port), "the gRPC server")
+        os.kill(head.serving, signal.SIGKILL)
+        await head.has_standby(3)
+        await eventually(partial(answers_http2, port), "the gRPC server")
+
+
+def is_refused(port: int | None) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((HERE, port)) == errno.ECONNREFUSED
+
+
+def answers_http2(port: int) -> bool:
+    with socket.create_connection((HERE, port), 1) as client:
+        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+        client.settimeout(1)
+        # A frame of settings.
+        return client.recv(9)[3:4] == b"\x04"
