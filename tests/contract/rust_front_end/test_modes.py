@@ -1,0 +1,156 @@
+"""What clients and operators say to the front end itself reaches all replicas, and those that join."""
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from vllm.v1.engine import EngineCoreReadyResponse
+
+from tests.fakes.adapter_files import write_adapter
+from vllm_omni_plugin.admin.http_admission import tenant_headers
+from vllm_omni_plugin.admission import RequestTerms
+from vllm_omni_plugin.integration.rust_front_end.client_terms import terms_reader
+
+from .head import Head, answers_itself, started_head
+from .played import READY, EngineLink, RustFleet
+
+
+@pytest.fixture(autouse=True)
+def _opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opens the routes of developers."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.setenv("VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES", "/")
+
+
+@pytest.fixture
+async def head(tiny_model: Path, sockets: Path) -> AsyncIterator[Head]:
+    async with started_head(tiny_model) as head:
+        answers_calls(head.fleet, None)
+        yield head
+
+
+def head_with_adapters(fleet: RustFleet, model: Path, *arguments: str) -> AbstractAsyncContextManager[Head]:
+    ready = msgspec.msgpack.decode(READY, type=EngineCoreReadyResponse)
+    ready.supports_lora, ready.max_loras = True, 2
+    return started_head(model, *arguments, fleet=fleet, ready_response=msgspec.msgpack.encode(ready))
+
+
+def answers_calls(fleet: RustFleet, result: Any) -> None:
+    fleet.answer_with(lambda link, call_id, method, args: link.answer(call_id, result))
+
+
+def calls(link: EngineLink) -> list[tuple[str, list[Any]]]:
+    return [(method, list(args)) for _, method, args in link.calls]
+
+
+@pytest.mark.parametrize(
+    ("path", "call"),
+    [
+        ("/sleep?level=1", ("sleep", [1, "abort"])),
+        ("/pause", ("pause_generation", ["abort", True])),
+    ],
+)
+async def test_engines_sleep_and_pause_together_and_those_that_join_too(
+    head: Head, path: str, call: tuple[str, list[Any]]
+) -> None:
+    assert (await head.client.post(path)).status_code == 200
+    assert [calls(link) for link in head.fleet.links.values()] == [[call]] * 2
+    assert call in await head.fleet.replayed()
+
+
+@pytest.mark.parametrize(
+    ("path", "call"),
+    [
+        ("/wake_up", ("wake_up", [None])),
+        ("/resume", ("resume_scheduler", [])),
+        ("/reset_mm_cache", ("reset_mm_cache", [])),
+        ("/reset_encoder_cache", ("reset_encoder_cache", [])),
+    ],
+)
+async def test_other_calls_of_operators_reach_all_engines(head: Head, path: str, call: tuple[str, list[Any]]) -> None:
+    answer = await head.client.post(path)
+    assert answer.status_code == 200, answer.text
+    assert [calls(link) for link in head.fleet.links.values()] == [[call]] * 2
+
+
+async def test_all_engines_reset_their_prefix_caches(head: Head) -> None:
+    answers_calls(head.fleet, True)
+    assert (await head.client.post("/reset_prefix_cache")).json() == {"success": True}
+    assert [calls(link) for link in head.fleet.links.values()] == [[("reset_prefix_cache", [False, False])]] * 2
+
+
+async def test_a_call_of_all_workers_returns_the_results_of_all_engines(head: Head) -> None:
+    answers_calls(head.fleet, ["one worker"])
+    answer = await head.client.post("/collective_rpc", json={"method": "name"})
+    assert answer.json() == {"results": ["one worker"] * 2}
+
+
+async def test_an_adapter_is_loaded_by_all_engines_and_those_that_join(
+    tiny_model: Path, sockets: Path, tmp_path: Path
+) -> None:
+    path = str(write_adapter(tmp_path / "fr"))
+    fleet = RustFleet(replicas=2)
+    answers_calls(fleet, True)
+    async with head_with_adapters(fleet, tiny_model) as head:
+        loading = {"lora_name": "fr", "lora_path": path}
+        answer = await head.client.post("/v1/load_lora_adapter", json=loading)
+        assert answer.status_code == 200, answer.text
+        [first, second] = [calls(link) for link in head.fleet.links.values()]
+        assert first == second
+        [(method, [adapter])] = first
+        assert (method, adapter[0], adapter[2]) == ("add_lora", "fr", path)
+        assert await head.fleet.replayed() == first
+        waiting = head.ask_later(model="fr")
+        [request_id] = await head.requested()
+        link, engine_id = head.fleet.run_of(request_id)
+        assert link.requests[engine_id].lora_request.lora_int_id == adapter[1]
+        waiting.cancel()
+        answer = await head.client.post("/v1/unload_lora_adapter", json={"lora_name": "fr"})
+        assert answer.status_code == 200, answer.text
+        assert calls(head.fleet.links[0])[-1] == ("remove_lora", [adapter[1]])
+
+
+async def test_the_adapters_of_the_command_line_are_those_of_each_front_end(
+    tiny_model: Path, sockets: Path, tmp_path: Path
+) -> None:
+    path, fleet = write_adapter(tmp_path / "fr"), RustFleet(replicas=2)
+    answers_calls(fleet, True)
+    async with head_with_adapters(fleet, tiny_model, "--enable-lora", "--lora-modules", f"fr={path}") as head:
+        os.kill(head.serving, signal.SIGKILL)
+        await head.has_standby(3)
+        [first, second] = calls(fleet.links[0])
+        assert first == second
+        answers_itself(fleet)
+        assert (await head.ask(model="fr")).status_code == 200
+
+
+async def test_sessions_arrive(head: Head) -> None:
+    waiting = head.client.post(
+        "/v1/completions", json={"model": "tiny", "prompt": "red"}, headers={"X-Session-ID": "talk"}
+    )
+    answers_itself(head.fleet)
+    assert (await waiting).status_code == 200
+    [asked] = [request for link in head.fleet.links.values() for request in link.requests.values()]
+    assert asked.session_id == "talk"
+
+
+async def test_tenants_and_deadlines_arrive_and_engines_do_not_see_them(head: Head) -> None:
+    answers_itself(head.fleet)
+    seen: list[RequestTerms | None] = []
+    read = terms_reader(tenant_headers(None, "admission.yaml"))
+    head.fleet.read_terms = lambda request: seen.append(read(request)) or seen[-1]
+    said = {"X-Tenant-ID": "acme", "X-Request-Timeout": 2.5}
+    answer: httpx.Response = await head.ask(vllm_xargs=said)
+    assert answer.status_code == 200, answer.text
+    assert seen == [RequestTerms("acme", 2.5)]
+    [asked] = [request for link in head.fleet.links.values() for request in link.requests.values()]
+    assert asked.sampling_params.extra_args is None
+    refused = await head.ask(vllm_xargs={"X-Request-Timeout": "soon"})
+    assert (refused.status_code, "X-Request-Timeout" in refused.json()["error"]["message"]) == (400, True)
