@@ -1,15 +1,16 @@
 """Requests whose answers must not depend on who serves them: greedy, or with a seed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from .server import MODEL
+from .server import MODEL, RUST
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 CHATS = "/v1/chat/completions/batch"
 MESSAGE_API = "/v1/messages"
+COUNT_TOKENS = f"{MESSAGE_API}/count_tokens"
 GENERATE = "/inference/v1/generate"
 REACH_ENGINES = (COMPLETIONS, CHAT, RESPONSES, CHATS, MESSAGE_API, GENERATE)
 
@@ -41,10 +42,15 @@ class Case:
     path: str
     body: dict[str, Any] | None
     status: int = 200
-    reaches_engine: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reaches_engine", self.status == 200 and self.path in REACH_ENGINES)
+    def status_of(self, front_end: str) -> int:
+        """What one plain engine answers with this front end of vLLM."""
+        if front_end != RUST:
+            return self.status
+        return RUST_STATUS.get(self.name) or RUST_STATUS_OF_PATH.get(self.path, self.status)
+
+    def reaches_engine(self, front_end: str = "python") -> bool:
+        return self.status == self.status_of(front_end) == 200 and self.path in REACH_ENGINES
 
     def __str__(self) -> str:
         return self.name
@@ -185,7 +191,7 @@ OTHER_CASES = (
     _get("version", "/version"),
     Case("tokenize", "/tokenize", {"model": MODEL, "prompt": PROMPT}),
     Case("tokenize-chat", "/tokenize", {"model": MODEL, "messages": MESSAGES}),
-    Case("count-tokens", f"{MESSAGE_API}/count_tokens", {"model": MODEL, "messages": MESSAGES[1:]}),
+    Case("count-tokens", COUNT_TOKENS, {"model": MODEL, "messages": MESSAGES[1:]}),
     Case("detokenize", "/detokenize", {"model": MODEL, "tokens": [5, 17, 300, 42, 8]}),
 )
 ERROR_CASES = (
@@ -212,3 +218,14 @@ CASES = (
     *(*COMPLETION_CASES, *CHAT_CASES, *RESPONSE_CASES, *MESSAGE_CASES, *BATCH_CASES, *GENERATE_CASES),
     *(*OTHER_CASES, *ERROR_CASES),
 )
+
+RUST_STATUS_OF_PATH = {RESPONSES: 404, CHATS: 501, MESSAGE_API: 501, COUNT_TOKENS: 501}
+"""Paths that vLLM's Rust front end does not serve."""
+_REFUSED = (
+    *("completion-n", "completion-stream-n", "completion-n-json-schema", "chat-n", "chat-stream-n", "generate-n"),
+    *("completion-prompts", "completion-stream-prompts", "completion-prompts-of-token-ids"),
+    *("completion-beams", "chat-continued"),
+)
+_ACCEPTED = ("completion-too-many-tokens", "completion-no-samples")
+RUST_STATUS = dict.fromkeys(_REFUSED, 400) | dict.fromkeys(_ACCEPTED, 200)
+"""By name of the case, where vLLM's Rust front end answers another status than its Python front end."""

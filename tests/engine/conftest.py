@@ -11,10 +11,12 @@ from types import ModuleType
 import psutil
 import pytest
 
+from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
+
 from .api_servers import ApiServers
 from .lora import make_lora
 from .nodes import NodeFleet
-from .server import START_S, WORKERS, Server, until
+from .server import FRONT_ENDS, RUST, START_S, WORKERS, Server, until
 from .servers import Servers
 from .suspended import PATIENT, keep_to_one_core
 from .traces import Collector
@@ -40,8 +42,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
             cluster = _cluster(item)
-            item.add_marker(pytest.mark.xdist_group(_OF_ONE_LANE.get(cluster, cluster)))
+            lane = _OF_ONE_LANE.get(cluster, cluster)
+            item.add_marker(pytest.mark.xdist_group(lane if _front_end(item) != RUST else f"{lane}-{RUST}"))
     items.sort(key=_turn)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests marked `both_front_ends` are also for servers with vLLM's Rust front end, if this vLLM has it."""
+    marker = metafunc.definition.get_closest_marker("both_front_ends")
+    if marker is not None and RUST_FRONT_END.applies:
+        rust = pytest.param(RUST, marks=() if marker.kwargs.get("newest") else pytest.mark.long)
+        metafunc.parametrize("front_end", ["python", rust], indirect=True, scope="session")
+
+
+def _front_end(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    return str(callspec.params.get("front_end", "python")) if callspec else "python"
 
 
 def _cluster(item: pytest.Item) -> str:
@@ -92,18 +108,26 @@ def make_room(servers: Servers) -> None:
     servers.stop_all()
 
 
+@pytest.fixture(scope="session")
+def front_end(request: pytest.FixtureRequest) -> str:
+    """The front end of servers: one of `FRONT_ENDS`, Python for tests that are not marked `both_front_ends`."""
+    return str(getattr(request, "param", "python"))
+
+
 @pytest.fixture
-def fleet(servers: Servers, tiny_model: Path) -> Server:
+def fleet(servers: Servers, tiny_model: Path, front_end: str) -> Server:
     """A head with two local replicas, for tests that leave it as they found it."""
-    return servers.get("fleet", tiny_model, *TWO_REPLICAS, *FEATURES, engines=2, **ALL_ROUTES)
+    environment = ALL_ROUTES | FRONT_ENDS[front_end]
+    return servers.get(f"fleet-{front_end}", tiny_model, *TWO_REPLICAS, *FEATURES, engines=2, **environment)
 
 
 @pytest.fixture
-def plain(servers: Servers, tiny_model: Path) -> Server:
+def plain(servers: Servers, tiny_model: Path, front_end: str) -> Server:
     """vLLM without any flag of ours, with the plugin installed."""
     # The default backend tries several, and answers with the error of the last one. A fleet has one.
     backend = ("--structured-outputs-config.backend", "xgrammar")
-    return servers.get("plain", tiny_model, *FEATURES, *backend, engines=1, **ALL_ROUTES)
+    environment = ALL_ROUTES | FRONT_ENDS[front_end]
+    return servers.get(f"plain-{front_end}", tiny_model, *FEATURES, *backend, engines=1, **environment)
 
 
 @pytest.fixture(scope="session")
@@ -112,11 +136,16 @@ def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def vision_fleet(servers: Servers, vision_model: Path) -> Server:
-    """A head with two local replicas that serve before each test, with worker processes and few requests at once."""
+def vision_fleet(servers: Servers, vision_model: Path, tiny_model: Path, front_end: str) -> Server:
+    """A head with two local replicas that serve before each test, with worker processes and few requests at once.
+
+    vLLM's Rust front end does not know the model that sees, and serves another one.
+    """
+    model = tiny_model if front_end == RUST else vision_model
     flags = ("--max-num-seqs", str(RUNNING_EACH), "--max-model-len", "4096", "--omni-replica-wait", REPLICA_WAIT_S)
-    environment = {**DEV_MODE, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    server = servers.get("vision", vision_model, *TWO_REPLICAS, *WORKERS, *flags, *PATIENT, engines=2, **environment)
+    environment = {**DEV_MODE, "VLLM_CPU_OMP_THREADS_BIND": "0|1", **FRONT_ENDS[front_end]}
+    name, flags = f"vision-{front_end}", (*TWO_REPLICAS, *WORKERS, *flags, *PATIENT)
+    server = servers.get(name, model, *flags, engines=2, **environment)
     until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
     return server
 
@@ -138,13 +167,14 @@ def api_servers(servers: Servers, tiny_model: Path) -> Iterator[ApiServers]:
 
 
 @pytest.fixture
-def nodes(servers: Servers, tiny_model: Path) -> Iterator[NodeFleet]:
+def nodes(servers: Servers, tiny_model: Path, front_end: str) -> Iterator[NodeFleet]:
     """A head without engines and two headless nodes, all of them in service before each test and after it."""
 
     def start(log: Path) -> NodeFleet:
-        return NodeFleet(tiny_model, log, nodes=2, flags=("--enable-lora",), environment=RUNTIME_LORA)
+        environment = RUNTIME_LORA | FRONT_ENDS[front_end]
+        return NodeFleet(tiny_model, log, nodes=2, flags=("--enable-lora",), environment=environment)
 
-    running: NodeFleet = servers.keep("nodes", start, engines=2)
+    running: NodeFleet = servers.keep(f"nodes-{front_end}", start, engines=2)
     running.wait_for_replicas(2)
     yield running
     running.wait_for_replicas(2)
@@ -177,7 +207,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nodes_of_both_kinds(
-    servers: Servers, tiny_model: Path, adapter: Path, collector: Collector, admin_keys: Path
+    servers: Servers, tiny_model: Path, adapter: Path, collector: Collector, admin_keys: Path, front_end: str
 ) -> NodeFleet:
     """One replica of the head's own, one behind a replica server, both with little memory, for a head that knows what
     they have cached, sends traces and has a key for its operators."""
@@ -197,10 +227,13 @@ def nodes_of_both_kinds(
                 *("--omni-admin-key-file", str(admin_keys)),
                 *("--omni-stall-timeout", "10"),
             ),
-            environment={**RUNTIME_LORA, **DEV_MODE, **OF_TRACES, "STALL_FILE": str(stall_file(tiny_model))},
+            environment={
+                **(RUNTIME_LORA | DEV_MODE | OF_TRACES | FRONT_ENDS[front_end]),
+                "STALL_FILE": str(stall_file(tiny_model)),
+            },
         )
 
-    nodes: NodeFleet = servers.keep("kv-aware", start, engines=2)
+    nodes: NodeFleet = servers.keep(f"kv-aware-{front_end}", start, engines=2)
     nodes.wait_for_replicas(2)
     return nodes
 

@@ -122,5 +122,5 @@ def _note(outcome: Outcome, message: dict[str, Any]) -> None:
     for choice in message["choices"]:
         outcome.text += choice["text"]
         outcome.started.set()
-        if choice["finish_reason"] is not None:
+        if choice.get("finish_reason") is not None:
             outcome.finish_reasons.append(choice["finish_reason"])

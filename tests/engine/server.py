@@ -27,6 +27,9 @@ WORKERS = ("--distributed-executor-backend", "mp")
 """The model is computed in worker processes of the engine, as vLLM does by itself on CPUs and for several GPUs."""
 START_S = 240.0
 STOP_S = 30.0
+RUST = "vllm-rs"
+FRONT_ENDS: dict[str, dict[str, str]] = {"python": {}, RUST: {"VLLM_USE_RUST_FRONTEND": "1"}}
+"""vLLM's front ends, and how the environment of a server says which one it has."""
 _STARTUP = Path(__file__).with_name("startup")
 
 T = TypeVar("T")
@@ -143,6 +146,25 @@ class ServeProcess:
         self.stop()
 
 
+class _ByPath(httpx.BaseTransport):
+    """Sends what is for operators to the server that has their routes, everything else as before."""
+
+    def __init__(self, others: httpx.BaseTransport, admin_url: httpx.URL) -> None:
+        self._others = others
+        self._operators = httpx.HTTPTransport(verify=False)
+        self._admin_url = admin_url
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        to_admin = request.url.port == self._admin_url.port
+        if request.url.path.startswith("/omni/") or request.url.path == "/metrics":
+            request.url, to_admin = request.url.copy_with(port=self._admin_url.port), True
+        return (self._operators if to_admin else self._others).handle_request(request)
+
+    def close(self) -> None:
+        self._operators.close()
+        self._others.close()
+
+
 class Server(ServeProcess):
     """One running `vllm serve` with an API server. A context manager; leaving it ends everything it started.
 
@@ -151,6 +173,10 @@ class Server(ServeProcess):
         port: TCP port of the API server, any free one if None.
         uds: listen on this unix socket instead, which is reached from any network namespace.
         environment: changes to `serve_environment`.
+
+    Attributes:
+        admin_url: of the operator's routes and the fleet's metrics: the server's own, unless it is a head with vLLM's
+            Rust front end.
     """
 
     start_s = START_S
@@ -169,6 +195,11 @@ class Server(ServeProcess):
         self.url = f"http://127.0.0.1:{self.port}"
         self._uds = None if uds is None else str(uds)
         where = ["--uds", self._uds] if self._uds else ["--host", "127.0.0.1", "--port", str(self.port)]
+        self.admin_url = self.url
+        if environment.items() >= FRONT_ENDS[RUST].items() and any(word.startswith("--omni-") for word in args):
+            admin_port = free_port()
+            where += ["--omni-admin-port", str(admin_port)]
+            self.admin_url = f"http://127.0.0.1:{admin_port}"
         super().__init__([*prefix, *serve_command(model, *where, *args)], log, **environment)
 
     def __enter__(self) -> Self:
@@ -189,9 +220,11 @@ class Server(ServeProcess):
         return self.health() == 200
 
     def http(self, timeout: float = 10.0) -> httpx.Client:
-        """A client of its own for plain requests; paths are enough for URLs."""
+        """A client of its own for plain requests; paths are enough for URLs, also for those of operators."""
         # Without certificates, which take longer to read than most answers to come, in a test that asks all the time.
-        transport = httpx.HTTPTransport(uds=self._uds, verify=False)
+        transport: httpx.BaseTransport = httpx.HTTPTransport(uds=self._uds, verify=False)
+        if self.admin_url != self.url:
+            transport = _ByPath(transport, httpx.URL(self.admin_url))
         return httpx.Client(base_url=self.url, timeout=timeout, transport=transport)
 
     def operator(self, timeout: float = 10.0) -> httpx.Client:
@@ -212,7 +245,9 @@ class Server(ServeProcess):
             return None
         try:
             with self.http() as http:
-                return http.get("/health").status_code
+                status = http.get("/health").status_code
+                # vLLM's Rust front end does not know whether a replica can serve.
+                return status if self.admin_url == self.url else http.get(f"{self.admin_url}/health").status_code
         except httpx.TransportError:
             return None
 

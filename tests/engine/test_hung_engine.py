@@ -1,6 +1,7 @@
 """An engine of a head with one API server that hangs: its process is there, and answers nothing."""
 
 import psutil
+import pytest
 
 from .load import Load
 from .server import MOVES, Server, until
@@ -12,6 +13,7 @@ DISPATCHES = "vllm_omni_fleet:dispatches_total"
 IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
 
 
+@pytest.mark.both_front_ends(newest=True)
 def test_streams_of_a_stopped_engine_go_on_elsewhere_and_it_serves_again_when_it_answers(fleet: Server) -> None:
     engines, moves = fleet.engine_pids(), fleet.total(MOVES)
     # No stream is at its end before the last has begun.

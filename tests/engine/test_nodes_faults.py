@@ -17,6 +17,8 @@ TOKENS = 900
 MOVES = "vllm_omni_fleet:request_moves_total"
 RUNNING = "vllm:num_requests_running"
 
+pytestmark = pytest.mark.both_front_ends
+
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, str]:
@@ -50,6 +52,7 @@ def total(head: Server, name: str) -> float:
     return sum(head.metrics(name).values())
 
 
+@pytest.mark.both_front_ends(newest=True)
 def test_a_killed_engine_is_replaced_and_its_streams_go_on(nodes: NodeFleet, expected: dict[str, str]) -> None:
     node = nodes.nodes[0]
     pid = node.engine.pid
@@ -100,6 +103,7 @@ def test_a_stopped_engine_is_left_and_taken_back(nodes: NodeFleet, expected: dic
     assert nodes.nodes[0].engine.pid == engine.pid
 
 
+@pytest.mark.both_front_ends(newest=True)
 def test_a_stopped_server_is_left_and_taken_back(nodes: NodeFleet, expected: dict[str, str]) -> None:
     node = nodes.nodes[0]
     server, engine = psutil.Process(node.process.pid), node.engine
@@ -113,6 +117,7 @@ def test_a_stopped_server_is_left_and_taken_back(nodes: NodeFleet, expected: dic
     assert node.engine.pid == engine.pid
 
 
+@pytest.mark.both_front_ends(newest=True)
 def test_a_killed_coordinator_is_replaced_and_nobody_notices(nodes: NodeFleet, expected: dict[str, str]) -> None:
     engines = [node.engine.pid for node in nodes.nodes]
     with streams(nodes.head, expected):
@@ -125,6 +130,7 @@ def test_a_killed_coordinator_is_replaced_and_nobody_notices(nodes: NodeFleet, e
     assert nodes.head.health() == 200
 
 
+@pytest.mark.both_front_ends(newest=True)
 def test_a_killed_head_finds_its_replicas_again_with_nothing_left_running(
     nodes: NodeFleet, expected: dict[str, str]
 ) -> None:

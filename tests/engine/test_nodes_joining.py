@@ -29,6 +29,8 @@ NEVER = "tcp://127.0.0.1:9"
 SERVE = tuple(serve_command(Path())[:2])
 OTHER_LENGTH = "max model length: head has 1024, replica 512"
 
+pytestmark = pytest.mark.both_front_ends
+
 StartSim = Callable[..., Node]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from .conftest import TWO_REPLICAS
 from .load import Load
-from .server import START_S, STOP_S, Server, until
+from .server import FRONT_ENDS, START_S, STOP_S, Server, until
 from .servers import Servers
 
 LONG_STREAMS = 32
@@ -21,10 +21,14 @@ LONG_MODEL = ("--max-model-len", "4096")
 VLLM_GRACE_S = 5.0
 
 
+pytestmark = pytest.mark.both_front_ends
+
+
 @pytest.fixture
-def doomed(servers: Servers, tiny_model: Path, request: pytest.FixtureRequest) -> Server:
+def doomed(servers: Servers, tiny_model: Path, request: pytest.FixtureRequest, front_end: str) -> Server:
     """A fleet of two for the test that asks, which ends it."""
-    return servers.get(f"doomed-{request.node.name}", tiny_model, *TWO_REPLICAS, *LONG_MODEL, engines=2)
+    name, environment = f"doomed-{request.node.name}", FRONT_ENDS[front_end]
+    return servers.get(name, tiny_model, *TWO_REPLICAS, *LONG_MODEL, engines=2, **environment)
 
 
 def terminate(server: Server) -> tuple[int, list[psutil.Process]]:
@@ -38,9 +42,10 @@ def terminate(server: Server) -> tuple[int, list[psutil.Process]]:
 
 @pytest.mark.long
 def test_sigterm_ends_all_processes_with_the_exit_code_of_plain_vllm(
-    doomed: Server, servers: Servers, tiny_model: Path
+    doomed: Server, servers: Servers, tiny_model: Path, front_end: str
 ) -> None:
-    assert terminate(doomed) == terminate(servers.get("doomed-plain", tiny_model, engines=1))
+    plain = servers.get(f"doomed-plain-{front_end}", tiny_model, engines=1, **FRONT_ENDS[front_end])
+    assert terminate(doomed) == terminate(plain)
 
 
 @pytest.mark.long

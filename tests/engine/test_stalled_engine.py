@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from .conftest import stall_file
 from .load import Load
@@ -21,6 +22,7 @@ def replicas(head: Server) -> list[dict[str, Any]]:
     return listed
 
 
+@pytest.mark.both_front_ends
 def test_its_streams_go_on_elsewhere_and_it_serves_again_once_it_computes_a_request_that_is_tried(
     nodes_of_both_kinds: NodeFleet, tiny_model: Path
 ) -> None:

@@ -13,6 +13,8 @@ from .server import MODEL, Server, until
 
 REQUESTS = 8
 
+pytestmark = pytest.mark.both_front_ends
+
 CALLS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("GET", "/is_sleeping", None),
     ("POST", "/sleep?level=1", None),
