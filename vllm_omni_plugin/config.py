@@ -322,7 +322,8 @@ class OmniConfig:
     tenant_header: str | None = _flag(
         None,
         Side.HEAD,
-        "HTTP header that names the tenant of a request. A request without it belongs to the tenant of its API key. "
+        "HTTP header that names the tenant of a request; with vLLM's Rust front end the argument of that name in its "
+        "vllm_xargs. A request without it belongs to the tenant of its API key, with the Python front end. "
         "Default: X-Tenant-ID, else x-gateway-fairness-id, with --omni-admission; otherwise requests have no tenants.",
         "NAME",
         header_name,
