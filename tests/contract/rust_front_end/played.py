@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -74,6 +75,7 @@ class EngineLink(FakeLink):
         self.on_request: Callable[[EngineLink, Any], None] | None = None
         self._codec = EngineCoreCodec()
         self._encoder = MsgpackEncoder()
+        self._said: deque[list[bytes]] = deque()
 
     def send(self, frames: Any) -> None:
         kind, body = self._codec.decode(frames)
@@ -91,7 +93,15 @@ class EngineLink(FakeLink):
                 asyncio.get_running_loop().call_soon(self.on_call, self, *call)
 
     def say_outputs(self, **fields: Any) -> None:
-        self.say(bytes(self._encoder.encode(EngineCoreOutputs(**fields))[0]))
+        # Large arrays are frames of their own.
+        self._said.append([bytes(frame) for frame in self._encoder.encode(EngineCoreOutputs(**fields))])
+        if not self.paused:
+            self.drain()
+
+    def drain(self) -> None:
+        super().drain()
+        while self._said and self._on_message is not None:
+            self._on_message(self._said.popleft())
 
     def answer(self, call_id: int, result: Any = None) -> None:
         self.say_outputs(utility_output=UtilityOutput(call_id, result=UtilityResult(result)))

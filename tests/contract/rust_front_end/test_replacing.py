@@ -124,8 +124,8 @@ async def test_wrong_arguments_are_an_error_before_engines_serve(
     tiny_model: Path, sockets: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(OmniError, match=r"\(process \d+\) .* 2 .*before it served"):
-        async with started_head(tiny_model, "--response-role", "other"):
-            pass
+        async with started_head(tiny_model, "--response-role", "other") as head:
+            await head.running
     assert "response_role" in capfd.readouterr().err
 
 
