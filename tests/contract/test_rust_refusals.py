@@ -14,8 +14,10 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.command_line import parse_options
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan
 from vllm_omni_plugin.integration.options import compatibility
+from vllm_omni_plugin.integration.processes import serve_command
 from vllm_omni_plugin.integration.rust_front_end.unsupported import refuse_unsupported_stages
 from vllm_omni_plugin.pipeline import Modality
+from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
 HEAD = "--omni-dp-size-local 2"
@@ -86,6 +88,24 @@ def test_a_vllm_without_the_program_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_a_node_ignores_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, applies: bool) -> None:
     use_rust(monkeypatch, tmp_path / "missing", applies)
     assert parse(NODE).master_port == 23900
+
+
+@pytest.mark.usefixtures("binary")
+def test_without_our_flags_the_variable_means_what_it_means_to_vllm() -> None:
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--api-server-count", "2"])
+    served: list[Namespace] = []
+    serve_command._run_api_servers(served.append, args)
+    assert served == [args]
+
+
+@pytest.mark.skipif(not RUST_FRONT_END.applies, reason="this vLLM has no Rust front end that a fleet can use")
+@pytest.mark.usefixtures("binary")
+def test_with_our_flags_the_fleet_is_served_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_omni_plugin.integration.rust_front_end.serve.serve_behind_rust", lambda *_: 7)
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(HEAD.split())
+    with pytest.raises(SystemExit) as end:
+        serve_command._run_api_servers(None, args)
+    assert end.value.code == 7
 
 
 def checked(*planned: StagePlan, runner: str = "generate") -> None:
