@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -116,7 +116,7 @@ class RustFleet(PlayedFleet):
     Attributes:
         why_closed: what new requests are refused with.
         read_terms: of the rules.
-        keep_statistics: of the rules.
+        keep_statistics: what the front end gets of a report.
         reports: engine index and statistics of each report.
         changes: replicas that joined or left.
     """
@@ -134,7 +134,7 @@ class RustFleet(PlayedFleet):
         self.links: dict[int, EngineLink] = {}
         self.why_closed = ""
         self.read_terms: Callable[[Any], RequestTerms | None] = lambda request: None
-        self.keep_statistics: Callable[[int, Any], Any] = lambda index, report: report
+        self.keep_statistics: Callable[[Any], Any] = lambda report: report
         self.reports: list[tuple[int, Any]] = []
         self.changes: list[ReplicaJoined | ReplicaLeft] = []
         self.calls = UtilityCallClient(self.orchestrator, self.stages, WorkerRanks((), {}, {}, is_open=False))
@@ -183,9 +183,9 @@ class RustFleet(PlayedFleet):
         """Return when these requests are unfinished, and no others."""
         await eventually(lambda: set(self.orchestrator.request_states) == set(request_ids), f"having {request_ids}")
 
-    def _keep_statistics(self, index: int, report: Any) -> Any:
-        self.reports.append((index, report))
-        return self.keep_statistics(index, report)
+    def _keep_statistics(self, reports: Sequence[tuple[int, Any]]) -> list[Any]:
+        self.reports += reports
+        return [self.keep_statistics(report) for _, report in reports]
 
 
 class PlayedFrontEnd:

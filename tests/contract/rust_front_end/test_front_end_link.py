@@ -268,7 +268,7 @@ async def test_only_a_replica_that_can_answer_prompts_is_the_first(fleet: RustFl
 
 
 async def test_statistics_are_those_that_the_rules_return(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
-    fleet.keep_statistics = lambda index, report: replace(report, num_running_reqs=10 + report.num_running_reqs)
+    fleet.keep_statistics = lambda report: replace(report, num_running_reqs=10 + report.num_running_reqs)
     fleet.links[1].say_outputs(scheduler_stats=SchedulerStats(num_running_reqs=3))
     message = await front_end.read()
     assert (message.engine_index, message.scheduler_stats.num_running_reqs) == (0, 13)
@@ -276,16 +276,21 @@ async def test_statistics_are_those_that_the_rules_return(fleet: RustFleet, fron
 
 
 async def test_statistics_that_cannot_be_kept_take_no_outputs_away(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
-    def fail(index: int, report: Any) -> None:
+    def fail(report: Any) -> None:
+        failed.set()
         raise ValueError("a report")
+
+    failed = asyncio.Event()
 
     await front_end.add("a-1")
     await fleet.has("a-1")
     fleet.keep_statistics = fail
     link, engine_id = fleet.run_of("a-1")
     link.say_outputs(outputs=[EngineCoreOutput(engine_id, [5])], scheduler_stats=SchedulerStats())
-    message = await front_end.read()
-    assert ([output.new_token_ids for output in message.outputs], message.scheduler_stats) == ([[5]], None)
+    assert (await front_end.read_output()).new_token_ids == [5]
+    await failed.wait()
+    link.say_outputs(outputs=[EngineCoreOutput(engine_id, [6])])
+    assert (await front_end.read_output()).new_token_ids == [6]
     assert [member.status for member in fleet.pool.members] == [ReplicaStatus.UP] * 2
 
 

@@ -25,6 +25,7 @@ from vllm.v1.metrics.stats import KVCacheEvictionEvent, PrefillStats, PrefixCach
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from tests.fakes.conditions import eventually
 from tests.fakes.links import refuse_calls
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, StageInputError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed
@@ -195,7 +196,9 @@ FULL = SchedulerStats(
     ],
 )
 async def test_statistics_are_its_metrics(head: Head, report: SchedulerStats) -> None:
+    head.fleet.reports.clear()
     head.fleet.links[1].say_outputs(scheduler_stats=report, finished_requests={"a"}, wave_complete=1)
+    await eventually(lambda: head.fleet.reports, "the handling of the report")
     answers_itself(head.fleet)
     assert (await head.ask()).status_code == 200
     samples = dict(line.rsplit(" ", 1) for line in (await head.client.get("/metrics")).text.splitlines())

@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import zmq
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs
 
 from vllm_omni_plugin.admin.http_admission import BadTimeoutError
 from vllm_omni_plugin.admission import RequestTerms
@@ -42,7 +42,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
 )
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.replicas.links.link import Frames, SocketReader
-from vllm_omni_plugin.vllm_api.protocol.front_end_arrays import why_unreadable
+from vllm_omni_plugin.vllm_api.protocol.front_end_arrays import find_unreadable
 from vllm_omni_plugin.vllm_api.protocol.front_end_codec import IDENTITY, FrontEndCodec
 from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
 
@@ -51,6 +51,7 @@ logger = init_logger(__name__)
 _MAX_UNSENT = 4096
 """Messages that wait for the front end, above which the replicas' sockets are not read."""
 _MAX_IN_SOCKET = 256
+_REPORT_EVERY_S = 0.1
 _INVALID = (BadTimeoutError, StageInputError, MessageTooLargeError)
 _UNAVAILABLE = (NoReplicaError, RequestRefusedError, RequestLostError)
 
@@ -68,14 +69,14 @@ class FrontEndRules(NamedTuple):
     Attributes:
         why_closed: the message with which new requests are refused; "": they are not.
         read_terms: reads the tenant and deadline of a request, and removes them from it. Raises `BadTimeoutError`.
-        keep_statistics: called with the engine index and vLLM's `SchedulerStats` of each report. Returns those of one
-            engine in place of all replicas.
+        keep_statistics: called with the reports of 0.1 s, each the engine index and vLLM's `SchedulerStats`. Returns
+            those of one engine in place of all replicas.
         replica_changed: called for each replica that joins or leaves after the start.
     """
 
     why_closed: Callable[[], str]
     read_terms: Callable[[Any], RequestTerms | None]
-    keep_statistics: Callable[[int, Any], Any]
+    keep_statistics: Callable[[Sequence[tuple[int, Any]]], Iterable[Any]]
     replica_changed: Callable[[ReplicaJoined | ReplicaLeft], None]
 
 
@@ -107,6 +108,9 @@ class FrontEndLink(FrontEnd):
         self._reader: SocketReader | None = None
         self._unsent: deque[tuple[Frames, int]] = deque()
         self._unsent_bytes = 0
+        # Handled all together, since to handle each at once takes as long as to hand on its outputs.
+        self._reports: list[tuple[int, Any]] = []
+        self._reporting: asyncio.TimerHandle | None = None
         self._answering: set[asyncio.Task[None]] = set()
         self._prompt_stage = 0
         self.first_ready_response: Future[bytes] = Future()
@@ -145,10 +149,15 @@ class FrontEndLink(FrontEnd):
 
     def give(self, item: Any, size: int = 0) -> None:
         if isinstance(item, EngineCoreOutputs):
-            item.outputs = [output for output in item.outputs if self._is_readable(output, item.engine_index)]
-            stats = None if item.scheduler_stats is None else self._keep_statistics(item)
-            if item.outputs or stats is not None:
-                self._send(self._codec.encode_outputs(item, stats), size)
+            if item.scheduler_stats is not None:
+                self._reports.append((item.engine_index, item.scheduler_stats))
+                if self._reporting is None:
+                    self._reporting = asyncio.get_running_loop().call_later(_REPORT_EVERY_S, self._send_statistics)
+            for output, field in find_unreadable(item.outputs):
+                item.outputs = [other for other in item.outputs if other is not output]
+                self._fail_output(output.request_id, item.engine_index, f"its {field} cannot be read")
+            if item.outputs:
+                self._send(self._codec.encode_outputs(item), size)
             return
         try:
             self._handle_event(item)
@@ -159,18 +168,13 @@ class FrontEndLink(FrontEnd):
     def give_later(self, item: Any) -> None:
         self.give(item)
 
-    def _is_readable(self, output: EngineCoreOutput, engine_index: int) -> bool:
+    def _fail_output(self, request_id: str, engine_index: int, reason: str) -> None:
         """An output that the front end cannot read fails its request only, and its replica is reported for it."""
-        field = why_unreadable(output)
-        if not field:
-            return True
-        what, request_id = f"its {field} cannot be read", output.request_id
-        self._fail(request_id, OmniError(f"The model's output could not be processed: {what}"))
+        self._fail(request_id, OmniError(f"The model's output could not be processed: {reason}"))
         # Later: the report may make requests of this replica move, whose outputs are being handled. First the abort,
         # since this request must not move.
-        for message in (AbortRequests((request_id,), whole=True), OutputUnusable(request_id, engine_index, what)):
+        for message in (AbortRequests((request_id,), whole=True), OutputUnusable(request_id, engine_index, reason)):
             asyncio.get_running_loop().call_soon(self._submit, message)
-        return False
 
     def attached(self, client: StageClient) -> None:
         self._reading.attached(client)
@@ -178,6 +182,8 @@ class FrontEndLink(FrontEnd):
     def stop_waiting(self) -> None:
         for task in self._answering:
             task.cancel()
+        if self._reporting is not None:
+            self._reporting.cancel()
 
     def close(self) -> None:
         self._closed = True
@@ -267,14 +273,15 @@ class FrontEndLink(FrontEnd):
         if self._calls is calls:
             self._send(frames)
 
-    def _keep_statistics(self, outputs: Any) -> Any:
+    def _send_statistics(self) -> None:
+        self._reporting = None
+        reports, self._reports = self._reports, []
         assert self._rules is not None
         try:
-            return self._rules.keep_statistics(outputs.engine_index, outputs.scheduler_stats)
+            for stats in self._rules.keep_statistics(reports):
+                self._send(self._codec.encode_statistics(stats))
         except Exception:
-            # It would cost the replica, and its requests a move.
-            logger.exception("Statistics of engine %d could not be kept.", outputs.engine_index)
-            return None
+            logger.exception("Statistics of engines could not be kept.")
 
     def _handle_event(self, item: Any) -> None:
         match item:

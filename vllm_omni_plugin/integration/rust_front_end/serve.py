@@ -7,8 +7,10 @@ has the requests: it reads the front end's sockets itself.
 import argparse
 import asyncio
 import copy
+import gc
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from vllm.entrypoints.launchers.api_server.entry import setup_server
 from vllm.entrypoints.launchers.launcher import create_server_socket
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
+from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
 from vllm_omni_plugin.admin.http_admission import tenant_headers
@@ -37,7 +40,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Replica
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.vllm_api.protocol.front_end_codec import as_only_engine
 from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
-from vllm_omni_plugin.vllm_api.requests.scheduler_reports import fleet_report
+from vllm_omni_plugin.vllm_api.requests.scheduler_reports import fleet_report, has_single_values, with_earlier_counts
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
 
 logger = init_logger(__name__)
@@ -110,7 +113,7 @@ class _Server:
             options.heartbeat_timeout,
         )
         self._admin = AdminServer(fleet, args, options, vllm_config, self._drain, lambda: self._ending)
-        self._reports: dict[int, Any] = {}
+        self._reports: dict[int, SchedulerStats] = {}
         self._vllm_config = vllm_config
         # `apply_ready_responses` adds numbers of KV blocks up, so it is called once.
         self._configured = False
@@ -136,6 +139,9 @@ class _Server:
             if ready_response is not None:
                 preparing.cancel()
                 self._serves = True
+                # As AsyncLLM: a full collection need not look at what lives as long as the server.
+                gc.collect()
+                gc.freeze()
                 self._listening.http.listen(_BACKLOG)
                 await self._serve(ready_response)
         finally:
@@ -187,10 +193,17 @@ class _Server:
             raise OmniError("the orchestrator has failed; the log says why")
         serving.result()
 
-    def _keep_statistics(self, index: int, report: Any) -> Any:
-        self._admin.statistics.record(index, report)
-        self._reports[index] = report
-        return fleet_report(report, self._reports.values())
+    def _keep_statistics(self, reports: Sequence[tuple[int, SchedulerStats]]) -> Iterator[SchedulerStats]:
+        counts: SchedulerStats | None = None
+        for index, report in reports:
+            self._admin.statistics.record(index, report)
+            self._reports[index] = report
+            if has_single_values(report):
+                yield fleet_report(report, self._reports.values())
+            else:
+                counts = report if counts is None else with_earlier_counts(report, counts)
+        if counts is not None:
+            yield fleet_report(counts, self._reports.values())
 
     def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
         index = engine_index(change.stage_id, change.replica_id)

@@ -1,5 +1,6 @@
 """Which outputs vLLM's Rust front end can read. One that it cannot fails all its requests, and those after them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,22 @@ _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 _MAX_ID = 2**32
 
 
-def why_unreadable(output: EngineCoreOutput) -> str:
-    """The field of an output that the front end cannot read; "" if it can read all.
+def find_unreadable(outputs: Iterable[EngineCoreOutput]) -> list[tuple[EngineCoreOutput, str]]:
+    """The outputs that the front end cannot read, each with the field that it cannot read.
 
     The decoder has checked types and token ids, see `EngineApi`. The front end does not know numbers below 0.
     """
+    unreadable = []
+    for output in outputs:
+        # Most outputs are a token, and nothing else.
+        if output.new_logprobs is output.new_prompt_logprobs_tensors is output.stop_reason is None:
+            continue
+        if field := _unreadable_field(output):
+            unreadable.append((output, field))
+    return unreadable
+
+
+def _unreadable_field(output: EngineCoreOutput) -> str:
     if output.new_logprobs is not None and not _are_rows(output.new_logprobs):
         return "new_logprobs"
     if output.new_prompt_logprobs_tensors is not None and not _are_rows(output.new_prompt_logprobs_tensors):

@@ -37,20 +37,21 @@ class FrontEndCodec:
         """As `StageCodec.decode`, with an `EngineCoreRequest`."""
         return self._codec.decode(frames)
 
-    def encode_outputs(self, outputs: Any, stats: Any) -> Frames:
-        """Encode the outputs of one engine, with these statistics. Tensors are not copied.
+    def encode_outputs(self, outputs: Any) -> Frames:
+        """Encode the outputs of one engine. Tensors are not copied.
 
         Nothing else goes along: one message that the front end does not expect, such as an empty one or one about waves
         of a lockstep group, makes it fail all its requests for ever.
         """
         return self._encode(
             EngineCoreOutputs(
-                outputs=outputs.outputs,
-                scheduler_stats=stats,
-                timestamp=outputs.timestamp,
-                weight_version=outputs.weight_version,
+                outputs=outputs.outputs, timestamp=outputs.timestamp, weight_version=outputs.weight_version
             )
         )
+
+    def encode_statistics(self, stats: Any) -> Frames:
+        """Encode vLLM's `SchedulerStats` of the only engine."""
+        return self._encode(EngineCoreOutputs(scheduler_stats=stats))
 
     def encode_result(self, call_id: int, result: Any) -> Frames:
         """Encode the answer to a call, with the types that vLLM's client restores."""
