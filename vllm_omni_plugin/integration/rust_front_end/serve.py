@@ -51,6 +51,7 @@ _GRACE_S = 10.0
 """Seconds that the front end may take to end, in addition to the time for requests."""
 _BACKLOG = 2048
 _WAITING_NOTICE_S = 10.0
+_FAILED = "the orchestrator has failed; the log says why"
 
 
 def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
@@ -70,6 +71,7 @@ def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
                 not engine_args.disable_log_stats,
                 make_front_end=FrontEndLink,
             )
+            resources.callback(fleet.close, 0.0)
             args.shutdown_timeout = engine_args.shutdown_timeout
             server = _Server(fleet, args, options, listening, vllm_config)
             # uvloop, which the orchestrator's thread has, keeps SIGCHLD for itself.
@@ -125,7 +127,17 @@ class _Server:
         loop = asyncio.get_running_loop()
         for signum in SIGNALS:
             loop.add_signal_handler(signum, self._on_signal, signum)
-        await self._admin.start()
+        try:
+            await self._admin.start()
+            await self._run()
+        finally:
+            await self._front_end.close()
+            for signum in SIGNALS:
+                loop.remove_signal_handler(signum)
+            await self._admin.close()
+            await asyncio.to_thread(self._fleet.close, None if self._serves and not self._hurries else 0.0)
+
+    async def _run(self) -> None:
         # While engines load, so that it loads its tokenizer meanwhile, and its complaints come early.
         preparing = asyncio.create_task(self._front_end.prepare(), name="omni-front-end-start")
         starting = asyncio.create_task(self._until_ready(), name="omni-fleet-start")
@@ -136,23 +148,17 @@ class _Server:
                 preparing.result()
                 return
             ready_response = starting.result()
-            if ready_response is not None:
-                preparing.cancel()
-                self._serves = True
-                # As AsyncLLM: a full collection need not look at what lives as long as the server.
-                gc.collect()
-                gc.freeze()
-                self._listening.http.listen(_BACKLOG)
-                await self._serve(ready_response)
         finally:
             for task in (preparing, starting):
                 task.cancel()
             await asyncio.wait((preparing, starting))
-            await self._front_end.close()
-            for signum in SIGNALS:
-                loop.remove_signal_handler(signum)
-            await self._admin.close()
-            await asyncio.to_thread(self._fleet.close, None if self._serves and not self._hurries else 0.0)
+        if ready_response is not None and not self._ending:
+            self._serves = True
+            # As AsyncLLM: a full collection need not look at what lives as long as the server.
+            gc.collect()
+            gc.freeze()
+            self._listening.http.listen(_BACKLOG)
+            await self._serve(ready_response)
 
     async def _until_ready(self) -> bytes | None:
         """Start the fleet; returns what the front end shall know of its engine, or None if a signal came first."""
@@ -162,23 +168,25 @@ class _Server:
         self._link.bind(self._fleet.orchestrator.request_states, calls, self._rules)
         try:
             ready_responses = await asyncio.to_thread(self._fleet.start)
+            own = ready_responses[stages.prompt_stage]
+            if own:
+                self._configured = True
+                apply_ready_responses(self._vllm_config, own)
+            for stage_id, responses in enumerate(ready_responses):
+                for replica_id in range(len(responses)):
+                    self._admin.statistics.joined(engine_index(stage_id, replica_id))
+            return as_only_engine(own or [await self._first_to_join()])
         except OmniError:
             if self._ending:
                 return None
             raise
-        own = ready_responses[stages.prompt_stage]
-        if own:
-            self._configured = True
-            apply_ready_responses(self._vllm_config, own)
-        for stage_id, responses in enumerate(ready_responses):
-            for replica_id in range(len(responses)):
-                self._admin.statistics.joined(engine_index(stage_id, replica_id))
-        return as_only_engine(own or [await self._first_to_join()])
 
     async def _first_to_join(self) -> bytes:
-        first = asyncio.wrap_future(self._link.first_ready_response)
+        first, failed = asyncio.wrap_future(self._link.first_ready_response), asyncio.wrap_future(self._link.ended)
         while not first.done():
-            await asyncio.wait((first,), timeout=_WAITING_NOTICE_S)
+            await asyncio.wait((first, failed), timeout=_WAITING_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise OmniError(_FAILED)
             if not first.done():
                 logger.info("Waiting until a replica serves; nodes join with vllm serve --headless.")
         return first.result()
@@ -190,7 +198,7 @@ class _Server:
         if not serving.done():
             serving.cancel()
             await asyncio.wait((serving,))
-            raise OmniError("the orchestrator has failed; the log says why")
+            raise OmniError(_FAILED)
         serving.result()
 
     def _keep_statistics(self, reports: Sequence[tuple[int, SchedulerStats]]) -> Iterator[SchedulerStats]:
