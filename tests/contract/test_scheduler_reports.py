@@ -4,6 +4,7 @@ from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
+import msgspec
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -83,6 +84,13 @@ def test_one_engine_stands_for_the_fleet_with_all_levels_and_its_own_counts() ->
         running_lora_adapters={"a": 3},
     )
     assert (one, two.num_running_reqs, two.running_lora_adapters) == (before[0], 10, {"a": 2})
+
+
+def test_a_report_that_lacks_fields_on_the_wire_has_them_all() -> None:
+    # As Python stages send it. The Rust front end needs fields of which msgspec writes only those that were read.
+    short = msgspec.msgpack.decode(msgspec.msgpack.encode({"num_running_reqs": 2}), type=SchedulerStats)
+    whole = msgspec.msgpack.decode(msgspec.msgpack.encode(fleet_report(short, [short])))
+    assert whole == msgspec.to_builtins(SchedulerStats(num_running_reqs=2))
 
 
 def test_a_replica_that_is_gone_leaves_no_level() -> None:

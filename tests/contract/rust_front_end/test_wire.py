@@ -184,6 +184,7 @@ FULL = SchedulerStats(
     cudagraph_stats=CUDAGraphStat(1, 2, 1, "FULL"),
     perf_stats=PerfStats(1, 2, 3),
 )
+SHORT = msgspec.convert({"num_running_reqs": 1, "num_waiting_reqs": 2}, SchedulerStats)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,7 @@ FULL = SchedulerStats(
         pytest.param(SchedulerStats(), id="empty"),
         pytest.param(FULL, id="full"),
         pytest.param(fleet_report(FULL, [FULL, SchedulerStats(num_running_reqs=3)]), id="of a fleet"),
+        pytest.param(fleet_report(SHORT, [SHORT]), id="of a Python stage"),
         pytest.param(SchedulerStats(kv_connector_stats={"NixlConnector": {"other": 1}}), id="of a connector"),
     ],
 )

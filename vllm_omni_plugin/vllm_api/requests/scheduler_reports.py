@@ -6,6 +6,7 @@ A report has levels (what runs and waits now) and counts (what has happened sinc
 from collections import Counter
 from collections.abc import Collection, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.metrics.stats import SchedulerStats
@@ -25,7 +26,8 @@ def fleet_report(report: SchedulerStats, last: Collection[SchedulerStats]) -> Sc
         waiting += each.num_waiting_reqs
         skipped += each.num_skipped_waiting_reqs
         usage += each.kv_cache_usage
-    merged = copy(report)
+    # Unlike `copy`, it sets the fields that a Python stage does not send; others would be missing in what is sent on.
+    merged = replace(report)
     merged.num_running_reqs, merged.num_waiting_reqs, merged.num_skipped_waiting_reqs = running, waiting, skipped
     merged.kv_cache_usage = usage / len(last) if last else 0.0
     merged.num_kv_fetch_reqs_by_stage = _sums([each.num_kv_fetch_reqs_by_stage for each in last])
