@@ -211,7 +211,9 @@ def nodes_of_both_kinds(
 ) -> NodeFleet:
     """One replica of the head's own, one behind a replica server, both with little memory, for a head that knows what
     they have cached, sends traces and has a key for its operators."""
-    traces = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    # vLLM's Rust front end has no traces.
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    traces = () if front_end == RUST else ("--otlp-traces-endpoint", endpoint)
 
     def start(log: Path) -> NodeFleet:
         return NodeFleet(
@@ -223,7 +225,7 @@ def nodes_of_both_kinds(
             head_flags=(
                 *KV_AWARE,
                 *("--lora-modules", f"{ADAPTER}={adapter}"),
-                *("--otlp-traces-endpoint", traces),
+                *traces,
                 *("--omni-admin-key-file", str(admin_keys)),
                 *("--omni-stall-timeout", "10"),
             ),

@@ -28,6 +28,8 @@ PROMPT = "A head takes every request"
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 SAMPLED: dict[str, Any] = {"temperature": 0.9}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 1234}
+LOGPROBS: dict[str, Any] = {"logprobs": 3}
+"""As many for all: a request behind vLLM's Rust front end gets what another one in its batch has asked for, too."""
 EACH_LETTER = {f"{letter}": 1.5 for letter in range(70, 90)}
 
 
@@ -64,10 +66,10 @@ ROWS = (
     Row("chat-stream", "resume", STREAM, path="/v1/chat/completions"),
     Row("sampled", "resume", SAMPLED | {"top_p": 0.9, "top_k": 50, "min_p": 0.01}, exact=False),
     Row("n", "resume", SAMPLED | {"n": 2}, exact=False),
-    Row("logprobs", "resume", {"logprobs": 3}),
-    Row("logprobs-stream", "resume", {"logprobs": 3, **STREAM}),
+    Row("logprobs", "resume", LOGPROBS),
+    Row("logprobs-stream", "resume", LOGPROBS | STREAM),
     Row("prompt-logprobs", "resume", {"prompt_logprobs": 2}),
-    Row("echo-logprobs", "resume", {"echo": True, "logprobs": 1}),
+    Row("echo-logprobs", "resume", {"echo": True} | LOGPROBS),
     Row("min-tokens", "resume", {"min_tokens": 450, "stop_token_ids": list(range(3, 512))}),
     Row("stop-strings", "resume", {"min_tokens": 450, "stop": ["a", "e", "s", "t"], **STREAM}),
     Row("repetition-penalty", "resume", {"repetition_penalty": 1.3}),
@@ -76,7 +78,7 @@ ROWS = (
     Row("allowed-tokens", "resume", {"allowed_token_ids": list(range(60, 120))}),
     Row("token-ids", "resume", {"return_token_ids": True, **STREAM}),
     Row("seed", "replay", SEEDED),
-    Row("seed-stream-logprobs", "replay", SEEDED | {"logprobs": 2, **STREAM}),
+    Row("seed-stream-logprobs", "replay", SEEDED | LOGPROBS | STREAM),
     Row("seeded-n", "replay", SEEDED | {"n": 2}),
     Row("penalties", "replay", {"presence_penalty": 1.5, "frequency_penalty": 0.2, **STREAM}),
     Row("sampled-penalties", "replay", SAMPLED | {"presence_penalty": 1.5}, exact=False),

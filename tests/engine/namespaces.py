@@ -1,8 +1,11 @@
 """Network namespaces joined by a cable that a test can cut, slow down and mend."""
 
+import ctypes
 import itertools
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 _numbers = itertools.count()
@@ -11,37 +14,41 @@ NODE_ADDRESS = "10.203.7.2"
 
 
 class Cable:
-    """Two namespaces, one for a head and one for a node, with a veth pair between them. A context manager."""
+    """Two namespaces, one for a head and one for a node, with a veth pair between them. A context manager.
+
+    Attributes:
+        head: name of the head's namespace.
+    """
 
     def __init__(self) -> None:
         number = next(_numbers)
-        self._head = f"omni-head-{os.getpid()}-{number}"
+        self.head = f"omni-head-{os.getpid()}-{number}"
         self._node = f"omni-node-{os.getpid()}-{number}"
         self._shaped = False
 
     def __enter__(self) -> Self:
-        for namespace in (self._head, self._node):
+        for namespace in (self.head, self._node):
             _ip("netns", "add", namespace)
             _ip("-n", namespace, "link", "set", "lo", "up")
-        _ip("link", "add", "cable", "netns", self._head, "type", "veth", "peer", "name", "cable", "netns", self._node)
-        for namespace, address in ((self._head, HEAD_ADDRESS), (self._node, NODE_ADDRESS)):
+        _ip("link", "add", "cable", "netns", self.head, "type", "veth", "peer", "name", "cable", "netns", self._node)
+        for namespace, address in ((self.head, HEAD_ADDRESS), (self._node, NODE_ADDRESS)):
             _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "cable")
             _ip("-n", namespace, "link", "set", "cable", "up")
         return self
 
     def __exit__(self, *_: object) -> None:
-        for namespace in (self._head, self._node):
+        for namespace in (self.head, self._node):
             _ip("netns", "del", namespace)
 
     @property
     def at_head(self) -> tuple[str, ...]:
         """Prefix of a command that runs at the head's end."""
-        return ("ip", "netns", "exec", self._head)
+        return at(self.head)
 
     @property
     def at_node(self) -> tuple[str, ...]:
         """Prefix of a command that runs at the node's end."""
-        return ("ip", "netns", "exec", self._node)
+        return at(self._node)
 
     def cut(self) -> None:
         """Nothing gets through from now on. TCP at the head's end is not told."""
@@ -59,6 +66,25 @@ class Cable:
             _run(*self.at_node, "tc", "qdisc", "del", "dev", "cable", "root")
             self._shaped = False
         _ip("-n", self._node, "link", "set", "cable", "up")
+
+
+def at(namespace: str) -> tuple[str, ...]:
+    """Prefix of a command that runs there."""
+    return ("ip", "netns", "exec", namespace)
+
+
+@contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """This thread makes its sockets there in the block."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as own, open(f"/var/run/netns/{namespace}") as other:
+        try:
+            for_network = 0
+            if libc.setns(other.fileno(), for_network) != 0:
+                raise OSError(ctypes.get_errno(), f"entering {namespace}")
+            yield
+        finally:
+            libc.setns(own.fileno(), for_network)
 
 
 def _ip(*args: str) -> None:

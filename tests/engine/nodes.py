@@ -139,7 +139,7 @@ class NodeFleet:
             *self.join,
             *self._flags,
             *self._head_flags,
-            prefix=() if self._cable is None else self._cable.at_head,
+            namespace=None if self._cable is None else self._cable.head,
             port=port,
             # Short, because the path of a unix socket has 107 characters at most.
             uds=None if self._cable is None else Path(tempfile.mkdtemp(prefix="omni-"), "http"),

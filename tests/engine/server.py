@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -19,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.admin.admin_keys import find_local_key
 
+from .namespaces import at, inside
+
 MODEL = "tiny"
 MOVES = "vllm_omni_fleet:request_moves_total"
 IN_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
@@ -28,7 +32,11 @@ WORKERS = ("--distributed-executor-backend", "mp")
 START_S = 240.0
 STOP_S = 30.0
 RUST = "vllm-rs"
-FRONT_ENDS: dict[str, dict[str, str]] = {"python": {}, RUST: {"VLLM_USE_RUST_FRONTEND": "1"}}
+FRONT_ENDS: dict[str, dict[str, str]] = {
+    "python": {},
+    # It loads adapters at run time from named folders only.
+    RUST: {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES": tempfile.gettempdir()},
+}
 """vLLM's front ends, and how the environment of a server says which one it has."""
 _STARTUP = Path(__file__).with_name("startup")
 
@@ -149,16 +157,20 @@ class ServeProcess:
 class _ByPath(httpx.BaseTransport):
     """Sends what is for operators to the server that has their routes, everything else as before."""
 
-    def __init__(self, others: httpx.BaseTransport, admin_url: httpx.URL) -> None:
+    def __init__(self, others: httpx.BaseTransport, admin_url: httpx.URL, namespace: str | None) -> None:
         self._others = others
         self._operators = httpx.HTTPTransport(verify=False)
         self._admin_url = admin_url
+        self._namespace = namespace
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         to_admin = request.url.port == self._admin_url.port
         if request.url.path.startswith("/omni/") or request.url.path == "/metrics":
             request.url, to_admin = request.url.copy_with(port=self._admin_url.port), True
-        return (self._operators if to_admin else self._others).handle_request(request)
+        if not to_admin:
+            return self._others.handle_request(request)
+        with inside(self._namespace) if self._namespace else nullcontext():
+            return self._operators.handle_request(request)
 
     def close(self) -> None:
         self._operators.close()
@@ -169,7 +181,7 @@ class Server(ServeProcess):
     """One running `vllm serve` with an API server. A context manager; leaving it ends everything it started.
 
     Args:
-        prefix: a command that runs it, for example in another network namespace.
+        namespace: runs it in this network namespace.
         port: TCP port of the API server, any free one if None.
         uds: listen on this unix socket instead, which is reached from any network namespace.
         environment: changes to `serve_environment`.
@@ -186,7 +198,7 @@ class Server(ServeProcess):
         model: Path,
         log: Path,
         *args: str,
-        prefix: tuple[str, ...] = (),
+        namespace: str | None = None,
         port: int | None = None,
         uds: Path | None = None,
         **environment: str,
@@ -200,6 +212,8 @@ class Server(ServeProcess):
             admin_port = free_port()
             where += ["--omni-admin-port", str(admin_port)]
             self.admin_url = f"http://127.0.0.1:{admin_port}"
+        self._namespace = namespace
+        prefix = at(namespace) if namespace else ()
         super().__init__([*prefix, *serve_command(model, *where, *args)], log, **environment)
 
     def __enter__(self) -> Self:
@@ -224,7 +238,7 @@ class Server(ServeProcess):
         # Without certificates, which take longer to read than most answers to come, in a test that asks all the time.
         transport: httpx.BaseTransport = httpx.HTTPTransport(uds=self._uds, verify=False)
         if self.admin_url != self.url:
-            transport = _ByPath(transport, httpx.URL(self.admin_url))
+            transport = _ByPath(transport, httpx.URL(self.admin_url), self._namespace)
         return httpx.Client(base_url=self.url, timeout=timeout, transport=transport)
 
     def operator(self, timeout: float = 10.0) -> httpx.Client:

@@ -12,14 +12,17 @@ from .conftest import HEARTBEAT_TIMEOUT_S, QUICK_HEARTBEATS
 from .load import Load, Outcome
 from .namespaces import Cable
 from .nodes import NodeFleet
-from .server import until
+from .server import FRONT_ENDS, until
 
 TOKENS = 900
 STREAMS = 4
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="making network namespaces takes root and iproute2"
-)
+pytestmark = [
+    pytest.mark.both_front_ends,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ip") is None, reason="making network namespaces takes root and iproute2"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +32,10 @@ def cable() -> Iterator[Cable]:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model: Path, logs: Path, cable: Cable, make_room: None) -> Iterator[NodeFleet]:
+def pair(tiny_model: Path, logs: Path, cable: Cable, make_room: None, front_end: str) -> Iterator[NodeFleet]:
     """A head with one local replica at one end of the cable, a node at the other."""
-    running = NodeFleet(tiny_model, logs / "cable.log", nodes=1, local=1, cable=cable, flags=QUICK_HEARTBEATS)
+    log, environment = logs / f"cable-{front_end}.log", FRONT_ENDS[front_end]
+    running = NodeFleet(tiny_model, log, nodes=1, local=1, cable=cable, flags=QUICK_HEARTBEATS, environment=environment)
     try:
         yield running
     finally:
