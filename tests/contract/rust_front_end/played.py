@@ -119,6 +119,7 @@ class RustFleet(PlayedFleet):
         keep_statistics: what the front end gets of a report.
         reports: engine index and statistics of each report.
         changes: replicas that joined or left.
+        on_change: called for each of them.
     """
 
     stages = FleetStages(None, [None])
@@ -137,6 +138,7 @@ class RustFleet(PlayedFleet):
         self.keep_statistics: Callable[[Any], Any] = lambda report: report
         self.reports: list[tuple[int, Any]] = []
         self.changes: list[ReplicaJoined | ReplicaLeft] = []
+        self.on_change: Callable[[ReplicaJoined | ReplicaLeft], None] = self.changes.append
         self.calls = UtilityCallClient(self.orchestrator, self.stages, WorkerRanks((), {}, {}, is_open=False))
         self.link.bind(
             self.orchestrator.request_states,
@@ -145,7 +147,7 @@ class RustFleet(PlayedFleet):
                 lambda: self.why_closed,
                 lambda request: self.read_terms(request),
                 self._keep_statistics,
-                self.changes.append,
+                lambda change: self.on_change(change),
             ),
         )
         for replica_id in range(replicas):

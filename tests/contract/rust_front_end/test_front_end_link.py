@@ -275,6 +275,15 @@ async def test_statistics_are_those_that_the_rules_return(fleet: RustFleet, fron
     assert [index for index, _ in fleet.reports] == [1]
 
 
+async def test_reports_of_a_replica_that_leaves_are_handled_before(fleet: RustFleet) -> None:
+    fleet.links[1].say_outputs(scheduler_stats=SchedulerStats())
+    reported = []
+    fleet.on_change = lambda change: reported.append(len(fleet.reports))
+    fleet.link.give(ReplicaLeft(0, 1))
+    fleet.link.give(ReplicaJoined(0, 1, READY))
+    assert reported == [1, 1]
+
+
 async def test_statistics_that_cannot_be_kept_take_no_outputs_away(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
     def fail(report: Any) -> None:
         failed.set()

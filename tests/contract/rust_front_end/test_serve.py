@@ -217,6 +217,19 @@ async def test_it_fails_with_wrong_arguments_while_engines_load(start: Any) -> N
             await head.ends()
 
 
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_front_end_that_is_killed_while_engines_load_is_replaced(start: Any, signum: int) -> None:
+    async with start() as head:
+        await head.starts(1)
+        os.kill(head.fleet.processes[0], signum)
+        if signum == signal.SIGKILL:
+            await eventually(lambda: not is_running(head.fleet.processes[0]), "its end")
+        head.fleet.loaded.set()
+        await head.starts(3)
+        answers_itself(head.fleet)
+        assert (await head.ask()).status_code == 200
+
+
 async def test_a_taken_admin_port_leaves_nothing(start: Any) -> None:
     port = free_port()
     with create_server_socket((HERE, port), reuse_port=False) as taken:

@@ -292,6 +292,10 @@ class FrontEndLink(FrontEnd):
                 if isinstance(item, ReplicaJoined) and item.stage_id == self._prompt_stage:
                     with suppress(InvalidStateError):
                         self.first_ready_response.set_result(item.ready_response)
+                # Reports of before are those of the replica that leaves.
+                if self._reporting is not None:
+                    self._reporting.cancel()
+                    self._send_statistics()
                 self._rules.replica_changed(item)
             case AbortedElsewhere():
                 self._abort_for_operator(item.request_ids)

@@ -63,6 +63,11 @@ class _Process:
         return f"{_NAME} (process {self.pid})"
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it has ended, and not by a signal."""
+        return self._process.returncode is not None and self._process.returncode >= 0
+
+    @property
     def exit(self) -> str:
         return describe_exit(self._process.returncode)
 
@@ -123,17 +128,19 @@ class RustFrontEnd:
         self._stopping = asyncio.Event()
 
     async def prepare(self) -> None:
-        """Start the first one, and return when it ends, which it does by itself only if its arguments are wrong.
+        """Start the first one; returns at `stop`.
 
-        Raises OmniError then.
+        Raises OmniError if it ends by itself, which it does only if its arguments are wrong.
         """
         first = self._standby = await self._start()
         await first.until_end()
-        if not self._stopping.is_set():
+        if first.has_failed and not self._stopping.is_set():
             raise _not_served(first)
+        # One that a signal has ended is replaced when it is needed.
+        await self._stopping.wait()
 
     async def run(self, ready_response: bytes) -> None:
-        """Serve until `stop`. Raises OmniError if the first one ends before it answers."""
+        """Serve until `stop`. Raises OmniError if the first one ends by itself before it answers."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._end_stopped)
         # The signal may have come before.
@@ -189,8 +196,10 @@ class RustFrontEnd:
             self._link.connect(process.addresses, ready_response)
             if self._stopping.is_set():
                 process.signal(signal.SIGTERM)
-            await self._until_answer(process)
-            logger.info("%s serves.", process)
+            if await self._health(process) is not None:
+                logger.info("%s serves.", process)
+            elif process.has_failed:
+                raise _not_served(process)
             await self._start_standby()
             yield self._until_unwell(process)
         finally:
@@ -232,11 +241,6 @@ class RustFrontEnd:
             # `stop` did not know it. While it has the listening sockets, connections are not refused.
             started.signal(signal.SIGKILL)
         return started
-
-    async def _until_answer(self, process: _Process) -> None:
-        """Return when it has answered; raises OmniError if it has ended before."""
-        if await self._health(process) is None:
-            raise _not_served(process)
 
     async def _until_unwell(self, process: _Process) -> str:
         """Return why it no longer serves."""
