@@ -1,15 +1,20 @@
-"""The command of the front end is the one with which vLLM starts it, except what we change."""
+"""The front end is started as vLLM starts it, except what we change, and does not outlive its parent."""
 
 import itertools
 import json
+import os
+import select
 import socket
 import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 import zmq
+from vllm import envs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.network_utils import make_zmq_listener
 from vllm.v1.utils import RustFrontendProcessManager
@@ -77,9 +82,38 @@ def test_it_knows_nothing_of_the_fleet(line: str) -> None:
     assert {name for name in settings[0] if name.startswith(("omni", "data_parallel"))} == set()
 
 
-def test_its_program_says_vllms_version(sockets: Path) -> None:
-    import vllm
-    from vllm import envs
+OWNER = """
+import subprocess, sys, time
+from vllm_omni_plugin.replicas.engine.reaper import Reaper
+front_end = subprocess.Popen(sys.argv[1:], close_fds=False, start_new_session=True)
+reaper = Reaper()
+reaper.watch(front_end.pid)
+print(front_end.pid, flush=True)
+time.sleep(600)
+"""
 
+
+def test_it_does_not_outlive_the_process_that_started_it(tiny_model: Path, sockets: Path) -> None:
+    """It would not notice, and let its clients wait for ever."""
+    args = parse("")
+    args.model = args.model_tag = str(tiny_model)
+    listeners = [make_zmq_listener(new_ipc_address(), kind) for kind in (zmq.ROUTER, zmq.PULL)]
+    with socket.create_server(("127.0.0.1", 0)) as http:
+        inherited = [http.fileno(), *(listener.socket.fileno() for listener in listeners)]
+        command = front_end_command(str(envs.VLLM_RUST_FRONTEND_PATH), args, *inherited, None)
+        owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, *command], stdout=subprocess.PIPE, pass_fds=inherited, text=True
+        )
+        with owner:
+            assert owner.stdout is not None
+            front_end = os.pidfd_open(int(owner.stdout.readline()))
+            owner.kill()
+            assert select.select([front_end], [], [], 10)[0]
+            os.close(front_end)
+    for listener in listeners:
+        listener.cleanup()
+
+
+def test_its_program_says_vllms_version(sockets: Path) -> None:
     said = subprocess.run([str(envs.VLLM_RUST_FRONTEND_PATH), "--version"], capture_output=True, text=True, check=True)
     assert said.stdout.split()[-1] == vllm.__version__.partition("+")[0]
