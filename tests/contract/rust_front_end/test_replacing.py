@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,37 @@ async def test_one_that_is_not_well_is_replaced(
         await head.has_standby(3)
         assert says in caplog.text
         assert not is_running(head.processes[0])
+
+
+LATE_ONCE = """#!{python} -IS
+import pathlib, socket, sys, time
+server, requests = [
+    socket.socket(fileno=int(sys.argv[sys.argv.index(option) + 1])) for option in ("--listen-fd", "--input-listener-fd")
+]
+kept = [requests.accept()]
+for number in range(1000):
+    client, _ = server.accept()
+    client.recv(1)
+    pathlib.Path({folder!r}, f"asked-{{number}}").touch()
+    if number == 1:
+        time.sleep(1.2)
+    client.sendall(b"HTTP/1.1 200 OK\\r\\n\\r\\n")
+    client.close()
+"""
+
+
+async def test_time_in_which_the_head_did_not_run_does_not_count(
+    tiny_model: Path, sockets: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "front_end"
+    program.write_text(LATE_ONCE.format(python=sys.executable, folder=str(tmp_path)))
+    program.chmod(0o755)
+    async with started_head(tiny_model, binary=str(program), probe_timeout=0.5) as head:
+        await eventually((tmp_path / "asked-1").exists, "the question")
+        # As a stopped process, and one without the processor.
+        time.sleep(1)  # noqa: ASYNC251
+        await eventually((tmp_path / "asked-3").exists, "the next question")
+        assert len(head.processes) == 2
 
 
 async def test_wrong_arguments_are_an_error_before_engines_serve(

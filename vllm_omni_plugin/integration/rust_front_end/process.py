@@ -261,8 +261,15 @@ class RustFrontEnd:
         """See `_ask`; None if the process has ended, or does not answer for so many seconds."""
         asking = asyncio.ensure_future(self._ask())
         try:
-            # What is sent to one that has ended waits for the next one, which waits for this.
-            await asyncio.wait((asking, process.ended), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            while True:
+                asked_at = time.monotonic()
+                # What is sent to one that has ended waits for the next one, which waits for this.
+                done, _ = await asyncio.wait(
+                    (asking, process.ended), timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                )
+                # Time in which this process did not run does not count.
+                if done or time.monotonic() - asked_at <= (timeout or 0.0) + self._probe_interval:
+                    break
             return asking.result() if asking.done() and not process.ended.done() else None
         finally:
             asking.cancel()
