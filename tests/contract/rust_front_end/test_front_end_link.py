@@ -59,7 +59,8 @@ async def test_an_abort_ends_the_work_of_its_request_only(fleet: RustFleet, fron
 
 
 async def test_a_request_moves_to_another_replica_unseen(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
-    await front_end.add("a-1", sampling_params=SamplingParams(max_tokens=8, temperature=0.0))
+    # The front end asks each engine for a watermark, and none has one.
+    await front_end.add("a-1", sampling_params=SamplingParams(max_tokens=8, temperature=0.0, watermarking=True))
     await fleet.has("a-1")
     fleet.say("a-1", 5)
     first, _ = fleet.run_of("a-1")

@@ -72,12 +72,14 @@ class FrontEndRules(NamedTuple):
         keep_statistics: called with the reports of 0.1 s, each the engine index and vLLM's `SchedulerStats`. Returns
             those of one engine in place of all replicas.
         replica_changed: called for each replica that joins or leaves after the start.
+        watermarks: whether engines are configured to mark their answers.
     """
 
     why_closed: Callable[[], str]
     read_terms: Callable[[Any], RequestTerms | None]
     keep_statistics: Callable[[Sequence[tuple[int, Any]]], Iterable[Any]]
     replica_changed: Callable[[ReplicaJoined | ReplicaLeft], None]
+    watermarks: bool = False
 
 
 class FrontEndLink(FrontEnd):
@@ -260,6 +262,10 @@ class FrontEndLink(FrontEnd):
         if self._drops_transfers:
             # Only the pipeline sets the parameters of KV transfers.
             drop_transfers(request)
+        if not self._rules.watermarks:
+            # The front end asks every engine for a watermark. An answer with one depends on what was answered before,
+            # so it could not resume on another engine.
+            request.sampling_params.watermarking = False
         self._calls.use_fleet_adapter(request)
         terms = self._rules.read_terms(request)
         self._submit(SubmitRequest(request, time.monotonic(), terms=terms))

@@ -120,7 +120,13 @@ class _Server:
         # `apply_ready_responses` adds numbers of KV blocks up, so it is called once.
         self._configured = False
         read_terms = terms_reader(tenant_headers(options.tenant_header, options.admission))
-        self._rules = FrontEndRules(self._why_closed, read_terms, self._keep_statistics, self._replica_changed)
+        self._rules = FrontEndRules(
+            self._why_closed,
+            read_terms,
+            self._keep_statistics,
+            self._replica_changed,
+            watermarks=vllm_config.watermark_config is not None,
+        )
 
     async def run(self) -> None:
         """Returns after a signal; raises OmniError if the fleet or the front end cannot start, or the fleet fails."""
