@@ -38,7 +38,7 @@ class PipelineServer(Server):
         self._nodes = 0
         self._uds = None
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = self.admin_url = f"http://127.0.0.1:{self.port}"
         secret = write_secret(log.with_suffix(".secret"))
         self._join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
         where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL, *PATIENT)

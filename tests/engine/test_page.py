@@ -73,7 +73,7 @@ class PipelineHead(Server):
     def __init__(self, file: Path, *flags: str) -> None:
         self._uds = None
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = self.admin_url = f"http://127.0.0.1:{self.port}"
         command = [VLLM, "serve", "--omni-pipeline", str(file), "--host", "127.0.0.1", "--port", str(self.port), *flags]
         ServeProcess.__init__(self, command, file.with_name("head.log"))
 
