@@ -23,7 +23,6 @@ DEFAULT_SETUPS = (
     "fleet:round-robin",
     "fleet:least-queue-length",
     "fleet:least-tokens",
-    "fleet:cost-aware",
     "fleet:prefix",
     "fleet:kv-aware",
     "vllm-dp",

@@ -1,7 +1,7 @@
 """Ranks load-balancing policies on simulated fleets: no engine, no sleeping, the same requests for every policy.
 
     python benchmarks/simulate.py --markdown FILE --plots FOLDER
-    python benchmarks/simulate.py --workloads week --replicas 1000 --requests 1000000 --policies power-of-two
+    python benchmarks/simulate.py --workloads week --replicas 1000 --requests 1000000 --policies least-tokens
 
 Engines are modelled as in `vllm_omni_plugin.sim` (continuous batching, chunked prefill, prefix cache), but leap from
 event to event; policies are the real classes, told and charged as the orchestrator does it. A profile says how fast

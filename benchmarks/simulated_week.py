@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from week.clients import ANSWERED, FAILED, GIVEN_UP, REFUSED
 from week.simulated import DAY_S, Outcome, Settings, simulate
 
-POLICIES = ("prefix", "least-tokens", "session", "power-of-two")
+POLICIES = ("prefix", "least-tokens", "session")
 WEEK_H = 168.0
 EVENNESS, MIB, OBJECTS = 0.1, 1.0, 5000.0
 """Growth in a week that counts as none."""

@@ -34,7 +34,7 @@ from simulator.workloads import WORKLOADS
 SAMPLE_S = 0.05
 DELAYS: dict[str, float | None] = {"0": 0.0, "40": 0.04, "100": 0.1, "100 alone": 0.1, "none": None}
 AS_IF_ALONE = "100 alone"
-POLICIES = ("prefix", "kv-aware", "least-queue-length", "least-tokens", "cost-aware", "power-of-two", "session")
+POLICIES = ("prefix", "kv-aware", "least-queue-length", "least-tokens", "session")
 
 
 def short(scale: Scale) -> Workload:

@@ -141,9 +141,8 @@ class OmniConfig:
     lb_policy: str = _flag(
         "prefix",
         Side.HEAD,
-        "How requests are balanced over the replicas: random, round-robin, least-queue-length, power-of-two, "
-        "least-tokens, session, prefix, kv-aware, cost-aware, the name of an installed policy, or "
-        "package.module:Class.",
+        "How requests are balanced over the replicas: random, round-robin, least-queue-length, "
+        "least-tokens, session, prefix, kv-aware, the name of an installed policy, or package.module:Class.",
         "POLICY",
     )
     lb_config: dict[str, Any] | None = _flag(  # noqa: RUF009 - it makes a `field`

@@ -66,7 +66,7 @@ def test_works_with_queue_lengths_only(policy: LoadBalancingPolicy) -> None:
     assert 0 <= balancer.select({}, replicas) < 3
 
 
-@pytest.mark.parametrize("policy", sorted({*LoadBalancingPolicy} - {"random", "round-robin", "power-of-two"}))
+@pytest.mark.parametrize("policy", sorted({*LoadBalancingPolicy} - {"random", "round-robin"}))
 def test_with_queue_lengths_only_the_shortest_queue_wins(policy: LoadBalancingPolicy) -> None:
     for task in ({}, full_task()):
         assert build(policy).select({**task, "session": None}, with_queues(3, 1, 2)) == 1

@@ -5,18 +5,9 @@ from collections import Counter
 
 import pytest
 
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, PowerOfTwoBalancer, RandomBalancer
+from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, RandomBalancer
 
 from .fakes import with_queues
-
-
-@pytest.mark.parametrize(("total", "compared"), [(1, 1), (2, 2), (3, 2), (64, 2), (65, 8), (1024, 8)])
-def test_power_of_two_draws_two_or_eight_of_a_large_fleet(total: int, compared: int) -> None:
-    decision = PowerOfTwoBalancer(random.Random(1)).decide({}, with_queues(*range(total)))
-    assert len({candidate.position for candidate in decision.candidates}) == compared
-    # The queue lengths are the positions.
-    assert decision.position == min(candidate.position for candidate in decision.candidates)
-    assert decision.reason == "least-load"
 
 
 @pytest.mark.parametrize("queue_lengths", [[-1], [0, -2, -1, 5]])

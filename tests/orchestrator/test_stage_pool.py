@@ -1,5 +1,6 @@
 """The replicas of one stage, and the choice among them."""
 
+import heapq
 import itertools
 import logging
 import re
@@ -16,8 +17,10 @@ from vllm_omni_plugin.balancing import (
     Candidate,
     Decision,
     LeastQueueLengthBalancer,
+    LeastTokensBalancer,
     LoadBalancer,
     PrefixBalancer,
+    Prompt,
     Task,
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
@@ -266,3 +269,30 @@ def test_candidates_that_make_no_sense_or_are_many_cost_neither_a_request_nor_a_
     assert caplog.messages == [
         "Request a goes to replica 2.1: policy LeastQueueLengthBalancer, reason match, fallback no-events"
     ]
+
+
+def test_least_tokens_gives_replicas_work_by_the_cost_of_inputs_and_by_their_speed() -> None:
+    """The length of a prompt stands for the cost of a Python stage's input, too."""
+    now, rng = 0.0, Random(1)
+    pool = StagePool(0, LeastTokensBalancer(rng=rng), clock=lambda: now)
+    for replica_id in range(2):
+        serve(pool, pool.add(replica_id))
+    seconds_per_token, work, busy_until = (0.001, 0.004), [0, 0], [0.0, 0.0]
+    ends: list[tuple[float, str, StageRun]] = []
+    for number in range(2000):
+        now += 0.5
+        while ends and ends[0][0] <= now:
+            end, _, run = heapq.heappop(ends)
+            pool.members[run.replica_id or 0].ledger.add_first_output(run, end)
+            pool.release(run)
+        task: Task = {"prompt": Prompt(range(rng.choice((100, 1000))), cacheable=False)}
+        member, decision = pool.decide(task)
+        run = StageRun(f"{number}", FakeRequest(f"{number}"), now)
+        run.assign(member.replica_id, f"{number}", task, decision, now)
+        pool.charge(member, run)
+        place = member.replica_id
+        work[place] += run.prefill_tokens
+        busy_until[place] = max(now, busy_until[place]) + run.prefill_tokens * seconds_per_token[place]
+        heapq.heappush(ends, (busy_until[place], run.engine_request_id, run))
+    # A replica that is four times faster does four fifths of the work while both are busy.
+    assert 0.8 < work[0] / sum(work) < 0.9

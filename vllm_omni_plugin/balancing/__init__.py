@@ -19,10 +19,8 @@ from vllm_omni_plugin.balancing.interface import (
 )
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests
-from vllm_omni_plugin.balancing.policies.cost_aware import CostAwareBalancer
 from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
 from vllm_omni_plugin.balancing.policies.least_tokens import LeastTokensBalancer
-from vllm_omni_plugin.balancing.policies.power_of_two import PowerOfTwoBalancer
 from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, PrefixBalancer
 from vllm_omni_plugin.balancing.policies.random_policy import RandomBalancer
 from vllm_omni_plugin.balancing.policies.round_robin import RoundRobinBalancer
@@ -33,7 +31,6 @@ from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest
 __all__ = [
     "CacheChange",
     "Candidate",
-    "CostAwareBalancer",
     "DecidingBalancer",
     "Decision",
     "KvAwareBalancer",
@@ -43,7 +40,6 @@ __all__ = [
     "LoadBalancingPolicy",
     "MediaSpan",
     "PolicyHooks",
-    "PowerOfTwoBalancer",
     "PrefixBalancer",
     "Prompt",
     "RandomBalancer",

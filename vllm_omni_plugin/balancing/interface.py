@@ -48,12 +48,10 @@ class LoadBalancingPolicy(StrEnum):
     RANDOM = "random"
     ROUND_ROBIN = "round-robin"
     LEAST_QUEUE_LENGTH = "least-queue-length"
-    POWER_OF_TWO = "power-of-two"
     LEAST_TOKENS = "least-tokens"
     SESSION = "session"
     PREFIX = "prefix"
     KV_AWARE = "kv-aware"
-    COST_AWARE = "cost-aware"
 
 
 class Task(TypedDict, total=False):

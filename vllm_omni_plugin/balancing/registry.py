@@ -9,10 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from vllm_omni_plugin.balancing.interface import LoadBalancer, LoadBalancingPolicy
-from vllm_omni_plugin.balancing.policies.cost_aware import CostAwareBalancer
 from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
 from vllm_omni_plugin.balancing.policies.least_tokens import LeastTokensBalancer
-from vllm_omni_plugin.balancing.policies.power_of_two import PowerOfTwoBalancer
 from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, PrefixBalancer
 from vllm_omni_plugin.balancing.policies.random_policy import RandomBalancer
 from vllm_omni_plugin.balancing.policies.round_robin import RoundRobinBalancer
@@ -26,17 +24,18 @@ _NO_OPTION = "rng"
 _RENAMED_HOOKS = {"forgotten": "replica_lost", "cleared": "cache_cleared"}
 """Hooks of version 0.1, and what they are called now: under the old names they are never called."""
 
+_REMOVED = {"power-of-two": "least-queue-length", "cost-aware": "least-tokens"}
+"""Policies of version 0.1 that are no more, and what to use instead."""
+
 _BUILT_IN: Mapping[str, type[LoadBalancer]] = MappingProxyType(
     {
         LoadBalancingPolicy.RANDOM: RandomBalancer,
         LoadBalancingPolicy.ROUND_ROBIN: RoundRobinBalancer,
         LoadBalancingPolicy.LEAST_QUEUE_LENGTH: LeastQueueLengthBalancer,
-        LoadBalancingPolicy.POWER_OF_TWO: PowerOfTwoBalancer,
         LoadBalancingPolicy.LEAST_TOKENS: LeastTokensBalancer,
         LoadBalancingPolicy.SESSION: SessionBalancer,
         LoadBalancingPolicy.PREFIX: PrefixBalancer,
         LoadBalancingPolicy.KV_AWARE: KvAwareBalancer,
-        LoadBalancingPolicy.COST_AWARE: CostAwareBalancer,
     }
 )
 
@@ -73,6 +72,8 @@ def build_load_balancer_factory(
         policy_class = _load_policy(offender, entry_point.load)
     elif name in _BUILT_IN:
         policy_class = _BUILT_IN[name]
+    elif name in _REMOVED:
+        raise ConfigError(f"{offender} was removed: use {_REMOVED[name]}")
     else:
         known = known_policies()
         usage = f"use one of {', '.join(known)}, or package.module:Class"
