@@ -5,15 +5,12 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
 
-from load import Answer, Connection, request
-from processes import percentile
+from load import Answer, Connection, completion, connect
+from processes import MODEL_NAME, WORDS, percentile
 
-WORDS = ("request", "replica", "engine", "answer", "queue", "burst", "quiet", "long", "short", "first", "last", "next")
 FAILED = "failed"
 """Outcome of what broke for another reason than a refusal or the client's impatience."""
 
@@ -47,7 +44,7 @@ class Clients:
 
     def headers(self) -> dict[str, str]:
         """What they say of themselves."""
-        return {"X_Request_Timeout": f"{self.deadline_s:g}"} | ({"X_Tenant_ID": self.tenant} if self.tenant else {})
+        return {"X-Request-Timeout": f"{self.deadline_s:g}"} | ({"X-Tenant-ID": self.tenant} if self.tenant else {})
 
 
 @dataclass(frozen=True)
@@ -154,34 +151,28 @@ async def saturate(url: str, streams: int, seconds: float, lengths: Lengths, rng
     return len(counted) / (seconds * 2 / 3)
 
 
-async def during(begins: float, seconds: float, sample: Callable[[], Any]) -> tuple[Any, Any]:
-    """What `sample()` gives after `begins` seconds and so many seconds later."""
-    await asyncio.sleep(begins)
-    before = sample()
-    await asyncio.sleep(seconds)
-    return before, sample()
-
-
 def _draw(lengths: Lengths, clients: Clients, rng: random.Random) -> tuple[bytes, int]:
     words = rng.choices(WORDS, k=rng.randint(*lengths.prompt_words))
     tokens = rng.randint(*lengths.output_tokens)
     # No two prompts begin alike, so that no cache helps.
-    return request(f"{rng.getrandbits(40):013} {' '.join(words)}", tokens, **clients.headers()), tokens
+    prompt = f"{rng.getrandbits(40):013} {' '.join(words)}"
+    return completion(MODEL_NAME, prompt, tokens, clients.headers()), tokens
 
 
 async def _ask(url: str, at: float, payload: bytes, tokens: int, clients: Clients) -> Asked:
     """On a connection of its own, as many clients do."""
-    loop, address, started = asyncio.get_running_loop(), urlsplit(url), time.monotonic()
+    loop, started = asyncio.get_running_loop(), time.monotonic()
     try:
-        _, connection = await loop.create_connection(Connection, address.hostname or "", address.port or 0)
+        connection = await connect(url)
     except OSError as error:
-        return Asked(at, tokens, Answer(started, 0, ended=time.monotonic(), error=repr(error)), good=False)
+        return Asked(at, tokens, Answer(started, ended=time.monotonic(), error=repr(error)), good=False)
     answered = connection.ask(payload)
     giving_up = loop.call_later(started + clients.patience_s - time.monotonic(), _give_up, connection)
     answer = await answered
     giving_up.cancel()
     connection.close()
     answer.started = started
+    answer.pieces.clear()
     return Asked(at, tokens, answer, answer.whole and answer.first - started <= clients.deadline_s)
 
 

@@ -1,6 +1,6 @@
 """Bursts of requests of mixed lengths: the fleet's policies, vLLM's data parallelism and vllm-router, side by side.
 
-    python benchmarks/burst.py --model DIR --router ENVIRONMENT/bin/vllm-router --out benchmarks/results/burst.md
+    python benchmarks/burst.py --model DIR --router ENVIRONMENT/bin/vllm-router
 
 Requests come in bursts (gaps of a gamma distribution with shape 0.2), and few of them are most of the work: lengths of
 prompts and answers are log-normal. Who counts requests instead of work puts two long ones behind each other. The
@@ -12,6 +12,7 @@ import random
 import tempfile
 from pathlib import Path
 
+from processes import TOKENS_PER_WORD, WORDS
 from side_by_side import Load, arguments, compare
 
 REQUESTS_PER_ENGINE = 120
@@ -21,8 +22,6 @@ BURSTINESS = 0.2
 PROMPT_TOKENS = (400.0, 1.2, 3500)
 """Median, sigma of the logarithm, and the most."""
 OUTPUT_TOKENS = (40.0, 0.8, 400)
-WORDS = ("request", "replica", "engine", "answer", "queue", "burst", "quiet", "long", "short", "first", "last", "next")
-TOKENS_PER_WORD = 2.4
 
 
 def main() -> None:

@@ -67,12 +67,14 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--secret", action="store_true", help="authenticate and encrypt the links")
-    parser.add_argument("--silent-heads", action="store_true", help="heads report nothing")
     options = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as folder:
-        secret = _secret_file(Path(folder)) if options.secret else None
+        secret = str(Path(folder, "secret")) if options.secret else None
+        if secret:
+            os.close(os.open(secret, os.O_CREAT, 0o600))
+            Path(secret).write_text(os.urandom(32).hex())
         print(f"secret: {options.secret}; {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
         steady(options, secret)
         storm(options, secret)
@@ -84,7 +86,7 @@ def steady(options: argparse.Namespace, secret: str | None) -> None:
         runtime = OmniCoordinatorRuntime(heartbeat_timeout=10.0, secret_file=secret)
         stack.callback(runtime.close)
         assert runtime.process_id is not None
-        drones = 0 if options.silent_heads else options.heads - CLIENT_HEADS
+        drones = options.heads - CLIENT_HEADS
         stack.enter_context(_generator(_generate, runtime.router_address, secret, options.replicas, drones))
         observers = [
             stack.enter_context(_client(runtime.router_address, f"client-{n}", secret)) for n in range(CLIENT_HEADS)
@@ -92,9 +94,8 @@ def steady(options: argparse.Namespace, secret: str | None) -> None:
         wait_for(lambda: all(len(head.listed) == options.replicas for head in observers), "the list")
         over = threading.Event()
         reporter = threading.Thread(target=_report, args=(observers[0], options.replicas, over))
-        if not options.silent_heads:
-            reporter.start()
-            stack.callback(reporter.join)
+        reporter.start()
+        stack.callback(reporter.join)
         stack.callback(over.set)
         time.sleep(3.0)
         for head in observers:
@@ -285,13 +286,6 @@ def _delays(values: list[float]) -> str:
         return "none"
     p50, p99 = percentile(values, 0.5) * 1e3, percentile(values, 0.99) * 1e3
     return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms of {len(values)}"
-
-
-def _secret_file(folder: Path) -> str:
-    file = folder / "secret"
-    file.write_text(os.urandom(32).hex())
-    file.chmod(0o600)
-    return str(file)
 
 
 def _secrets(file: str | None) -> Secrets | None:

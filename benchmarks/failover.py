@@ -1,10 +1,11 @@
-"""Streams while replicas are killed: how many are lost, how many are wrong, and how long they pause.
+"""Streams while replicas are killed: how many are lost, how many are wrong, how long they pause, and what is left.
 
-    python benchmarks/failover.py --model DIR --requests 1000 --kill-every 5 --replicas 4 [--engines]
+    python benchmarks/failover.py --model DIR --seconds 150 --kill-every 5 --replicas 4 [--rust] [--engines]
 
-Every request streams; every few seconds one replica's process gets SIGKILL and is started again. Each text is compared
-with that of an uninterrupted run of the same prompt. With simulated replicas by default, because a real engine takes
-half a minute to come back on a small machine; `--engines` uses real ones.
+Every few seconds one replica's process gets SIGKILL and is started again. Each text is compared with that of an
+uninterrupted run of the same prompt. With simulated replicas by default, which compute prompts at once, so that a pause
+is what finding the loss and moving take; `--engines` uses real ones. With `--seconds 3600` it is a soak: at rest the
+head must hold as much after the run as before.
 """
 
 import argparse
@@ -15,59 +16,65 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
-from processes import Cluster, Process, percentile, wait_for
-from streams import Stream, run_stream
+import psutil
+from load import Answer, Client
+from processes import MODEL_NAME, Cluster, Process, free_port, percentile, total, wait_for
+
+SIMULATED = ("--tokens-per-second", "50", "--prefill-tokens-per-second", "1000000")
+REFERENCE_S = 15.0
+"""Of streams without a kill, in which each prompt must be answered once."""
+SETTLE_S = 6.0
+"""Until the server has closed idle connections."""
 
 
 def main() -> None:
     """Run and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--kill-every", type=float, default=5.0, metavar="SECONDS")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--engines", action="store_true", help="real engines instead of simulated ones")
+    parser.add_argument("--rust", action="store_true", help="behind vLLM's Rust front end")
     options = parser.parse_args()
+    admin = free_port()
     with tempfile.TemporaryDirectory() as logs, Cluster(options.model, Path(logs)) as cluster:
-        cluster.head("--omni-dp-size-local", "0", "--omni-migration-limit", "20")
-        start = cluster.node if options.engines else cluster.sim
-        victims = [start() for _ in range(options.replicas)]
+        environment = {"VLLM_USE_RUST_FRONTEND": "1"} if options.rust else {}
+        where = ("--omni-admin-port", str(admin)) if options.rust else ()
+        head = cluster.head("--omni-dp-size-local", "0", "--omni-migration-limit", "20", *where, **environment)
+        metrics = f"http://127.0.0.1:{admin}" if options.rust else cluster.url
+        victims = [start(cluster, options) for _ in range(options.replicas)]
+        wait_for(lambda: head.is_running() and _replicas_up(metrics) >= options.replicas, "the replicas")
         cluster.wait_until_healthy()
-        cluster.wait_for_replicas(options.replicas)
-        asyncio.run(measure(options, cluster, victims))
+        asyncio.run(measure(options, cluster, metrics, head, victims))
 
 
-async def measure(options: argparse.Namespace, cluster: Cluster, victims: list[Process]) -> None:
+def start(cluster: Cluster, options: argparse.Namespace) -> Process:
+    """A process with one replica."""
+    return cluster.node() if options.engines else cluster.sim(*SIMULATED)
+
+
+async def measure(
+    options: argparse.Namespace, cluster: Cluster, metrics: str, head: Process, victims: list[Process]
+) -> None:
     """The reference run, then the run with kills."""
-    prompts = [f"Tell the story number {number} to its end" for number in range(options.prompts)]
-    limits = httpx.Limits(max_connections=options.concurrency + 4)
-    async with httpx.AsyncClient(base_url=cluster.url, limits=limits, trust_env=False) as client:
-        reference = {s.prompt: s.text for s in await run_all(client, prompts, options.concurrency, options.tokens)}
-        before = cluster.metric("vllm_omni_fleet:request_moves_total")
-        killed: list[float] = []
-        killing = asyncio.create_task(keep_killing(options, cluster, victims, killed))
-        wanted = list(itertools.islice(itertools.cycle(prompts), options.requests))
-        began = time.monotonic()
-        streams = await run_all(client, wanted, options.concurrency, options.tokens)
-        elapsed = time.monotonic() - began
-        killing.cancel()
-    moves = int(cluster.metric("vllm_omni_fleet:request_moves_total") - before)
-    report(streams, reference, len(killed), moves, elapsed)
-
-
-async def run_all(client: httpx.AsyncClient, prompts: list[str], concurrency: int, tokens: int) -> list[Stream]:
-    """Stream all prompts, so many at a time."""
-    places = asyncio.Semaphore(concurrency)
-
-    async def one(prompt: str) -> Stream:
-        async with places:
-            return await run_stream(client, prompt, tokens)
-
-    return await asyncio.gather(*map(one, prompts))
+    client = Client(cluster.url, MODEL_NAME, options.tokens)
+    prompts = [f"Tell the story number {number} to its end" for number in range(options.streams)]
+    await client.ask_all(prompts, options.streams, REFERENCE_S)
+    reference = {answer.question: answer.text for answer in client.answers if not answer.error}
+    client.answers.clear()
+    await asyncio.sleep(SETTLE_S)
+    before = held(head)
+    killed: list[float] = []
+    killing = asyncio.create_task(keep_killing(options, cluster, victims, killed))
+    await client.ask_all(prompts, options.streams, options.seconds)
+    killing.cancel()
+    await asyncio.wait([killing])
+    await asyncio.sleep(SETTLE_S)
+    report(client.answers, reference, len(killed), int(total(metrics, "vllm_omni_fleet:request_moves_total")))
+    print(f"\nHeld by the head at rest before and after: {before}; {held(head)}.")
 
 
 async def keep_killing(
@@ -78,14 +85,13 @@ async def keep_killing(
     On a busy machine a start may take longer than a round: neither a replica that does not serve yet is killed, nor the
     last one that does.
     """
-    start = cluster.node if options.engines else cluster.sim
     starting: dict[int, asyncio.Task[None]] = {}
     for turn in itertools.cycle(range(len(victims))):
         await asyncio.sleep(options.kill_every)
         await asyncio.gather(*(starting.pop(i) for i in (turn, (turn + 1) % len(victims)) if i in starting))
         await asyncio.to_thread(victims[turn].kill)
         killed.append(time.monotonic())
-        victims[turn] = start()
+        victims[turn] = start(cluster, options)
         starting[turn] = asyncio.create_task(start_behind_the_others(victims[turn]))
 
 
@@ -96,24 +102,38 @@ async def start_behind_the_others(process: Process) -> None:
     os.setpriority(os.PRIO_PGRP, process.popen.pid, 0)
 
 
-def report(streams: list[Stream], reference: dict[str, str], kills: int, moves: int, elapsed: float) -> None:
+def held(head: Process) -> str:
+    """What the head's own process holds."""
+    process = psutil.Process(head.popen.pid)
+    memory = process.memory_full_info().uss / 2**20
+    return f"{memory:.1f} MiB, {process.num_fds()} open files, {process.num_threads()} threads"
+
+
+def report(answers: list[Answer], reference: dict[str, str], kills: int, moves: int) -> None:
     """Print one table."""
-    lost = [stream for stream in streams if stream.error]
-    wrong = [stream for stream in streams if not stream.error and stream.text != reference[stream.prompt]]
-    gaps = sorted((stream.longest_gap for stream in streams), reverse=True)
+    lost = [answer for answer in answers if answer.error]
+    wrong = [answer for answer in answers if not answer.error and answer.text != reference[answer.question]]
+    gaps = sorted((answer.longest_gap for answer in answers), reverse=True)
     moved = gaps[:moves] or [0.0]
-    print("| requests | kills | moves | lost | wrong | longest pause of a stream, ms | of those that moved | req/s |")
-    print("|---:|---:|---:|---:|---:|---|---|---:|")
+    print("| streams | kills | moves | lost | wrong | longest pause of a stream, ms | of those that moved |")
+    print("|---:|---:|---:|---:|---:|---|---|")
     print(
-        f"| {len(streams)} | {kills} | {moves} | {len(lost)} | {len(wrong)} "
+        f"| {len(answers)} | {kills} | {moves} | {len(lost)} | {len(wrong)} "
         f"| p50 {percentile(gaps, 0.5) * 1e3:.0f}, p99 {percentile(gaps, 0.99) * 1e3:.0f} "
-        f"| p50 {percentile(moved, 0.5) * 1e3:.0f}, p99 {percentile(moved, 0.99) * 1e3:.0f} "
-        f"| {len(streams) / elapsed:.1f} |"
+        f"| p50 {percentile(moved, 0.5) * 1e3:.0f}, p99 {percentile(moved, 0.99) * 1e3:.0f} |"
     )
-    for stream in lost[:5]:
-        print("lost:", stream.error)
-    for stream in wrong[:3]:
-        print("wrong:", repr(stream.text[:80]), "expected", repr(reference[stream.prompt][:80]))
+    for answer in lost[:5]:
+        print("lost:", answer.error)
+    for answer in wrong[:3]:
+        print("wrong:", repr(answer.text[:80]), "expected", repr(reference[answer.question][:80]))
+
+
+def _replicas_up(metrics: str) -> float:
+    try:
+        return total(metrics, "vllm_omni_fleet:replicas", 'state="up"')
+    except OSError:
+        # A head on a busy machine may take longer than the time limit for its metrics.
+        return 0.0
 
 
 if __name__ == "__main__":

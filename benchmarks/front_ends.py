@@ -115,10 +115,6 @@ def _remote_fleet(engines: Engines, model: Path, logs: Path, _: Path) -> Served:
     return served
 
 
-def _python_fleet(engines: Engines, model: Path, logs: Path, _: Path) -> Served:
-    return _server("fleet, Python", engines, model, logs, "--omni-dp-size-local", str(engines.number))
-
-
 def rust_fleet(name: str, engines: Engines, model: Path, logs: Path, *args: str) -> Served:
     """A fleet behind vLLM's Rust front end, with these arguments."""
     admin = free_port()
@@ -151,5 +147,4 @@ FRONT_ENDS: dict[str, Start] = {
     "smg": _smg,
     "fleet": _fleet,
     "remote": _remote_fleet,
-    "python": _python_fleet,
 }

@@ -1,110 +1,150 @@
-"""A load that costs the machine little: streamed completions over raw connections, whose events are not parsed."""
+"""A client that costs the machine little: streamed answers over raw connections, whose events are not parsed."""
 
 import asyncio
 import json
 import re
 import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import count
 from typing import cast
 from urllib.parse import urlsplit
-
-from processes import MODEL_NAME
 
 _END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 _WHOLE = b'"finish_reason":"length"'
 _LONGEST = max(len(_END), len(_WHOLE))
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _RETRY_AFTER = re.compile(rb"\r\nretry-after: (\d+)\r\n", re.IGNORECASE)
-_PAUSE_S = 0.1
-"""Before the next try of a stream whose connection was refused."""
+_TEXT = re.compile(rb'"(?:content|text)":("(?:[^"\\]|\\.)*")')
+# The piece that names the role comes before there is a token.
+_TOKEN = re.compile(rb'"(?:content|text)":"[^"]')
+_PAUSE_S = 0.02
+"""Before the next try of a stream whose connection was refused or lost."""
 
 
 @dataclass
 class Answer:
-    """What a client saw of one streamed completion. Times are monotonic seconds.
+    """What a client saw of one streamed answer. Times are monotonic seconds.
 
     Attributes:
         started: when it was asked for.
-        port: the client's, of the connection.
+        question: the prompt, or the last message.
         first: of the first token, 0.0 if there was none.
-        last: of the last piece.
+        last: of the last piece with a token.
         ended: when nothing more was to come.
-        events: pieces in which the tokens came; a server that lags behind its engines puts several into one.
         longest_gap: seconds of the longest wait between two pieces.
         whole: whether all tokens came.
         error: what went wrong, or "".
         status: of HTTP, 0 if none came.
         retry_after: seconds that a refusal names, or 0.
+        pieces: as they came.
     """
 
     started: float
-    port: int
+    question: str = ""
     first: float = 0.0
     last: float = 0.0
     ended: float = 0.0
-    events: int = 0
     longest_gap: float = 0.0
     whole: bool = False
     error: str = ""
     status: int = 0
     retry_after: int = 0
+    pieces: list[bytes] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token, 0.0 without one."""
+        return self.first - self.started if self.first else 0.0
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(json.loads(piece) for piece in _TEXT.findall(b"".join(self.pieces)))
 
 
 @dataclass
-class Load:
-    """So many streams at a time, each with one request after the other on a connection of its own.
-
-    Args:
-        url: of the server.
-        streams: how many.
-        tokens: of every answer.
-        prompt: of every request; what comes before it is a number that no other one has.
+class Client:
+    """Asks this model of a server for chats of so many tokens.
 
     Attributes:
-        answers: all that have ended, in this order.
+        answers: those that have ended, in this order.
         refused: connections that could not be made.
     """
 
     url: str
-    streams: int
+    model: str
     tokens: int
-    prompt: str = "and so on " * 16
     answers: list[Answer] = field(default_factory=list)
     refused: int = 0
-    _asked: int = 0
 
-    async def run(self, seconds: float) -> None:
-        """Ask for so long, and wait for the answers that are on their way."""
-        until = time.monotonic() + seconds
-        await asyncio.gather(*(self._stream(until) for _ in range(self.streams)))
+    async def ask_all(self, questions: Sequence[str], streams: int, seconds: float) -> None:
+        """Ask one after the other and from the first one again, so many at a time, for so long."""
+        until, turn = time.monotonic() + seconds, count()
 
-    async def _stream(self, until: float) -> None:
-        loop, address = asyncio.get_running_loop(), urlsplit(self.url)
-        host, port = address.hostname or "", address.port or 0
-        while time.monotonic() < until:
-            try:
-                _, connection = await loop.create_connection(Connection, host, port)
-            except OSError:
-                self.refused += 1
+        async def stream() -> None:
+            while time.monotonic() < until:
+                try:
+                    async with self._connection() as connection:
+                        while time.monotonic() < until and not connection.closed:
+                            question = questions[next(turn) % len(questions)]
+                            await self._ask(connection, [{"role": "user", "content": question}])
+                except OSError:
+                    self.refused += 1
                 await asyncio.sleep(_PAUSE_S)
-                continue
-            while time.monotonic() < until and not connection.closed:
-                self.answers.append(await connection.ask(self._request()))
+
+        await asyncio.gather(*(stream() for _ in range(streams)))
+
+    async def converse(self, questions: Sequence[tuple[float, str]]) -> None:
+        """Ask each one so many seconds after the answer to the one before, with all that was said."""
+        messages: list[dict[str, str]] = []
+        for pause, question in questions:
+            await asyncio.sleep(pause)
+            messages.append({"role": "user", "content": question})
+            async with self._connection() as connection:
+                answer = await self._ask(connection, messages)
+            messages.append({"role": "assistant", "content": answer.text})
+
+    async def _ask(self, connection: "Connection", messages: Sequence[dict[str, str]]) -> Answer:
+        answer = await connection.ask(chat(self.model, messages, self.tokens))
+        answer.question = messages[-1]["content"]
+        self.answers.append(answer)
+        return answer
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator["Connection"]:
+        connection = await connect(self.url)
+        try:
+            yield connection
+        finally:
             connection.close()
 
-    def _request(self) -> bytes:
-        self._asked += 1
-        return request(f"{self._asked:08} {self.prompt}", self.tokens)
+
+def completion(model: str, prompt: str, tokens: int, headers: Mapping[str, str]) -> bytes:
+    """A request for exactly so many tokens after a prompt."""
+    return _post("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": tokens}, headers)
 
 
-def request(prompt: str, tokens: int, **headers: str) -> bytes:
-    """What asks for so many tokens, streamed; names of headers have `_` for `-`."""
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens}
-    payload = json.dumps(body | {"temperature": 0, "ignore_eos": True, "stream": True}).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "Host: benchmark", "Content-Type: application/json"]
-    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+def chat(model: str, messages: Sequence[dict[str, str]], tokens: int) -> bytes:
+    """A request for an answer of exactly so many tokens."""
+    return _post("/v1/chat/completions", {"model": model, "messages": messages, "max_tokens": tokens}, {})
+
+
+def _post(path: str, body: Mapping[str, object], headers: Mapping[str, str]) -> bytes:
+    payload = json.dumps({**body, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: benchmark", "Content-Type: application/json"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, f"Content-Length: {len(payload)}", "", ""]).encode() + payload
+
+
+async def connect(url: str) -> "Connection":
+    """A connection to a server. Raises OSError if it is refused."""
+    address = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(Connection, address.hostname or "", address.port or 0)
+    return connection
 
 
 class Connection(asyncio.Protocol):
@@ -118,16 +158,15 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._port: int = transport.get_extra_info("sockname")[1]
 
     @property
     def has_begun(self) -> bool:
         """Whether no answer is waited for, or its first token is there."""
-        return self._answer is None or self._answer.events > 0
+        return self._answer is None or self._answer.first > 0
 
     def ask(self, request: bytes) -> "asyncio.Future[Answer]":
         """Send a request; done when its answer has ended, which closing the connection does, too."""
-        self._answer = Answer(time.monotonic(), self._port)
+        self._answer = Answer(time.monotonic())
         self._ended = asyncio.get_running_loop().create_future()
         self._tail = b""
         self._transport.write(request)
@@ -140,11 +179,11 @@ class Connection(asyncio.Protocol):
         if answer is None or answer.status != HTTPStatus.OK:
             self.close(data[:300].decode(errors="replace"))
             return
-        if events := data.count(b"data: {"):
-            if answer.events:
+        answer.pieces.append(data)
+        if _TOKEN.search(data):
+            if answer.first:
                 answer.longest_gap = max(answer.longest_gap, now - answer.last)
             answer.first, answer.last = answer.first or now, now
-            answer.events += events
         # One read may end, and the next begin, in the middle of a word.
         data = self._tail + data
         answer.whole |= _WHOLE in data

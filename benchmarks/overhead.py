@@ -1,6 +1,6 @@
 """What the fleet costs: plain vLLM, vLLM's own data parallelism and the fleet, side by side under the same load.
 
-    python benchmarks/overhead.py --model DIR --rounds 3 --out benchmarks/results/overhead.md
+    python benchmarks/overhead.py --model DIR --rounds 3
 
 Every round starts each set-up in turn, runs every workload against it with `vllm bench serve`, and ends it, so that a
 drift of the machine hits all of them. The table holds the median over the rounds. One engine has one core; two engines
@@ -9,11 +9,9 @@ have two, and share them with the server and the load generator, so compare set-
 
 import argparse
 import statistics
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench_serve import bench_serve
 from processes import MODEL_NAME, serving
@@ -49,6 +47,7 @@ WORKLOADS = (
     Workload("one at a time", 100, 1, 64, 32),
     Workload("32 at a time", 400, 32, 64, 64),
 )
+ARGS = ("--enforce-eager", "--max-model-len", "1024")
 METRICS = ("ttft", "tpot", "itl")
 STATISTICS = ("mean", "median", "p99")
 
@@ -58,34 +57,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="directory of the model to serve")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None, help="Markdown file to write beside printing")
     options = parser.parse_args()
     results: dict[tuple[str, str], list[dict[str, float]]] = {}
     for round_number in range(options.rounds):
         # Every round starts with another set-up, so that none always runs on the coolest machine.
         turn = round_number % len(SETUPS)
         for setup in SETUPS[turn:] + SETUPS[:turn]:
-            with served(options.model, setup) as url:
+            args = (str(options.model), "--served-model-name", MODEL_NAME, *ARGS, *setup.args)
+            environment = {"VLLM_CPU_OMP_THREADS_BIND": setup.cores}
+            with TemporaryDirectory() as logs, serving(setup.name, args, Path(logs, "log"), **environment) as url:
                 for workload in WORKLOADS:
                     print(f"round {round_number + 1}/{options.rounds}: {setup.name}, {workload.name}", flush=True)
                     run = bench(options.model, url, workload, seed=round_number)
                     results.setdefault((workload.name, setup.name), []).append(run)
     table = "\n\n".join(render(workload, results) for workload in WORKLOADS) + "\n"
     print(table)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(table)
-
-
-@contextmanager
-def served(model: Path, setup: Setup) -> Iterator[str]:
-    """Serve the model until the block ends; yields the URL once it answers."""
-    args = (str(model), "--served-model-name", MODEL_NAME, "--enforce-eager", "--max-model-len", "1024", *setup.args)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serving(setup.name, args, Path(folder, "log"), VLLM_CPU_OMP_THREADS_BIND=setup.cores) as url,
-    ):
-        yield url
 
 
 def bench(model: Path, url: str, workload: Workload, seed: int) -> dict[str, float]:

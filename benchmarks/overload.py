@@ -1,11 +1,11 @@
 """Overload: how many requests are answered in time, refused, or computed in vain.
 
-    python benchmarks/overload.py --model DIR --setups fleet:prefix vllm-dp --runs RUNS.jsonl --out FILE
+    python benchmarks/overload.py --model DIR --setups fleet:prefix vllm-dp --runs RUNS.jsonl
 
 Requests arrive in a Poisson process at multiples of the measured capacity, independent of earlier requests. Clients
 send their deadline in `X-Request-Timeout`; an answer whose first token comes later has no value. Impatient clients hang
 up at their deadline, patient ones wait on (`--patience`), as gateways and scripts do. The engines sleep a modelled
-time, so that they are the limit and not this machine's cores. The table has the CPU use of the head.
+time, so that they are the limit and not this machine's cores.
 """
 
 import argparse
@@ -26,8 +26,7 @@ from importlib.metadata import version
 from itertools import chain, product
 from pathlib import Path
 
-import psutil
-from arrivals import FAILED, Asked, Clients, Figures, Lengths, arrive, during, saturate
+from arrivals import FAILED, Clients, Figures, Lengths, arrive, saturate
 from setups import Engines, Front, Group, Setup, served, sleeping
 
 SERVICE_TIMES = {"step_s": 0.03, "prefill_token_s": 0.0002, "sequence_s": 0.0005}
@@ -44,7 +43,6 @@ DEFAULT_SETUPS = ("fleet:prefix", "fleet:prefix+admission", "vllm-dp", "router:r
 PLANS = {
     "admission": "classes:\n  - name: interactive\n    deadline: 5\n",
     "weights": "classes:\n  - name: interactive\n    deadline: 5\ntenants:\n  calm: {weight: 3}\n",
-    "large-headroom": "classes:\n  - name: interactive\n    deadline: 5\nheadroom: large\n",
 }
 """Admission files by name."""
 
@@ -58,8 +56,6 @@ class Run:
         capacity: requests per second of the engines.
         figures: of the requests that arrived during the measurement.
         wasted: share of the generated tokens of the whole run in answers that were late or broken off.
-        head_cores: cores used by the listening process: API server and orchestrator, or router.
-        machine_cores: cores in use on the whole machine, also by other work.
     """
 
     setup: str
@@ -69,13 +65,20 @@ class Run:
     capacity: float
     figures: Figures
     wasted: float
-    head_cores: float
-    machine_cores: float
 
 
 def main() -> None:
     """Run everything and write the table."""
-    parser = arguments(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="directory of the model to serve")
+    parser.add_argument("--engines", type=int, default=3, help="engines in every set-up")
+    parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY", default=list(DEFAULT_SETUPS))
+    parser.add_argument("--router", type=Path, default=None, help="the command vllm-router, in its own environment")
+    parser.add_argument("--capacity", type=float, default=None, help="requests per second; measured if not given")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--runs", type=Path, default=None, help="JSON lines file to append the runs to; the table has all its runs"
+    )
     parser.add_argument("--loads", nargs="*", type=float, default=list(LOADS), help="multiples of the capacity")
     parser.add_argument("--patience", nargs="*", type=float, default=[DEADLINE_S], help="seconds")
     options = parser.parse_args()
@@ -97,48 +100,18 @@ def main() -> None:
                             lines.write(json.dumps(asdict(run)) + "\n")
         rows = [json.loads(line) for line in store.read_text().splitlines()]
     runs = [Run(**{**row, "figures": Figures(**row["figures"])}) for row in rows]
-    tables = _report(options, runs)
-    print(tables)
-    if options.out is not None:
-        options.out.write_text(tables)
+    print(_report(options, runs))
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options of overload benchmarks."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="directory of the model to serve")
-    parser.add_argument("--engines", type=int, default=3, help="engines in every set-up")
-    parser.add_argument(
-        "--slowness",
-        type=float,
-        default=1.0,
-        metavar="FACTOR",
-        help="factor on the engines' times, so that few cores can run the head and clients of more engines",
-    )
-    parser.add_argument("--setups", nargs="*", metavar="KIND:POLICY", default=list(DEFAULT_SETUPS))
-    parser.add_argument("--router", type=Path, default=None, help="the command vllm-router, in its own environment")
-    parser.add_argument("--capacity", type=float, default=None, help="requests per second; measured if not given")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--runs", type=Path, default=None, help="JSON lines file to append the runs to; the table has all its runs"
-    )
-    parser.add_argument("--out", type=Path, default=None, help="Markdown file to write in addition to printing")
-    return parser
-
-
-def engines(model: Path, count: int, slowness: float) -> Engines:
+def engines(model: Path, count: int) -> Engines:
     """The engines of every set-up."""
     args = ("--max-model-len", "1024", "--max-num-seqs", str(MAX_NUM_SEQS), "--max-num-batched-tokens", "1024")
-    return Engines(model, count, (*args, "--num-gpu-blocks-override", "4096", *sleeping(_service_times(slowness))))
-
-
-def _service_times(slowness: float) -> dict[str, float]:
-    return {name: seconds * slowness for name, seconds in SERVICE_TIMES.items()}
+    return Engines(model, count, (*args, "--num-gpu-blocks-override", "4096", *sleeping(SERVICE_TIMES)))
 
 
 def all_setups(stack: ExitStack, groups: Sequence[Group], options: argparse.Namespace, folder: Path) -> Iterator[Setup]:
     """Start the engines of all groups at once, because they use almost no CPU, and yield their set-ups."""
-    fleet, limits = engines(options.model, options.engines, options.slowness), _limits(options.engines, folder)
+    fleet, limits = engines(options.model, options.engines), _limits(options.engines, folder)
     with ThreadPoolExecutor(len(groups)) as pool:
         contexts = [served(group, fleet, options.router, folder, limits) for group in groups]
         up = list(pool.map(stack.enter_context, contexts))
@@ -168,7 +141,8 @@ def measured_capacity(front: Front, count: int) -> float:
 
 def _measure(front: Front, setup: str, capacity: float, load: float, patience_s: float, seed: int) -> Run:
     tokens = front.total("vllm:generation_tokens_total")
-    asked, cores = asyncio.run(_run(front, capacity * load, warm_up_s(load), Clients(DEADLINE_S, patience_s), seed))
+    clients, seconds = Clients(DEADLINE_S, patience_s), warm_up_s(load) + MEASURED_S
+    asked = asyncio.run(arrive(front.url, capacity * load, seconds, LENGTHS, clients, random.Random(seed)))
     for error in sorted({one.answer.error for one in asked if one.outcome == FAILED})[:5]:
         print(f"failed: {error}", flush=True)
     # The engines abort requests a little after their clients hang up.
@@ -176,7 +150,7 @@ def _measure(front: Front, setup: str, capacity: float, load: float, patience_s:
     computed = front.total("vllm:generation_tokens_total") - tokens
     useful = sum(one.tokens for one in asked if one.good)
     figures = Figures.of([one for one in asked if one.at >= warm_up_s(load)], MEASURED_S)
-    return Run(setup, patience_s, load, seed, capacity, figures, 1 - useful / computed, *cores)
+    return Run(setup, patience_s, load, seed, capacity, figures, 1 - useful / computed)
 
 
 def warm_up_s(load: float) -> float:
@@ -184,26 +158,9 @@ def warm_up_s(load: float) -> float:
     return 2.0 + (1.2 * DEADLINE_S / (load - 1) if load > 1 else 2.0)
 
 
-async def _run(
-    front: Front, rate: float, warm_up: float, clients: Clients, seed: int
-) -> tuple[list[Asked], tuple[float, float]]:
-    head = psutil.Process(front.pid)
-
-    def sample() -> tuple[float, float]:
-        own, machine = head.cpu_times(), psutil.cpu_times()
-        return own.user + own.system, sum(machine) - machine.idle - machine.iowait
-
-    asked, (before, after) = await asyncio.gather(
-        arrive(front.url, rate, warm_up + MEASURED_S, LENGTHS, clients, random.Random(seed)),
-        during(warm_up, MEASURED_S, sample),
-    )
-    head_cores, machine_cores = ((now - then) / MEASURED_S for now, then in zip(after, before, strict=True))
-    return asked, (head_cores, machine_cores)
-
-
 def machine(options: argparse.Namespace) -> str:
     """A sentence about the engines and the machine."""
-    times = json.dumps(_service_times(options.slowness))
+    times = json.dumps(SERVICE_TIMES)
     return (
         f"{options.engines} engines in every set-up: vLLM's own engine core and scheduler, {MAX_NUM_SEQS} sequences "
         f"each, which sleep {times} instead of running a model. {os.cpu_count()} cores ({platform.machine()}), Python "
@@ -222,8 +179,8 @@ def _report(options: argparse.Namespace, runs: Sequence[Run]) -> str:
 def _table(runs: Sequence[Run]) -> str:
     lines = [
         "| set-up | load | offered/s | goodput/s | of capacity | refused 429 / 503 | late | given up | failed "
-        "| TTFT p50 / p99, s | tokens in vain | head, cores | machine |",
-        "|---|" + "---:|" * 12,
+        "| TTFT p50 / p99, s | tokens in vain |",
+        "|---|" + "---:|" * 10,
     ]
     for run in sorted(runs, key=lambda run: run.load):
         figures, offered = run.figures, sum(run.figures.outcomes.values())
@@ -232,7 +189,6 @@ def _table(runs: Sequence[Run]) -> str:
         cells += [f"{figures.goodput / run.capacity:.0%}", f"{share['429']} / {share['503']}"]
         cells += [share[outcome] for outcome in ("late", "given up", "failed")]
         cells += [f"{figures.ttft_p50:.2f} / {figures.ttft_p99:.2f}", f"{run.wasted:.1%}"]
-        cells += [f"{run.head_cores:.2f}", f"{run.machine_cores:.2f}"]
         lines.append(f"| {run.setup} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

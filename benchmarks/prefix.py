@@ -1,6 +1,6 @@
 """Prompts that share prefixes: the fleet's policies, vLLM's data parallelism and vllm-router, side by side.
 
-    python benchmarks/prefix.py --model DIR --router ENVIRONMENT/bin/vllm-router --out benchmarks/results/prefix.md
+    python benchmarks/prefix.py --model DIR --router ENVIRONMENT/bin/vllm-router
 
 Long prefixes come again with other ends, in random order. One engine's cache holds a part of them, all caches together
 hold them all: who sends a prefix back to where it is cached computes little but the ends. The engines sleep a modelled

@@ -16,6 +16,9 @@ from types import TracebackType
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 MODEL_NAME = "tiny"
+WORDS = ("request", "replica", "engine", "answer", "queue", "burst", "quiet", "long", "short", "first", "last", "next")
+TOKENS_PER_WORD = 2.4
+"""Of these."""
 START_S = 240.0
 STOP_S = 20.0
 COMMON = ("--served-model-name", MODEL_NAME, "--enforce-eager", "--max-model-len", "4096")
@@ -81,15 +84,13 @@ class Cluster:
     Args:
         model: directory of the model.
         logs: folder for one log per process.
-        secret: file with a secret for the links; None: they are not encrypted.
     """
 
     _head: Process
 
-    def __init__(self, model: Path, logs: Path, secret: Path | None = None) -> None:
+    def __init__(self, model: Path, logs: Path) -> None:
         self._model = str(model)
         self._logs = logs
-        self._secret = ("--omni-insecure",) if secret is None else ("--omni-secret-file", str(secret))
         self._stack = ExitStack()
         self._started = 0
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -105,7 +106,7 @@ class Cluster:
 
     @property
     def _master(self) -> tuple[str, ...]:
-        return ("-oma", "127.0.0.1", "-omp", str(self.master_port), *self._secret)
+        return ("-oma", "127.0.0.1", "-omp", str(self.master_port), "--omni-insecure")
 
     def head(self, *args: str, **environment: str) -> Process:
         """Start the head with these arguments beside those that open the fleet."""
@@ -128,21 +129,6 @@ class Cluster:
     def wait_until_healthy(self) -> None:
         """Return when the head answers. Raises RuntimeError if it does not in time."""
         self._head.wait_until_healthy(self.url)
-
-    def wait_for_replicas(self, count: int) -> None:
-        """Return when so many replicas serve. Raises RuntimeError if they do not in time."""
-        wait_for(lambda: self._replicas_up() >= count, f"{count} replicas")
-
-    def metric(self, name: str, *labels: str) -> float:
-        """Sum of the head's samples with this name and these labels."""
-        return total(self.url, name, *labels)
-
-    def _replicas_up(self) -> float:
-        try:
-            return self.metric("vllm_omni_fleet:replicas", 'state="up"')
-        except OSError:
-            # A head on a busy machine may take longer than the time limit for its metrics.
-            return 0.0
 
     def _start(self, name: str, *command: str, **environment: str) -> Process:
         self._started += 1

@@ -1,6 +1,6 @@
 """The fleet behind vLLM's Rust front end beside what it is measured by: vLLM's own data parallelism, and SMG.
 
-    python benchmarks/rust_front_end.py --model DIR --smg DIR --rounds 3 --out benchmarks/results/rust_front_end.md
+    python benchmarks/rust_front_end.py --model DIR --smg DIR --rounds 3
 
 Needs vLLM 0.33 with `vllm-rs`, which also makes the load, and SMG (`pip install --no-deps --target DIR smg==1.13.0`).
 Engines are vLLM's own but sleep 5 ms a step. The front ends of a group are up together and loaded in turns.
@@ -29,20 +29,16 @@ from pathlib import Path
 
 import uvloop
 import vllm
-from chats import Client
-from failover import keep_killing
-from front_ends import ENGINES, FRONT_ENDS, HTTP, REST, RUST, Engines, Served
-from processes import MODEL_NAME, Cluster, Process, free_port, percentile, total, wait_for
+from front_ends import ENGINES, FRONT_ENDS, HTTP, REST, Engines, Served
+from load import Client
+from processes import TOKENS_PER_WORD, WORDS, percentile, wait_for
 
 Figures = dict[str, float]
 Load = Callable[[Served, int], Figures]
 """Takes what is loaded, and a seed."""
-WORDS = ("request", "replica", "engine", "answer", "queue", "burst", "quiet", "long", "short", "first", "last", "next")
-TOKENS_PER_WORD = 2.4
 STREAMS = 96
 PREFIXES, PREFIX_TOKENS, CACHE_TOKENS, BLOCK = 64, 500, 24_000, 16
 CONVERSATIONS_PER_S, TURNS, PAUSE_S, CONVERSATIONS_S = 16.0, 5, 1.5, 15.0
-KILLING_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -133,13 +129,13 @@ def conversations(served: Served, seed: int) -> Figures:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
     seconds, cpu = time.monotonic() - began, served.cpu_since(before)
-    times = [chat.ttft * 1e3 for chat in client.chats if not chat.error]
+    times = [chat.ttft * 1e3 for chat in client.answers if not chat.error]
     return {
         "req/s": len(times) / seconds,
         "TTFT mean": statistics.mean(times),
         "TTFT p50": percentile(times, 0.5),
         "TTFT p99": percentile(times, 0.99),
-        "failed": len(client.chats) - len(times),
+        "failed": len(client.answers) - len(times),
         **{f"CPU {kind}": seconds * 1e3 / len(times) for kind, seconds in cpu.items()},
     }
 
@@ -162,14 +158,14 @@ def front_end_killed(served: Served, seed: int) -> Figures:
         await asking
 
     asyncio.run(run())
-    whole = [chat for chat in client.chats if not chat.error]
-    text = {chat.question: chat.answer for chat in reversed(whole)}
+    whole = [chat for chat in client.answers if not chat.error]
+    text = {chat.question: chat.text for chat in reversed(whole)}
     first_tokens = [chat.started + chat.ttft - killed for chat in whole if chat.started > killed]
     return {
-        "chats": len(client.chats),
-        "cut off": len(client.chats) - len(whole),
+        "chats": len(client.answers),
+        "cut off": len(client.answers) - len(whole),
         "refused": client.refused,
-        "wrong": sum(chat.answer != text[chat.question] for chat in whole),
+        "wrong": sum(chat.text != text[chat.question] for chat in whole),
         "served again after": min(first_tokens, default=float("inf")) * 1e3,
     }
 
@@ -205,68 +201,6 @@ GROUPS = {
         {"One engine, one stream of 8 tokens at a time": unlike(150, [8], "--max-concurrency", "1")},
     ),
 }
-
-
-class Simulated(Cluster):
-    """Its replicas compute prompts at once, so that a pause is what finding the loss and moving take."""
-
-    def sim(self, *args: str) -> Process:
-        return super().sim("--tokens-per-second", "50", "--prefill-tokens-per-second", "1000000", *args)
-
-
-def replicas_killed(served: Served, cluster: Cluster, nodes: list[Process], seconds: float) -> Figures:
-    """SIGKILL of a simulated replica every five seconds; answers are compared with those of a run without."""
-    client = Client(served.url, served.model, 64)
-    prompts = [words(random.Random(number), 120) for number in range(STREAMS)]
-    killed: list[float] = []
-
-    async def run() -> None:
-        await client.ask_all(prompts, STREAMS, 4.0)
-        reference = len(client.chats)
-        options = argparse.Namespace(kill_every=5.0, engines=False)
-        killing = asyncio.create_task(keep_killing(options, cluster, nodes, killed))
-        await client.ask_all(prompts, STREAMS, seconds)
-        killing.cancel()
-        await asyncio.wait([killing])
-        text.update({chat.question: chat.answer for chat in client.chats[:reference]})
-        del client.chats[:reference]
-
-    text: dict[str, str] = {}
-    asyncio.run(run())
-    moves = int(total(served.admin, "vllm_omni_fleet:request_moves_total"))
-    lost = [chat for chat in client.chats if chat.error]
-    gaps = sorted((chat.longest_gap * 1e3 for chat in client.chats if not chat.error), reverse=True)
-    for chat in lost[:5]:
-        print("lost:", chat.error)
-    return {
-        "chats": len(client.chats),
-        "kills": len(killed),
-        "moves": moves,
-        "lost": len(lost),
-        "wrong": sum(chat.answer != text[chat.question] for chat in client.chats if not chat.error),
-        "pause p50 of those that moved": percentile(gaps[:moves] or [0.0], 0.5),
-        "p99": percentile(gaps[:moves] or [0.0], 0.99),
-        "longest pause p50 of all": percentile(gaps, 0.5),
-    }
-
-
-def kills(model: Path, logs: Path) -> Iterator[tuple[str, str, Figures]]:
-    """Four simulated replicas that join a head."""
-    with Simulated(model, logs) as cluster:
-        admin = free_port()
-        head = cluster.head(
-            "--omni-dp-size-local", "0", "--omni-migration-limit", "20", "--omni-admin-port", str(admin), **RUST
-        )
-        served = Served("fleet, Rust", MODEL_NAME, cluster.url, f"http://127.0.0.1:{admin}", [head])
-        nodes = [cluster.sim() for _ in range(4)]
-        wait_for(lambda: head.is_running() and answers(served), "the head")
-        up = partial(total, served.admin, "vllm_omni_fleet:replicas", 'state="up"')
-        wait_for(lambda: up() == len(nodes), "four replicas")
-        yield (
-            f"A replica killed every 5 s under {STREAMS} streams",
-            served.name,
-            replicas_killed(served, cluster, nodes, KILLING_S),
-        )
 
 
 def answers(served: Served) -> bool:
@@ -316,10 +250,9 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first round's load; each further round takes the next"
     )
-    parser.add_argument("--groups", nargs="*", choices=[*GROUPS, "kills"], default=[*GROUPS, "kills"])
+    parser.add_argument("--groups", nargs="*", choices=GROUPS, default=[*GROUPS])
     parser.add_argument("--front-ends", nargs="*", choices=[*FRONT_ENDS], default=["vllm", "smg", "fleet", "remote"])
     parser.add_argument("--runs", type=Path, help="JSON lines to add the runs to; the tables are of all")
-    parser.add_argument("--out", type=Path, help="Markdown file to write beside printing")
     options = parser.parse_args()
     options.model = options.model.resolve()
     # An end by SIGTERM ends what was started, too.
@@ -329,15 +262,12 @@ def main() -> None:
         for name in options.groups:
             logs = Path(folder, name)
             logs.mkdir()
-            for run in kills(options.model, logs) if name == "kills" else in_turns(GROUPS[name], options, logs):
+            for run in in_turns(GROUPS[name], options, logs):
                 print(*run, f"load average {os.getloadavg()[0]:.1f}", flush=True)
                 with store.open("a") as lines:
                     lines.write(json.dumps(run) + "\n")
         runs = [tuple(json.loads(line)) for line in store.read_text().splitlines()]
-    report = tables(runs)
-    print(report)
-    if options.out is not None:
-        options.out.write_text(report)
+    print(tables(runs))
 
 
 def tables(runs: Sequence[tuple[str, str, Figures]]) -> str:

@@ -112,12 +112,8 @@ def served(
     name, variant = group.names[0], group.variants[0]
     match group.kind:
         case "fleet":
-            args = (
-                "--omni-dp-size-local",
-                str(engines.count),
-                "--omni-lb-policy",
-                *_with_limits("fleet", variant, limits),
-            )
+            policy = _with_limits("fleet", variant, limits)
+            args: tuple[str, ...] = ("--omni-dp-size-local", str(engines.count), "--omni-lb-policy", *policy)
             with _server(engines, engines.cores, logs, f"fleet-{variant}", args) as front:
                 yield [Setup(name, lambda: nullcontext(front))]
         case "vllm-dp":
@@ -152,17 +148,9 @@ def _servers(engines: Engines, logs: Path) -> Iterator[tuple[str, ...]]:
 def _router(
     router: Path, variant: str, urls: tuple[str, ...], logs: Path, limits: Mapping[str, Sequence[str]]
 ) -> Iterator[Front]:
-    port, prometheus = free_port(), free_port()
-    command = [
-        str(router),
-        "--policy",
-        *_with_limits("router", variant, limits),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    command += ["--prometheus-port", str(prometheus), "--worker-urls", *urls]
+    port = free_port()
+    command = [str(router), "--policy", *_with_limits("router", variant, limits), "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--prometheus-port", str(free_port()), "--worker-urls", *urls]
     # It may be of an environment without this package.
     process = Process("router", command, logs / f"router-{variant}.log", PYTHONPATH="")
     try:

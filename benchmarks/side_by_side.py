@@ -84,7 +84,6 @@ def arguments(description: str | None, engines: int) -> argparse.ArgumentParser:
         "--together", action="store_true", help="start every set-up once and load them in turn: 0.4 GB an engine"
     )
     parser.add_argument("--runs", type=Path, default=None, help="JSON lines to add the runs to; the table is of all")
-    parser.add_argument("--out", type=Path, default=None, help="Markdown file to write beside printing")
     return parser
 
 
@@ -123,10 +122,7 @@ def compare(options: argparse.Namespace, title: str, load: Load, engine_args: Se
                     with store.open("a") as lines:
                         lines.write(json.dumps(vars(run)) + "\n")
         runs = [Run(**json.loads(line)) for line in store.read_text().splitlines()]
-    table = f"## {title}\n\n{_machine(engines, options.real)}\n\n{_table(runs)}\n"
-    print(table)
-    if options.out is not None:
-        options.out.write_text(table)
+    print(f"## {title}\n\n{_machine(engines, options.real)}\n\n{_table(runs)}\n")
 
 
 def _turns(groups: Sequence[Group], rounds: int, seed: int) -> Iterator[tuple[int, Group]]:

@@ -7,10 +7,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.week.virtual_time import VirtualTimeLoop
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_model import EngineModel, RefusedError
 from tests.fakes.links import FakeLink
+from tests.fakes.virtual_time import VirtualTimeLoop
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 

@@ -14,7 +14,7 @@ _FEW_JOINERS = 8
 """If more replicas join at once, the owners of all buckets are computed again when needed."""
 _EXPECTED_SHARE = 0.75
 """Share of a prompt's unknown tokens that its rendezvous replica is expected to have cached. Chosen with
-benchmarks/spread.py: a higher share unites a few more related prompts, and spreads unrelated ones less evenly."""
+simulations of eight heads: a higher share unites a few more related prompts, and spreads unrelated ones less evenly."""
 
 
 class RendezvousTable:

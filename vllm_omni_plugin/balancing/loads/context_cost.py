@@ -3,7 +3,7 @@
 from typing import Protocol
 
 DECODE_WEIGHT = 0.01
-"""Cost of a token of a context that is being decoded. Chosen with benchmarks/simulate.py: 0.02 and 0.05 cost
+"""Cost of a token of a context that is being decoded. Chosen in simulations: 0.02 and 0.05 cost
 conversations more of their caches, and gained long contexts nothing beside the KV pressure."""
 KV_TOKENS = 1500.0
 """Cost of a half-full KV memory: 0.15 s of an 8B model on one accelerator."""

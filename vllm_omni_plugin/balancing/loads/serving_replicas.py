@@ -12,7 +12,7 @@ from vllm_omni_plugin.balancing.loads.context_cost import ContextLoad, context_c
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 
 _AGE_S = 0.1
-"""Age of other heads' reports. Chosen with benchmarks/spread.py: half of it was worse, more was no better."""
+"""Age of other heads' reports. Chosen in simulations: half of it was worse, more was no better."""
 R = TypeVar("R", bound=ReplicaView)
 
 

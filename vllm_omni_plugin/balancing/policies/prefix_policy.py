@@ -42,7 +42,7 @@ _MOST_HOLDERS = 3
 """Replicas with the longest matches that are compared in a large fleet."""
 _MOST_DELAYED = 4
 """At most this many requests are counted as delayed by a token to compute. So a cold replica gets requests while it is
-idle, and does not stay too expensive when it is busy. Chosen with benchmarks/simulate.py: 2 and 8 were worse, no bound
+idle, and does not stay too expensive when it is busy. Chosen in simulations: 2 and 8 were worse, no bound
 was worst."""
 
 

@@ -252,7 +252,7 @@ def _with_secret(options: OmniConfig) -> OmniConfig:
 def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> StagePool:
     balancer = build_load_balancer_factory(plan.policy, plan.policy_config)()
     binds_late = bool(getattr(balancer, "binds_late", False))
-    # Late binding alone gains too little, see benchmarks/results/simulate.md; but admission control can only order
+    # Late binding alone gains too little; but admission control can only order
     # requests that wait at the head. The limits of a Python stage are not known.
     waits = plan.vllm_config is not None and admits
     send_window = SendWindow(limited=True, recalls=binds_late) if waits else SEND_AT_ONCE
