@@ -44,6 +44,21 @@ async def test_a_call_reaches_all_stages_and_its_results_are_in_their_order(flee
     assert await fleet.call("is_sleeping") == [0, 1, 10]
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_a_pause_reaches_all_stages_at_once_whatever_is_between_them(fleet: FakePipelineFleet, mode: str) -> None:
+    await fleet.submit("between")
+    link, attempt = fleet.attempt("between", 0)
+    link.step(attempt, 9)
+    fleet.answer_with(None)
+    reply = fleet.ask("pause_scheduler", mode, True)
+    await eventually(lambda: all(link.calls for link in fleet.links.values()), "the call")
+    assert not reply.done()
+    fleet.answer_with(answer_calls)
+    for link in fleet.links.values():
+        link.answer(link.calls[0][0])
+    assert len(await asyncio.wrap_future(reply)) == 3
+
+
 async def test_a_call_to_some_stages_does_not_reach_others_now_or_in_a_replay(fleet: FakePipelineFleet) -> None:
     assert await fleet.call("set_weight_version", "v2", stages=(0,)) == ["set_weight_version"] * 2
     assert fleet.links[1, 0].calls == []
@@ -78,7 +93,6 @@ async def test_a_call_to_stages_without_replicas_is_refused_and_not_recorded(fle
 @pytest.mark.parametrize(
     ("call", "replayed"),
     [(SLEEP, ASLEEP), (("set_weight_version", "v2"), [("set_weight_version", ["v2"])])],
-    ids=["stage by stage", "at once"],
 )
 async def test_a_call_that_one_stage_refuses_is_an_error_and_holds_in_the_other_stages(
     fleet: FakePipelineFleet, call: tuple[Any, ...], replayed: list[Any]

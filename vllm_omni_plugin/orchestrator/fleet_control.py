@@ -2,7 +2,6 @@
 
 import asyncio
 from concurrent.futures import Future
-from contextlib import aclosing
 from typing import Any
 
 from vllm_omni_plugin.admission import config_changes
@@ -82,25 +81,14 @@ class FleetControl:
 
     async def _serve_call(self, message: CallReplicas) -> None:
         try:
-            results = await self._call(message)
+            stages = range(len(self._pools)) if message.stages is None else message.stages
+            results = await self._fleet_calls.call(message.method, message.args, stages)
         except Exception as error:
             if message.reply.set_running_or_notify_cancel():
                 message.reply.set_exception(error)
         else:
             if message.reply.set_running_or_notify_cancel():
                 message.reply.set_result(results)
-
-    async def _call(self, message: CallReplicas) -> list[Any]:
-        method, args, sequence = message.method, message.args, self._orchestrator.pause_sequence
-        every = range(len(self._pools))
-        if sequence is None or message.stages is not None:
-            return await self._fleet_calls.call(method, args, every if message.stages is None else message.stages)
-        results = []
-        staffed = {stage_id for stage_id, stage in enumerate(self._orchestrator.stage_calls) if stage.members}
-        async with aclosing(sequence.steps(method, args, staffed)) as steps:
-            async for stage_ids in steps:
-                results += await self._fleet_calls.call(method, args, every if stage_ids is None else stage_ids)
-        return results
 
     def _handle(
         self,

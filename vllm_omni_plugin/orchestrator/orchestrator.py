@@ -16,7 +16,6 @@ from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.pool_member import CORDON_REASONS, STALL_CORDON, WEIGHTS_CORDON
@@ -70,7 +69,6 @@ class Orchestrator:
         request_states: unfinished requests by the client's id.
         stage_pools: their `members` and `serving` may be read from any thread.
         stage_calls: operator calls of each stage, by stage id.
-        pause_sequence: the order in which a pipeline's stages are paused; None without a pipeline.
         admission: the rules of admission, see `AdmissionGate`; None without admission control.
         entry_pool: of the stage where requests are admitted, unless they skip it.
         needed_pools: the pools that a plain request needs.
@@ -131,12 +129,10 @@ class Orchestrator:
             arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, gate, stalls, pool.stage_id in fed)
             self._dispatchers.append(Dispatcher(pool, api, *arguments))
         self._requests: RequestOwner[Any]
-        self.pause_sequence: PauseSequence | None = None
         if input_builder is None:
             self._requests = SingleStageRequests(apis[0], self._dispatchers[0], gate, self._put)
         else:
-            requests = PipelineRequests(input_builder, self._dispatchers, gate, self._put, self.metrics, clock)
-            self._requests, self.pause_sequence = requests, requests.pause_sequence
+            self._requests = PipelineRequests(input_builder, self._dispatchers, gate, self._put, self.metrics, clock)
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
 
     @property

@@ -11,7 +11,6 @@ from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.pipeline.pause_sequence import PauseSequence
 from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, plan_request
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -52,7 +51,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     ) -> None:
         super().__init__(put, None if gate is None else gate.request_ended)
         pipeline = self._pipeline = input_builder.pipeline
-        self.pause_sequence = PauseSequence(pipeline, self.states.values)
         self._apis = input_builder.apis
         self._dispatchers = dispatchers
         self._gate = gate
@@ -178,7 +176,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         if stage.id in state.plan.readable:
             state.readers[stage.id] = api.reader(run.request)
         self.runs_ended(stage.id, self._dispatchers[stage.id].submit(run))
-        self.pause_sequence.note_progress()
 
     def _add_input(self, state: PipelineRequestState, stage: Stage, output: StageOutput, last: bool) -> None:
         chunks = state.chunked_inputs.get(stage.id)
@@ -308,7 +305,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     def _end(self, state: PipelineRequestState, stage: Stage) -> None:
         """A stage has ended: begin the stages that waited for it, or complete the request."""
         state.ended[stage.id] = now = self._clock()
-        self.pause_sequence.note_progress()
         run = state.runs.get(stage.id)
         if run is not None and run.first_sent_at is not None:
             self._add_time(state, stage, "run", now - run.first_sent_at)
@@ -360,7 +356,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def _close_request(self, state: PipelineRequestState, error: Exception | None) -> None:
         self._drop(state.request_id)
-        self.pause_sequence.note_progress()
         for stage_id, run in state.runs.items():
             self._dispatchers[stage_id].outcomes.abort((run,))
         self._report_end(state, error)
