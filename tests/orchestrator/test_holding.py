@@ -116,7 +116,7 @@ async def test_held_requests_go_on_waiting_when_the_replica_that_serves_is_found
         await fleet.submit("a")
         await fleet.submit("b")
         fleet.join(fleet.pool.member(0), broken=True)
-        assert fleet.orchestrator.metrics.held == 2
+        await eventually(lambda: fleet.orchestrator.metrics.held == 2, "the loss")
         link = fleet.join(fleet.pool.member(1))
         assert len(link.added) == 2
 

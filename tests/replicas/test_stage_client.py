@@ -162,10 +162,13 @@ async def test_outputs_of_a_dead_replica_are_ignored(peer: Peer) -> None:
     assert peer.outputs == []
 
 
-async def test_a_failed_send_marks_the_replica_dead(peer: Peer) -> None:
+async def test_a_failed_send_marks_the_replica_dead_in_the_loops_next_turn(peer: Peer) -> None:
     peer.link.broken = True
-    with pytest.raises(ReplicaError, match="cannot send"):
-        peer.client.add_request(FakeRequest("a"), "a-1")
+    for _ in range(2):
+        with pytest.raises(ReplicaError, match="cannot send"):
+            peer.client.add_request(FakeRequest("a"), "a-1")
+        assert peer.deaths == []
+    await asyncio.sleep(0)
     assert len(peer.deaths) == 1
     assert not peer.client.engine_failed
 

@@ -186,7 +186,6 @@ class Orchestrator:
             self._put(outputs, 0 if member.client is None else member.client.message_bytes)
         elif outputs.scheduler_stats is not None:
             self.front_end.give_later(outputs)
-        # Last, because sending may show that the replica is dead, which may end the requests of these outputs.
         # Without admission control nothing waits.
         if self.admission is not None and (ended := self._dispatchers[stage_id].send_waiting(member)):
             self._runs_ended(stage_id, ended)

@@ -77,9 +77,6 @@ class Dispatcher:
         self._stalls = stalls
         # Runs of lost replicas, in the order of the losses.
         self._moving: dict[StageRun, None] = {}
-        # Runs that their lost replica had not got; filled only while `_assign_moving` runs.
-        self._to_reassign: dict[StageRun, None] = {}
-        self._is_moving = False
         suspects = self._suspects = Suspects(pool, wake_at, clock)
         queue = self._queue = HeadQueue(pool, gate, metrics, clock, wake_at)
         metrics.queued_in[pool.stage_id] = lambda: len(queue.unsent)
@@ -113,10 +110,9 @@ class Dispatcher:
         assert session is not None
         member = None if run.replica_id is None else self._pool.member(run.replica_id)
         run.add_chunk(chunk)
-        waits = run in self._queue.unsent
         if run.finished:
             self.outcomes.complete(run)
-        if member is not None and not waits:
+        if member is not None and run.sent:
             session.note_sent(chunk)
             self._stalls.input_sent(member, run, session)
             self._send(member, run, chunk)
@@ -134,7 +130,6 @@ class Dispatcher:
     def recall_waiting(self, member: PoolMember) -> Sequence[RunEnded]:
         """A replica is cordoned: the runs that wait for it go to other replicas, if any serve."""
         for run in self._queue.unsent.runs_of(member):
-            # Sending the previous run may have shown that the other replicas are dead.
             if self._pool.serving:
                 self._recall(run)
         return self.outcomes.take_ended()
@@ -155,16 +150,19 @@ class Dispatcher:
         self._assign_suspects()
         # Suspects first, so that the others can avoid the replicas where they are isolated; runs without outputs
         # before others, since most engines that crash because of a request do so at once.
+        not_sent = []
         for run in sorted(runs, key=lambda run: (not run.crash_losses, run.has_output)):
             try:
                 if run.sent:
                     self._move(run, lost, loss)
                 else:
                     run.unassign()
-                    self._to_reassign[run] = None
+                    not_sent.append(run)
             except Exception as error:
                 self.outcomes.fail_unexpectedly(run, error)
         self._assign_moving()
+        for run in not_sent:
+            self._assign_and_send(run)
         return self.outcomes.take_ended()
 
     def assign_held(self) -> Sequence[RunEnded]:
@@ -200,7 +198,7 @@ class Dispatcher:
         for run in list(self._held) if self._pool.serving else ():
             if not self._returning.may_assign:
                 return
-            # Sending may show that the replica is dead, and may evict another run.
+            # Sending may evict another run.
             if self._pool.serving and not run.ended and self._suspects.has_replica_for(run):
                 self._held.remove(run)
                 self._metrics.hold_time_seconds.observe(self._clock() - run.waiting_since)
@@ -263,11 +261,9 @@ class Dispatcher:
         self._wake_at(self._clock())
 
     def _start(self, member: PoolMember, run: StageRun, request: Any) -> None:
-        """Send a run to the replica that it is charged to, or to the next one if that replica turns out to be dead."""
-        attempt = run.engine_request_id
+        """Send a run to the replica that it is charged to. If that is dead, the run moves with the others there."""
         self._send(member, run, request)
-        if run.ended or run.engine_request_id != attempt:
-            # The replica turned out to be dead, so the run has moved, or waits with its unsent chunks.
+        if run.ended or not run.sent:
             return
         if run.streaming is not None:
             for chunk in run.streaming.take_unsent():
@@ -315,9 +311,7 @@ class Dispatcher:
         return member.replica_id in avoided and any(other.replica_id not in avoided for other in self._pool.serving)
 
     def _send(self, member: PoolMember, run: StageRun, request: Any) -> None:
-        if run.replica_id != member.replica_id or member.client is None:
-            # Sending an earlier chunk of the session has shown that the replica is dead.
-            return
+        assert member.client is not None
         try:
             member.client.add_request(request, run.engine_request_id)
             if not run.sent:
@@ -325,7 +319,7 @@ class Dispatcher:
         except MessageTooLargeError as error:
             self.outcomes.fail(run, error)
         except ReplicaError:
-            # The client has already reported the loss, and with it every run charged to the replica.
+            # The client reports the loss in the loop's next turn, and with it every run charged to the replica.
             return
         except Exception as error:
             self.outcomes.fail_unexpectedly(run, OmniError(f"The request could not be encoded for the engine: {error}"))
@@ -361,20 +355,12 @@ class Dispatcher:
             self._moving[run] = None
 
     def _assign_moving(self) -> None:
-        # The next replica may turn out to be dead, too. Its runs are added by a nested call, and have their turn below.
-        if self._is_moving:
-            return
-        self._is_moving = True
-        try:
-            # Runs that were sent first, since suspects are among them.
-            while runs := self._moving if self._moving and self._moves.spend() else self._to_reassign:
-                run = next(iter(runs))
-                del runs[run]
-                self._assign_and_send(run)
-        finally:
-            self._is_moving = False
-            if self._moving:
-                self._wake_at(self._moves.next_at)
+        while self._moving and self._moves.spend():
+            run = next(iter(self._moving))
+            del self._moving[run]
+            self._assign_and_send(run)
+        if self._moving:
+            self._wake_at(self._moves.next_at)
 
     def _assign_suspects(self) -> None:
         while (run := self._suspects.take_ready()) is not None:
@@ -391,7 +377,6 @@ class Dispatcher:
 
     def _remove(self, run: StageRun) -> None:
         self._moving.pop(run, None)
-        self._to_reassign.pop(run, None)
         self._held.remove(run)
         if run.ticket is not None:
             self._queue.run_ended(run)

@@ -164,7 +164,6 @@ class HeadQueue:
         # The replica's own over-share runs go before those of other replicas.
         nothing_waits = self.unsent.first_of(member) is None
         for run in self.unsent.next_recalls(self._clock(), RECALLS, over_share=nothing_waits):
-            # Sending the previous run may have shown that the replica is dead.
             if member.status is not ReplicaStatus.UP or not self._headroom.has_room(run, member, run.prefill_tokens):
                 return
             assert run.replica_id is not None

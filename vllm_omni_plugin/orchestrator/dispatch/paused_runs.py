@@ -68,7 +68,6 @@ class PausedRuns:
         refused_by.add(member.replica_id)
         if run.affinity_key is None and any(self._may_accept(other, refused_by, now) for other in self._pool.serving):
             self._ready[run] = None
-            # Not in this call: sending may show that the next replica is dead, too.
             self._wake_at(now)
         elif (run.losses or run.first_request is not None or self._has_upstream) and (
             len(self._waiting) < MAX_HELD_REQUESTS

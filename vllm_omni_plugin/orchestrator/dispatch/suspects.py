@@ -139,7 +139,6 @@ class Suspects:
             if not isolated:
                 del self.isolated[run.replica_id]
         if len(self._queue):
-            # Not in this call: sending may show that the next replica is dead, too.
             self._wake_at(self._clock())
 
     def take_ready(self) -> StageRun | None:

@@ -54,7 +54,8 @@ class StageClient:
         link: an open link; the client closes it.
         name: name of the replica in errors and logs.
         on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
-        on_dead: called at most once, with the reason, when the replica is dead or has sent an invalid message.
+        on_dead: called at most once, with the reason, when the replica is dead or has sent an invalid message; never
+            from inside a send.
         client_index: the engine's output that belongs to the link, if several clients share the engine.
         grace: seconds to wait for a `mark_dead` with a better reason, after the engine reported its own death or
             `mark_dead_after_grace` was called.
@@ -235,7 +236,8 @@ class StageClient:
         except MessageTooLargeError:
             raise
         except ReplicaError as error:
-            self.mark_dead(str(error))
+            # In the loop's next turn: the caller may be in the middle of sending other requests.
+            asyncio.get_running_loop().call_soon(self.mark_dead, str(error))
             raise
 
     def _receive(self, frames: list[Any]) -> None:
