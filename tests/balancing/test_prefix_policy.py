@@ -10,7 +10,6 @@ import pytest
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.balancing.interface import CacheChange, Candidate, Decision, Prompt, Task
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, PrefixBalancer
 
 from .pool import BLOCK, Pool, PooledReplica, pool_of, prompt_task
@@ -287,12 +286,9 @@ def test_block_sizes_may_differ() -> None:
 
 
 @by_estimate_and_by_report
-@pytest.mark.parametrize("replicas", [tuple, ServingReplicas])
-def test_a_large_fleet_compares_a_few_replicas_including_holders(
-    made: Callable[..., Pool], cached: Cached, replicas: Any
-) -> None:
+def test_a_large_fleet_compares_a_few_replicas_including_holders(made: Callable[..., Pool], cached: Cached) -> None:
     pool = made(*[ReplicaLoad()] * 1000)
-    serving = replicas(pool.replicas)
+    serving = pool.replicas
     for position in (17, 800):
         cached(pool, position)
     for position in range(100, 700):
@@ -309,4 +305,4 @@ def test_a_large_fleet_finds_its_shortest_queue() -> None:
     pool = pool_of(policy(), 1000)
     for position, replica in enumerate(pool.replicas):
         replica.charge(0 if position == 123 else 5)
-    assert pool.policy.select(TASK, ServingReplicas(pool.replicas)) == 123
+    assert pool.policy.select(TASK, pool.replicas) == 123

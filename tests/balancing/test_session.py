@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.policies.session import SessionBalancer
 
 from .fakes import with_queues
@@ -85,16 +84,6 @@ def test_replicas_without_an_id_are_identified_by_address() -> None:
     before = [home(balancer, replicas, session) for session in SESSIONS[:100]]
     replicas.reverse()
     assert [home(balancer, replicas, session) for session in SESSIONS[:100]] == before
-
-
-def test_the_pool_and_plain_replicas_give_the_same_answer() -> None:
-    pool = pool_of(None, 5)
-    for position, replica in enumerate(pool.replicas):
-        replica.charge(4 * position)
-    plain, indexed = policy(), policy()
-    serving = ServingReplicas(pool.replicas)
-    tasks: list[Any] = [{"session": session} for session in SESSIONS[:200]]
-    assert [plain.decide(task, pool.replicas) for task in tasks] == [indexed.decide(task, serving) for task in tasks]
 
 
 def test_any_text_can_name_a_session() -> None:

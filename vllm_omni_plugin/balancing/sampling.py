@@ -1,6 +1,7 @@
-"""Compares a few replicas instead of all, so that the cost of a decision does not grow with the fleet."""
+"""Compares scores of a few replicas instead of all, since a score costs much more than a look at a queue length."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 from vllm_omni_plugin.balancing.interface import ReplicaView
@@ -14,32 +15,27 @@ as load^((d^k - 1)/(d - 1)), so eight of many are nearly as good as all.
 """
 
 _BESIDE_THE_SHORTEST = 3
-"""Random replicas that are compared with the known shortest queue. More did not help in simulations of 16 and 64
+"""Random replicas that are compared with the shortest queue. More did not help in simulations of 16 and 64
 replicas."""
 
 
-def sample(count: int, total: int, rng: random.Random) -> Sequence[int]:
-    """Up to `count` distinct random positions below `total`; for a few of many faster than `random.sample`."""
-    if count >= total:
-        return range(total)
-    chosen: dict[int, None] = {}
-    draw = rng.random
-    while len(chosen) < count:
-        chosen[int(draw() * total)] = None
-    return list(chosen)
-
-
 def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random) -> list[int]:
-    """Positions to compute scores for: all of up to eight; of more, a known shortest queue and three random ones."""
+    """Positions to compute scores for: all of up to eight; of more, a shortest queue and three random ones."""
     total = len(replicas)
-    if total <= MOST_COMPARED or not isinstance(replicas, ServingReplicas):
-        return list(sample(MOST_COMPARED, total, rng))
-    chosen, draw = [replicas.shortest(rng)], rng.random
+    if total <= MOST_COMPARED:
+        return list(range(total))
+    chosen, draw = [shortest_queue(replicas, rng)], rng.random
     while len(chosen) <= _BESIDE_THE_SHORTEST:
         position = int(draw() * total)
         if position not in chosen:
             chosen.append(position)
     return chosen
+
+
+def shortest_queue(replicas: Sequence[ReplicaView], rng: random.Random) -> int:
+    """Position of a shortest queue, see `pick_lowest`."""
+    lengths = [replica.queue_length for replica in replicas]
+    return pick_lowest(lengths, rng, expected_arrivals(replicas, len(lengths)))
 
 
 def has_other_heads(replicas: Sequence[ReplicaView]) -> bool:
@@ -55,10 +51,10 @@ def expected_arrivals(replicas: Sequence[ReplicaView], compared: int) -> float:
 
 def pick_lowest(scores: Sequence[float], rng: random.Random, arrivals: float = 0.0) -> int:
     """Index of the lowest score, ties uniformly at random; with `arrivals` see `draw_by_water_filling`."""
-    if arrivals > 0:
-        order = sorted(range(len(scores)), key=scores.__getitem__)
-        return order[draw_by_water_filling([(scores[place], 1) for place in order], arrivals, rng)]
     best = min(scores)
+    if arrivals > 0:
+        levels = sorted(Counter(scores).items())
+        best = levels[draw_by_water_filling(levels, arrivals, rng)][0]
     if scores.count(best) == 1:
         return scores.index(best)
     return rng.choice([place for place, score in enumerate(scores) if score == best])

@@ -1,6 +1,6 @@
 """What the contexts on a replica cost a request that joins them."""
 
-from typing import Protocol
+from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
 
 DECODE_WEIGHT = 0.01
 """Cost of a token of a context that is being decoded. Chosen in simulations: 0.02 and 0.05 cost
@@ -11,17 +11,7 @@ _FULLEST = 0.99
 """Upper bound of the KV usage, so that the cost stays finite."""
 
 
-class ContextLoad(Protocol):
-    """What the cost is computed from: a `ReplicaLoad`, or the sums that one is made of."""
-
-    @property
-    def decode_tokens(self) -> int: ...
-
-    @property
-    def kv_usage(self) -> float: ...
-
-
-def context_cost(load: ContextLoad, decode_weight: float = DECODE_WEIGHT, kv_tokens: float = KV_TOKENS) -> float:
+def context_cost(load: ReplicaLoad, decode_weight: float = DECODE_WEIGHT, kv_tokens: float = KV_TOKENS) -> float:
     """The decode work and KV pressure of a replica in prompt tokens: the same term in all policies that weigh costs.
 
         decode_weight * decode_tokens + kv_tokens * k / (1 - k)

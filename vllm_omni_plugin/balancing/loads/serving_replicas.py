@@ -1,34 +1,15 @@
-"""The replicas that take requests, indexed by queue length, and an estimate of what other heads send to them."""
+"""The replicas that take requests, and an estimate of what other heads send to them."""
 
 import random
-from array import array
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
 from math import exp
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from vllm_omni_plugin.balancing.interface import ReplicaView
-from vllm_omni_plugin.balancing.loads.context_cost import ContextLoad, context_cost
-from vllm_omni_plugin.balancing.loads.replica_load import load_of
 
 _AGE_S = 0.1
 """Age of other heads' reports. Chosen in simulations: half of it was worse, more was no better."""
 R = TypeVar("R", bound=ReplicaView)
-
-
-class CountedLoad(ContextLoad, Protocol):
-    """What is indexed of a load: a `ReplicaLoad`, or the sums that one is made of."""
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def prefill_tokens(self) -> int: ...
-
-
-def work_of(load: CountedLoad) -> float:
-    """What a replica has to do before a new prompt, and what slows it down, in prompt tokens."""
-    return load.prefill_tokens + context_cost(load)
 
 
 class UnreportedRequests:
@@ -87,86 +68,11 @@ def draw_by_water_filling(levels: Sequence[tuple[float, int]], arrivals: float, 
 
 
 class ServingReplicas(tuple[R, ...]):
-    """A tuple of replicas with an index of their queue lengths and work. Its owner calls `update`.
+    """The replicas as a pool passes them to its policy, with what other heads have not reported of them."""
 
-    A change of membership needs a new object. The first use builds the index in O(n). After that a change of one
-    replica and a query are O(1), except for a heap of the distinct queue lengths.
-    """
+    unreported: UnreportedRequests
 
     def __new__(cls, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> "ServingReplicas[R]":
-        return super().__new__(cls, replicas)
-
-    def __init__(self, replicas: Iterable[R], unreported: UnreportedRequests | None = None) -> None:
-        self.unreported = unreported or UnreportedRequests()
-        # By place; empty until the first use.
-        self._lengths: list[int] = []
-        self._work = array("d")
-        self._total = 0
-        self._places: dict[int, int] = {}
-        # Places by queue length, and the index of each place in its bucket.
-        self._buckets: dict[int, list[int]] = {}
-        self._ranks: list[int] = []
-        # All lengths that have a bucket, including empty ones.
-        self._heap: list[int] = []
-
-    @property
-    def total_queue_length(self) -> int:
-        if not self._places:
-            self._gather()
-        return self._total
-
-    @property
-    def work(self) -> tuple[Sequence[int], Sequence[float]]:
-        """The current queue lengths, and the work beside the prompts to come, by place; read-only. See `work_of`."""
-        if not self._places:
-            self._gather()
-        return self._lengths, self._work
-
-    def shortest(self, rng: random.Random) -> int:
-        """The place of a shortest queue, ties at random; with other heads see `draw_by_water_filling`."""
-        if not self._places:
-            self._gather()
-        buckets, heap, arrivals = self._buckets, self._heap, self.unreported.requests
-        if arrivals > 0:
-            levels = [(length, count) for length in sorted(heap) if (count := len(buckets[length]))]
-            bucket = buckets[levels[draw_by_water_filling(levels, arrivals, rng)][0]]
-        else:
-            while not (bucket := buckets[heap[0]]):
-                del buckets[heappop(heap)]
-        return bucket[int(rng.random() * len(bucket))]
-
-    def update(self, replica: R, load: CountedLoad) -> None:
-        """A replica's load has changed. Replicas that are not in this tuple, such as draining ones, are ignored."""
-        place = self._places.get(id(replica))
-        if place is None:
-            return
-        self._work[place] = work_of(load)
-        queue_length, before = load.requests, self._lengths[place]
-        if queue_length != before:
-            bucket = self._buckets[before]
-            # The last place of the bucket gets the rank of the removed one.
-            last = bucket.pop()
-            if last != place:
-                rank = self._ranks[place]
-                bucket[rank] = last
-                self._ranks[last] = rank
-            self._put(place, queue_length)
-            self._total += queue_length - before
-
-    def _gather(self) -> None:
-        self._places = {id(replica): place for place, replica in enumerate(self)}
-        self._work = array("d", [work_of(load_of(replica)) for replica in self])
-        self._lengths = [0] * len(self)
-        self._ranks = [0] * len(self)
-        for place, replica in enumerate(self):
-            self._put(place, replica.queue_length)
-        self._total = sum(self._lengths)
-
-    def _put(self, place: int, length: int) -> None:
-        bucket = self._buckets.get(length)
-        if bucket is None:
-            bucket = self._buckets[length] = []
-            heappush(self._heap, length)
-        self._ranks[place] = len(bucket)
-        self._lengths[place] = length
-        bucket.append(place)
+        serving = super().__new__(cls, replicas)
+        serving.unreported = unreported or UnreportedRequests()
+        return serving

@@ -11,7 +11,6 @@ from vllm_omni_plugin.balancing.interface import (
     Task,
     require_replicas,
 )
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest
 
 _MAX_LISTED = 8
@@ -22,8 +21,7 @@ _REASON = "least-load"
 class LeastQueueLengthBalancer(DecidingBalancer):
     """Picks the replica with the fewest unfinished requests, ties uniformly at random.
 
-    It is exact in a fleet of any size: the pool's `ServingReplicas` know their shortest queue; any other sequence is
-    searched. The reason is `least-load`; there is no fallback.
+    The reason is `least-load`; there is no fallback.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -31,13 +29,9 @@ class LeastQueueLengthBalancer(DecidingBalancer):
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         require_replicas(replicas)
-        if len(replicas) > _MAX_LISTED and isinstance(replicas, ServingReplicas):
-            position = replicas.shortest(self._rng)
-            chosen = Candidate(position, float(replicas[position].queue_length))
-            return Decision(position, _REASON, (chosen,))
         lengths = [replica.queue_length for replica in replicas]
-        if min(lengths) < 0:
-            raise ValueError("queue_length must be non-negative")
         position = pick_lowest(lengths, self._rng, expected_arrivals(replicas, len(lengths)))
+        if lengths[position] < 0:
+            raise ValueError("queue_length must be non-negative")
         listed = range(len(lengths)) if len(lengths) <= _MAX_LISTED else (position,)
         return Decision(position, _REASON, tuple(Candidate(place, float(lengths[place])) for place in listed))

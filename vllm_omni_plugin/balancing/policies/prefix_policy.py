@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from vllm_omni_plugin.balancing.caches.block_index import Level
 from vllm_omni_plugin.balancing.caches.block_keys import answered_keys, prompt_keys
@@ -27,8 +27,8 @@ from vllm_omni_plugin.balancing.interface import (
     Task,
     require_replicas,
 )
+from vllm_omni_plugin.balancing.loads.context_cost import context_cost
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, work_of
 from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import (
     MOST_COMPARED,
@@ -179,24 +179,26 @@ class PrefixBalancer(DecidingBalancer):
         tokens: int,
         expected: ExpectedPrefix | None,
     ) -> tuple[list[float], list[int]]:
-        """The cost and the matched tokens of each replica, in one loop without calls, for speed."""
+        """The cost and the matched tokens of each replica."""
         costs: list[float] = []
         matches: list[int] = []
         bits, weight, answer_tokens = fleet.bits, self._overlap_weight, self._answer_tokens
-        lengths, work = replicas.work if isinstance(replicas, ServingReplicas) else _work(replicas, positions)
         for position in positions:
             bit, matched = bits[position], 0
             for level_tokens, holders in levels:
                 if holders >> bit & 1:
                     matched = level_tokens
                     break
-            requests = lengths[position]
+            load = load_of(replicas[position])
+            requests = load.requests
             delayed = requests + 1 if requests < _MOST_DELAYED else _MOST_DELAYED
-            costs.append(weight * (tokens - matched) * delayed + work[position] + answer_tokens * requests)
+            uncached: float = tokens - matched
+            if expected is not None and position == expected.position:
+                uncached -= expected.tokens
+            costs.append(
+                weight * uncached * delayed + load.prefill_tokens + answer_tokens * requests + context_cost(load)
+            )
             matches.append(matched)
-        if expected is not None:
-            delayed = min(lengths[expected.position] + 1, _MOST_DELAYED)
-            costs[positions.index(expected.position)] -= weight * expected.tokens * delayed
         return costs, matches
 
     def _arriving_cost(
@@ -242,10 +244,3 @@ class KvAwareBalancer(PrefixBalancer):
     """
 
     wants_cache_events = True
-
-
-def _work(replicas: Sequence[ReplicaView], positions: Sequence[int]) -> tuple[Mapping[int, int], Mapping[int, float]]:
-    """Requests and work by position, for replicas that are not `ServingReplicas`."""
-    loads = {position: load_of(replicas[position]) for position in positions}
-    requests = {position: load.requests for position, load in loads.items()}
-    return requests, {position: work_of(load) for position, load in loads.items()}

@@ -14,7 +14,6 @@ from vllm_omni_plugin.balancing.interface import (
     Task,
     require_replicas,
 )
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas
 from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
 from vllm_omni_plugin.balancing.policy_options import number
 
@@ -48,7 +47,8 @@ class SessionBalancer(DecidingBalancer):
             return replace(self._least_load.decide(task, replicas), fallback="no-session")
         self._table.set_replicas(replicas)
         key = session.encode(errors="surrogatepass")
-        bound = self._load_factor * (_total_load(replicas) + 1) / len(replicas) + self._slack
+        total = sum([replica.queue_length for replica in replicas])
+        bound = self._load_factor * (total + 1) / len(replicas) + self._slack
         candidates: list[Candidate] = []
         for attempt in range(_ATTEMPTS):
             position = self._table.position(key, attempt)
@@ -56,9 +56,3 @@ class SessionBalancer(DecidingBalancer):
             if candidates[-1].score <= bound:
                 return Decision(position, "session-spilled" if attempt else "session", tuple(candidates))
         return replace(self._least_load.decide(task, replicas), reason="session-spilled")
-
-
-def _total_load(replicas: Sequence[ReplicaView]) -> int:
-    if isinstance(replicas, ServingReplicas):
-        return replicas.total_queue_length
-    return sum(replica.queue_length for replica in replicas)

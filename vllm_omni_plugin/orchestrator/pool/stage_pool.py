@@ -213,7 +213,7 @@ class StagePool:
             decision = Decision(affinity_key % len(serving), BOUND, by_policy=False)
         else:
             if self._unreported.heads > 1:
-                self._unreported.estimate(self._clock(), serving.total_queue_length)
+                self._unreported.estimate(self._clock(), sum([m.queue_length for m in serving]))
             decision = self._policy.decide(task, serving)
         if serving[decision.position].replica_id in avoid:
             places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
@@ -268,7 +268,6 @@ class StagePool:
         member.ledger.charge(run, run.charged_at)
         self._unreported.in_flight += 1
         self.flow.entered(run.charged_at)
-        self.serving.update(member, member.ledger)
         if self.exchange is not None:
             self.exchange.changed(member)
         self._policy.notify("dispatched", run.task, member, run.decision)
@@ -282,19 +281,16 @@ class StagePool:
         # The policy is not notified: the run's prompt keeps counting as cached there, for runs that were sent after it.
         now = self._clock()
         member.ledger.release(run, now)
-        self.serving.update(member, member.ledger)
         try:
             return self.decide(run.task, avoid=avoid)
         finally:
             member.ledger.charge(run, now)
-            self.serving.update(member, member.ledger)
 
     def add_first_output(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
         """An attempt's first output came; `cached_tokens` is None if the engine did not report them."""
         now = self._clock()
         member.ledger.add_first_output(run, now)
         self.flow.first_output(now, run.prompt_tokens, cached_tokens, _in_engine_s(run, now))
-        self.serving.update(member, member.ledger)
         if self.exchange is not None:
             self.exchange.changed(member)
         self._policy.notify("began", run.task, member, cached_tokens)
@@ -303,7 +299,6 @@ class StagePool:
         """The engine reported its load; the outputs of the same message were accepted before."""
         member.progress.report(self._clock(), report.kv_usage)
         member.ledger.report(report)
-        self.serving.update(member, member.ledger)
 
     def restart_silence(self) -> None:
         """That engines have been silent until now says nothing: an operator's call kept them from computing."""
@@ -320,7 +315,6 @@ class StagePool:
         member.ledger.release(run, now)
         if not run.has_output:
             self.flow.dropped(now, in_engine_s=_in_engine_s(run, now))
-        self.serving.update(member, member.ledger)
         if self.exchange is not None:
             self.exchange.changed(member)
         if run.ended and not run.sent and run.decision.by_policy:
@@ -340,7 +334,6 @@ class StagePool:
     def set_peer_work(self, member: PoolMember, others: Work | None) -> None:
         """Other heads have charged this work to a replica; None: they do not report it, see `LoadLedger`."""
         member.ledger.set_peer_work(others)
-        self.serving.update(member, member.ledger)
 
     def cache_changed(self, member: PoolMember, change: CacheChange) -> None:
         """The replica's engine reported a change of its cache. Ignored once the replica is lost."""
