@@ -2,12 +2,9 @@
 
 import errno
 import os
-import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -17,7 +14,6 @@ from tests.coordinator.coordinator_support import eventually
 from tests.fakes.keeping import keeping
 from tests.fakes.raw_peers import raw_peer
 from vllm_omni_plugin.curve import (
-    HANDSHAKE_FRAME_BYTES,
     PLAIN_USERNAME,
     Secrets,
     ZapHandler,
@@ -27,13 +23,7 @@ from vllm_omni_plugin.curve import (
     secure_server,
     why_refused,
 )
-from vllm_omni_plugin.curve.descriptors import MAX_HANDSHAKE_BYTES, PendingConnections
-from vllm_omni_plugin.curve.handshake_monitor import (
-    LOG_INTERVAL,
-    MAX_LOGGED_PEERS,
-    HandshakeMonitor,
-    RefusalLog,
-)
+from vllm_omni_plugin.curve.handshake_monitor import LOG_INTERVAL, RefusalLog
 
 OLD, NEW, OTHER = "the old secret of the fleet", "the new secret of the fleet", "somebody else's secret"
 Socket = zmq.Socket[bytes]
@@ -142,19 +132,13 @@ UNAUTHENTICATED = {
 
 
 @pytest.mark.parametrize("client", UNAUTHENTICATED.values(), ids=UNAUTHENTICATED.keys())
-def test_unauthenticated_peer_is_refused_counted_and_logged_with_its_address(
+def test_an_unauthenticated_peer_is_refused_counted_and_logged(
     site: Site, client: Callable[[Socket], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = site.serve()
-    refusals = 0
-    # A connection that is cut at once may be gone before its address was read.
-    while " 127.0.0.1:" not in caplog.text:
-        refusals += 1
-        assert refusals < 100
-        site.now += 2 * LOG_INTERVAL
-        assert not site.admits(server, client)
-        eventually(lambda: site.zap_handler.refused == refusals)  # noqa: B023
-    assert "at the test socket" in caplog.text
+    assert not site.admits(server, client)
+    eventually(lambda: site.zap_handler.refused == 1)
+    assert "Refused a connection at the test socket: " in caplog.text
     assert site.admits(server, holder(Secrets([OLD])))
 
 
@@ -164,7 +148,6 @@ def test_a_peer_that_ends_in_the_handshake_is_not_said_to_have_another_secret(
     with raw_peer(port_of(site.serve())):
         pass
     eventually(lambda: site.zap_handler.refused == 1)
-    assert "Unfinished handshake of " in caplog.text
     assert "it ended the connection or did not answer" in caplog.text
 
 
@@ -192,8 +175,8 @@ def test_client_key_that_is_not_admitted_is_refused(site: Site, caplog: pytest.L
     own = zmq.curve_keypair()
     event, _ = site.connect(site.serve(), with_keys(Secrets([OLD]).server_keys("test").public, *own))
     assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    assert site.zap_handler.refused == 1
-    assert "Refused 127.0.0.1 at the test socket" in caplog.text
+    eventually(lambda: site.zap_handler.refused == 1)
+    assert "Refused a connection at the test socket: its key or password is not admitted there" in caplog.text
 
 
 def test_secured_socket_admits_no_peer_without_a_zap_handler(sites: OpenSite) -> None:
@@ -255,40 +238,6 @@ def port_of(server: Socket) -> int:
     return int(server.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
-TOO_MUCH = "it sent more than a handshake takes"
-
-
-@pytest.mark.parametrize("mechanism", [b"CURVE", b"PLAIN"])
-def test_unauthenticated_peer_that_sends_too_much_is_disconnected(
-    sites: OpenSite, caplog: pytest.LogCaptureFixture, mechanism: bytes
-) -> None:
-    site = sites(Secrets([OLD]))
-    demand = None if mechanism == b"CURVE" else lambda socket: require_password(socket, "test")
-    with raw_peer(port_of(site.serve(demand)), mechanism) as peer:
-        peer.send_frame_header(2**30)
-        peer.send(bytes(MAX_HANDSHAKE_BYTES))
-        assert peer.is_disconnected()
-        eventually(lambda: site.zap_handler.refused == 1)
-    assert TOO_MUCH in caplog.text
-
-
-def test_unauthenticated_peer_with_an_oversized_frame_is_disconnected_and_logged(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
-
-    def secure(socket: Socket) -> None:
-        socket.maxmsgsize = HANDSHAKE_FRAME_BYTES
-        secure_server(socket, Secrets([OLD]), "test")
-
-    server = site.serve(secure)
-    assert site.admits(server, holder(Secrets([OLD])))
-    with raw_peer(port_of(server)) as peer:
-        peer.send_frame_header(HANDSHAKE_FRAME_BYTES + 1)
-        assert peer.is_disconnected()
-        eventually(lambda: site.zap_handler.refused == 1)
-    assert TOO_MUCH in caplog.text
-
-
 @pytest.mark.parametrize("mechanism", ["CURVE", "PLAIN"])
 def test_authenticated_peer_may_send_large_messages_at_once(site: Site, mechanism: str) -> None:
     site.zap_handler.admit("test", "x" * 40)
@@ -329,72 +278,13 @@ def test_context_has_one_zap_handler_and_a_closed_one_watches_no_socket(sites: O
         site.serve()
 
 
-def test_each_peer_is_logged_once_a_minute_and_the_number_of_peers_is_bounded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_reason_is_logged_once_a_minute_for_each_socket(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     log = RefusalLog(lambda: now)
-
-    def refuse(host: str) -> None:
-        log.record(host, f"{host}:1", "test", "why not")
-
-    for host in ("a", "a", "b"):
-        refuse(host)
+    for where, why in (("a", "x"), ("a", "x"), ("b", "x"), ("a", "y")):
+        log.record(where, why)
     now = LOG_INTERVAL
-    refuse("a")
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["a:1", "b:1", "a:1"]
-    assert log.count == 4
-    caplog.clear()
-    now = 2 * LOG_INTERVAL
-    for number in range(2 * MAX_LOGGED_PEERS):
-        refuse(f"host{number}")
-    assert len(caplog.records) == MAX_LOGGED_PEERS
-    assert log.count == 4 + 2 * MAX_LOGGED_PEERS
-
-
-def test_a_reused_descriptor_is_watched_again() -> None:
-    pending = PendingConnections()
-    with (
-        socket.create_server(("127.0.0.1", 0)) as own,
-        socket.create_server(("127.0.0.1", 0)) as other,
-        socket.create_connection(own.getsockname()) as client,
-        own.accept()[0] as server,
-    ):
-        for listening in (other, own):
-            pending.add(server.fileno(), f"tcp://127.0.0.1:{listening.getsockname()[1]}", 100)
-        client.sendall(bytes(MAX_HANDSHAKE_BYTES + 1))
-        eventually(lambda: pending.close_oversized() == [server.fileno()])
-        client.settimeout(20)
-        assert client.recv(1) == b""
-    pending.close()
-
-
-class Monitor:
-    """A server socket's monitor with the given events."""
-
-    def __init__(self, events: list[tuple[int, int]]) -> None:
-        self._events = iter(events)
-
-    def recv_multipart(self) -> tuple[bytes, bytes]:
-        return struct.pack("=Hi", *next(self._events)), b"tcp://127.0.0.1:1"
-
-
-def test_a_refused_connection_counts_once_even_if_another_one_ends_first() -> None:
-    refusals = RefusalLog(lambda: 0.0)
-    events = [
-        (zmq.EVENT_ACCEPTED, -2),
-        (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400),  # which the ZAP handler has recorded
-        (zmq.EVENT_ACCEPTED, -3),
-        (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 0),
-        (zmq.EVENT_DISCONNECTED, -3),
-        (zmq.EVENT_DISCONNECTED, -2),
-        (zmq.EVENT_ACCEPTED, -4),
-        (zmq.EVENT_DISCONNECTED, -4),
-    ]
-    reader: Any = Monitor(events)
-    monitor = HandshakeMonitor(reader, "test", refusals, PendingConnections(), zmq.NULL, None)
-    counts = []
-    for _ in events:
-        monitor.read_event()
-        counts.append(refusals.count)
-    assert counts == [0, 0, 0, 0, 1, 1, 1, 2]
+    log.record("a", "x")
+    logged = [record.args[:2] for record in caplog.records if isinstance(record.args, tuple)]
+    assert logged == [("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")]
+    assert log.count == 5

@@ -22,7 +22,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[OmniConfig]:
     """With what options the head, which has another model, was asked."""
     asked: list[OmniConfig] = []
 
-    def ask(coordinator: str, options: OmniConfig, address: str, replicas: int) -> HeadQueryResult:
+    def ask(coordinator: str, options: OmniConfig) -> HeadQueryResult:
         asked.append(options)
         return HeadQueryResult(HeadInfo(0.0, [0], {"model": "theirs"}))
 

@@ -136,7 +136,6 @@ class MemoryFleet:
             self.sessions,
             self,  # type: ignore[arg-type]
             lambda query: HeadInfo(0.0, [], {}),
-            None,  # type: ignore[arg-type]
             lambda: self.now,
         )
         self._note_state()

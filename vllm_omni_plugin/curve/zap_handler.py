@@ -12,7 +12,6 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from vllm_omni_plugin.curve.descriptors import PendingConnections
 from vllm_omni_plugin.curve.handshake_monitor import WATCHED_EVENTS, HandshakeMonitor, RefusalLog
 from vllm_omni_plugin.curve.secrets import PLAIN_USERNAME, Secrets, Socket
 
@@ -25,8 +24,7 @@ NO_CREDENTIAL = ""
 class ZapHandler:
     """Authenticates the peers of one context's secured sockets, in its own thread. All methods are thread-safe.
 
-    Create it before binding these sockets; without it they refuse all peers. It logs refusals with the peer's address,
-    counts them, and ends unauthenticated connections that send too much. Messages of an admitted connection carry a
+    Create it before binding these sockets; without it they refuse all peers. Messages of an admitted connection carry a
     unique ``User-Id``. Raises `zmq.ZMQError` if the context already has a ZAP handler.
     """
 
@@ -47,14 +45,13 @@ class ZapHandler:
         except BaseException:
             self._zap.close(linger=0)
             raise
-        self._pending = PendingConnections()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="omni-zap", daemon=True)
         self._thread.start()
 
     @property
     def refused(self) -> int:
-        """Number of refused connections."""
+        """Number of connections that watched sockets have refused."""
         return self._refusals.count
 
     def admit_secret_holders(self, domain: str) -> None:
@@ -69,11 +66,11 @@ class ZapHandler:
             self._admitted.setdefault(domain, set()).add(credential.encode())
 
     def watch(self, socket: Socket, name: str, on_last_disconnect: Callable[[], object] | None = None) -> None:
-        """Also log and count handshakes that fail before ZAP, and end unauthenticated connections that send too much.
+        """Log and count the refused connections of a socket, and cut those for which no descriptor is left.
 
-        Call after the socket's mechanism is set and before bind, in the thread that owns it. Close the socket before
-        the ZAP handler, unless the context is terminated then: libzmq blocks a monitored socket whose events nobody
-        reads. ``on_last_disconnect`` is called in the ZAP handler's thread when no authenticated peer is left.
+        Call before bind, in the thread that owns the socket. Close the socket before the ZAP handler, unless the
+        context is terminated then: libzmq blocks a monitored socket whose events nobody reads.
+        ``on_last_disconnect`` is called in the ZAP handler's thread when no authenticated peer is left.
         """
         with self._lock:
             if self._closed:
@@ -82,9 +79,7 @@ class ZapHandler:
             socket.monitor(endpoint, WATCHED_EVENTS)
             reader: Socket = self._context.socket(zmq.PAIR, socket_class=zmq.Socket)
             reader.connect(endpoint)
-            mechanism = int(socket.getsockopt(zmq.MECHANISM))
-            monitor = HandshakeMonitor(reader, name, self._refusals, self._pending, mechanism, on_last_disconnect)
-            self._new_monitors.append(monitor)
+            self._new_monitors.append(HandshakeMonitor(reader, name, self._refusals, on_last_disconnect))
             os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
@@ -95,23 +90,17 @@ class ZapHandler:
             self._closed = True
             os.eventfd_write(self._wakeup, 1)
         self._thread.join()
-        self._pending.close()
         os.close(self._wakeup)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._zap, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
-        poller.register(self._pending.fileno(), zmq.POLLIN)
         monitors: dict[Socket, HandshakeMonitor] = {}
         while not self._closed:
             for source, _ in poller.poll():
                 if source is self._zap:
                     self._answer()
-                elif source == self._pending.fileno():
-                    for descriptor in self._pending.close_oversized():
-                        for monitor in monitors.values():
-                            monitor.note_closed(descriptor)
                 elif source == self._wakeup:
                     os.eventfd_read(self._wakeup)
                     while self._new_monitors:
@@ -125,7 +114,7 @@ class ZapHandler:
             reader.close(linger=0)
 
     def _answer(self) -> None:
-        version, request_id, domain, address, _, mechanism, *credentials = self._zap.recv_multipart()
+        version, request_id, domain, _, _, mechanism, *credentials = self._zap.recv_multipart()
         if mechanism == b"CURVE":
             credential = z85.encode(credentials[0])
         elif mechanism == b"PLAIN" and credentials[0] == PLAIN_USERNAME.encode():
@@ -134,8 +123,5 @@ class ZapHandler:
             credential = b""
         with self._lock:
             admitted = credential in self._admitted.get(domain.decode(), ())
-        if not admitted:
-            host = address.decode()
-            self._refusals.record(host, host, domain.decode(), "its key or password is not admitted there (any more)")
         user_id = b"%d" % next(self._user_ids)
         self._zap.send_multipart([version, request_id, b"200" if admitted else b"400", b"", user_id, b""])

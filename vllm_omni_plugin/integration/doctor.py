@@ -9,12 +9,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import HeadQueryResult
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
-from vllm_omni_plugin.integration.checks.head_checks import (
-    check_head,
-    check_model,
-    check_reachability,
-    query_head_for_node,
-)
+from vllm_omni_plugin.integration.checks.head_checks import check_head, check_model, query_head_for_node
 from vllm_omni_plugin.integration.checks.machine_checks import check_machine, check_version
 from vllm_omni_plugin.integration.flags import ANY_VLLM_PATTERN, CONFIG, parse_fleet_flags
 
@@ -121,14 +116,12 @@ def _check_against_head(options: OmniConfig) -> Generator[CheckResult, None, Hea
     from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, with_secret
 
     try:
-        address = bind_address(options, headless=True)
-        options = with_secret(options, address, headless=True)
+        options = with_secret(options, bind_address(options, headless=True), headless=True)
     except ConfigError as error:
         yield CheckResult(Level.UNKNOWN, f"head: {error}")
         return HeadQueryResult()
-    answer = query_head_for_node(coordinator_address(options), options, address, options.dp_size_local)
+    answer = query_head_for_node(coordinator_address(options), options)
     yield from check_head(answer, options.stage_id)
-    yield from check_reachability(answer)
     return answer
 
 

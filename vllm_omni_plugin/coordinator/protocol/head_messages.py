@@ -15,7 +15,6 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     MAX_HOST_SLOT_CHARS,
     MAX_NUMBER,
     MAX_REPLICA_LIST_BYTES,
-    Address,
     Ordinal,
     QueueLength,
     ReplicaKey,
@@ -39,11 +38,7 @@ MAX_ERROR_CHARS = 4096
 ENGINE_KEYS = 2**53
 # This many rows with the longest addresses fit into MAX_HEAD_FRAME_BYTES.
 ROWS_PER_FRAME = 400
-MAX_LISTENING = 32
 MAX_HOST_SLOTS = 1024
-MAX_NONCE_CHARS = 64
-REACHABILITY_TIMEOUT_S = 2.0
-"""For a connection to a node's port. TCP repeats a lost connection request after 1 s."""
 MAX_HEAD_FRAME_BYTES = 256 * 1024
 # Messages share a frame up to this size. The largest message is a full list.
 SHARED_FRAME_BYTES = 1024 * 1024
@@ -147,13 +142,11 @@ class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
     """
 
     stage_id: StageId
-    listening: Annotated[list[Address], Meta(max_length=MAX_LISTENING)] = []
-    nonce: Annotated[str, Meta(max_length=MAX_NONCE_CHARS)] = ""
     host_slots: Annotated[tuple[HostSlot, ...], Meta(max_length=MAX_HOST_SLOTS)] = ()
 
 
 class HeadInfo(Struct, frozen=True, tag="facts"):
-    """The answer to `HeadQuery`. ``trying``: a `ReachabilityReport` follows.
+    """The answer to `HeadQuery`.
 
     ``numbers``: one for each host slot; none while the coordinator learns the numbers of running replicas.
     """
@@ -161,14 +154,7 @@ class HeadInfo(Struct, frozen=True, tag="facts"):
     timestamp: WallSeconds
     stages: list[StageId]
     fingerprint: dict[str, str]
-    trying: bool = False
     numbers: Annotated[tuple[ReplicaNumber, ...], Meta(max_length=MAX_HOST_SLOTS)] = ()
-
-
-class ReachabilityReport(Struct, frozen=True, tag="reached"):
-    """The reason for each address that is not reached, within `REACHABILITY_TIMEOUT_S` after `HeadInfo`."""
-
-    unreached: dict[str, str]
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
@@ -245,7 +231,6 @@ ToHead = Welcome | SessionRefused | FullList | ListDelta | PeerWork | HeadLeft |
 _encoder = msgspec.json.Encoder()
 _from_head: msgspec.json.Decoder[FromHead | HeadQuery] = msgspec.json.Decoder(FromHead | HeadQuery)
 _head_info: msgspec.json.Decoder[tuple[HeadInfo]] = msgspec.json.Decoder(tuple[HeadInfo])
-_reachability: msgspec.json.Decoder[tuple[ReachabilityReport]] = msgspec.json.Decoder(tuple[ReachabilityReport])
 _to_head: msgspec.json.Decoder[list[ToHead]] = msgspec.json.Decoder(list[ToHead])
 _anything = msgspec.json.Decoder()
 _DEEPER, _NO_DEEPER = b"[" * 64, b"]" * 64
@@ -266,7 +251,7 @@ def decode_from_head(frame: bytes) -> FromHead | HeadQuery:
     return decode_strictly(_from_head, frame, "message of a head", MAX_HEAD_FRAME_BYTES)
 
 
-def encode_to_head(message: ToHead | HeadInfo | ReachabilityReport) -> Raw:
+def encode_to_head(message: ToHead | HeadInfo) -> Raw:
     """Encode a message for `frames_to_head`, which may put it into any number of frames."""
     return Raw(_encoder.encode(message))
 
@@ -301,8 +286,3 @@ def decode_to_head(frame: bytes) -> list[ToHead]:
 def decode_head_info(frame: bytes) -> HeadInfo:
     (facts,) = decode_strictly(_head_info, frame, "answer to a question", MAX_FRAME_TO_HEAD_BYTES)
     return facts
-
-
-def decode_reachability(frame: bytes) -> ReachabilityReport:
-    (reached,) = decode_strictly(_reachability, frame, "ports reached", MAX_FRAME_TO_HEAD_BYTES)
-    return reached

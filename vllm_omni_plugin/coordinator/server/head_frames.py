@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import zmq
-from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
@@ -13,12 +12,10 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     HeadQuery,
     Hello,
     OperatorCall,
-    ReachabilityReport,
     decode_from_head,
     encode_to_head,
     frames_to_head,
 )
-from vllm_omni_plugin.coordinator.server.reachability_checks import ReachabilityChecks
 from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, OutgoingFrame
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
@@ -29,7 +26,7 @@ _MOST_CALLS_PER_SECOND = 1_000_000
 
 
 class HeadFrames:
-    """Connects the ROUTER with `ConnectedHeads` and `ReachabilityChecks`. For the coordinator's thread only.
+    """Connects the ROUTER with `ConnectedHeads`. For the coordinator's thread only.
 
     ``head_info`` returns the answer to a query, and ``wall_clock`` the seconds since the epoch.
     """
@@ -39,21 +36,19 @@ class HeadFrames:
         heads: ConnectedHeads,
         router: Socket,
         head_info: Callable[[HeadQuery], HeadInfo],
-        checks: ReachabilityChecks,
         wall_clock: Callable[[], float],
     ) -> None:
         self._heads = heads
         self._router = router
         self._head_info = head_info
-        self._checks = checks
         self._wall_clock = wall_clock
 
     def receive(self, peer: bytes, frame: bytes, now: float) -> bool:
         """Handle a frame. Returns False if it needs a session and there is none. Raises as `ConnectedHeads.handle`."""
         message = decode_from_head(frame)
         if isinstance(message, HeadQuery):
-            trying = self._checks.begin(peer, message.listening, message.nonce, now)
-            self._answer_node(peer, replace(self._head_info(message), trying=trying))
+            answer = encode_to_head(self._head_info(message))
+            self.send((peer, frame) for frame in frames_to_head([answer]))
             return True
         if isinstance(message, FleetState) and message.number > self._wall_clock() * _MOST_CALLS_PER_SECOND:
             raise WireError(f"fleet_state: no fleet can have made {message.number} calls")
@@ -66,14 +61,6 @@ class HeadFrames:
             raise
         self.send(frames or ())
         return frames is not None
-
-    def send_reachability(self, now: float) -> None:
-        """Send the results of finished reachability checks."""
-        for peer, report in self._checks.take_reports(now):
-            self._answer_node(peer, report)
-
-    def _answer_node(self, peer: bytes, answer: HeadInfo | ReachabilityReport) -> None:
-        self.send((peer, frame) for frame in frames_to_head([encode_to_head(answer)]))
 
     def send(self, frames: Iterable[OutgoingFrame]) -> None:
         """Send frames. A head whose queue is full gets a resync later; a head that is gone is removed."""

@@ -25,7 +25,6 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
 from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, HeadQuery, is_of_head
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
-from vllm_omni_plugin.coordinator.server.reachability_checks import MAX_CONNECTIONS, ReachabilityChecks
 from vllm_omni_plugin.coordinator.state.connected_heads import RELAY_INTERVAL, ConnectedHeads
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, PublishSchedule, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Change, MembershipTable, TableFullError
@@ -106,9 +105,7 @@ class OmniCoordinator:
         self._router = self._sockets.router
         self._pub = self._sockets.pub
         self._fingerprints = {} if secrets is None else dict(fingerprints or {})
-        # Without a secret everybody may ask, and must not learn which ports this machine reaches.
-        self._checks = ReachabilityChecks(0 if secrets is None else MAX_CONNECTIONS)
-        self._head_frames = HeadFrames(self._heads, self._router, self._head_info, self._checks, wall_clock)
+        self._head_frames = HeadFrames(self._heads, self._router, self._head_info, wall_clock)
         # User id and number of topics of each connection, by its descriptor. Descriptors are reused; the user id is the
         # one that the ZAP handler gives each connection.
         self._topics: dict[int, tuple[str, int]] = {}
@@ -219,8 +216,6 @@ class OmniCoordinator:
             self._wakeup.fileno(): self._wakeup.clear,
             self._pub: self._receive_subscriptions,
             self._router: self._receive_frames,
-            # Read by every `_tick`.
-            self._checks.fileno(): lambda: None,
         }
         for source in sources:
             poller.register(source, zmq.POLLIN)
@@ -231,7 +226,6 @@ class OmniCoordinator:
                     sources[source]()
                 self._tick(wake_at)
         finally:
-            self._checks.close()
             self._sockets.close()
             with self._loop_passed:
                 self._stopped.set()
@@ -241,7 +235,7 @@ class OmniCoordinator:
         with self._loop_passed:
             self._passes += 1
             self._loop_passed.notify_all()
-            deadlines = (self._table.next_deadline(), self._heads.next_deadline(), self._checks.next_deadline())
+            deadlines = (self._table.next_deadline(), self._heads.next_deadline())
             due_at = min(self._schedule.due_at, self._delta_schedule.due_at)
             wake_at = min([due_at, *(deadline for deadline in deadlines if deadline is not None)])
             # A request since the last tick may have been due before that tick. This is no lateness of this thread.
@@ -318,7 +312,6 @@ class OmniCoordinator:
             self._record(self._table.expire(now, late_by), now)
             self._head_frames.send(self._heads.expire(now, late_by))
             self._send_to_heads(now)
-            self._head_frames.send_reachability(now)
             if now < self._schedule.due_at:
                 return
             self._schedule.published(now)

@@ -1,21 +1,13 @@
 """Compares a node with its head before the node loads a model."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import HeadQueryResult, query_head
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.errors import ConfigError, RefusedByHeadError
+from vllm_omni_plugin.errors import RefusedByHeadError
 from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.links.replica_ports import (
-    REPLICA_PORTS,
-    Listener,
-    PortRange,
-    close_all,
-    listen_on_ports,
-)
 from vllm_omni_plugin.replicas.server.attached_heads import differences
 
 logger = init_logger(__name__)
@@ -24,54 +16,30 @@ LARGEST_CLOCK_DIFFERENCE_S = 5.0
 """Only logs, events and traces depend on it."""
 
 
-def query_head_for_node(
-    coordinator: str, options: OmniConfig, address: str, replicas: int, host_slots: Sequence[str] = ()
-) -> HeadQueryResult:
-    """Query the head, and meanwhile listen on the replicas' ports, so that the head can test whether it reaches them.
-
-    Blocks for up to 2 s, and for up to 2 s more if the head does not reach the node. If the ports cannot be bound, they
-    are not tested.
+def query_head_for_node(coordinator: str, options: OmniConfig, host_slots: Sequence[str] = ()) -> HeadQueryResult:
+    """Query the head at the ZMQ address `coordinator`. Blocks for up to 1.5 s.
 
     Args:
-        coordinator: the head's ZMQ address.
         options: of the node, from `with_secret`.
-        address: on which the replicas listen.
-        replicas: number of replicas.
         host_slots: of the replicas, to ask for their numbers.
     """
     secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
-    with _listening(options, address, REPLICA_PORTS * replicas) as listeners:
-        sockets = {listener.address: listener.socket for listener in listeners}
-        return query_head(coordinator, options.stage_id, secrets, sockets, host_slots)
+    return query_head(coordinator, options.stage_id, secrets, host_slots)
 
 
-@contextmanager
-def _listening(options: OmniConfig, address: str, count: int) -> Iterator[Sequence[Listener]]:
-    listeners: Sequence[Listener] = ()
-    # `check_start` reports the error.
-    with suppress(ConfigError):
-        ports = None if options.replica_ports is None else PortRange.parse(options.replica_ports)
-        listeners = listen_on_ports(address, ports, count)
-    try:
-        yield listeners
-    finally:
-        close_all(listeners)
-
-
-def require_fitting_head(
-    coordinator: str, options: OmniConfig, address: str, host_slots: Sequence[str]
-) -> HeadQueryResult:
+def require_fitting_head(coordinator: str, options: OmniConfig, host_slots: Sequence[str]) -> HeadQueryResult:
     """Query the head as `query_head_for_node` does, and log the results. Returns the answer, for `require_same_model`.
 
-    `host_slots`: of the node's replicas.
-
     Raises RefusedByHeadError if the head would refuse the node's replicas, whatever their model is. A head that does
-    not answer is no error, since it may start later. Ports that it does not reach are a warning.
+    not answer is no error, since it may start later.
     """
-    answer = query_head_for_node(coordinator, options, address, len(host_slots), host_slots)
-    _refuse_errors(check_head(answer, options.stage_id))
-    for result in check_reachability(answer):
-        _log(result)
+    answer = query_head_for_node(coordinator, options, host_slots)
+    results = check_head(answer, options.stage_id)
+    if answer.refused:
+        # No error, either: a proxy whose head starts later ends connections as a head with another secret does.
+        logger.warning("Before the start: %s", next(results).text)
+    else:
+        _refuse_errors(results)
     return answer
 
 
@@ -93,7 +61,7 @@ def _log(result: CheckResult) -> None:
 
 
 def check_head(answer: HeadQueryResult, stage_id: int) -> Iterator[CheckResult]:
-    """Check everything in the head's answer except the ports and the model."""
+    """Check everything in the head's answer except the model."""
     if answer.refused:
         yield CheckResult(
             Level.ERROR,
@@ -113,40 +81,6 @@ def check_head(answer: HeadQueryResult, stage_id: int) -> Iterator[CheckResult]:
                 Level.ERROR,
                 f"stage: the head has {theirs}, replica {stage_id}: give one of the head's with --omni-stage-id",
             )
-
-
-def check_reachability(answer: HeadQueryResult) -> Iterator[CheckResult]:
-    """Check whether the head reaches the node's ports."""
-    if answer.info is None or not answer.listening:
-        return
-    if answer.unreached is None:
-        yield CheckResult(
-            Level.UNKNOWN,
-            "ports: not tested, because the head is of an older version, has no secret, or is testing the ports of "
-            "many other nodes",
-        )
-    elif answer.unreached:
-        yield CheckResult(
-            Level.ERROR,
-            f"ports: the head does not reach {_by_reason(answer.unreached)}: open the ports of --omni-replica-ports "
-            "(any free ones are taken without it) to all heads, or give an address that they reach with "
-            "--omni-replica-address",
-        )
-    else:
-        yield CheckResult(Level.OK, f"ports: the head reaches {_places(answer.listening)}")
-
-
-def _by_reason(unreached: Mapping[str, str]) -> str:
-    reasons: dict[str, list[str]] = {}
-    for address, why in unreached.items():
-        reasons.setdefault(why, []).append(address)
-    return ", ".join(f"{_places(addresses)} ({why})" for why, addresses in reasons.items())
-
-
-def _places(addresses: Sequence[str]) -> str:
-    """Addresses of one host as `host port 1, 2, 3`."""
-    host = addresses[0].rpartition(":")[0]
-    return f"{host.removeprefix('tcp://')} port {', '.join(address.rpartition(':')[2] for address in addresses)}"
 
 
 def check_model(answer: HeadQueryResult, stage_id: int, fingerprint: Mapping[str, str]) -> Iterator[CheckResult]:

@@ -71,11 +71,11 @@ def serve_replicas(
             options, address, coordinator = runner.run(_find_addresses(options))
             with HostSlots(local_processes(args, options)[0], address, coordinator) as slots:
                 # Before vLLM configures the model, which takes many seconds.
-                answer = require_fitting_head(coordinator, options, address, slots.names)
+                answer = require_fitting_head(coordinator, options, slots.names)
                 plan = plan_node(args, options, launcher)
                 if answer.info is None or not answer.info.numbers:
                     # It may have started meanwhile, or know now which numbers are free.
-                    answer = require_fitting_head(coordinator, options, address, slots.names)
+                    answer = require_fitting_head(coordinator, options, slots.names)
                 require_same_model(answer, plan.stage_id, plan.fingerprint)
                 identities = slots.identities(() if answer.info is None else answer.info.numbers)
                 runner.run(_serve(options, plan, identities, address, coordinator, reaper))
