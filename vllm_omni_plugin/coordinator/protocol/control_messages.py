@@ -43,7 +43,9 @@ class ReplicaStatus(StrEnum):
 
 
 class ReplicaEvent(Struct, frozen=True):
-    """One registration of one replica. Each is complete, so the next one replaces a lost one.
+    """One whole registration of one replica.
+
+    If lost: the next one replaces it, after a heartbeat interval at the latest.
 
     Attributes:
         event_type: ``update`` (the replica joins, changes or leaves) or ``heartbeat``. It does not change the effect.
@@ -116,6 +118,8 @@ class ReplicaInfo(Struct, frozen=True):
 
 class ReplicaList(Struct, frozen=True):
     """The replicas of all stages at one moment.
+
+    If lost: the next one replaces it, after 5 s at the latest.
 
     Attributes:
         replicas: Replicas that are UP and take requests.

@@ -1,7 +1,7 @@
 """Messages between heads and the coordinator, and between a node that starts and the coordinator.
 
-docs/wire.md explains each message and its fields. A frame from a head is one JSON object whose first key is ``type``. A
-frame to a head is a list of such objects; an empty list answers a `Beat`.
+docs/wire.md has a table of them, which `tools.wire_page` makes from their docstrings. A frame from a head is one JSON
+object whose first key is ``type``. A frame to a head is a list of such objects; an empty list answers a `Beat`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,7 +72,10 @@ class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """Opens a session. The head repeats it until it gets `Welcome` or `SessionRefused`."""
+    """Opens a session. The head repeats it until it gets `Welcome` or `SessionRefused`.
+
+    If lost: it is repeated with each beat until it is answered.
+    """
 
     head_id: HeadId
     session: Ordinal
@@ -80,18 +83,27 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Beat(Struct, frozen=True, tag="beat"):
-    """Heartbeat of a head."""
+    """Heartbeat of a head.
+
+    If lost: the next one serves.
+    """
 
 
 class WorkReport(Struct, frozen=True, tag="work"):
-    """Work in flight of a head: all of it (``full``), or the rows that changed. The first of a session is full."""
+    """Work in flight of a head: all of it (``full``), or the rows that changed. The first of a session is full.
+
+    If lost: only with its session; the first report of the next one is full.
+    """
 
     full: bool
     work: Annotated[list[ReplicaWork], Meta(max_length=ROWS_PER_FRAME)]
 
 
 class OperatorCall(Struct, frozen=True, tag="call"):
-    """A call that the coordinator numbers and sends to all heads."""
+    """A call that the coordinator numbers and sends to all heads.
+
+    If lost: only with its session; the operator gets an error and repeats the call.
+    """
 
     call_id: Ordinal
     method: Method
@@ -101,7 +113,10 @@ class OperatorCall(Struct, frozen=True, tag="call"):
 
 
 class CallOutcome(Struct, frozen=True, tag="call_outcome"):
-    """The result of a call, from its caller to the other heads."""
+    """The result of a call, from its caller to the other heads.
+
+    If lost: resync; if its caller is gone, another head repeats the call if it may be made twice.
+    """
 
     number: Ordinal
     taken: Annotated[list[bool], Meta(max_length=MAX_STAGES)]
@@ -110,7 +125,10 @@ class CallOutcome(Struct, frozen=True, tag="call_outcome"):
 
 
 class CallDone(Struct, frozen=True, tag="call_done"):
-    """This head has finished its part of a call."""
+    """This head has finished its part of a call.
+
+    If lost: only with its session; a head with a new session counts as done.
+    """
 
     number: Ordinal
 
@@ -124,7 +142,10 @@ class StageState(Struct, frozen=True):
 
 
 class FleetState(Struct, frozen=True, tag="fleet_state"):
-    """Snapshot of the state that operator calls left, from the coordinator, or from a head with a newer one."""
+    """Snapshot of the state that operator calls left, from the coordinator, or from a head with a newer one.
+
+    If lost: the next resync has or requests it.
+    """
 
     number: Ordinal
     stages: Annotated[list[StageState], Meta(max_length=MAX_STAGES)]
@@ -132,11 +153,16 @@ class FleetState(Struct, frozen=True, tag="fleet_state"):
 
 
 class Bye(Struct, frozen=True, tag="bye"):
-    """The head closes its session."""
+    """The head closes its session.
+
+    If lost: the broken connection says the same, or 5 s of silence.
+    """
 
 
 class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
     """Sent by a node before it loads a model. It needs no session. Older coordinators do not answer.
+
+    If lost: it is not repeated; `Attach` compares the configurations later.
 
     ``host_slots``: of the replicas that the node will start, see `ReplicaEvent`.
     """
@@ -148,6 +174,8 @@ class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
 class HeadInfo(Struct, frozen=True, tag="facts"):
     """The answer to `HeadQuery`.
 
+    If lost: as `HeadQuery`.
+
     ``numbers``: one for each host slot; none while the coordinator learns the numbers of running replicas.
     """
 
@@ -158,29 +186,44 @@ class HeadInfo(Struct, frozen=True, tag="facts"):
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """A full resync begins. ``heads`` are the other heads."""
+    """A full resync begins. ``heads`` are the other heads.
+
+    If lost: resync.
+    """
 
     heads: list[HeadId]
 
 
 class SessionRefused(Struct, frozen=True, tag="refused"):
-    """This head gets no session. It answers each `Hello`."""
+    """This head gets no session. It answers each `Hello`.
+
+    If lost: it answers the next `Hello`.
+    """
 
     reason: ErrorText
 
 
 class FullList(ReplicaList, frozen=True, tag="full_list"):
-    """The replicas of all stages. Here and in `ListDelta`, ``last_heartbeat`` may be older than the last heartbeat."""
+    """The replicas of all stages. Here and in `ListDelta`, ``last_heartbeat`` may be older than the last heartbeat.
+
+    If lost: resync.
+    """
 
 
 class ListDelta(ReplicaList, frozen=True, tag="list_delta", kw_only=True):
-    """New and changed rows, and the keys of removed ones. Rows and keys may be known already."""
+    """New and changed rows, and the keys of removed ones. Rows and keys may be known already.
+
+    If lost: resync.
+    """
 
     removed: list[ReplicaKey]
 
 
 class PeerWork(Struct, frozen=True, tag="work"):
-    """Work in flight of a head: all of it (``full``), or the rows that changed. The head itself gets it, too."""
+    """Work in flight of a head: all of it (``full``), or the rows that changed. The head itself gets it, too.
+
+    If lost: resync.
+    """
 
     head_id: HeadId
     full: bool
@@ -188,33 +231,48 @@ class PeerWork(Struct, frozen=True, tag="work"):
 
 
 class NumberedCall(OperatorCall, frozen=True, tag="numbered_call", kw_only=True):
-    """A call of the head ``head_id``. All heads, also the caller, get the calls in the same order."""
+    """A call of the head ``head_id``. All heads, also the caller, get the calls in the same order.
+
+    If lost: resync: the snapshot has the calls.
+    """
 
     number: Ordinal
     head_id: HeadId
 
 
 class CallRefused(Struct, frozen=True, tag="call_refused"):
-    """To the caller: the call gets no number. The operator gets 503, because a retry may succeed."""
+    """To the caller: the call gets no number. The operator gets 503, because a retry may succeed.
+
+    If lost: resync; the operator gets an error and repeats the call.
+    """
 
     call_id: Ordinal
     reason: ErrorText
 
 
 class TakeOverCall(Struct, frozen=True, tag="take_over"):
-    """The caller left before it sent the outcome. This head repeats the call and becomes its caller."""
+    """The caller left before it sent the outcome. This head repeats the call and becomes its caller.
+
+    If lost: resync; the next head gets it.
+    """
 
     call: NumberedCall
 
 
 class CallFinished(Struct, frozen=True, tag="call_finished"):
-    """To the caller: all other heads have finished their part of the call."""
+    """To the caller: all other heads have finished their part of the call.
+
+    If lost: resync; the operator gets an error and repeats the call.
+    """
 
     number: Ordinal
 
 
 class HeadLeft(Struct, frozen=True, tag="head_left"):
-    """Another head left, or timed out."""
+    """Another head left, or timed out.
+
+    If lost: resync.
+    """
 
     head_id: HeadId
 

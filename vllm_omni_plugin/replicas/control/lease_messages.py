@@ -30,6 +30,8 @@ Keys = Annotated[bytes, Meta(max_length=8 * MAX_PART)]
 class Attach(Struct, frozen=True, tag="attach"):
     """Head to server: requests a lease of this replica.
 
+    If lost: it is sent again 0.1 to 5 s after the heartbeat timeout.
+
     Attributes:
         incarnation: the incarnation that the head has in its replica list. It may be older than the current one, but
             not older than the server's process.
@@ -49,6 +51,8 @@ class Attach(Struct, frozen=True, tag="attach"):
 class RenewLease(Struct, frozen=True, tag="beat"):
     """Head to server, every heartbeat interval: renews the lease. The server answers with `Status`.
 
+    If lost: the next one serves.
+
     Attributes:
         busy: the head has a call open that may block the engine's main loop for long.
     """
@@ -58,25 +62,36 @@ class RenewLease(Struct, frozen=True, tag="beat"):
 
 
 class Detach(Struct, frozen=True, tag="detach"):
-    """Head to server: ends the lease. The server aborts the requests that are still running for this head."""
+    """Head to server: ends the lease. The server aborts the requests that are still running for this head.
+
+    If lost: the lease times out.
+    """
 
     lease: int
 
 
 class DrainReplica(Struct, frozen=True, tag="leave"):
-    """Head to server, for an operator: drain the replica, stop its engine and do not restart it."""
+    """Head to server, for an operator: drain the replica, stop its engine and do not restart it.
+
+    If lost: each attached head sends one. Without any the engine runs on, unused.
+    """
 
     lease: int
 
 
 class StateSynced(Struct, frozen=True, tag="told"):
-    """Head to server: the engine has received all operator calls that the fleet has recorded."""
+    """Head to server: the engine has received all operator calls that the fleet has recorded.
+
+    If lost: the next head brings the engine up to date again.
+    """
 
     lease: int
 
 
 class PollCache(Struct, frozen=True, tag="follow"):
     """Head to server: requests the changes of the engine's prefix cache after a cursor.
+
+    If lost: it is repeated with each `RenewLease`, from the last cursor.
 
     The server answers with one `CacheChanges` as soon as there are changes. The head then sends the next poll. It sends
     the same poll again if the answer may be lost.
@@ -88,6 +103,8 @@ class PollCache(Struct, frozen=True, tag="follow"):
 
 class Attached(Struct, frozen=True, tag="attached"):
     """Server to head: grants a lease.
+
+    If lost: as `Attach`; the unused lease times out.
 
     Attributes:
         input_addr: where the head connects a PUSH for requests: frames are (identity, request type, payload...).
@@ -116,6 +133,8 @@ class Attached(Struct, frozen=True, tag="attached"):
 class AttachRefused(Struct, frozen=True, tag="refused"):
     """Server to head: refuses a lease.
 
+    If lost: as `Attach`.
+
     Attributes:
         reason: for the logs of both ends; names each field that differs and both values.
         lasting: a retry will fail until the head or the server is restarted.
@@ -127,6 +146,8 @@ class AttachRefused(Struct, frozen=True, tag="refused"):
 
 class Status(Struct, frozen=True, tag="status"):
     """Server to head: answers each `RenewLease`; also sent on every change.
+
+    If lost: it answers the next `RenewLease`.
 
     Attributes:
         status: UP; DRAINING: send no new requests, and detach when all are finished; ERROR or DOWN: the engine is lost
@@ -141,13 +162,18 @@ class Status(Struct, frozen=True, tag="status"):
 
 
 class Expired(Struct, frozen=True, tag="expired"):
-    """Server to head: this lease does not exist or has ended."""
+    """Server to head: this lease does not exist or has ended.
+
+    If lost: it answers the next `RenewLease`.
+    """
 
     lease: int
 
 
 class CacheChanges(Struct, frozen=True, tag="cache_changes"):
     """Server to head: what changed in the engine's prefix cache. The fields after `cursor` are those of `CacheChange`.
+
+    If lost: as `PollCache`.
 
     Attributes:
         since: cursor of the poll that this answers; `cursor` is for the next poll.

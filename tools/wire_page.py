@@ -1,0 +1,52 @@
+"""Writes the tables of messages in docs/wire.md, from the docstrings of the messages' structs.
+
+python -m tools.wire_page
+"""
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import get_args
+
+from msgspec import Struct
+from msgspec.structs import fields
+
+from vllm_omni_plugin.coordinator.protocol import control_messages, head_messages
+from vllm_omni_plugin.replicas.control import lease_messages
+
+PAGE = Path(__file__).parents[1] / "docs" / "wire.md"
+_BEGIN, _END = "<!-- made by python -m tools.wire_page -->\n", "<!-- end of what is made -->\n"
+_TABLES: dict[str, tuple[type[Struct], ...]] = {
+    "From replicas, nodes and heads to the coordinator": (
+        control_messages.ReplicaEvent,
+        head_messages.HeadQuery,
+        *get_args(head_messages.FromHead),
+    ),
+    "From the coordinator": (control_messages.ReplicaList, head_messages.HeadInfo, *get_args(head_messages.ToHead)),
+    "From a head to a replica server": get_args(lease_messages.ToServer),
+    "From a replica server to a head": get_args(lease_messages.FromServer),
+}
+
+
+def page(text: str) -> str:
+    """The page's text with its tables written anew."""
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}{''.join(_table(*table) for table in _TABLES.items())}\n{_END}{after}"
+
+
+def _table(title: str, structs: Iterable[type[Struct]]) -> str:
+    rows = "".join(map(_row, structs))
+    return f"\n### {title}\n\n| message | `type` | keys | meaning | if lost |\n|---|---|---|---|---|\n{rows}"
+
+
+def _row(struct: type[Struct]) -> str:
+    meaning, *further = (" ".join(part.split()) for part in (inspect.getdoc(struct) or "").split("\n\n"))
+    (if_lost,) = (part.removeprefix("If lost: ") for part in further if part.startswith("If lost: "))
+    tag = struct.__struct_config__.tag
+    keys = ", ".join(f"`{field.encode_name}`" for field in fields(struct))
+    return f"| `{struct.__name__}` | {f'`{tag}`' if tag else ''} | {keys} | {meaning} | {if_lost} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
