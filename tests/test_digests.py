@@ -1,37 +1,26 @@
 """When the files of an adapter are the same on two nodes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fakes.adapter_files import write_adapter
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest
 
-MIB = 1024 * 1024
 
-
-def flipped(content: bytes, place: int) -> bytes:
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
-def test_every_byte_counts_of_files_up_to_64_mib(tmp_path: Path) -> None:
-    weights = bytes(64 * MIB)
-    places = (64 * 1024, 31 * MIB + 7, len(weights) - 1)
-    written = [weights, *(flipped(weights, place) for place in places)]
-    assert len({adapter_digest(str(write_adapter(tmp_path, content))) for content in written}) == len(written)
-
-
-def test_of_larger_files_the_size_counts_and_what_is_in_many_places(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path)
-    weights = folder / "adapter_model.safetensors"
-    digests = []
-    for size, changed in ((1024 * MIB, 0), (1024 * MIB + 1, 0), (1024 * MIB, MIB)):
-        with weights.open("wb") as file:
-            file.truncate(size)
-            file.seek(size // 3)
-            file.write(b"1" * changed)
-        digests.append(adapter_digest(str(folder)))
-    assert len(set(digests)) == len(digests)
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        pytest.param({}, True, id="nothing"),
+        pytest.param({"weights": b"longer weights"}, False, id="size of the weights"),
+        pytest.param({"config": {"r": 16}}, False, id="configuration"),
+        pytest.param({"weights_name": "adapter_model.bin"}, False, id="kind of file"),
+    ],
+)
+def test_configuration_and_size_of_the_weights_count(tmp_path: Path, changed: dict[str, Any], same: bool) -> None:
+    one, other = write_adapter(tmp_path / "one"), write_adapter(tmp_path / "other", **changed)
+    assert (adapter_digest(one) == adapter_digest(other)) is same
 
 
 def test_it_is_that_of_the_files_which_are_loaded_wherever_they_lie(
@@ -60,5 +49,5 @@ def test_what_may_not_be_read_cannot_be_compared(tmp_path: Path, monkeypatch: py
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     assert adapter_digest(str(folder)) == ""

@@ -32,7 +32,7 @@ def between(head: Any, replica: Any) -> list[str]:
         pytest.param("config.json", json.dumps(LLAMA), [], id="the same at another path"),
         pytest.param("config.json", json.dumps(LLAMA | {"rope_theta": 5.0}), ["model"], id="another configuration"),
         pytest.param("model.safetensors", "other weights", ["model"], id="other weights"),
-        pytest.param("model.safetensors", "weightz", ["model"], id="other weights of the same size"),
+        pytest.param("model.safetensors.index.json", "{}", ["model"], id="an index"),
         pytest.param("another.safetensors", "weights", ["model"], id="more weights"),
         pytest.param("tokenizer.json", "[]", ["tokenizer"], id="another vocabulary"),
         pytest.param("tokenizer_config.json", '{"chat_template": "hello"}', [], id="a chat template, the head's own"),
@@ -167,9 +167,9 @@ def test_a_model_with_weights_elsewhere_is_identified_by_their_address(model: Pa
     assert line.endswith("with s3://bucket/weights")
 
 
-def test_default_adapters_are_identified_by_their_content(model: Path, tmp_path: Path) -> None:
+def test_default_adapters_are_identified_by_their_files(model: Path, tmp_path: Path) -> None:
     configs = []
-    for name, weights in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+    for name, weights in (("a", b"1"), ("b", b"1"), ("c", b"22")):
         adapter = tmp_path / name
         adapter.mkdir()
         (adapter / "adapter_model.safetensors").write_bytes(weights)

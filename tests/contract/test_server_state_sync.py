@@ -158,7 +158,7 @@ async def test_other_files_at_the_path_of_a_module_are_another_adapter_to_an_eng
     tmp_path: Path,
 ) -> None:
     ids = []
-    for weights in (b"1", b"1", b"2"):
+    for weights in (b"1", b"1", b"22"):
         (tmp_path / "adapter_model.safetensors").write_bytes(weights)
         client = FakeFleetClient()
         await server(client, ("story", str(tmp_path)))

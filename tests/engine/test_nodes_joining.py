@@ -102,7 +102,7 @@ def test_a_node_with_other_files_of_an_adapter_joins_when_nobody_can_ask_for_it_
         http.post("/v1/load_lora_adapter", json=loaded).raise_for_status()
         # As if the late node had a disk of its own.
         shutil.rmtree(adapter)
-        make_lora(adapter, seed=2)
+        make_lora(adapter, seed=2, rank=4)
         start_sim()
         told = f"LoRA adapter 'changing': the files at {adapter} have the digest "
         until(lambda: told in served.head.log.read_text(), "the head says why", START_S)

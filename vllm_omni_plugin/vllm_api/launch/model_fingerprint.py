@@ -12,20 +12,19 @@ import vllm
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest, digest, samples
+from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest, digest, names_and_sizes
 from vllm_omni_plugin.vllm_api.requests.moving import PROCESSOR_PLUGINS
 
 _HUB_CACHE_PREFIX = "models--"
 _HUB_SNAPSHOTS = "snapshots"
 _CONFIGS = ("config.json", "params.json")
-_WEIGHTS = (("*.safetensors", "*.safetensors.index.json"), ("*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"))
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"))
 """vLLM loads the first kind that exists. Other files, such as the state of a training, are not part of the model."""
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab*", "merges.txt", "tekken.json", "*.tiktoken")
 _SAME_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Load formats that read the usual files of a checkpoint."""
 _PLATFORM = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled")
-_SAMPLES, _LEAST_SAMPLES, _SAMPLE_BYTES = 256, 3, 4096
-"""Samples of all files together, at least of each file, and their size. On a network file system each takes 1 ms."""
 _LONGEST_TEXT = 200
 
 
@@ -137,12 +136,12 @@ def _identity(name: str, digest_of: Callable[[Path], str]) -> str:
 
 
 def _model_digest(path: Path) -> str:
-    """A digest of config.json and of names, sizes and samples of the weights; reading all weights takes minutes."""
-    config = path / "config.json"
-    content = config.read_bytes() if config.is_file() else b""
-    weights = next(filter(None, (_files(path, patterns) for patterns in _WEIGHTS)), [])
-    of_each = max(_LEAST_SAMPLES, _SAMPLES // max(1, len(weights)))
-    return digest([content, *samples(weights, of_each, _SAMPLE_BYTES)])
+    """A digest of config.json and of the weights' index; without an index, of the weights' names and sizes."""
+    described = [file.read_bytes() for name in ("config.json", _INDEX) if (file := path / name).is_file()]
+    if not (path / _INDEX).is_file():
+        weights = next(filter(None, (_files(path, patterns) for patterns in _WEIGHTS)), [])
+        described += names_and_sizes(weights)
+    return digest(described)
 
 
 def _tokenizer_digest(path: Path) -> str:

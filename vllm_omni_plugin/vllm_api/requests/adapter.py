@@ -13,36 +13,28 @@ _DIGEST_BYTES = 8
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """In the order in which vLLM looks for them; it reads the first that exists."""
-_ADAPTER_SAMPLES, _ADAPTER_SAMPLE_BYTES = 1024, 64 * 1024
-"""At most 64 MiB of a file, which takes a few tenths of a second; other messages wait meanwhile."""
 
 
 def adapter_digest(path: str | Path) -> str:
-    """The digest of the configuration and weights of a LoRA adapter; "" if vLLM could not read it on this node."""
+    """The digest of a LoRA adapter's configuration and of the name and size of its weights.
+
+    "" if vLLM could not read it on this node.
+    """
     folder = Path(os.path.expanduser(path))
+    config = folder / _ADAPTER_CONFIG
     try:
-        config = [file for file in (folder / _ADAPTER_CONFIG,) if file.is_file()]
         weights = [file for name in _ADAPTER_WEIGHTS if (file := folder / name).is_file()][:1]
-        found = config + weights
-        return digest(samples(found, _ADAPTER_SAMPLES, _ADAPTER_SAMPLE_BYTES)) if found else ""
+        found = [config.read_bytes()] if config.is_file() else []
+        found += names_and_sizes(weights)
     except OSError:
         return ""
+    return digest(found) if found else ""
 
 
-def samples(found: Iterable[Path], count: int, sample_bytes: int) -> Iterator[bytes]:
-    """Names and sizes of files, and `count` samples of each from its start to its end.
-
-    Two fine-tunes of one model have the same names, sizes and headers, and may differ in few tensors.
-    """
-    for file in found:
+def names_and_sizes(files: Iterable[Path]) -> Iterator[bytes]:
+    for file in files:
         yield file.name.encode()
-        size = file.stat().st_size
-        yield str(size).encode()
-        last = max(0, size - sample_bytes)
-        with file.open("rb", buffering=0) as stream:
-            for place in sorted({last * sample // (count - 1) for sample in range(count)}):
-                stream.seek(place)
-                yield stream.read(sample_bytes)
+        yield str(file.stat().st_size).encode()
 
 
 def digest(parts: Iterable[bytes]) -> str:
