@@ -104,7 +104,7 @@ def start(config: Any) -> Start:
             httpx.AsyncClient(base_url=f"{scheme}://{HERE}:{admin_port}", verify=False) as client,
         ):
             drain = HeadDrain(served.orchestrator.events)
-            server = AdminServer(served, args, options, config, drain, lambda: head.ending)
+            server = AdminServer(served, args, options, config, drain, lambda: head.ending, lambda: {"adapter"})
             head = Head(served, server, drain, port, admin_port, client)
             await server.start()
             try:
@@ -269,7 +269,7 @@ def sampled(name: str) -> list[float]:
 
 
 async def test_a_prompt_of_token_ids_is_explained_without_a_tokenizer(start: Start) -> None:
-    async with start("--served-model-name", "tiny", "alias", "--lora-modules", "adapter=/nowhere") as head:
+    async with start("--served-model-name", "tiny", "alias") as head:
         key = find_local_key(HERE, head.admin_port)
         assert key is not None
         ask = partial(head.status, "/omni/explain", "POST", key)
@@ -295,7 +295,7 @@ async def test_sighup_reads_the_admission_file_again(start: Start, tmp_path: Pat
 async def test_a_port_that_is_taken_is_an_error_of_the_flag(start: Start, config: Any) -> None:
     async with start() as head:
         options = OmniConfig(admin_port=head.admin_port)
-        second = AdminServer(head.fleet, head.server._args, options, config, head.drain, lambda: False)
+        second = AdminServer(head.fleet, head.server._args, options, config, head.drain, lambda: False, list)
         with pytest.raises(ConfigError, match=f"--omni-admin-port: {HERE} port {head.admin_port} cannot be bound"):
             await second.start()
         await second.close()

@@ -33,7 +33,7 @@ def read(state: SimpleNamespace, request: pytest.FixtureRequest) -> PromptReader
     """How each front end's head reads a prompt."""
     if request.param == "Python":
         return partial(read_prompt, state)
-    return ModelPrompts(state.config, ["tiny", "alias"], ["adapter"]).read
+    return ModelPrompts(state.config, ["tiny", "alias"], lambda: ["adapter"]).read
 
 
 @pytest.mark.parametrize("model", [None, "", "tiny", "alias"])
@@ -79,7 +79,7 @@ async def test_the_tokenizer_is_loaded_once_for_the_first_text(
         return state.online_renderer
 
     monkeypatch.setattr(model_prompts, "_load", load)
-    prompts = ModelPrompts(state.config, ["tiny"], [])
+    prompts = ModelPrompts(state.config, ["tiny"], list)
     await prompts.read([1, 2], None)
     assert loaded == []
     await asyncio.gather(*(prompts.read("Once", None) for _ in range(3)))

@@ -266,14 +266,15 @@ async def test_a_call_that_cannot_be_sent_is_withdrawn_everywhere(
         await head.until([])
 
 
-async def test_an_adapter_is_known_to_all_heads_when_the_call_returns(heads: list[FakeHead]) -> None:
+@pytest.mark.parametrize("unload", [FORGET_LORA, "remove_lora"])
+async def test_an_adapter_is_known_to_all_heads_when_the_call_returns(heads: list[FakeHead], unload: str) -> None:
     await heads[0].call("add_lora", STORY)
     await heads[0].call("pin_lora", 7)
     assert [head.adapters for head in heads[1:]] == [{"story": STORY}] * 2
-    await heads[1].call(FORGET_LORA, 7)
+    await heads[1].call(unload, 7)
     assert [head.adapters for head in (heads[0], heads[2])] == [{}] * 2
     assert [head.replay for head in heads] == [[]] * 3
-    assert [len(head.calls(0)) for head in heads] == [2, 0, 0]
+    assert [len(head.calls(0)) for head in heads] == [2, 0 if unload == FORGET_LORA else 1, 0]
 
 
 async def test_the_servers_of_all_heads_are_notified_of_the_sleep_level(heads: list[FakeHead]) -> None:

@@ -28,7 +28,7 @@ class Head:
 
     Attributes:
         client: for HTTP.
-        processes: ids of all processes that were started, the serving one first and the standby last.
+        processes: ids of all processes that were started, in this order.
         running: ends when the front end has been stopped, or cannot be started.
     """
 
@@ -43,8 +43,10 @@ class Head:
 
     @property
     def serving(self) -> int:
-        """The process that serves, once there is a standby."""
-        return self.processes[-2]
+        """The process that serves, or is about to."""
+        process = self.front_end._serving
+        assert process is not None
+        return process.pid
 
     async def ask(self, **body: Any) -> httpx.Response:
         """Ask for a completion."""
@@ -94,6 +96,7 @@ async def started_head(
         program = binary or envs.VLLM_RUST_FRONTEND_PATH
         assert program is not None
         front_end = RustFrontEnd(program, args, listening, fleet.link, processes.append, 0.02, probe_timeout)
+        fleet.on_adapters = front_end.adapters_changed
         head = Head(fleet, front_end, client, processes)
         preparing = asyncio.create_task(front_end.prepare())
         await eventually(lambda: processes, "the first process")

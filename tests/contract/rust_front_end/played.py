@@ -120,6 +120,7 @@ class RustFleet(PlayedFleet):
         reports: engine index and statistics of each report.
         changes: replicas that joined or left.
         on_change: called for each of them.
+        on_adapters: called when the adapters of the fleet have changed.
     """
 
     stages = FleetStages(None, [None])
@@ -139,6 +140,7 @@ class RustFleet(PlayedFleet):
         self.reports: list[tuple[int, Any]] = []
         self.changes: list[ReplicaJoined | ReplicaLeft] = []
         self.on_change: Callable[[ReplicaJoined | ReplicaLeft], None] = self.changes.append
+        self.on_adapters: Callable[[Any], None] = lambda applied: None
         self.calls = UtilityCallClient(self.orchestrator, self.stages, WorkerRanks((), {}, {}, is_open=False))
         self.link.bind(
             self.orchestrator.request_states,
@@ -148,6 +150,7 @@ class RustFleet(PlayedFleet):
                 lambda request: self.read_terms(request),
                 self._keep_statistics,
                 lambda change: self.on_change(change),
+                lambda applied: self.on_adapters(applied),
             ),
         )
         for replica_id in range(replicas):

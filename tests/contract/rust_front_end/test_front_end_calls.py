@@ -1,10 +1,13 @@
 """Calls of a front end to its engine that mean something else to a fleet: of adapters, and of trainers."""
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestError
+
+from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
 
 from .played import READY, PlayedFrontEnd, RustFleet
 
@@ -34,10 +37,46 @@ async def test_adapters_that_two_front_ends_give_one_id_are_two_in_the_fleet(
         await fleet.has("b-1")
         link, engine_id = fleet.run_of("b-1")
         assert link.requests[engine_id].lora_request.lora_int_id != french.lora_int_id
-        # The same files are the same adapter.
+        # The fleet has this one already.
         await load(second, "fr", 2, "adapters/fr")
-        loaded = [args[0][1] for _, method, args in link.calls if method == "add_lora"]
-        assert (loaded[0], loaded[-1], len(set(loaded))) == (french.lora_int_id, french.lora_int_id, 2)
+        await second.add("b-2", lora_request=LoRARequest("fr", 2, "adapters/fr"))
+        await fleet.has("b-1", "b-2")
+        link, engine_id = fleet.run_of("b-2")
+        assert link.requests[engine_id].lora_request == french
+        assert [args[0][0] for _, method, args in link.calls] == ["fr", "de"]
+
+
+async def test_an_adapter_that_is_loaded_in_place_takes_the_place_of_the_one_of_its_name(
+    fleet: RustFleet, front_end: PlayedFrontEnd, tmp_path: Path
+) -> None:
+    fleet.answer_with(lambda link, call_id, method, args: link.answer(call_id, True))
+    for content in ("old", "new"):
+        (tmp_path / "adapter_config.json").write_text(content)
+        await load(front_end, "fr", 1, str(tmp_path), None, content == "new")
+    link = fleet.links[0]
+    (old, _), (new, in_place) = [(args[0][1], args[0][4:5]) for _, _, args in link.calls]
+    assert (new != old, in_place) == (True, [True])
+    assert [adapter.lora_int_id for adapter in fleet.calls.shared_adapters().values()] == [new]
+    await front_end.add("a-1", lora_request=LoRARequest("fr", 1, str(tmp_path)))
+    await fleet.has("a-1")
+    link, engine_id = fleet.run_of("a-1")
+    assert link.requests[engine_id].lora_request.lora_int_id == new
+
+
+async def test_a_request_for_an_adapter_that_another_head_has_unloaded_is_invalid(
+    fleet: RustFleet, front_end: PlayedFrontEnd
+) -> None:
+    fleet.answer_with(lambda link, call_id, method, args: link.answer(call_id, True))
+    await load(front_end, *ADAPTER)
+    [adapter] = fleet.calls.shared_adapters().values()
+    await fleet.calls.forget_lora_async(adapter.lora_int_id)
+    fleet.link.give(EngineStateUpdate((), (adapter.lora_int_id,), None, Future()))
+    await front_end.add("a-1", lora_request=LoRARequest(*ADAPTER))
+    assert (await front_end.read_output()).error.code == "validation_error"
+    # The front end is told to unload it, too.
+    await front_end.call(2, "remove_lora", 1)
+    assert (await front_end.read()).utility_output.result.result is True
+    assert fleet.link.adapters.surplus == set()
 
 
 async def test_an_unloaded_adapter_is_the_fleets_own(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:

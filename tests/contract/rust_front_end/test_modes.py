@@ -1,7 +1,5 @@
 """What clients and operators say to the front end itself reaches all replicas, and those that join."""
 
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -115,20 +113,6 @@ async def test_an_adapter_is_loaded_by_all_engines_and_those_that_join(
         answer = await head.client.post("/v1/unload_lora_adapter", json={"lora_name": "fr"})
         assert answer.status_code == 200, answer.text
         assert calls(head.fleet.links[0])[-1] == ("remove_lora", [adapter[1]])
-
-
-async def test_the_adapters_of_the_command_line_are_those_of_each_front_end(
-    tiny_model: Path, sockets: Path, tmp_path: Path
-) -> None:
-    path, fleet = write_adapter(tmp_path / "fr"), RustFleet(replicas=2)
-    answers_calls(fleet, True)
-    async with head_with_adapters(fleet, tiny_model, "--enable-lora", "--lora-modules", f"fr={path}") as head:
-        os.kill(head.serving, signal.SIGKILL)
-        await head.has_standby(3)
-        [first, second] = calls(fleet.links[0])
-        assert first == second
-        answers_itself(fleet)
-        assert (await head.ask(model="fr")).status_code == 200
 
 
 async def test_sessions_arrive(head: Head) -> None:

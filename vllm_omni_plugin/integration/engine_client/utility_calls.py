@@ -19,7 +19,7 @@ from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS
-from vllm_omni_plugin.vllm_api.requests.adapter import adapter_of
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_of
 
 STAGES_OF_METHOD: dict[str, Callable[[FleetStages], tuple[int, ...]]] = {
     **dict.fromkeys(("is_scheduler_paused", "is_sleeping"), lambda stages: (stages.prompt_stage,)),
@@ -123,6 +123,11 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
     async def forget_lora_async(self, lora_id: int) -> None:
         """Forget an adapter: engines keep it, as with vLLM, but replicas that join later do not load it."""
         await self.call_utility_async(FORGET_LORA, lora_id)
+
+    def shared_adapters(self) -> dict[str, Adapter]:
+        """The adapters that requests can name, by name. For the orchestrator's loop."""
+        stages = [self.orchestrator.stage_calls[stage_id] for stage_id in self.stages.adapter_stages]
+        return {adapter.lora_name: adapter for stage in stages for adapter in stage.shared.adapters}
 
     async def abort_elsewhere(self, request_ids: Sequence[str]) -> None:
         """Abort requests of all other heads by their clients' ids; without ids, all of them.

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any
@@ -50,6 +50,7 @@ class AdminServer:
         vllm_config: of the server; see `ReplicaStatistics`.
         drain: whether an operator drains this head. Whoever takes new requests must refuse them while it is `active`.
         is_ending: whether the head shuts down: it takes no new requests.
+        adapters: returns the names of the LoRA adapters that requests can name.
 
     Attributes:
         statistics: takes what schedulers report. The orchestrator's thread uses it.
@@ -63,6 +64,7 @@ class AdminServer:
         vllm_config: Any,
         drain: HeadDrain,
         is_ending: Callable[[], bool],
+        adapters: Callable[[], Collection[str]],
     ) -> None:
         self._fleet = fleet
         self._args = args
@@ -70,6 +72,7 @@ class AdminServer:
         self._config = vllm_config
         self._drain = drain
         self._is_ending = is_ending
+        self._adapters = adapters
         self._collector = FleetCollector(fleet.orchestrator)
         self.statistics = ReplicaStatistics(vllm_config, self._ledgers, self._record_soon)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,7 +135,7 @@ class AdminServer:
         app.add_api_route("/metrics", self._metrics, include_in_schema=False)
         app.add_api_route("/health", self._health, include_in_schema=False)
         app.add_exception_handler(HTTPException, _error_like_openai)
-        prompts = ModelPrompts(self._config, *_model_names(self._args))
+        prompts = ModelPrompts(self._config, self._args.served_model_name or [self._args.model], self._adapters)
         set_operator_state(
             app.state,
             self._fleet,
@@ -221,11 +224,6 @@ async def _serve(server: _Server, listener: socket.socket) -> None:
             await server.serve([listener])
     except Exception:
         logger.exception("The operators' HTTP server has failed; requests are still served.")
-
-
-def _model_names(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The names of the model and of its adapters."""
-    return args.served_model_name or [args.model], [adapter.name for adapter in args.lora_modules or ()]
 
 
 async def _error_like_openai(_: Request, error: Exception) -> Response:

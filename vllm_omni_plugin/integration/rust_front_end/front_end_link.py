@@ -24,6 +24,7 @@ from vllm_omni_plugin.errors import (
     WireError,
 )
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.integration.rust_front_end.fleet_adapters import FleetAdapters, complete
 from vllm_omni_plugin.integration.rust_front_end.front_end_calls import FrontEndCalls
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere, EngineStateUpdate
@@ -72,6 +73,7 @@ class FrontEndRules(NamedTuple):
         keep_statistics: called with the reports of 0.1 s, each the engine index and vLLM's `SchedulerStats`. Returns
             those of one engine in place of all replicas.
         replica_changed: called for each replica that joins or leaves after the start.
+        adapters_changed: see `FleetAdapters`.
         watermarks: whether engines are configured to mark their answers.
     """
 
@@ -79,6 +81,7 @@ class FrontEndRules(NamedTuple):
     read_terms: Callable[[Any], RequestTerms | None]
     keep_statistics: Callable[[Sequence[tuple[int, Any]]], Iterable[Any]]
     replica_changed: Callable[[ReplicaJoined | ReplicaLeft], None]
+    adapters_changed: Callable[[Future[None] | None], None]
     watermarks: bool = False
 
 
@@ -89,6 +92,7 @@ class FrontEndLink(FrontEnd):
     aborted. All methods are for the orchestrator's loop but those that say otherwise.
 
     Attributes:
+        adapters: of the fleet; after `bind`.
         first_ready_response: of the first replica that can answer prompts and came after the start.
         ended: done when nothing is served any more.
     """
@@ -123,6 +127,7 @@ class FrontEndLink(FrontEnd):
     ) -> None:
         """Pass the parts that are created after this object. Before the first `connect`; from any thread."""
         self._states, self._fleet_calls, self._rules = states, calls, rules
+        self.adapters = FleetAdapters(calls, rules.adapters_changed)
         self._drops_transfers = calls.stages.pipeline is not None
         self._prompt_stage = calls.stages.prompt_stage
 
@@ -209,7 +214,8 @@ class FrontEndLink(FrontEnd):
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(address)
         assert self._fleet_calls is not None
-        self._calls = FrontEndCalls(self._fleet_calls)
+        self.adapters.front_end_starts()
+        self._calls = FrontEndCalls(self._fleet_calls, self.adapters)
         requests.send(ready_response)
         self._reader = SocketReader(requests, self._receive)
         self._reader.resume()
@@ -255,7 +261,6 @@ class FrontEndLink(FrontEnd):
 
     def _add(self, request: Any) -> None:
         assert self._rules is not None
-        assert self._calls is not None
         refusal = self._rules.why_closed()
         if refusal:
             raise NoReplicaError(refusal)
@@ -266,7 +271,7 @@ class FrontEndLink(FrontEnd):
             # The front end asks every engine for a watermark. An answer with one depends on what was answered before,
             # so it could not resume on another engine.
             request.sampling_params.watermarking = False
-        self._calls.use_fleet_adapter(request)
+        self.adapters.use_in(request)
         terms = self._rules.read_terms(request)
         self._submit(SubmitRequest(request, time.monotonic(), terms=terms))
 
@@ -305,9 +310,9 @@ class FrontEndLink(FrontEnd):
                 self._rules.replica_changed(item)
             case AbortedElsewhere():
                 self._abort_for_operator(item.request_ids)
-                _applied(item.applied)
+                complete(item.applied)
             case EngineStateUpdate():
-                _applied(item.applied)
+                self.adapters.refresh(item.applied)
 
     def _fail(self, request_id: str, error: Exception) -> None:
         if isinstance(error, _INVALID):
@@ -368,8 +373,3 @@ class FrontEndLink(FrontEnd):
     def _loop_of_reader(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None
         return self._loop
-
-
-def _applied(applied: "Future[None]") -> None:
-    if applied.set_running_or_notify_cancel():
-        applied.set_result(None)

@@ -1,7 +1,7 @@
 """Reads prompts of `POST /omni/explain` where only the Rust front end has a tokenizer."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError
@@ -15,10 +15,10 @@ class ModelPrompts:
     Args:
         vllm_config: of the server.
         models: the names of the model.
-        adapters: the names of its adapters.
+        adapters: returns the names of the adapters that requests can name.
     """
 
-    def __init__(self, vllm_config: Any, models: Collection[str], adapters: Collection[str]) -> None:
+    def __init__(self, vllm_config: Any, models: Collection[str], adapters: Callable[[], Collection[str]]) -> None:
         self._config = vllm_config
         self._models = models
         self._adapters = adapters
@@ -29,7 +29,7 @@ class ModelPrompts:
         """As `PromptReader`."""
         lora_name = ""
         if model and model not in self._models:
-            if model not in self._adapters:
+            if model not in self._adapters():
                 raise UnknownModelError(f"The model `{model}` does not exist.")
             lora_name = model
         if isinstance(prompt, list):

@@ -5,23 +5,28 @@ import asyncio
 import os
 import signal
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from copy import copy
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
+from vllm.entrypoints.openai.models.protocol import LoRAModulePath
 from vllm.utils.network_utils import ZmqListener, make_zmq_listener
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.rust_front_end.command import front_end_command
+from vllm_omni_plugin.integration.rust_front_end.fleet_adapters import complete
+from vllm_omni_plugin.integration.rust_front_end.front_end_http import FrontEndHttp
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 logger = init_logger(__name__)
 
@@ -30,8 +35,6 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 10.0
 _HEALTHY_AFTER_S = 10.0
 _UNHEALTHY = b" 503 "
-_LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses at which to reach a server that listens on all."""
 
 
 class ListeningSockets(NamedTuple):
@@ -50,7 +53,10 @@ class ListeningSockets(NamedTuple):
 class _Process:
     """A started front end. It loads its tokenizer, and then waits for its engine, which is the fleet."""
 
-    def __init__(self, process: asyncio.subprocess.Process, listeners: list[ZmqListener]) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, listeners: list[ZmqListener], adapters: list[LoRAModulePath]
+    ) -> None:
+        self.adapters = adapters
         self.pid = process.pid
         self.ended = asyncio.ensure_future(process.wait())
         self._process = process
@@ -123,12 +129,18 @@ class RustFrontEnd:
         self._watch = watch
         self._probe_interval = probe_interval
         self._probe_timeout = probe_timeout
+        self._http = FrontEndHttp(listening.http, args)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Those that wait for the serving one to know the adapters; None while none serves.
+        self._following: list[Future[None]] | None = None
+        self._adapters_changed = asyncio.Event()
+        self._adapters_given = False
         self._standby: _Process | None = None
         self._serving: _Process | None = None
         self._stopping = asyncio.Event()
 
     async def prepare(self) -> None:
-        """Start the first one; returns at `stop`.
+        """Start the first one; returns at `stop`. The link must be bound.
 
         Raises OmniError if it ends by itself, which it does only if its arguments are wrong.
         """
@@ -141,7 +153,7 @@ class RustFrontEnd:
 
     async def run(self, ready_response: bytes) -> None:
         """Serve until `stop`. Raises OmniError if the first one ends by itself before it answers."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._end_stopped)
         # The signal may have come before.
         self._end_stopped()
@@ -176,6 +188,21 @@ class RustFrontEnd:
         if self._serving is not None:
             self._serving.signal(signal.SIGKILL)
 
+    def adapters_changed(self, applied: "Future[None] | None") -> None:
+        """See `FleetAdapters`; from any thread."""
+        # The loop may have ended.
+        with suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._follow_adapters, applied)
+
+    def _follow_adapters(self, applied: "Future[None] | None") -> None:
+        self._adapters_changed.set()
+        if applied is not None and self._following is not None:
+            self._following.append(applied)
+        elif applied is not None:
+            # The next one loads them before it serves.
+            complete(applied)
+
     def _end_stopped(self) -> None:
         """SIGCHLD: one that a signal has stopped answers nobody. The kernel says so at once."""
         for process in (self._serving, self._standby):
@@ -186,7 +213,7 @@ class RustFrontEnd:
     @asynccontextmanager
     async def _serve(self, ready_response: bytes) -> AsyncIterator[Awaitable[str]]:
         process, self._standby = self._standby, None
-        if process is not None and process.ended.done():
+        if process is not None and not self._is_ready(process):
             await process.end()
             process = None
         if process is None:
@@ -198,36 +225,63 @@ class RustFrontEnd:
                 process.signal(signal.SIGTERM)
             if await self._health(process) is not None:
                 logger.info("%s serves.", process)
+                # It has loaded those of the command line.
+                self._adapters_given = True
             elif process.has_failed:
                 raise _not_served(process)
+            self._following = []
             await self._start_standby()
             yield self._until_unwell(process)
         finally:
             self._link.disconnect()
             self._serving = None
+            for applied in self._following or ():
+                complete(applied)
+            self._following = None
             await process.end()
 
     async def _start_standby(self) -> None:
         """Start one, unless one is there."""
         standby = self._standby
-        if self._stopping.is_set() or (standby is not None and not standby.ended.done()):
+        if self._stopping.is_set() or (standby is not None and self._is_ready(standby)):
             return
         if standby is not None:
-            logger.error("%s %s while it stood by; the next one is started.", standby, standby.exit)
+            if standby.ended.done():
+                logger.error("%s %s while it stood by; the next one is started.", standby, standby.exit)
             await self.close()
         try:
             self._standby = await self._start()
         except OSError as error:
             logger.error("There is no standby of %s: %s", _NAME, error)
 
+    def _is_ready(self, standby: _Process) -> bool:
+        return not standby.ended.done() and standby.adapters == self._adapters()
+
+    def _adapters(self) -> list[LoRAModulePath]:
+        """What the next one loads before it serves. The fleet has those of the command line, too, or had them."""
+        in_fleet = self._link.adapters.in_fleet
+        given = () if self._adapters_given else self._args.lora_modules or ()
+        return [module for module in given if module.name not in in_fleet] + [
+            LoRAModulePath(name, adapter.lora_path, adapter.base_model_name, adapter.is_3d_lora_weight)
+            for name, adapter in in_fleet.items()
+            if self._can_load(adapter)
+        ]
+
+    def _can_load(self, adapter: Adapter) -> bool:
+        """It would not start with another one."""
+        models = self._args.served_model_name or [self._args.model]
+        return adapter.lora_name not in models and not adapter.lora_name.isspace() and not adapter.lora_path.isspace()
+
     async def _start(self) -> _Process:
+        args = copy(self._args)
+        args.lora_modules = adapters = self._adapters()
         listeners: list[ZmqListener] = []
         try:
             listeners += [make_zmq_listener(new_ipc_address(), kind) for kind in (zmq.ROUTER, zmq.PULL)]
             http, grpc = self._listening
             requests, outputs = (listener.socket.fileno() for listener in listeners)
             grpc_socket = None if grpc is None else grpc.fileno()
-            command = front_end_command(self._binary, self._args, http.fileno(), requests, outputs, grpc_socket)
+            command = front_end_command(self._binary, args, http.fileno(), requests, outputs, grpc_socket)
             inherited = [http.fileno(), requests, outputs, *(() if grpc_socket is None else (grpc_socket,))]
             # A session of its own: a terminal's Ctrl-C is for this process, which then ends it.
             process = await asyncio.create_subprocess_exec(*command, pass_fds=inherited, start_new_session=True)
@@ -236,7 +290,7 @@ class RustFrontEnd:
                 listener.cleanup()
             raise
         self._watch(process.pid)
-        started = _Process(process, listeners)
+        started = _Process(process, listeners, adapters)
         if self._stopping.is_set():
             # `stop` did not know it. While it has the listening sockets, connections are not refused.
             started.signal(signal.SIGKILL)
@@ -245,11 +299,17 @@ class RustFrontEnd:
     async def _until_unwell(self, process: _Process) -> str:
         """Return why it no longer serves."""
         while True:
-            await asyncio.wait((process.ended,), timeout=self._probe_interval)
+            changed = asyncio.ensure_future(self._adapters_changed.wait())
+            await asyncio.wait(
+                (process.ended, changed), timeout=self._probe_interval, return_when=asyncio.FIRST_COMPLETED
+            )
+            changed.cancel()
             if self._stopping.is_set():
                 await process.until_end()
             if process.ended.done():
                 return process.exit
+            if self._adapters_changed.is_set():
+                await self._share_adapters()
             await self._start_standby()
             status = await self._health(process, self._probe_timeout)
             if status is None and not process.ended.done():
@@ -258,8 +318,8 @@ class RustFrontEnd:
                 return "says that its engine is dead"
 
     async def _health(self, process: _Process, timeout: float | None = None) -> bytes | None:
-        """See `_ask`; None if the process has ended, or does not answer for so many seconds."""
-        asking = asyncio.ensure_future(self._ask())
+        """See `FrontEndHttp.health`; None if the process has ended, or does not answer for so many seconds."""
+        asking = asyncio.ensure_future(self._http.health())
         try:
             while True:
                 asked_at = time.monotonic()
@@ -274,32 +334,42 @@ class RustFrontEnd:
         finally:
             asking.cancel()
 
+    async def _share_adapters(self) -> None:
+        """Make the serving one load and unload what other heads have loaded and unloaded."""
+        self._adapters_changed.clear()
+        following, self._following = self._following or [], []
+        adapters = self._link.adapters
+        calls: list[tuple[str, str, dict[str, Any]]] = [
+            (name, "/v1/unload_lora_adapter", {"lora_name": name}) for name in adapters.surplus
+        ]
+        for adapter in filter(self._can_load, adapters.missing):
+            body = {"lora_name": adapter.lora_name, "lora_path": adapter.lora_path}
+            calls.append(
+                (adapter.lora_name, "/v1/load_lora_adapter", body | {"is_3d_lora_weight": adapter.is_3d_lora_weight})
+            )
+        for name, path, body in calls:
+            try:
+                async with asyncio.timeout(self._probe_timeout):
+                    error = await self._http.post(path, body)
+            except TimeoutError:
+                error = "no answer"
+            if error:
+                logger.error(
+                    "%s does not follow the other heads in adapter %r until it is replaced: %s. It needs "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and the folder in VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES.",
+                    _NAME,
+                    name,
+                    error,
+                )
+        for applied in following:
+            complete(applied)
+
     async def _wait_to_restart(self, seconds: float, reason: str | Exception) -> bool:
         if not self._stopping.is_set():
             logger.error("%s %s; it is replaced, and its requests are aborted.", _NAME, reason)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), seconds)
         return not self._stopping.is_set()
-
-    async def _ask(self) -> bytes:
-        """The status line of `/health`, of a server that may be about to start; empty if it refuses the connection."""
-        listening, context = self._listening.http, None
-        if self._args.ssl_certfile:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        # A server that wants a client's certificate refuses this one, which is an answer too.
-        with suppress(OSError):
-            if listening.family == socket.AF_UNIX:
-                reader, writer = await asyncio.open_unix_connection(listening.getsockname(), ssl=context)
-            else:
-                host, port = listening.getsockname()[:2]
-                reader, writer = await asyncio.open_connection(_LOCAL.get(host, host), port, ssl=context)
-            try:
-                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                return await reader.readline()
-            finally:
-                writer.close()
-        return b""
 
 
 def _not_served(process: _Process) -> OmniError:

@@ -114,7 +114,9 @@ class _Server:
             options.heartbeat_interval,
             options.heartbeat_timeout,
         )
-        self._admin = AdminServer(fleet, args, options, vllm_config, self._drain, lambda: self._ending)
+        self._admin = AdminServer(
+            fleet, args, options, vllm_config, self._drain, lambda: self._ending, lambda: link.adapters.in_fleet
+        )
         self._reports: dict[int, SchedulerStats] = {}
         self._vllm_config = vllm_config
         # `apply_ready_responses` adds numbers of KV blocks up, so it is called once.
@@ -125,6 +127,7 @@ class _Server:
             read_terms,
             self._keep_statistics,
             self._replica_changed,
+            self._front_end.adapters_changed,
             watermarks=vllm_config.watermark_config is not None,
         )
 
@@ -144,6 +147,10 @@ class _Server:
             await asyncio.to_thread(self._fleet.close, None if self._serves and not self._hurries else 0.0)
 
     async def _run(self) -> None:
+        stages = self._fleet.stages
+        refuse_unsupported_stages(stages)
+        calls = UtilityCallClient(self._fleet.orchestrator, stages, self._fleet.worker_ranks)
+        self._link.bind(self._fleet.orchestrator.request_states, calls, self._rules)
         # While engines load, so that it loads its tokenizer meanwhile, and its complaints come early.
         preparing = asyncio.create_task(self._front_end.prepare(), name="omni-front-end-start")
         starting = asyncio.create_task(self._until_ready(), name="omni-fleet-start")
@@ -168,13 +175,9 @@ class _Server:
 
     async def _until_ready(self) -> bytes | None:
         """Start the fleet; returns what the front end shall know of its engine, or None if a signal came first."""
-        stages = self._fleet.stages
-        refuse_unsupported_stages(stages)
-        calls = UtilityCallClient(self._fleet.orchestrator, stages, self._fleet.worker_ranks)
-        self._link.bind(self._fleet.orchestrator.request_states, calls, self._rules)
         try:
             ready_responses = await asyncio.to_thread(self._fleet.start)
-            own = ready_responses[stages.prompt_stage]
+            own = ready_responses[self._fleet.stages.prompt_stage]
             if own:
                 self._configured = True
                 apply_ready_responses(self._vllm_config, own)

@@ -121,7 +121,7 @@ class OngoingCall:
         method, args, shared = self.method, self.args, self.calls[0].stage.shared
         known = {adapter.lora_int_id for adapter in shared.adapters}
         loaded = args if method == "add_lora" and args[0].lora_int_id in known else ()
-        unloaded = args if method == FORGET_LORA else ()
+        unloaded = args if method in (FORGET_LORA, "remove_lora") else ()
         sleep_level = shared.sleep_level if method in _SLEEP_CALLS else None
         if not loaded and not unloaded and sleep_level is None:
             return None
