@@ -94,12 +94,6 @@ async def test_peers_of_a_unix_socket_are_local(fleet: FakeFleet, tmp_path: Path
         assert (await client.post(DRAIN, headers={"X-Forwarded-For": "127.0.0.1"})).status_code == 403
 
 
-def test_keys_are_the_non_empty_lines(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("\n  0123456789abcdef \r\n\nfedcba9876543210\n")
-    assert read_admin_keys(str(path), "--flag") == ["0123456789abcdef", "fedcba9876543210"]
-
-
 @pytest.mark.parametrize(
     ("content", "fault"),
     [

@@ -168,13 +168,6 @@ async def test_an_unknown_world_size_is_an_error_with_the_reason(
     assert (answer.status_code, answer.json()["error"]["message"]) == (409, "Nobody knows.")
 
 
-async def test_without_vllms_development_mode_there_is_no_world_size(build: BuildApp) -> None:
-    app = build()
-    app.state.omni_count_workers = lambda: 6
-    async with client_of(app) as client:
-        assert (await client.get("/get_world_size")).status_code == 404
-
-
 def with_parallel_config(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
     """A server with the routes of vLLM's development mode; each of its engines has two workers."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
@@ -194,12 +187,6 @@ def test_every_post_route_of_vllm_is_classified(build: BuildApp) -> None:
     assert INFERENCE_PATHS - vllms <= {"/cohere/v2/chat", "/v1/audio/speech"} | later
 
 
-def test_the_speech_route_needs_a_pipeline(build: BuildApp) -> None:
-    paths = {getattr(route, "path", "") for route in build().routes}
-    assert "/v1/completions" in paths
-    assert "/v1/audio/speech" not in paths
-
-
 @pytest.mark.parametrize(
     ("authorization", "status"),
     [
@@ -217,16 +204,6 @@ async def test_the_servers_api_keys_guard_our_routes(build: BuildApp, authorizat
     async with client_of(app, Authorization=authorization) as client:
         answer = await client.get("/omni/replicas")
     assert answer.status_code == status
-
-
-async def test_the_key_of_the_environment_guards_our_routes(build: BuildApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "right")
-    app = build()
-    give_fleet(app, FakeFleet())
-    async with client_of(app) as client:
-        answers = [await client.delete("/omni/replicas/0.0"), await client.post("/omni/replicas/0.0/drain")]
-    assert [answer.status_code for answer in answers] == [401, 401]
-    assert answers[0].json()["error"]["code"] == 401
 
 
 async def test_a_root_path_does_not_bypass_the_key(build: BuildApp) -> None:
@@ -265,14 +242,6 @@ async def test_with_admin_keys_an_api_key_may_not_change_the_fleet(
             assert taken.status_code == 404
 
 
-async def test_an_admin_key_may_read_the_fleet_but_not_use_the_model(build: BuildApp, key_file: Path) -> None:
-    app = build("--api-key", "right", admin_key_file=key_file)
-    give_fleet(app, FakeFleet())
-    async with client_of(app, Authorization=f"Bearer {ADMIN_KEYS[0]}") as client:
-        looked, asked = await client.get("/omni/replicas"), await client.post("/v1/completions", json={})
-    assert (looked.status_code, asked.status_code) == (200, 401)
-
-
 @pytest.mark.parametrize(("arguments", "status"), [((), 403), (("--api-key", "right"), 401)])
 async def test_without_a_key_file_the_servers_own_key_allows_changes(
     build: BuildApp, arguments: tuple[str, ...], status: int
@@ -283,13 +252,6 @@ async def test_without_a_key_file_the_servers_own_key_allows_changes(
         assert (await client.post("/omni/replicas/0.0/drain")).status_code == status
         client.headers["Authorization"] = f"Bearer {ADMIN_KEYS[0]}"
         assert (await client.post("/omni/replicas/0.0/drain")).status_code == 204
-
-
-async def test_admin_keys_do_not_restrict_reading(build: BuildApp, key_file: Path) -> None:
-    app = build(admin_key_file=key_file)
-    give_fleet(app, FakeFleet())
-    async with client_of(app) as client:
-        assert (await client.get("/omni/replicas")).status_code == 200
 
 
 async def test_errors_of_our_routes_are_formatted_like_openais(build: BuildApp) -> None:
@@ -351,19 +313,6 @@ async def test_requests_without_a_key_are_of_no_tenant(build: BuildApp, path: st
             headers = {"X-Tenant-ID": "acme", "Authorization": f"Bearer {key}"}
             assert (await client.post(path, json={}, headers=headers)).status_code == 429
     assert set(tenants) == {("acme", False), ("", True)}
-
-
-async def test_speech_requests_need_a_key_a_replica_and_an_audio_pipeline(build: BuildApp) -> None:
-    app = build("--api-key", "right")
-    body = {"input": "Hello."}
-    give_fleet(app, FakeFleet(replicas=0))
-    async with client_of(app) as client:
-        stranger = await client.post("/v1/audio/speech", json=body)
-        client.headers["Authorization"] = "Bearer right"
-        early = await client.post("/v1/audio/speech", json=body)
-        give_fleet(app, FakeFleet(replicas=1))
-        mute = await client.post("/v1/audio/speech", json=body)
-    assert (stranger.status_code, early.status_code, mute.status_code) == (401, 503, 404)
 
 
 async def test_answers_name_their_replica_also_for_errors(build: BuildApp) -> None:

@@ -29,11 +29,6 @@ def pipeline(*outputs: Modality) -> Pipeline:
     return Pipeline((writer, *readers))
 
 
-def test_an_empty_body_gives_the_defaults(speech: Pipeline) -> None:
-    assert read_call_options({"temperature": 1}, speech) == CallOptions((TEXT,))
-    assert read_call_options({}, pipeline(AUDIO)) == CallOptions((AUDIO,))
-
-
 def test_all_fields_are_read(speech: Pipeline) -> None:
     fields = {
         "modalities": ["audio", "text", "audio"],
@@ -58,11 +53,6 @@ def test_all_fields_are_read(speech: Pipeline) -> None:
 def test_the_voice_in_params_has_precedence(speech: Pipeline) -> None:
     fields = {"modalities": ["audio"], "audio": {"voice": "ann"}, "omni": {"params": {"voice": "bob"}}}
     assert read_call_options(fields, speech).params == {"voice": "bob"}
-
-
-def test_outputs_beside_the_text_are_shown() -> None:
-    assert read_call_options({"modalities": ["text", "scores"]}, pipeline(TEXT, SCORES)).outputs == {"scores"}
-    assert read_call_options({}, pipeline(TEXT, SCORES)).outputs == frozenset()
 
 
 def test_parameters_of_an_upstream_stage_may_be_given(speech: Pipeline) -> None:
@@ -143,11 +133,6 @@ def gated(*stages: Stage) -> Pipeline:
 PREFILL = Stage(0, "prefill", "vllm", Modality.KV_CACHE, model="m")
 GATED = gated(Stage(0, "writer", "vllm", TEXT, model="m"))
 PREFILLED = gated(PREFILL, Stage(1, "writer", "vllm", TEXT, model="m", inputs=("prefill",)))
-
-
-def test_a_python_stage_may_have_parameters() -> None:
-    fields = {"omni": {"sampling": {"gate": {"mild": True}}}}
-    assert read_call_options(fields, GATED).sampling == {"gate": {"mild": True}}
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,6 @@ async def test_a_body_that_is_no_json_is_a_client_error(client: httpx.AsyncClien
     assert "Invalid JSON" in answer.json()["detail"]
 
 
-async def test_a_prompt_in_the_url_is_refused(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/omni/explain?prompt=x")).status_code == 405
-
-
 async def test_without_a_replica_there_is_nothing_to_explain(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
     fleet.lose(0)
     fleet.lose(1)

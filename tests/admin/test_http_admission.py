@@ -93,16 +93,6 @@ class Head:
         await send(part(body, more=False))
 
 
-async def test_a_request_that_is_admitted_is_answered_as_without_admission() -> None:
-    head = Head()
-    client = head.request()
-    client.upload(b"pro", more=True)
-    client.upload(b"mpt")
-    assert await client.status() == 200
-    assert client.sent == [start(headers=JSON), part(b"prompt", more=False)]
-    assert head.asked == [(RequestTerms(), None)]
-
-
 @pytest.mark.parametrize(
     ("headers", "tenant"),
     [
@@ -351,15 +341,6 @@ async def test_other_errors_of_a_request_are_unchanged() -> None:
     assert client.sent == [start(headers=EVENTS), part(b"event: created\n\n")]
 
 
-async def test_a_cancelled_stream_is_released() -> None:
-    stream = Stream()
-    client = await stream.begun()
-    client.request.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await client.request
-    assert client.sent == [start(headers=EVENTS)]
-
-
 async def test_concurrent_answers_do_not_mix() -> None:
     streams = {"a": Stream(), "b": Stream()}
 
@@ -378,11 +359,3 @@ async def test_concurrent_answers_do_not_mix() -> None:
         stream.outputs.put_nowait(part(b"data: last\n\n", more=False))
     assert {tenant: await client.status() for tenant, client in clients.items()} == {"a": 429, "b": 200}
     assert json.loads(clients["a"].body)["error"]["code"] == 429
-
-
-async def test_a_stream_that_cannot_be_refused_starts_at_once() -> None:
-    stream = Stream()
-    client = await stream.begun(may_refuse=False)
-    assert client.sent == [start(headers=EVENTS)]
-    stream.outputs.put_nowait(part(b"", more=False))
-    assert await client.status() == 200

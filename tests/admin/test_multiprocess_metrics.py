@@ -100,20 +100,6 @@ def test_a_process_with_a_reused_number_continues_the_counters(process: Process)
     assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 6}}
 
 
-def test_a_new_replica_with_a_reused_id_continues_the_counters(process: Process) -> None:
-    collector = Told(counter("vllm_omni_fleet:dispatches", r0=5), gauge("vllm_omni_fleet:requests_in_flight", r0=7))
-    files = process(1, collector)
-    collector.families = ()
-    files.write()
-    assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 5}, "vllm_omni_fleet:requests_in_flight": {"r0": 0}}
-    collector.families = (
-        counter("vllm_omni_fleet:dispatches", r0=2),
-        gauge("vllm_omni_fleet:requests_in_flight", r0=1),
-    )
-    files.write()
-    assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 7}, "vllm_omni_fleet:requests_in_flight": {"r0": 1}}
-
-
 async def test_files_are_written_repeatedly_also_after_a_failure(process: Process) -> None:
     class Failing(Told):
         asked = 0

@@ -119,14 +119,6 @@ async def test_a_call_is_answered_when_the_server_ends() -> None:
         assert (await client.post("/omni/replicas/0.0/drain")).status_code == 503
 
 
-async def test_a_server_without_a_fleet_answers_404() -> None:
-    async with client_of(app_of(None)) as client:
-        answers = [await client.get("/omni/replicas"), await client.post("/omni/drain")]
-        answers.append(await client.post("/omni/explain", json={"prompt": "x"}))
-    assert [answer.status_code for answer in answers] == [404] * 3
-    assert {answer.json()["detail"] for answer in answers} == {"This server has no fleet of replicas."}
-
-
 async def test_a_change_is_refused_without_a_coordinator() -> None:
     fleet = FakeFleet()
     fleet.fleet_calls = FleetCalls(fleet.orchestrator, "head", lambda: None)

@@ -68,22 +68,11 @@ def test_it_shows_replicas_and_events_without_control_characters(
     assert shown.endswith("lost    0.1     3 requests: ?[2J\n")
 
 
-def test_an_unknown_value_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
-    with StreamingHead(state(kv_usage=None, tokens_per_second=None, heartbeat_seconds=None)) as head:
-        assert main(["top", "--once", "--url", head.url]) == 0
-    assert capsys.readouterr().out.splitlines()[2].split()[5:9] == ["-"] * 4
-
-
 def fleet_of(statuses: dict[int, str]) -> Stream:
     (stage,) = STATE["stages"]
     (replica,) = stage["replicas"]
     replicas = [{**replica, "id": f"0.{number}", "status": status} for number, status in statuses.items()]
     return [("history", []), ("state", {**STATE, "stages": [{**stage, "replicas": replicas}]})]
-
-
-def test_replicas_that_are_not_up_come_first_and_the_others_by_number() -> None:
-    shown = run(Streams(fleet_of({10: "up", 2: "up", 11: "error", 3: "draining"})), Terminal())
-    assert [line.split()[0] for line in shown.splitlines()[2:6]] == ["0.3", "0.11", "0.2", "0.10"]
 
 
 def test_a_large_fleet_fits_the_terminal_beside_the_last_events() -> None:
@@ -98,14 +87,6 @@ def test_a_large_fleet_fits_the_terminal_beside_the_last_events() -> None:
     assert lines[-6] == "... and 244 more"
     assert [line.split()[1] for line in lines[-5:]] == ["lost"] * 5
     assert max(map(len, lines[1:])) <= 60
-
-
-def test_only_a_terminal_is_cleared_for_each_state() -> None:
-    twice: Stream = [("history", []), ("state", STATE), ("state", STATE)]
-    assert run(Streams(twice), Terminal()).split("\x1b[H\x1b[2J")[:2] == ["", TABLE]
-    plain = run(Streams(twice), io.StringIO())
-    assert plain.startswith(f"{TABLE}\n{TABLE}\n")
-    assert "\x1b" not in plain
 
 
 def test_it_reconnects_and_keeps_its_events() -> None:

@@ -8,7 +8,7 @@ import yaml
 from helm_python.chart import lint
 
 from .chart import CHART, EVERYTHING, MODEL, NAMESPACE, Manifests, render, values
-from .flags import KEEP_ALIVE, flags_of
+from .flags import flags_of
 
 HEADS = (("Deployment", "fleet-llama-head"), ("Deployment", "fleet-llama-heads"))
 NODE = ("StatefulSet", "fleet-llama-node")
@@ -44,12 +44,6 @@ def test_every_manifest_matches_the_schema_of_kubernetes(given: dict[str, Any], 
         assert found["metadata"]["namespace"] == NAMESPACE
 
 
-def test_an_unknown_field_is_found(least: Manifests) -> None:
-    wrong = least.get(*NODE) | {"spec": least.get(*NODE)["spec"] | {"replica": 2}}
-    with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
-        kubernetes_validate.validate(wrong, "1.37", strict=True)
-
-
 def test_a_model_has_heads_nodes_and_what_belongs_to_them(least: Manifests) -> None:
     assert least.names() == [
         "ConfigMap/fleet-probe",
@@ -65,15 +59,6 @@ def test_a_model_has_heads_nodes_and_what_belongs_to_them(least: Manifests) -> N
         "Service/fleet-llama-nodes",
         "StatefulSet/fleet-llama-node",
     ]
-
-
-def test_models_are_separate_and_a_disabled_one_is_absent(everything: Manifests) -> None:
-    names = everything.names()
-    assert {"StatefulSet/fleet-llama-node", "StatefulSet/fleet-qwen-node"} <= set(names)
-    assert not [name for name in names if "off" in name]
-    assert len(names) == len(set(names))
-    secret = everything.get("Secret", "fleet-secrets")
-    assert sorted(secret["data"]) == ["fleetSecret", "hf_token_llama", "vllmApiKey"]
 
 
 def test_heads_and_nodes_have_equal_shared_flags(everything: Manifests) -> None:
@@ -146,13 +131,6 @@ def test_grace_periods_exceed_the_requests_timeouts(given: dict[str, Any]) -> No
         assert int(timeout) > 0
     drain = flags_of(manifests.command(*NODE))["--omni-drain-timeout"]
     assert manifests.pod(*NODE)["terminationGracePeriodSeconds"] == int(drain) + 30
-
-
-def test_idle_connections_to_heads_last_longer_than_those_of_proxies(least: Manifests) -> None:
-    for workload in WORKLOADS:
-        (container,) = least.pod(*workload)["containers"]
-        found = {variable["name"]: variable.get("value") for variable in container["env"]}
-        assert found.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE") == (None if workload == NODE else KEEP_ALIVE)
 
 
 def test_probes_distinguish_loading_from_dead(everything: Manifests) -> None:

@@ -72,21 +72,12 @@ def test_the_sample_of_the_values_serves() -> None:
     assert len(set(images.values())) == 2
 
 
-def test_without_models_nothing_but_the_probe_is_rendered() -> None:
-    assert render({}).names() == ["ConfigMap/fleet-probe"]
-
-
 def test_a_models_values_override_the_defaults() -> None:
     models = [MODEL | {"vllmConfig": {"dtype": "float16"}}, MODEL | {"name": "qwen"}]
     manifests = render(values(models, modelDefaults={"replicaCount": 4, "vllmConfig": {"dtype": "bfloat16"}}))
     for name, dtype in (("llama", "float16"), ("qwen", "bfloat16")):
         assert manifests.get("StatefulSet", f"fleet-{name}-node")["spec"]["replicas"] == 4
         assert dtype in manifests.command("StatefulSet", f"fleet-{name}-node")
-
-
-def test_long_names_are_truncated() -> None:
-    (name,) = (name for name in render(given(name="a" * 30)).names() if name.startswith("StatefulSet"))
-    assert len(name.removeprefix("StatefulSet/")) <= 52
 
 
 def test_every_default_is_in_the_schema() -> None:

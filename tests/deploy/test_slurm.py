@@ -162,11 +162,3 @@ def test_a_refused_node_is_restarted(fleet: Fleet, tmp_path: Path) -> None:
     # It fails again and again, so more than one start may be seen at once.
     until(lambda: len(fleet.lines("serve")) >= 2, "it is restarted")
     assert not has_ended(job)
-
-
-@pytest.mark.parametrize("script", ["head.sbatch", "nodes.sbatch"])
-def test_jobs_may_be_requeued(script: str) -> None:
-    lines = (SCRIPTS / script).read_text().splitlines()
-    assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(lines)
-    # Slurm stops reading at the first command.
-    assert max(i for i, line in enumerate(lines) if line.startswith("#SBATCH")) < lines.index("set -euo pipefail")

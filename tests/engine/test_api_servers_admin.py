@@ -71,16 +71,6 @@ def test_a_pause_by_one_server_ends_by_the_other(both: tuple[httpx.Client, httpx
     assert text(first) == text(second)
 
 
-def test_sleep_by_one_server_ends_by_the_other(both: tuple[httpx.Client, httpx.Client]) -> None:
-    first, second = both
-    assert first.post("/sleep", params={"level": 0}).status_code == 200
-    try:
-        assert second.get("/is_sleeping").json() == {"is_sleeping": True}
-    finally:
-        assert second.post("/wake_up", params={"tags": ["scheduling"]}).status_code == 200
-    assert first.get("/is_sleeping").json() == {"is_sleeping": False}
-
-
 def test_an_adapter_loaded_by_one_server_is_served_and_unloaded_by_the_other(
     both: tuple[httpx.Client, httpx.Client], tmp_path: Path
 ) -> None:
@@ -101,15 +91,6 @@ def test_an_adapter_loaded_by_one_server_is_served_and_unloaded_by_the_other(
         assert post(first, "/v1/unload_lora_adapter", lora_name="other").status_code == 200
 
 
-def test_an_adapter_that_cannot_be_loaded_is_known_to_neither(
-    both: tuple[httpx.Client, httpx.Client], tmp_path: Path
-) -> None:
-    for client in both:
-        missing = post(client, "/v1/load_lora_adapter", lora_name="missing", lora_path=str(tmp_path / "missing"))
-        assert missing.status_code == 404
-        assert [models(other) for other in both] == [[MODEL]] * 2
-
-
 def test_a_replica_drained_by_one_server_gets_nothing_from_the_other(both: tuple[httpx.Client, httpx.Client]) -> None:
     first, second = both
     assert first.post("/omni/replicas/0.1/drain").status_code == 204
@@ -122,16 +103,6 @@ def test_a_replica_drained_by_one_server_gets_nothing_from_the_other(both: tuple
     finally:
         assert second.post("/omni/replicas/0.1/resume").status_code == 204
     assert replicas(first)["0.1"]["held_back"] == []
-
-
-def test_both_servers_call_the_replicas_alike(both: tuple[httpx.Client, httpx.Client]) -> None:
-    addresses = [{name: replica["input_addr"] for name, replica in replicas(client).items()} for client in both]
-    assert addresses[0] == addresses[1]
-
-
-def test_caches_are_reset_by_either_server(both: tuple[httpx.Client, httpx.Client]) -> None:
-    for client in both:
-        assert client.post("/reset_prefix_cache").status_code == 200
 
 
 def test_both_servers_tell_the_configuration_of_one_plain_engine_and_no_secret(

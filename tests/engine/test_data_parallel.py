@@ -89,16 +89,6 @@ def test_a_rank_that_is_killed_takes_its_group_with_it_and_no_other(experts: Pat
 
 @pytest.mark.long
 @pytest.mark.usefixtures("make_room")
-def test_a_rank_that_is_removed_takes_its_group_with_it(experts: Path, logs: Path) -> None:
-    with groups(experts, logs / "removed.log", 2) as server, server.operator() as http:
-        assert http.delete("/omni/replicas/0.3").status_code == 204
-        until(lambda: set(in_flight(server)) == {"0", "1"}, "the group of rank 3 is gone")
-        with Load(server) as load:
-            assert load.send(SHORT, stream=False).errors == []
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("make_room")
 def test_a_group_of_another_node_serves_a_head_and_comes_back(experts: Path, logs: Path) -> None:
     join = ("-oma", "127.0.0.1", "-omp", str(free_port()))
     node = Node(serve_command(experts, "--headless", *join, *EXPERTS), logs / "group-node.log")

@@ -11,8 +11,6 @@ from .browser import Browser
 from .server import until
 
 pytestmark = pytest.mark.long
-TABS = 5
-"""More than browsers have connections to one server, less the one that loads the page, if a tab took two of them."""
 IMPATIENT = "const own = setTimeout; window.setTimeout = (act, ms) => own(act, ms === 15000 ? 300 : ms);"
 EVENTS = "[...document.querySelectorAll('#events li')].map((line) => line.lastChild.textContent)"
 
@@ -21,16 +19,6 @@ EVENTS = "[...document.querySelectorAll('#events li')].map((line) => line.lastCh
 def browser(tmp_path: Path) -> Iterator[Browser]:
     with Browser(tmp_path / "profile") as browser:
         yield browser
-
-
-def test_many_tabs_show_one_head(browser: Browser) -> None:
-    with StreamingHead(history() + state()) as head:
-        browser.open(f"{head.url}/omni")
-        for number in range(1, TABS):
-            browser.run(f"window.tab{number} = window.open(location.href, 'tab{number}'); 0")
-            shown = f"tab{number}.document.getElementById('replica-0.1')?.textContent ?? ''"
-            until(lambda shown=shown: "draining" in browser.run(shown), f"tab {number} shows the fleet")
-        assert head.viewers == TABS
 
 
 def test_a_head_that_has_vanished_is_asked_again_for_what_came_since(browser: Browser) -> None:

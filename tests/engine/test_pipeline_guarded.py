@@ -49,12 +49,3 @@ def test_the_verdict_decides_what_is_said(guarded: PipelineServer, prompt: str) 
     assert outputs["generator"] == {"text": text}
     expected = by_hand.class_probabilities(guarded.models / "guard", text)
     assert outputs["guard"]["scores"] == pytest.approx(expected, abs=1e-4)
-
-
-def test_no_word_leaves_before_the_verdict(guarded: PipelineServer) -> None:
-    with guarded.client() as client:
-        stream = client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": UNSAFE}], stream=True
-        )
-        said = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-    assert said == REFUSAL

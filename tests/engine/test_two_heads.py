@@ -65,19 +65,6 @@ def coordinator_and_heads(head: Server) -> list[float]:
     return [value for name in SESSION for value in head.metrics(name).values()]
 
 
-def test_both_answer_alike_and_call_the_replicas_by_the_same_names(nodes: NodeFleet, second: Server) -> None:
-    assert complete(second) == complete(nodes.head)
-    addresses = [{name: row["input_addr"] for name, row in replicas(head).items()} for head in (nodes.head, second)]
-    assert addresses[0] == addresses[1]
-
-
-def test_each_sees_what_the_other_has_in_flight(nodes: NodeFleet, second: Server) -> None:
-    with Load(nodes.head) as load, standing_still(node.engine.pid for node in nodes.nodes):
-        load.send(16, stream=True)
-        until(lambda: sum(row["in_flight"] for row in replicas(second).values()) == 1, "it is seen")
-    until(lambda: sum(row["in_flight"] for row in replicas(second).values()) == 0, "its end is seen")
-
-
 def test_a_replica_drained_at_one_takes_nothing_of_the_other(nodes: NodeFleet, second: Server) -> None:
     with second.operator() as http:
         assert http.post("/omni/replicas/0.0/drain").status_code == httpx.codes.NO_CONTENT

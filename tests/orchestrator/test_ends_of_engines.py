@@ -4,7 +4,6 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import DEAD_FRAME, FakeRequest
-from tests.fakes.fleet import FakeFleet
 from tests.orchestrator.local_node import running_node
 
 
@@ -39,30 +38,3 @@ async def test_only_an_engine_that_crashed_by_itself_makes_what_it_had_suspect(
         runs = [state.runs[0] for state in node.orchestrator.request_states.values()]
         await eventually(lambda: all(run.losses for run in runs), "the loss")
         assert sum(len(run.crash_losses) for run in runs) == suspects
-
-
-async def test_no_request_is_lost_when_a_replica_is_killed_every_five_seconds() -> None:
-    async with FakeFleet(replicas=2, replica_wait=600.0) as fleet:
-        sent, kills, due, returns, computed = 0, 0, 5.0, dict[int, float](), {0: 0.0, 1: 0.0}
-        while sent < 1000 or fleet.orchestrator.request_states:
-            while sent < 1000 and len(fleet.orchestrator.request_states) < 16:
-                await fleet.submit(f"r{sent}")
-                sent += 1
-            fleet.now += 0.1
-            for replica_id in [replica_id for replica_id, at in returns.items() if at <= fleet.now]:
-                del returns[replica_id]
-                fleet.join(fleet.pool.member(replica_id))
-            for member in fleet.pool.serving:
-                # One request after the other, 0.4 s each.
-                computed[member.replica_id] += 0.1 * bool(member.in_flight)
-                if computed[member.replica_id] >= 0.4:
-                    computed[member.replica_id] = 0.0
-                    fleet.links[member.replica_id].output(next(iter(member.in_flight)), 5, finish_reason="stop")
-            if fleet.now >= due:
-                victim, kills, due = kills % 2, kills + 1, due + 5.0
-                computed[victim], returns[victim] = 0.0, fleet.now + 2.0
-                fleet.kill(victim)
-            await fleet.read()
-        assert kills > 30
-        assert [event for event in fleet.events if event[1] != "stop"] == []
-        assert len(fleet.events) == 1000

@@ -6,7 +6,6 @@ import threading
 import pytest
 
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.event_log import MAX_EVENTS, MAX_REASON, EventKind, EventLog
 from vllm_omni_plugin.orchestrator.fleet_state.replica_actions import apply_action
 
@@ -97,26 +96,6 @@ async def test_the_loss_of_many_requests_is_one_event_and_their_move_another(fle
     assert seen(fleet) == [("lost", "0.1", before), ("move", "0.1", before)]
 
 
-async def test_requests_that_fail_with_their_replica_do_not_count_as_moved() -> None:
-    async with FakeFleet(replicas=2, migration_limit=0) as fleet:
-        await fleet.submit("a")
-        replica_id = fleet.home("a")
-        fleet.kill(replica_id)
-        assert seen(fleet) == [("lost", f"0.{replica_id}", 1)]
-
-
-async def test_the_next_replica_that_is_dead_too_has_its_own_events() -> None:
-    async with FakeFleet(replicas=3) as fleet:
-        await fleet.submit("a")
-        replica_id = fleet.home("a")
-        for other, link in fleet.links.items():
-            link.broken = other != replica_id
-        fleet.kill(replica_id)
-        lost = [(replica, requests) for kind, replica, requests in seen(fleet) if kind == "lost"]
-        assert lost[0] == (f"0.{replica_id}", 1)
-        assert len(lost) == 3
-
-
 async def test_a_drain_and_its_end_are_one_event_each(fleet: FakeFleet) -> None:
     member = fleet.pool.member(1)
     for action in ("drain", "drain", "resume", "resume"):
@@ -126,11 +105,3 @@ async def test_a_drain_and_its_end_are_one_event_each(fleet: FakeFleet) -> None:
         "an operator drains it",
         "an operator resumes it",
     ]
-
-
-async def test_a_distrusted_replica_is_lost() -> None:
-    async with FakeFleet(replicas=1) as fleet:
-        member = fleet.pool.member(0)
-        fleet.orchestrator.distrust(member, "it said nonsense")
-        assert member.status is ReplicaStatus.ERROR
-        assert [event.reason for event in fleet.orchestrator.events.after()] == ["it said nonsense"]

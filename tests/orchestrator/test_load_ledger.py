@@ -37,29 +37,12 @@ def test_a_prompt_is_to_be_computed_until_its_first_output_and_held_from_then_on
     assert (ledger.prompted, ledger.generated) == (100, 5)
 
 
-@pytest.mark.parametrize(
-    ("task", "matched"), [({"prompt": Prompt(range(10))}, 64), ({}, 0)], ids=["matched", "unknown"]
-)
-def test_a_request_without_tokens_to_compute_still_counts(task: Task, matched: int) -> None:
-    ledger = LoadLedger()
-    charge(ledger, task, matched)
-    assert ledger.load == ReplicaLoad(requests=1)
-
-
 def test_the_rate_counts_only_time_in_which_there_were_prompts_to_compute() -> None:
     ledger = LoadLedger()
     ledger.add_first_output(charged(ledger, prompt=1000, now=0.0), 2.0)
     assert ledger.load.prefill_rate == 500.0
     ledger.add_first_output(charged(ledger, prompt=1000, now=1000.0), 1002.0)
     assert ledger.load.prefill_rate == pytest.approx(500.0)
-
-
-def test_prompts_computed_together_share_their_time() -> None:
-    ledger = LoadLedger()
-    both = [charged(ledger, prompt=1000, now=0.0) for _ in range(2)]
-    for run in both:
-        ledger.add_first_output(run, 4.0)
-    assert ledger.load.prefill_rate == 500.0
 
 
 def test_the_rate_follows_a_replica_that_has_become_slow() -> None:
@@ -117,14 +100,6 @@ def test_reports_of_other_heads_replace_those_of_the_engine() -> None:
     assert ledger.load == ReplicaLoad(4, 3, 210, 0, 2, 6, 0.5, heads_report=True)
     ledger.set_peer_work(None)
     assert ledger.load == ReplicaLoad(8, 7, 10, 0, 2, 6, 0.5)
-
-
-def test_reports_of_other_heads_outlive_our_own_requests() -> None:
-    ledger = LoadLedger()
-    run = charged(ledger, 10)
-    ledger.set_peer_work(Work(requests=3, prefill_tokens=200))
-    ledger.release(run, 1.0)
-    assert ledger.load == ReplicaLoad(3, 3, 200, heads_report=True)
 
 
 def test_a_request_waits_until_its_engine_reports_that_it_runs_or_its_first_output() -> None:

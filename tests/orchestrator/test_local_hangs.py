@@ -137,14 +137,6 @@ async def test_an_engine_that_cannot_be_reset_is_started_afresh(node: Node, prob
     await node.until_back(0, restarts=1)
 
 
-async def test_an_engine_that_dies_while_it_hangs_is_started_again(node: Node, probes: list[ToldProbe]) -> None:
-    engine = node.engine_of(0)
-    probes[0].hangs()
-    engine.process.die()
-    node.go_on.release()
-    await node.until_back(0, restarts=1)
-
-
 async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(
     node: Node, probes: list[ToldProbe]
 ) -> None:
@@ -167,17 +159,6 @@ async def test_a_replica_that_is_removed_while_it_is_taken_back_does_not_serve(
     node.replicas.leave(first)
     await eventually(lambda: engine.process.ended)
     assert (serving, node.pool.members) == ([], (second,))
-
-
-async def test_a_replica_that_was_drained_when_it_hung_is_still_drained_afterwards(
-    node: Node, probes: list[ToldProbe]
-) -> None:
-    engine = node.engine_of(0)
-    node.pool.cordon(node.pool.member(0), "admin")
-    probes[0].hangs()
-    probes[0].answers()
-    await bring_up_to_date(engine)
-    await node.until_statuses(ReplicaStatus.DRAINING, UP)
 
 
 async def test_an_engine_that_does_not_answer_is_taken_out_until_it_answers() -> None:

@@ -168,18 +168,6 @@ async def test_outputs_from_before_the_death_of_an_engine_are_delivered(node: No
     assert [item for item in items if isinstance(item, RequestFailed)] == []
 
 
-async def test_an_engine_that_dies_while_it_restarts_is_tried_again(node: Node) -> None:
-    await node.replicas.start()
-    node.launcher.plan(0, Plan(ready=False))
-    node.engine_of(0).process.die()
-    node.go_on.release()
-    await eventually(lambda: len(node.launcher.engines) == 3)
-    node.launcher.engines[-1].process.die()
-    node.go_on.release()
-    await node.until_back(0, restarts=2)
-    assert node.pauses == [1.0, 2.0]
-
-
 async def test_a_restart_that_takes_too_long_is_tried_again_and_the_log_names_the_setting(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -295,16 +283,6 @@ def fits(tokens: int) -> Plan:
     return Plan(ready_response=msgspec.json.encode(EngineSize(max_model_len=tokens)))
 
 
-async def test_a_distrusted_replica_is_ended_and_started_afresh(node: Node) -> None:
-    await node.replicas.start()
-    distrusted = node.engine_of(0)
-    node.orchestrator.distrust(node.pool.member(0), "it failed a call")
-    assert node.statuses[0] is not UP
-    await eventually(lambda: distrusted.process.ended)
-    node.go_on.release()
-    await node.until_statuses(UP, UP)
-
-
 async def test_engines_are_not_restarted_after_disable_restarts(node: Node) -> None:
     await node.replicas.start()
     node.engine_of(0).process.die()
@@ -314,14 +292,6 @@ async def test_engines_are_not_restarted_after_disable_restarts(node: Node) -> N
     node.go_on.release()
     await eventually(lambda: not any(task.get_name().startswith("omni-replica-") for task in asyncio.all_tasks()))
     assert (node.pauses, sorted(node.launcher.starts)) == ([1.0], [0, 1])
-
-
-async def test_closing_during_a_pause_starts_nothing_more(node: Node) -> None:
-    await node.replicas.start()
-    node.engine_of(0).process.die()
-    await eventually(lambda: node.pauses == [1.0])
-    await node.replicas.close(0.0)
-    assert len(node.launcher.starts) == 2
 
 
 async def test_many_lives_leave_no_descriptor_open() -> None:
@@ -355,18 +325,6 @@ async def test_a_replica_that_is_removed_ends_and_does_not_come_back(node: Node)
     assert node.pool.members == (second,)
     await eventually(lambda: engine.process.ended, "the end of its engine")
     assert node.pauses == []
-
-
-async def test_a_replica_may_be_removed_while_it_waits_for_its_restart(node: Node) -> None:
-    await node.replicas.start()
-    member = node.pool.member(1)
-    node.engine_of(1).process.die()
-    await eventually(lambda: node.pauses == [1.0], "the pause")
-    node.replicas.leave(member)
-    node.go_on.release()
-    await asyncio.sleep(0)
-    assert node.statuses == [UP]
-    assert node.launcher.starts.count(1) == 1
 
 
 @pytest.mark.parametrize("node", [GroupLauncher], indirect=True)

@@ -65,16 +65,6 @@ async def test_a_change_that_cannot_be_made_stops_nothing(keeper: Keeper | None)
         assert len(fleet.pool.serving) == 1
 
 
-async def test_a_drained_replica_gets_nothing_new_until_it_is_resumed(fleet: FakeFleet) -> None:
-    await fleet.manage("drain", 0)
-    for name in "abc":
-        await fleet.submit(name)
-    assert fleet.in_flight == [0, 3]
-    await fleet.manage("resume", 0)
-    await fleet.submit("d")
-    assert fleet.in_flight == [1, 3]
-
-
 @pytest.mark.parametrize("remote", [False, True])
 async def test_a_removal_calls_leave_of_the_member(fleet: FakeFleet, remote: bool) -> None:
     removed = []

@@ -72,37 +72,6 @@ async def test_a_replayed_request_goes_on_where_it_has_repeated_the_tokens_deliv
     assert (moves(fleet), fleet.orchestrator.metrics.tokens_swallowed) == ({Move.REPLAY: 1}, 3)
 
 
-@pytest.mark.parametrize("move", ["resume", "replay"])
-async def test_facts_that_an_engine_reports_once_are_delivered_once(fleet: FakeFleet, move: str) -> None:
-    await move_on(fleet, move)
-    fleet.say("a", *(BEGUN if move == "replay" else []), 14, finish_reason="stop")
-    await fleet.read()
-    assert fleet.tokens["a"] == [*BEGUN, 14]
-    assert fleet.told_first == ["a"]
-
-
-async def test_a_request_that_moves_twice_misses_nothing(fleet: FakeFleet) -> None:
-    await begin(fleet, "resume")
-    for token in (14, 15):
-        fleet.kill(fleet.home("a"))
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, token)
-    assert link.prompts[attempt] == [1, 2, *BEGUN, 14]
-    link.output(attempt, 16, finish_reason="stop")
-    await fleet.read()
-    assert fleet.tokens["a"] == [*BEGUN, 14, 15, 16]
-
-
-async def test_a_replay_that_loses_its_replica_halfway_replays_again(fleet: FakeFleet) -> None:
-    await move_on(fleet, "replay")
-    fleet.say("a", *BEGUN[:2])
-    fleet.kill(fleet.home("a"))
-    fleet.say("a", *BEGUN, 14, finish_reason="stop")
-    await fleet.read()
-    assert fleet.tokens["a"] == [*BEGUN, 14]
-    assert moves(fleet) == {Move.REPLAY: 2}
-
-
 @pytest.mark.parametrize(
     ("outputs", "end"),
     [([[99]], None), ([[11, 99, 14]], None), ([[11], [12], [99]], None), ([[11, 12, 99, 14]], None), ([[11]], "stop")],
@@ -135,13 +104,6 @@ async def test_a_replay_that_the_engine_cuts_short_ends_as_the_engine_says(fleet
     assert await fleet.read() == [("a", reason)]
     assert fleet.tokens["a"] == BEGUN
     assert fleet.orchestrator.metrics.replays_diverged == 0
-
-
-async def test_a_replay_may_end_right_where_the_delivered_part_did(fleet: FakeFleet) -> None:
-    await move_on(fleet, "replay")
-    fleet.say("a", *BEGUN, finish_reason="stop")
-    assert await fleet.read() == [("a", "stop")]
-    assert fleet.tokens["a"] == BEGUN
 
 
 async def test_a_request_that_never_moves_fails_once(fleet: FakeFleet) -> None:

@@ -9,7 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from tests.fakes.observations import observed
-from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError, RequestLostError
+from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError
 from vllm_omni_plugin.orchestrator.front_end import MAX_QUEUED_OUTPUTS
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
@@ -30,19 +30,6 @@ async def test_two_heads_never_use_the_same_id() -> None:
         await one.submit("a")
         await other.submit("a")
         assert one.attempt("a")[1] != other.attempt("a")[1]
-
-
-async def test_outputs_of_no_current_attempt_are_dropped(fleet: FakeFleet) -> None:
-    await fleet.submit("a")
-    link, attempt = fleet.attempt("a")
-    other = next(candidate for candidate in fleet.links.values() if candidate is not link)
-    link.output("nobody's")
-    link.output("a")
-    other.output(attempt, finish_reason="stop")
-    assert await fleet.read() == []
-    link.output(attempt, finish_reason="stop")
-    link.output(attempt, finish_reason="stop")
-    assert await fleet.read() == [("a", "stop")]
 
 
 async def test_a_request_that_another_head_left_behind_is_aborted(fleet: FakeFleet) -> None:
@@ -92,12 +79,6 @@ async def test_a_request_under_an_id_in_use_takes_its_place(fleet: FakeFleet) ->
     assert await fleet.read() == [("a", "stop")]
 
 
-async def test_a_request_only_submitted_for_its_abort_is_sent_and_not_charged(fleet: FakeFleet) -> None:
-    await fleet.submit("a", abort_immediately=True)
-    assert sum(len(link.added) for link in fleet.links.values()) == 1
-    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0], {})
-
-
 @pytest.mark.parametrize("too_large", [False, True], ids=["cannot be encoded", "too large for its replica"])
 async def test_a_request_that_cannot_be_sent_fails_alone(fleet: FakeFleet, too_large: bool) -> None:
     await fleet.submit("good")
@@ -126,14 +107,6 @@ async def test_a_lost_request_that_has_answered_nothing_moves_under_a_new_id(fle
     new_link.output(new_attempt, finish_reason="stop")
     assert await fleet.read() == [("a", "stop")]
     assert (fleet.in_flight, fleet.orchestrator.metrics.moves) == ([0, 0], 1)
-
-
-async def test_a_lost_replica_reports_as_idle_and_nothing_later_contradicts_it(fleet: FakeFleet) -> None:
-    fleet.links[1].report(running=4)
-    fleet.lose(1)
-    fleet.links[1].report(running=4)
-    await fleet.read()
-    assert fleet.statistics == [(1, 4), (1, 0)]
 
 
 async def test_a_request_moves_no_more_often_than_the_limit() -> None:
@@ -216,13 +189,6 @@ async def test_a_chunk_that_cannot_be_encoded_ends_the_session_on_both_sides(fle
     assert fleet.in_flight == [0, 0]
 
 
-async def test_a_session_whose_replica_is_lost_fails(fleet: FakeFleet) -> None:
-    await fleet.submit("s", resumable=True)
-    fleet.attempt("s")[0].say_dead()
-    [(_, error)] = await fleet.read()
-    assert "a streaming-input session cannot move" in str(error)
-
-
 async def until_paused(fleet: FakeFleet, paused: bool) -> None:
     await eventually(lambda: all(link.paused is paused for link in fleet.links.values()), f"paused {paused}")
 
@@ -252,25 +218,6 @@ async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_i
     assert len(await fleet.read()) == MAX_QUEUED_OUTPUTS
     await until_paused(fleet, False)
     assert await fleet.read() == [("a", "stop")]
-
-
-async def test_large_outputs_that_the_client_does_not_read_stop_the_reading_earlier(fleet: FakeFleet) -> None:
-    await fleet.submit("a")
-    # Of 2 MiB each.
-    tokens = range(1_000_000, 1_300_000)
-    for _ in range(34):
-        fleet.say("a", *tokens)
-    await until_paused(fleet, True)
-    await fleet.read()
-    await until_paused(fleet, False)
-
-
-async def test_a_client_that_does_not_read_gets_the_loss_later(fleet: FakeFleet) -> None:
-    link, _ = await filled(fleet, move="never")
-    fleet.orchestrator.distrust(fleet.pool.members[[*fleet.links.values()].index(link)], "failed a call")
-    events = await fleet.read()
-    assert isinstance(events[-1][1], RequestLostError)
-    assert len(events) == MAX_QUEUED_OUTPUTS + 1
 
 
 async def test_closing_while_the_client_does_not_read_leaves_no_task() -> None:

@@ -17,28 +17,6 @@ def running(fleet: FakePipelineFleet, request_id: str) -> list[str]:
     return [fleet.pipeline.stages[stage_id].name for stage_id, run in sorted(runs.items()) if not run.finished]
 
 
-async def test_the_output_of_a_stage_becomes_the_input_of_the_next() -> None:
-    async with FakePipelineFleet(CHAIN) as fleet:
-        await fleet.submit("r", "text", outputs=["thinker", "refiner"])
-        assert running(fleet, "r") == ["thinker"]
-        await fleet.step("r", 0, count=9)
-        assert running(fleet, "r") == ["refiner"]
-        link, attempt = fleet.attempt("r", 1)
-        assert link.prompts[attempt] == fleet.shown("r", "thinker") != []
-        await fleet.finish()
-        assert fleet.ends == [("r", "stop")]
-        assert fleet.tokens["r"] == fleet.shown("r", "refiner") != []
-        assert fleet.call_ends("r") == [None]
-
-
-async def test_a_plain_request_is_complete_when_its_answering_stage_has_ended() -> None:
-    async with FakePipelineFleet(FAN_OUT) as fleet:
-        await fleet.submit("r")
-        await fleet.finish()
-        assert fleet.ends == [("r", "stop")]
-        assert all(not link.requests for (stage_id, _), link in fleet.links.items() if stage_id != 0)
-
-
 async def test_other_stages_of_a_plain_request_end_with_its_answer() -> None:
     twins = (stage(0, "first", "text", final=True), stage(1, "second", "text", final=True))
     async with FakePipelineFleet(twins) as fleet:
@@ -221,13 +199,6 @@ async def test_a_traced_request_reports_the_times_of_its_stages_once(end: str) -
         assert (refiner.stage_id, refiner.stage, refiner.began_at, refiner.ended_at) == (1, "refiner", 3.0, 4.0)
         assert thinker.parts["run"] == 2.0
         assert ("run" in refiner.parts) == (end == "completed")
-
-
-async def test_an_untraced_request_reports_no_times() -> None:
-    async with FakePipelineFleet(CHAIN) as fleet:
-        await fleet.submit("r")
-        await fleet.finish()
-        assert fleet.traces == []
 
 
 async def test_replicas_of_each_stage_share_its_work_whatever_their_numbers() -> None:

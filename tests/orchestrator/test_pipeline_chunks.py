@@ -3,8 +3,6 @@
 import threading
 from typing import Any
 
-import pytest
-
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
@@ -43,17 +41,6 @@ async def test_a_stage_begins_before_its_upstream_stage_has_ended() -> None:
         await fleet.step("r", 0)
         assert chunks(fleet, 1) == [[4, 7], [10, 13]]
         assert fleet.links[1, 0].requests[-1]["resumable"] is False
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 9])
-async def test_every_token_arrives_once_and_in_order_however_it_came(count: int) -> None:
-    async with FakePipelineFleet(SPEECH) as fleet:
-        await fleet.submit("r", "text", "audio", prompt=[3])
-        while 0 in {stage_id for _, stage_id in fleet.at_work(["r"])}:
-            await fleet.step("r", 0, count)
-        assert [token for chunk in chunks(fleet, 1) for token in chunk] == [4, 7, 10, 13]
-        await fleet.finish()
-        assert fleet.call_ends("r") == [None]
 
 
 async def test_chunks_keep_their_order_though_the_transform_is_slow(gate: threading.Event) -> None:

@@ -1,27 +1,20 @@
 """Transforms, engines and clients that misbehave: one clear error for the request, and nothing for any other."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import FakeOutput, FakeRequest
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
-from tests.fakes.pipelines import CHAIN, DIAMOND, FAN_OUT, PYTHON, SPEECH
+from tests.fakes.pipelines import CHAIN, FAN_OUT, PYTHON, SPEECH
 from tests.fakes.transforms import leaving, raising, refusing
 from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
-from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
-from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    PipelineCall,
     PipelineCallEnded,
-    RequestFailed,
     StageEvent,
-    SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.stage_run import RunEnded
 from vllm_omni_plugin.pipeline import Stage
 
 SHORT = 0.02
@@ -176,23 +169,6 @@ async def test_an_api_that_fails_ends_its_request_and_nothing_else(
         assert fleet.call_ends("next") == [None]
 
 
-@pytest.mark.parametrize("stage_id", [0, 1, 2, 3])
-async def test_an_abort_of_everything_reaches_every_stage(stage_id: int) -> None:
-    async with FakePipelineFleet(DIAMOND) as fleet:
-        await fleet.submit("r", "text")
-        for before in range(stage_id):
-            await fleet.step("r", before, count=9)
-        at_work = [fleet.attempt("r", stage) for _, stage in fleet.at_work(["r"])]
-        await fleet.abort("r", whole=True)
-        assert at_work
-        assert all(attempt in link.aborted for link, attempt in at_work)
-        assert fleet.ends == []
-        assert [str(error) for error in fleet.call_ends("r")] == ["The request was aborted."]
-        await fleet.abort("r", whole=True)
-        assert len(fleet.call_ends("r")) == 1
-        assert fleet.in_flight == 0
-
-
 async def test_the_servers_abort_of_an_answer_that_it_cut_at_a_stop_string_leaves_the_rest_alone() -> None:
     async with FakePipelineFleet(SPEECH) as fleet:
         await fleet.submit("r", "text", "audio", prompt=[3], stop=10)
@@ -318,43 +294,3 @@ async def test_a_request_waits_for_a_stage_no_longer_than_it_may() -> None:
         error = the_error(fleet, "r")
         assert isinstance(error, NoReplicaError)
         assert "stage 1" in str(error)
-
-
-@pytest.fixture
-def requests() -> Iterator[tuple[PipelineRequests, list[Any]]]:
-    """Requests of a pipeline without replicas, and the messages to AsyncLLM."""
-    orchestrator, said = FakePipelineFleet(CHAIN, 0, replica_wait=600.0).orchestrator, list[Any]()
-    requests = orchestrator._requests
-    assert isinstance(requests, PipelineRequests)
-    requests._put = said.append
-    yield requests, said
-    requests.close()
-
-
-async def started(requests: PipelineRequests, events: list[Any]) -> PipelineRequestState:
-    """A new request whose first stage waits for a replica."""
-    call = PipelineCall(("text",), events.append)
-    requests.submit(SubmitRequest(FakeRequest("r"), 0.0, None, call))
-    state = requests.states["r"]
-    await eventually(lambda: state.runs, "the first run")
-    return state
-
-
-async def test_a_request_fails_once(requests: tuple[PipelineRequests, list[Any]]) -> None:
-    events: list[Any] = []
-    run = (await started(requests[0], events)).runs[0]
-    requests[0].runs_ended(0, [RunEnded(run, error=StageError("no"))] * 2)
-    assert [type(item) for item in requests[1]] == [RequestFailed]
-    assert [type(event) for event in events] == [PipelineCallEnded]
-
-
-async def test_outputs_of_an_earlier_request_with_the_same_id_are_ignored(
-    requests: tuple[PipelineRequests, list[Any]],
-) -> None:
-    earlier = (await started(requests[0], [])).runs[0]
-    events: list[Any] = []
-    state = await started(requests[0], events)
-    assert requests[0].accept_outputs(0, [(earlier, FakeOutput("r", [1], "stop"))]) == []
-    requests[0].runs_ended(0, [RunEnded(earlier), RunEnded(earlier, error=StageError("no"))])
-    assert requests[0].states == {"r": state}
-    assert (requests[1], events) == ([], [])

@@ -141,18 +141,6 @@ async def test_a_prefill_whose_last_replica_is_lost_before_it_was_sent_took_no_t
         assert ended.timings["prefill"] == {"transfer": 7.0}
 
 
-async def test_the_prefills_last_output_is_the_one_that_counts() -> None:
-    async with FakePipelineFleet(DISAGGREGATED) as fleet:
-        await fleet.submit("r", prompt=LONG)
-        link, attempt = fleet.attempt("r", 0)
-        link.tell(attempt)
-        await fleet.settle()
-        assert sent(fleet, 1) == []
-        link.tell(attempt, 9, finish_reason="length", kv_transfer_params=PARAMS)
-        await fleet.settle()
-        assert [request["sampling_params"]["kv"] for request in sent(fleet, 1)] == [PARAMS]
-
-
 async def test_a_request_that_has_ended_begins_no_decode_when_its_prefill_cannot_be_built(
     gate: threading.Event,
 ) -> None:
@@ -194,15 +182,6 @@ async def test_a_lost_decode_goes_on_without_the_cache_that_was_fetched_already(
         assert fleet.tokens["r"] == ([5, 6] if delivered else [6])
         assert fleet.cached["r"][0] == (2 if delivered else 1)
         assert fleet.ends == [("r", "stop")]
-
-
-async def test_a_request_that_skipped_the_prefill_moves_with_all_caches() -> None:
-    async with FakePipelineFleet(DISAGGREGATED, replicas=[1, 2]) as fleet:
-        await fleet.submit("r", prompt=SHORT)
-        fleet.attempt("r", 1)[0].say_dead()
-        await fleet.settle()
-        (request,) = fleet.attempt("r", 1)[0].requests
-        assert "cache" not in request["sampling_params"]
 
 
 async def test_every_attempt_has_the_seed_that_makes_its_answer_repeatable() -> None:

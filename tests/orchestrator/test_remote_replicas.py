@@ -74,14 +74,6 @@ async def test_a_replica_replays_earlier_calls_before_it_serves_unless_it_is_syn
     assert calls == [[("set_weight_version", ["v2"])], []]
 
 
-async def test_outputs_before_a_replica_serves_are_ignored(fleet: Fleet) -> None:
-    (replica,) = await fleet.joined(row(1))
-    replica.link.say_dead()
-    replica.on_outputs(None)
-    await fleet.serving(1)
-    assert len(fleet.attachments) == 2
-
-
 async def test_the_requests_of_a_lost_replica_move_and_it_is_attached_to_again(fleet: Fleet) -> None:
     first, second = await fleet.joined(row(1), row(2))
     await fleet.submit("a")
@@ -123,14 +115,6 @@ async def test_an_old_list_does_not_undo_the_status_from_the_node(fleet: Fleet) 
     replica.on_status(ReplicaStatus.UP)
     assert len(fleet.pool.serving) == 1
     assert not replica.closed
-
-
-async def test_a_replica_that_is_draining_when_it_is_first_listed_is_not_attached_to(fleet: Fleet) -> None:
-    fleet.register(row(1, status=ReplicaStatus.DRAINING), accepts=False)
-    await fleet.all_handled()
-    assert fleet.attachments == []
-    fleet.register(row(1, incarnation=2))
-    await fleet.serving(1)
 
 
 async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
@@ -265,22 +249,6 @@ async def test_a_replica_that_an_operator_drained_is_cordoned_when_it_is_listed_
         assert fleet.pool.members[0].cordons == {ADMIN_CORDON}
     await fleet.manage("resume", 0)
     assert fleet.pool.members[0].cordons == set()
-
-
-async def test_a_replica_that_is_not_attached_cannot_be_removed(fleet: Fleet) -> None:
-    fleet.pause_over.clear()
-    fleet.failures.append(ReplicaError("nobody there"))
-    fleet.register(row(1))
-    await eventually(lambda: fleet.pauses)
-    with pytest.raises(ReplicaError, match=r"replica 0\.0 is not attached"):
-        fleet.remote.leave(fleet.pool.members[0])
-
-
-async def test_a_replica_cannot_be_removed_once_the_head_has_detached(fleet: Fleet) -> None:
-    await fleet.joined(row(1))
-    await fleet.remote.close()
-    with pytest.raises(ReplicaError, match=r"replica 0\.0 is not attached"):
-        fleet.remote.leave(fleet.pool.members[0])
 
 
 async def test_a_replica_of_an_unknown_stage_is_tried_when_listed_until_it_refuses(

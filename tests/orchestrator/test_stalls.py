@@ -100,16 +100,6 @@ async def test_the_limit_is_four_times_the_longest_gap_seen(fleet: FakeFleet) ->
     assert stalled(fleet) == [0]
 
 
-async def test_a_pause_between_two_requests_is_no_gap(fleet: FakeFleet) -> None:
-    await only_first(fleet, "a")
-    fleet.say("a", 5, finish_reason="stop")
-    wait(fleet, 1000.0)
-    await only_first(fleet, "b")
-    fleet.say("b", 5)
-    wait(fleet, TIMEOUT_S)
-    assert stalled(fleet) == [0]
-
-
 async def test_an_engine_that_computes_a_long_prompt_in_parts_has_not_stalled(fleet: FakeFleet) -> None:
     await only_first(fleet, "a", prompt=[1] * 1000)
     for percent in (1, 2, 3, 4):
@@ -131,19 +121,6 @@ async def test_a_request_that_waits_for_a_kv_transfer_does_not_count_until_it_ha
     wait(fleet, TIMEOUT_S)
     assert stalled(fleet) == [0]
     assert first(fleet).request_to_try is None, "its cache cannot be fetched again"
-
-
-async def test_a_bound_request_is_not_tried_since_the_engine_may_have_lost_what_it_needs(fleet: FakeFleet) -> None:
-    await only_first(fleet, "document", affinity=1)
-    wait(fleet, TIMEOUT_S)
-    assert stalled(fleet) == [0]
-    assert first(fleet).request_to_try is None
-
-
-async def test_a_prefill_waits_for_nobody_and_counts(fleet: FakeFleet) -> None:
-    await only_first(fleet, "a", kv_transfer_params={"do_remote_decode": True})
-    wait(fleet, TIMEOUT_S)
-    assert stalled(fleet) == [0]
 
 
 async def test_a_session_counts_only_while_a_turn_is_open(fleet: FakeFleet) -> None:

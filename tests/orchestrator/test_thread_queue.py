@@ -52,18 +52,6 @@ async def test_put_waits_while_the_queue_is_full_and_goes_on_when_it_is_taken() 
     assert await queue.get_batch() == [3]
 
 
-async def test_producers_that_wait_never_exceed_the_size() -> None:
-    queue: ThreadQueue[int] = ThreadQueue(2)
-    producers = [asyncio.create_task(queue.put(item)) for item in range(9)]
-    taken: list[int] = []
-    while len(taken) < 9:
-        batch = await queue.get_batch()
-        assert len(batch) <= 2
-        taken += batch
-    await asyncio.gather(*producers)
-    assert sorted(taken) == list(range(9))
-
-
 async def test_a_cancelled_consumer_loses_nothing() -> None:
     queue: ThreadQueue[int] = ThreadQueue(2)
     consumer = await blocked(queue.get_batch())
@@ -129,24 +117,6 @@ async def test_another_threads_loop_may_produce() -> None:
         taken += await queue.get_batch()
     thread.join()
     assert taken == list(range(100))
-
-
-@pytest.mark.parametrize("during_the_wake_up", [False, True])
-def test_a_consumer_whose_loop_has_ended_blocks_no_producer(
-    during_the_wake_up: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue: ThreadQueue[int] = ThreadQueue(1)
-
-    async def leave_while_waiting() -> None:
-        await blocked(queue.get_batch())
-
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
-        runner.run(leave_while_waiting())
-    if during_the_wake_up:
-        monkeypatch.setattr(loop, "is_closed", lambda: False)
-    queue.force_put(1)
-    assert len(queue) == 1
 
 
 async def test_a_queue_is_full_by_the_bytes_of_its_items_too() -> None:

@@ -95,11 +95,6 @@ async def test_an_unlisted_replica_that_is_taken_out_or_removed_is_forgotten_onc
     await fleet.joined(row(1))
 
 
-async def test_an_unknown_unlisted_replica_is_no_error(fleet: Fleet) -> None:
-    fleet.unregister(row(1))
-    await fleet.joined(row(2))
-
-
 async def test_a_late_replica_is_not_attached_to_but_serves_while_its_lease_lasts(fleet: Fleet) -> None:
     (replica,) = await fleet.joined(row(1))
     fleet.register(row(1), accepts=False)
@@ -128,14 +123,6 @@ async def test_a_replica_whose_server_answers_late_gets_no_new_requests_and_fini
     assert ("a", "stop") in await fleet.read()
     late.on_late(False)
     await fleet.serving(2)
-
-
-async def test_a_late_replica_that_is_lost_serves_when_it_is_attached_to_again(fleet: Fleet) -> None:
-    (replica,) = await fleet.joined(row(1))
-    replica.on_late(True)
-    replica.client.mark_dead("the connection to its server broke")
-    await fleet.serving(1)
-    assert len(fleet.attachments) == 2
 
 
 async def test_a_replica_is_attached_to_anew_when_its_lease_ends_and_not_when_its_row_is_newer(fleet: Fleet) -> None:

@@ -2,10 +2,8 @@
 
 import asyncio
 
-import pytest
-
 from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
-from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, Welcome, engine_key
+from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, SessionLost, Welcome, engine_key
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
@@ -26,17 +24,6 @@ def two_heads() -> tuple[WorkBus, WorkingHead, WorkingHead]:
 
 def others_of(member: PoolMember) -> tuple[int, int]:
     return member.load.requests, member.load.others
-
-
-def test_a_head_sees_what_another_has_charged() -> None:
-    bus, a, b = two_heads()
-    a.charge(a.attach(0))
-    mine = b.attach(0)
-    bus.settle()
-    assert (mine.load.requests, mine.load.others, mine.load.prefill_tokens) == (1, 1, PROMPT_TOKENS)
-    assert mine.load.heads_report
-    b.charge(mine)
-    assert (mine.load.requests, mine.load.others, mine.load.prefill_tokens) == (2, 1, 2 * PROMPT_TOKENS)
 
 
 def test_the_first_report_leaves_at_once_and_the_next_after_the_interval_with_all_that_changed() -> None:
@@ -70,23 +57,6 @@ def test_work_on_one_incarnation_never_counts_for_another() -> None:
     assert mine.load.others == 0
     b.lose(mine)
     assert b.attach(0, incarnation=1).load.others == 1
-
-
-def test_a_report_in_full_replaces_what_was_known() -> None:
-    _, _, b = two_heads()
-    first, second = b.attach(0), b.attach(1)
-    b.receive(PeerWork("a", False, [work(3), work(2, replica=1)]))
-    b.receive(PeerWork("a", True, [work(1, replica=1)]))
-    assert (first.load.others, second.load.others) == (0, 1)
-
-
-def test_a_report_does_not_touch_the_replicas_of_this_head_alone() -> None:
-    bus, a, b = two_heads()
-    a.charge(a.attach(0, remote=False))
-    bus.settle()
-    assert all(not rows for _, _, rows, _ in bus.reports)
-    b.receive(PeerWork("a", False, [work(3)]))
-    assert b.attach(0, remote=False).load.others == 0
 
 
 def test_while_heads_report_the_engines_reports_do_not_count() -> None:
@@ -130,19 +100,6 @@ def test_a_closed_exchange_reports_no_more() -> None:
     b.charge(mine)
     b.exchange.close()
     b.exchange.close()
-    bus.timers.advance(1.0)
-    assert bus.reports == []
-
-
-@pytest.mark.parametrize("lost", [HeadLeft("b"), SessionLost()])
-def test_without_the_last_other_head_this_one_is_alone_again(lost: HeadLeft | SessionLost) -> None:
-    bus, a, _ = two_heads()
-    a.attach(0)
-    a.attach(1)
-    assert a.pool.serving.unreported.heads == 2
-    a.receive(lost)
-    assert a.pool.serving.unreported.heads == 1
-    a.charge(a.pool.members[0])
     bus.timers.advance(1.0)
     assert bus.reports == []
 

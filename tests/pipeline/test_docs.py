@@ -24,12 +24,6 @@ def block(page: str, language: str) -> str:
     return found[1]
 
 
-def test_the_example_loads(tmp_path: Path) -> None:
-    file = tmp_path / "pipeline.yaml"
-    file.write_text(block(PAGE, "yaml"))
-    assert [stage.name for stage in load_pipeline(file).needed_for(["text"])] == ["thinker"]
-
-
 def test_the_error_shown_is_the_one_of_a_slip_in_the_example(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.yaml"
     file.write_text(block(PAGE, "yaml").replace("[thinker]", "[thinkr]"))

@@ -101,8 +101,3 @@ def test_a_file_that_cannot_be_used_is_refused(file: Path, content: bytes | None
     if content is not None:
         file.write_bytes(content)
     assert complaint(file) == message
-
-
-def test_a_file_may_have_one_mebibyte(file: Path) -> None:
-    file.write_text(SINGLE + "#" * (1024 * 1024 - len(SINGLE)))
-    assert len(load_pipeline(file).stages) == 1

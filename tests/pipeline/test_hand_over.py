@@ -122,11 +122,6 @@ def test_invalid_kv_transfers_are_refused(
     assert (raised.value.place, raised.value.message) == (place, message)
 
 
-def test_the_first_of_vllms_stages_without_inputs_reads_the_prompt() -> None:
-    pipeline = Pipeline((python(0), vllm(1, "s2"), vllm(2), vllm(3)))
-    assert pipeline.entry.id == 2
-
-
 @pytest.mark.parametrize(
     ("modalities", "expected"),
     [

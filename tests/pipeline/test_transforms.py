@@ -50,10 +50,6 @@ def test_built_in_transforms_return_none_for_an_empty_output(name: str) -> None:
     assert run(name, StageOutput()) is None
 
 
-def test_kv_transfer_has_no_function() -> None:
-    assert resolve_transform("kv_transfer") is None
-
-
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A package with a module of transforms."""
@@ -110,14 +106,6 @@ def test_shorthands_become_stage_inputs() -> None:
     assert check_input(array("q", [3]), "talker") == StageInput(token_ids=array("q", [3]))
     assert check_input(rows, "talker") == StageInput(tensor=rows)
     assert check_input(None, "talker") is None
-
-
-def test_a_stage_input_is_returned_unchanged() -> None:
-    given = StageInput(text="a", metadata={"voice": "b"}, sampling={"max_tokens": 3})
-    assert check_input(given, "talker") is given
-    # A Python stage may need no more.
-    only_metadata = StageInput(metadata={"silence": 1.5})
-    assert check_input(only_metadata, "talker") is only_metadata
 
 
 NO_TOKENS = "returned token ids that are no sequence of whole numbers from 0 on"

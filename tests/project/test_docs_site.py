@@ -4,7 +4,6 @@ import posixpath
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import yaml
 
 from tools.docs_site import linked_files, site_path, with_links_of_site
@@ -45,20 +44,3 @@ def test_links_of_every_page_lead_to_the_same_file_on_the_site() -> None:
         expected = {site_path(linked) for linked in linked_files(page, text)}
         folder = posixpath.dirname(site_path(page))
         assert all(posixpath.relpath(target, folder or ".") in changed for target in expected)
-
-
-@pytest.mark.parametrize(
-    ("page", "link", "expected"),
-    [
-        ("docs/policies.md", "[a](pipelines.md#the-file)", "[a](pipelines.md#the-file)"),
-        ("docs/policies.md", "[a](../examples/cpu/README.md)", "[a](examples/cpu/README.md)"),
-        ("docs/how-to/speech.md", "[a](../../examples/cpu/README.md)", "[a](../examples/cpu/README.md)"),
-        ("examples/cpu/README.md", "[a](../../docs/policies.md#prefix)", "[a](../../policies.md#prefix)"),
-        ("examples/pipelines/README.md", "[stages/](stages)", "stages/"),
-        ("docs/policies.md", "[a](#prefix)", "[a](#prefix)"),
-        ("docs/policies.md", "[a](https://example.com)", "[a](https://example.com)"),
-        ("docs/policies.md", "`x[0](y)`", "`x[0](y)`"),
-    ],
-)
-def test_a_link_on_the_site(page: str, link: str, expected: str) -> None:
-    assert with_links_of_site(page, link) == expected

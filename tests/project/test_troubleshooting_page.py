@@ -43,19 +43,3 @@ def test_every_message_has_an_explanation() -> None:
     entries = re.split(r"^> `.+`$", PAGE, flags=re.MULTILINE)[1:]
     assert len(entries) == len(QUOTED) > 25
     assert [quoted for quoted, entry in zip(QUOTED, entries, strict=True) if not re.match(r"\n\n\w|\n\n`", entry)] == []
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("replica ... is lost", True),
-        ("is lost (...) with ... requests", True),
-        ("replica 3 is lost", False),
-        ("it is lost", False),
-        ("port ... is taken", True),
-        ("port ... is free", False),
-    ],
-)
-def test_a_message_is_told_from_others(message: str, expected: bool) -> None:
-    source = 'log("replica %d is lost (%s) with %.1f requests", 1)\nraise Error(f"port {port} " "is taken")'
-    assert is_said(message, texts(source)) is expected

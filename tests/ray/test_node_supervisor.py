@@ -38,14 +38,6 @@ def test_a_node_that_ends_soon_is_replaced_after_a_pause() -> None:
     assert nodes.decide(5.0 + PAUSE_S, 2) == [(NodeAction.START, 2)]
 
 
-def test_waiting_for_a_machine_does_not_count_as_running() -> None:
-    nodes = NodeSet(DRAIN_S)
-    nodes.decide(0.0, 1)
-    nodes.placed(LATE, 0)
-    nodes.ended(LATE + 1, 0)
-    assert nodes.decide(LATE + 1, 1) == []
-
-
 def test_the_newest_nodes_drain_and_are_not_replaced() -> None:
     nodes = running(3)
     assert nodes.decide(LATE, 1) == [(NodeAction.DRAIN, 2), (NodeAction.DRAIN, 1)]
@@ -53,19 +45,6 @@ def test_the_newest_nodes_drain_and_are_not_replaced() -> None:
     assert nodes.decide(LATE + 1, 1) == []
     nodes.ended(LATE + 2, 2)
     assert nodes.decide(LATE + 2, 1) == []
-
-
-def test_a_node_drained_soon_after_its_start_causes_no_pause() -> None:
-    nodes = running(2)
-    nodes.decide(1.0, 1)
-    nodes.ended(2.0, 1)
-    assert nodes.decide(2.0, 2) == [(NodeAction.START, 2)]
-
-
-def test_a_draining_node_does_not_count() -> None:
-    nodes = running(2)
-    nodes.decide(LATE, 1)
-    assert nodes.decide(LATE + 1, 2) == [(NodeAction.START, 2)]
 
 
 def test_a_node_that_drains_too_long_is_killed() -> None:
@@ -83,18 +62,6 @@ def test_a_node_without_a_machine_is_cancelled() -> None:
     assert len(nodes) == 1
     nodes.ended(2.0, 0)
     assert len(nodes) == 0
-
-
-def test_nodes_without_a_machine_are_removed_first() -> None:
-    nodes = running(2)
-    nodes.decide(1.0, 5)
-    nodes.placed(2.0, 4)
-    assert nodes.decide(LATE, 1) == [
-        (NodeAction.KILL, 3),
-        (NodeAction.KILL, 2),
-        (NodeAction.DRAIN, 4),
-        (NodeAction.DRAIN, 1),
-    ]
 
 
 def test_a_settled_node_is_remembered_and_waiting_for_a_machine_does_not_count() -> None:
@@ -158,12 +125,6 @@ def test_a_lost_node_is_replaced_and_a_signal_drains_all() -> None:
     assert "node 1: ended with code 0" in nodes.reported
 
 
-def test_a_second_signal_drains_the_nodes_again() -> None:
-    nodes = SimulatedNodes({100: [SIGNAL], 104: [SIGNAL], 108: [NodeEvent(0, None, 0), NodeEvent(1, None, 0)]})
-    assert nodes.supervisor.run() is True
-    assert nodes.done[2:] == ["drain 1", "drain 0", "drain 0", "drain 1"]
-
-
 def test_nodes_that_do_not_drain_in_time_are_killed() -> None:
     nodes = SimulatedNodes({100: [SIGNAL]})
     assert nodes.supervisor.run() is True
@@ -183,12 +144,6 @@ def test_a_node_refused_after_others_have_settled_is_replaced() -> None:
     nodes = SimulatedNodes({100: [NodeEvent(0, None, -9)], 104: [NodeEvent(2, None, 2)], 200: ends})
     assert nodes.supervisor.run() is True
     assert nodes.done == ["start 0", "start 1", "start 2", "start 3"]
-
-
-def test_the_first_signal_after_a_refusal_drains_the_nodes_again() -> None:
-    nodes = SimulatedNodes({4: [NodeEvent(0, None, 2)], 8: [SIGNAL], 12: [NodeEvent(1, None, 0)]})
-    assert nodes.supervisor.run() is False
-    assert nodes.done == ["start 0", "start 1", "drain 1", "drain 1"]
 
 
 def test_an_unexpected_error_drains_all_nodes_before_it_is_raised() -> None:

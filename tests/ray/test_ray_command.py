@@ -26,15 +26,6 @@ def test_other_arguments_go_to_vllm_in_order() -> None:
     assert (args.replicas, args.num_gpus, args.num_cpus, args.address) == (3, 4, 1, "auto")
 
 
-def test_two_dashes_and_a_given_headless_flag_change_nothing() -> None:
-    _, serve = parse(["up", "--max-replicas", "3", "--", "M", "--headless", *HEAD])
-    assert serve == ["M", "--headless", *HEAD]
-
-
-def test_an_abbreviated_option_is_one_of_vllm() -> None:
-    assert parse(["up", "M", "--rep", "3", *HEAD])[1][:3] == ["M", "--rep", "3"]
-
-
 @pytest.fixture
 def supervisors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NodeSupervisor]]:
     """The supervisors that the command makes, which do not run. Signal handlers are restored."""
@@ -113,15 +104,6 @@ def test_an_unreachable_head_and_its_return_are_logged_once(
         capsys.readouterr().err
         == f"{away}vllm-omni-plugin ray: http://10.0.0.1:8000 reports the expected wait again\n{away}"
     )
-
-
-def test_a_broken_pipe_is_no_error(supervisors: list[NodeSupervisor], monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(_: str) -> None:
-        raise BrokenPipeError
-
-    assert main(["ray", "up", "M", *HEAD]) == 0
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write))
-    supervisors[0].report("this")
 
 
 @pytest.mark.parametrize(

@@ -127,13 +127,6 @@ def test_a_dead_actor_is_one_event_with_a_reason_in_one_line(ray: FakeRay, nodes
     assert list(nodes.events(0.0)) == [NodeEvent(0, None, "its node has failed.")]
 
 
-def test_a_placement_reported_after_the_end_is_ignored(ray: FakeRay, nodes: RayNodes) -> None:
-    ray.actors[0].calls["wait"].answer = 3
-    assert list(nodes.events(0.0)) == [NodeEvent(0, None, 3)]
-    ray.actors[0].calls["host"].answer = "here"
-    assert list(nodes.events(0.0)) == []
-
-
 def test_a_call_to_an_unreachable_actor_is_repeated(ray: FakeRay, nodes: RayNodes) -> None:
     actor = ray.actors[0]
     for call in actor.calls.values():
@@ -178,13 +171,6 @@ def test_the_end_of_ray_is_an_error_that_says_what_to_do(ray: FakeRay, nodes: Ra
     ray.actors[0].calls["host"].answer = FakeRayError("its owner has died")
     with pytest.raises(OmniError, match=r"Ray on this machine has ended.*start Ray and this command again"):
         list(nodes.events(0.0))
-
-
-def test_without_a_node_it_waits_for_the_timeout(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("vllm_omni_plugin.ray.ray_nodes.time.sleep", slept.append)
-    assert list(RayNodes("auto", ["MODEL"], gpus=0, cpus=1).events(2.0)) == []
-    assert slept == [2.0]
 
 
 def test_nodes_are_drained_and_killed_by_number_and_close_leaves_ray(ray: FakeRay, nodes: RayNodes) -> None:

@@ -43,14 +43,6 @@ def test_running_sequences_come_before_the_prompts_of_others() -> None:
     assert [round(now, 6) for now, output in timeline if output.request_id == "b"] == [3.37]
 
 
-def test_a_running_iteration_admits_no_requests() -> None:
-    model = submitted(request("a", 8, 1))
-    model.step(0.0)
-    model.submit(request("b", 9, 1), 0.1)
-    assert model.step(0.1).next_time == pytest.approx(1.08)
-    assert times(model, "b") == [2.17]
-
-
 def test_requests_beyond_the_number_of_sequences_wait_in_order() -> None:
     model = submitted(*(request(str(number), 4, 2) for number in range(6)))
     timeline = run(model)
@@ -76,29 +68,6 @@ def test_an_abort_ends_a_running_and_a_waiting_request_without_an_output() -> No
     model.abort(["0", "4", "unknown"])
     timeline = run(model)
     assert {output.request_id for _, output in timeline} == {"1", "2", "3"}
-
-
-def test_an_id_may_come_again_once_it_has_ended() -> None:
-    model = submitted(request("a", 8, 9))
-    with pytest.raises(KeyError):
-        model.submit(request("a"), 0.0)
-    model.step(0.0)
-    model.abort(["a"])
-    model.submit(request("a", 8, 2), 0.5)
-    assert len(tokens_of(run(model, now=0.5), "a")) == 2
-
-
-@pytest.mark.parametrize(
-    ("prompt", "error", "message"),
-    [
-        ([], ValueError, "a prompt of 0 tokens; it must have 1 to 63"),
-        ([1] * 64, ValueError, "a prompt of 64 tokens; it must have 1 to 63"),
-        ([-1], OverflowError, "."),
-    ],
-)
-def test_invalid_prompts_are_refused(prompt: list[int], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        submitted(request("a", prompt))
 
 
 def test_memory_too_small_for_one_request_is_refused() -> None:
@@ -134,24 +103,6 @@ def test_a_repeated_prompt_is_taken_from_the_cache(prompt: int, caching: bool, c
     assert now == pytest.approx(end)
 
 
-def test_answers_are_cached_for_the_next_turn_of_a_conversation() -> None:
-    first = request("a", 8, 9)
-    model = submitted(first)
-    said = tokens_of(run(model), "a")
-    model.submit(request("b", [*first.prompt, *said, 1, 2, 3], 1), 20.0)
-    prefill = run(model, now=20.0)[-1][1].prefill
-    assert prefill is not None
-    assert prefill.cached_tokens == 16
-
-
-def test_other_salts_and_adapters_share_no_blocks() -> None:
-    model = submitted(request("a", 17, 1))
-    run(model)
-    model.submit(request("salt", 17, 1, cache_salt="x"), 10.0)
-    model.submit(request("lora", 17, 1, lora_id=1), 10.0)
-    assert [output.prefill.cached_tokens for _, output in run(model, now=10.0) if output.prefill] == [0, 0]
-
-
 def test_a_report_comes_with_each_iteration_and_counts_since_the_last() -> None:
     model = submitted(*(request(str(number), 4, 2) for number in range(5)))
     assert model.step(0.0).report is None
@@ -161,11 +112,3 @@ def test_a_report_comes_with_each_iteration_and_counts_since_the_last() -> None:
     assert (first.running, first.waiting, first.admitted, first.queried_tokens) == (4, 1, 4, 16)
     assert (second.running, second.waiting, second.admitted, second.queried_tokens) == (0, 1, 0, 0)
     assert first.kv_cache_usage > second.kv_cache_usage == 0.0
-
-
-def test_the_cache_is_cleared_only_when_nothing_is_in_use() -> None:
-    model = submitted(request("a", 17, 2))
-    model.step(0.0)
-    assert not model.reset_prefix_cache()
-    run(model)
-    assert model.reset_prefix_cache()

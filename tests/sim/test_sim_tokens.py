@@ -40,11 +40,6 @@ def outputs(asked: object) -> list[SimOutput]:
     return [output for _, output in run(model)]
 
 
-def test_an_answer_without_max_tokens_ends_at_the_maximum_length_of_the_model() -> None:
-    found = outputs(request("a", 60, max_tokens=None))
-    assert (len(found), found[-1].finish) == (4, "length")
-
-
 def test_a_stop_token_ends_the_answer_and_is_named() -> None:
     whole = answer(request("a", max_tokens=8))
     found = outputs(request("a", max_tokens=8, stop_token_ids=frozenset({whole[2]})))
@@ -52,25 +47,8 @@ def test_a_stop_token_ends_the_answer_and_is_named() -> None:
     assert (found[-1].finish, found[-1].stop_token) == ("stop", whole[2])
 
 
-def test_no_stop_token_comes_before_the_minimum_length() -> None:
-    whole = answer(request("a", max_tokens=8))
-    stops = frozenset({whole[0], whole[1]})
-    found = outputs(request("a", max_tokens=8, min_tokens=6, stop_token_ids=stops))
-    assert len(found) >= 6
-    assert not {output.token for output in found[:6]} & stops
-
-
 def test_the_end_of_sequence_token_never_comes_by_chance() -> None:
     whole = answer(request("a", max_tokens=8))
     found = outputs(request("a", max_tokens=8, eos_token_id=whole[2]))
     assert [output.token for output in found[:3]] != whole[:3]
     assert [output.finish for output in found] == [None] * 7 + ["length"]
-
-
-def test_the_end_of_sequence_token_is_chosen_if_it_is_allowed() -> None:
-    found = outputs(request("a", max_tokens=8, eos_token_id=5, allowed=[5]))
-    assert [(output.token, output.finish, output.stop_token) for output in found] == [(5, "stop", None)]
-
-
-def test_only_allowed_tokens_are_answered() -> None:
-    assert set(answer(request("a", max_tokens=40, allowed=[3, 5, 7]))) == {3, 5, 7}

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,20 +82,6 @@ async def fleet() -> AsyncIterator[Fleet]:
     await fleet.replicas.close(2.0)
     fleet.orchestrator.close_queues()
     await running
-
-
-async def test_requests_are_spread_over_the_replicas(fleet: Fleet, tmp_path: Path) -> None:
-    gates = {}
-    for request_id in ("a", "b"):
-        (tmp_path / request_id).mkdir()
-        gates[request_id] = Gate(tmp_path / request_id)
-        fleet.submit(request_id, gates[request_id].job)
-        await gates[request_id].reached()
-    for gate in gates.values():
-        gate.release()
-    answers = await fleet.answers("a", "b")
-    assert {answer.metadata["pid"] for answer in answers} == set(fleet.launcher.pids.values())
-    assert fleet.orchestrator.request_states == {}
 
 
 async def test_a_request_moves_when_its_replica_is_killed_and_the_replica_comes_back(fleet: Fleet, gate: Gate) -> None:

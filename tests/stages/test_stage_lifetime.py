@@ -123,14 +123,6 @@ async def test_a_stage_that_cannot_handle_a_message_ends(monkeypatch: pytest.Mon
                 await engine.ended
 
 
-async def test_stop_is_called_after_sigterm(tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    async with open_head(stage("classes:Stopping", options={"note": str(note)})) as head:
-        os.kill(head.replica.pid, signal.SIGTERM)
-        await eventually(lambda: head.deaths)
-        assert note.read_text() == "stopped"
-
-
 def has_handled(pid: int, signum: int) -> bool:
     """Whether a process has handled a signal sent before: the signal wakes the main thread, which sleeps again then."""
     lines = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -164,13 +156,6 @@ async def test_a_computation_that_never_ends_is_killed_when_the_replica_closes(g
         assert ended(fd)
         os.close(fd)
         gate.release()
-
-
-async def test_a_class_that_calls_os_exit_ends_the_process() -> None:
-    async with open_head(stage("classes:Faulty")) as head:
-        head.send("a", "exit")
-        await eventually(lambda: head.deaths)
-        assert "exited" in head.deaths[0]
 
 
 def test_a_stage_does_not_outlive_the_process_that_started_it() -> None:

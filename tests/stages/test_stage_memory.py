@@ -55,12 +55,6 @@ async def test_tensors_are_equal_both_ways_and_their_places_are_used_again(head:
 
 
 @WITH_THE_SHARED_HEAD
-async def test_small_tensors_go_through_the_socket(head: Head) -> None:
-    head.send("a", StageInput(tensor=torch.ones(64 << 10)))
-    assert (await head.answer("a")).metadata == {"shared": False}
-
-
-@WITH_THE_SHARED_HEAD
 async def test_tensors_that_find_no_room_go_through_the_socket(head: Head) -> None:
     await head.client.call("pause_scheduler", "keep", False)
     tensors = {str(number): torch.full((LARGE,), number, dtype=torch.uint8) for number in range(6)}

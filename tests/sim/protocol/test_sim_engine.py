@@ -15,7 +15,6 @@ from tests.sim.protocol.heads import FAST, Head
 from tests.sim.protocol.requests import LONG, request
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
-from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.sim import sim_engine
 from vllm_omni_plugin.vllm_api.protocol import sim_protocol
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
@@ -76,13 +75,6 @@ async def test_the_wanted_logprobs_come_with_each_token(replica: Engine, head: H
     assert head.deaths == []
 
 
-async def test_stop_tokens_are_honoured_and_named(replica: Engine, head: Head) -> None:
-    stop = answer(sim_request("a"), FAST)[1]
-    replica.client.add_request(request("a", stop_token_ids=[stop]), "a")
-    await eventually(lambda: "a" in ended(head))
-    assert (head.outputs[-1].finish_reason, head.outputs[-1].stop_reason) == (FinishReason.STOP, stop)
-
-
 async def test_an_aborted_request_has_no_further_outputs(slow_head: Head) -> None:
     head = slow_head
     replica = await head.start()
@@ -94,18 +86,6 @@ async def test_an_aborted_request_has_no_further_outputs(slow_head: Head) -> Non
     replica.client.add_request(request("b", max_tokens=2), "b")
     await eventually(lambda: "b" in ended(head))
     assert {output.request_id for output in head.outputs[heard:]} == {"b"}
-
-
-async def test_one_call_aborts_all_requests_without_outputs(slow_head: Head) -> None:
-    head = slow_head
-    replica = await head.start()
-    for request_id in ("a", "b"):
-        replica.client.add_request(request(request_id, max_tokens=LONG), request_id)
-    await replica.client.call("abort_requests", None)
-    heard = len(head.outputs)
-    replica.client.add_request(request("a", max_tokens=1), "a")
-    await eventually(lambda: ended(head))
-    assert [output.finish_reason for output in head.outputs[heard:]] == [FinishReason.LENGTH]
 
 
 async def test_requests_with_unsupported_features_end_with_an_error(replica: Engine, head: Head) -> None:
@@ -244,18 +224,3 @@ async def test_a_failed_call_has_a_reason_and_changes_nothing(
     with pytest.raises(ReplicaError, match=f"Call to {method} method failed: .*{complaint}"):
         await replica.client.call(method, *args)
     assert await replica.client.call("is_sleeping") is False
-
-
-async def test_an_adapter_changes_the_answer(replica: Engine, head: Head) -> None:
-    asked = request()
-    asked.lora_request = LoRARequest("adapter", 7, "somewhere")
-    replica.client.add_request(asked, "a")
-    await eventually(lambda: "a" in ended(head))
-    assert tokens(head, "a") == answer(sim_request("a", lora_id=7), FAST) != answer(sim_request("a"), FAST)
-
-
-async def test_a_killed_engine_cannot_become_ready(head: Head) -> None:
-    starting = head.launcher.start(0)
-    starting.abandon()
-    with pytest.raises(ReplicaError, match="ended before it was ready"):
-        starting.wait(new_ipc_address(), [new_ipc_address()])

@@ -1,8 +1,11 @@
 """A head with two stages of simulated engines with different vocabularies, as AsyncLLM uses it."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.contract.stage_models import REVERSED, WORDS, config, model, source
 from tests.fakes.conditions import eventually
+from tests.pipeline.scenarios import cases
 from tests.sim.drive import answer
 from tests.sim.drive import request as sim_request
 from tests.sim.protocol.heads import FAST
@@ -22,7 +26,8 @@ from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
-from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher
+from vllm_omni_plugin.sim.model.engine_model import EngineModel, Step
+from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher, SimProcess
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
@@ -35,6 +40,32 @@ END, BEGIN = 0, 1
 SPECIAL = WORDS[:3]
 
 
+class HaltingModel(EngineModel):
+    """Computes while the event is set."""
+
+    def __init__(self, running: threading.Event) -> None:
+        super().__init__(SETTINGS)
+        self._gate = running
+
+    def step(self, now: float) -> Step:
+        return super().step(now) if self._gate.is_set() else Step([], now + 0.01)
+
+
+class HaltingLauncher(SimLauncher):
+    def __init__(self, host: EngineHost, running: threading.Event, respond: Callable[[int], bytes]) -> None:
+        super().__init__(host, SETTINGS, respond)
+        self.models: dict[int, HaltingModel] = {}
+        self._gate = running
+        running.set()
+
+    def start(self, replica_id: int) -> SimProcess:
+        model = self.models[replica_id] = HaltingModel(self._gate)
+        identity, response = self.identity(replica_id), self.ready_response(replica_id)
+        process = SimProcess(self.host, model, self.log_stats, identity, response)
+        self.processes[replica_id] = process
+        return process
+
+
 class Head:
     """The fleet and its client; `outputs` are those that AsyncLLM was given."""
 
@@ -42,13 +73,15 @@ class Head:
         # `Fleet` sets it for good.
         monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         self.configs = [config(model(folder / "thinker")), config(model(folder / "refiner", REVERSED))]
+        self.running = [threading.Event() for _ in self.configs]
         self.launchers = [
-            SimLauncher(host, SETTINGS, lambda replica_id, own=own: ready_response(own, replica_id, 64, 4))
-            for own in self.configs
+            HaltingLauncher(host, running, lambda replica_id, own=own: ready_response(own, replica_id, 64, 4))
+            for own, running in zip(self.configs, self.running, strict=True)
         ]
         monkeypatch.setattr(fleet_module, "stage_plans", lambda *_: tuple(map(self._plan, (THINKER, REFINER))))
         self.client: FleetClient | None = None
         self.outputs: list[Any] = []
+        self._numbers = count()
 
     def start(self) -> FleetClient:
         fleet = Fleet(OmniConfig(), self.configs[0], None, log_stats=True)
@@ -74,24 +107,71 @@ class Head:
             lockstep=False,
         )
 
-    async def ask(self, request_id: str) -> list[int]:
+    @property
+    def pools(self) -> Any:
         assert self.client is not None
-        await self.client.add_request_async(asked(request_id))
+        return self.client.orchestrator.stage_pools
+
+    async def ask(self) -> list[int]:
+        return await (await self._submit()).answer()
+
+    async def _submit(self) -> "Call":
+        assert self.client is not None
+        params = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
+        request = source(PROMPT, params, request_id=f"r{next(self._numbers)}")
+        await self.client.add_request_async(request)
+        return Call(self, request.request_id)
+
+    async def check(self, answer: list[int]) -> None:
+        assert answer == by_hand()
+        assert len(answer) == LENGTH
+
+    @asynccontextmanager
+    async def halted_in(self, stage_id: int) -> AsyncIterator["Call"]:
+        self.running[stage_id].clear()
+        call = await self._submit()
+        await eventually(lambda: self._busy(stage_id), f"a request in stage {stage_id}")
+        yield call
+        self.running[stage_id].set()
+
+    def _busy(self, stage_id: int) -> list[int]:
+        return [member.replica_id for member in self.pools[stage_id].members if member.queue_length]
+
+    async def kill(self, stage_id: int) -> None:
+        (replica_id,) = self._busy(stage_id)
+        self.launchers[stage_id].processes[replica_id].kill()
+        await eventually(lambda: self.pools[stage_id].member(replica_id).restarts, "another engine")
+
+    async def rests(self) -> None:
+        await eventually(lambda: all(pool.serving == pool.members for pool in self.pools), "all replicas serve")
+        await eventually(lambda: not any(map(self._busy, range(2))), "no replica is charged")
+        models = [model for launcher in self.launchers for model in launcher.models.values()]
+        await eventually(lambda: not any(model.request_ids for model in models), "no engine has a request")
+
+
+class Call:
+    """A request on its way to a head."""
+
+    def __init__(self, head: Head, request_id: str) -> None:
+        self._head = head
+        self._request_id = request_id
+
+    async def answer(self) -> list[int]:
         tokens: list[int] = []
+        assert self._head.client is not None
         async with asyncio.timeout(20):
             while True:
-                batch = await self.client.get_output_async()
-                self.outputs.append(batch)
+                batch = await self._head.client.get_output_async()
+                self._head.outputs.append(batch)
                 for output in batch.outputs:
-                    assert output.request_id == request_id
+                    assert output.request_id == self._request_id
                     tokens += output.new_token_ids
                     if output.finish_reason is not None:
                         return tokens
 
-
-def asked(request_id: str) -> Any:
-    params = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
-    return source(PROMPT, params, request_id=request_id)
+    async def leave(self) -> None:
+        assert self._head.client is not None
+        await self._head.client.abort_requests_async([self._request_id])
 
 
 def by_hand() -> list[int]:
@@ -114,11 +194,11 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
         assert all(process.ended for launcher in head.launchers for process in launcher.processes.values())
 
 
-async def test_an_answer_is_that_of_single_engines_chained_by_hand(head: Head) -> None:
+@pytest.mark.parametrize(("scenario", "stage_id"), cases([0, 1]))
+async def test_what_happens_to_a_request(head: Head, scenario: Any, stage_id: int) -> None:
     client = head.start()
     assert client.engine_ranks_managed == [0, 10_000, 10_001]
-    assert await head.ask("a") == by_hand()
-    assert len(by_hand()) == LENGTH
+    await scenario(head, stage_id)
     front = {batch.engine_index for batch in head.outputs if batch.outputs}
     assert front <= {10_000, 10_001}
 
@@ -132,16 +212,7 @@ async def test_tasks_and_calls_come_from_the_engines_of_their_stages(head: Head)
     assert len(engines) == 3
     assert await client.is_sleeping_async()
     assert await client.wake_up_async()
-    assert await head.ask("a") == by_hand()
-
-
-@pytest.mark.parametrize("stage_id", [0, 1])
-async def test_a_replica_that_dies_comes_back_in_its_stage(head: Head, stage_id: int) -> None:
-    client = head.start()
-    pool = client.orchestrator.stage_pools[stage_id]
-    head.launchers[stage_id].processes[0].kill()
-    await eventually(lambda: pool.member(0).restarts == 1 and len(pool.serving) == len(pool.members), "its return")
-    assert await head.ask("a") == by_hand()
+    await head.check(await head.ask())
 
 
 async def test_a_stage_whose_engine_does_not_start_ends_the_start_of_all(head: Head) -> None:

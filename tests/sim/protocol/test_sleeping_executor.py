@@ -122,12 +122,6 @@ def test_preemption_does_not_change_answers(model: Path) -> None:
     assert tokens == {"a": expected(50, 60), "b": expected(50, 60)}
 
 
-def test_an_id_can_be_used_again(model: Path) -> None:
-    with engine(model) as core:
-        assert answers(core, request("a", 10, max_tokens=3)) == {"a": expected(10, 3)}
-        assert answers(core, request("a", 20, max_tokens=3)) == {"a": expected(20, 3)}
-
-
 def test_whole_engine_calls_are_answered(model: Path) -> None:
     with engine(model) as core:
         assert core.get_supported_tasks() == ("generate",)
@@ -170,12 +164,6 @@ def test_an_iteration_takes_what_the_linear_model_says() -> None:
     assert slept == pytest.approx([1.08, 1.22, 1.04, 1.1])
 
 
-def test_a_step_without_requests_takes_step_s() -> None:
-    slept: list[float] = []
-    SleepingModel(drive.SETTINGS, slept.append).compute_nothing()
-    assert slept == [drive.SETTINGS.step_s]
-
-
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
@@ -192,10 +180,6 @@ def test_invalid_service_times_are_refused(model: Path, given: Any, complaint: s
     config = configure(model, additional_config={"sleeping_executor": given})
     with pytest.raises(ConfigError, match=complaint):
         SleepingExecutor(config)
-
-
-def test_service_times_have_defaults(model: Path) -> None:
-    SleepingExecutor(configure(model, additional_config={})).check_health()
 
 
 @pytest.mark.parametrize(
