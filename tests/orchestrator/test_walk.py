@@ -1,4 +1,4 @@
-"""How many calls a request needs to its replica, and an output to its client: docs/architecture/requests.md says it."""
+"""How many calls a request needs to its replica, and an output to its client: docs/architecture.md says it."""
 
 import sys
 from types import FrameType

@@ -5,11 +5,7 @@ import re
 from .source_tree import python_files, relative, text_files
 
 DOCUMENTS = [path for path in text_files() if path.suffix == ".md"]
-FOR_DEVELOPERS = [
-    path
-    for path in DOCUMENTS
-    if path.parent.name == "architecture" or path.stem in {"architecture", "glossary", "wire", "CONTRIBUTING"}
-]
+FOR_DEVELOPERS = [path for path in DOCUMENTS if path.stem in {"architecture", "map", "wire", "CONTRIBUTING"}]
 _PATH = re.compile(r"[\w./-]+(\.py|/)")
 _NAME = re.compile(r"_?[A-Z]\w*[a-z]\w*[A-Z]\w*|[a-z]+_\w+")
 _LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([\w-]+))?\)")
