@@ -290,9 +290,8 @@ class OmniConfig:
     max_buffered_size: int = _flag(
         64,
         Side.HEAD,
-        "Bodies of requests that wait for a replica, in MiB, that an API server keeps, and outputs of engines that it "
-        "has not processed yet: so much of each. A request that needs more gets the 503 at once; further outputs stay "
-        "in the engines.",
+        "Bodies of requests that wait for a replica, in MiB, that an API server keeps. A request that needs more gets "
+        "the 503 at once.",
         "MIB",
         integer(1, _MAX_MESSAGE_MIB),
     )

@@ -78,7 +78,7 @@ class HttpServer:
             for number, message in enumerate(batch):
                 if isinstance(message, kind):
                     for later in batch[number + 1 :]:
-                        queue.force_put(later)
+                        queue.put(later)
                     return message
 
     async def submitted(self) -> SubmitRequest:
@@ -93,14 +93,14 @@ class HttpServer:
 
     def fail(self, message: SubmitRequest, error: Exception) -> None:
         """The orchestrator ends a request with an error."""
-        self.orchestrator.front_end.output_async_queue.force_put(RequestFailed(message.request.request_id, error))
+        self.orchestrator.front_end.output_async_queue.put(RequestFailed(message.request.request_id, error))
 
     def answer(self, message: SubmitRequest, *tokens: int, ends: bool = True) -> None:
         """A replica has computed tokens for a request."""
         reason = FinishReason.LENGTH if ends else None
         output = EngineCoreOutput(message.request.request_id, list(tokens), finish_reason=reason)
         outputs = EngineCoreOutputs(outputs=[output], timestamp=time.monotonic())
-        self.orchestrator.front_end.output_async_queue.force_put(outputs)
+        self.orchestrator.front_end.output_async_queue.put(outputs)
 
 
 class _Client(FleetClient):

@@ -76,7 +76,7 @@ def test_engines_get_only_the_other_arguments() -> None:
 
 @pytest.mark.skipif(not RUST_FRONT_END.applies, reason="this vLLM has no Rust front end that a fleet can use")
 async def test_a_bad_deadline_is_answered_and_the_next_request_has_its_terms() -> None:
-    link = FrontEndLink([], 2**20)
+    link = FrontEndLink()
     calls: Any = SimpleNamespace(stages=FleetStages(None, [None]), shared_adapters=dict)
     link.bind({}, calls, FrontEndRules(lambda: "", READ, lambda _, report: report, lambda _: None, lambda _: None))
     addresses = FrontEndAddresses(new_ipc_address(), new_ipc_address())

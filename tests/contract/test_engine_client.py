@@ -76,7 +76,7 @@ async def test_an_abort_through_another_head_ends_the_requests_of_this_one(
     processor, queue = registered(client, "mine")
     aborted = AbortedElsewhere(ids, Future())
     for item in (aborted, EngineApi().idle_report(0)):
-        orchestrator.front_end.output_async_queue.force_put(item)
+        orchestrator.front_end.output_async_queue.put(item)
     await client.get_output_async()
     assert aborted.applied.done()
     assert not processor.has_unfinished_requests()
@@ -134,7 +134,7 @@ async def test_a_fleet_that_ends_waits_until_asyncllm_has_handled_the_last_outpu
     assert not done
     processor.abort_requests(["r"], internal=True)
     if end == "the last answer":
-        orchestrator.front_end.output_async_queue.force_put(EngineApi().idle_report(0))
+        orchestrator.front_end.output_async_queue.put(EngineApi().idle_report(0))
         await client.get_output_async()
     else:
         await client.abort_requests_async(["r"])
@@ -241,7 +241,7 @@ async def test_a_backlog_of_outputs_does_not_keep_the_loop_from_other_work(
     now = 0.0
     client = FleetClient(fleet, SimpleNamespace(), [], clock=lambda: now)
     for engine_index in range(10):
-        orchestrator.front_end.output_async_queue.force_put(EngineApi().idle_report(engine_index))
+        orchestrator.front_end.output_async_queue.put(EngineApi().idle_report(engine_index))
     taken: list[int] = []
     seen: list[int] = []
 

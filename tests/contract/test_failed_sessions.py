@@ -18,7 +18,7 @@ async def test_a_chunk_sent_before_its_session_is_known_to_have_failed_is_aborte
     orchestrator: Orchestrator, client: FleetClient
 ) -> None:
     processor, queue = registered(client, "session")
-    orchestrator.front_end.output_async_queue.force_put(RequestFailed("session", ReplicaError("The replica is lost.")))
+    orchestrator.front_end.output_async_queue.put(RequestFailed("session", ReplicaError("The replica is lost.")))
     await client.add_request_async(FakeRequest("session", resumable=True))
     reading = asyncio.create_task(client.get_output_async())
     with pytest.raises(GracefulHTTPError, match="The replica is lost"):
@@ -42,7 +42,7 @@ async def test_a_session_that_has_failed_sends_no_further_chunk(
 
     # As `AsyncLLM` sends the chunks of a session.
     sending = queue._input_stream_task = asyncio.create_task(send_chunk())
-    orchestrator.front_end.output_async_queue.force_put(RequestFailed("session", ReplicaError("The replica is lost.")))
+    orchestrator.front_end.output_async_queue.put(RequestFailed("session", ReplicaError("The replica is lost.")))
     reading = asyncio.create_task(client.get_output_async())
     with pytest.raises(GracefulHTTPError, match="The replica is lost"):
         await queue.get()

@@ -71,7 +71,7 @@ class Front:
     async def receive(self, sender: int, *outputs: EngineCoreOutput) -> None:
         """As AsyncLLM's loop does with a message of this engine."""
         message = EngineCoreOutputs(engine_index=sender, outputs=list(outputs))
-        self.orchestrator.front_end.output_async_queue.force_put(message)
+        self.orchestrator.front_end.output_async_queue.put(message)
         assert await self.client.get_output_async() is message
         self.process(*message.outputs)
 
@@ -234,7 +234,7 @@ async def test_a_request_that_is_aborted_before_it_reaches_the_orchestrator_leav
     front: Front, samples: int
 ) -> None:
     queue = front.orchestrator.front_end.request_async_queue
-    while not queue.force_put(AbortRequests(("other",))):
+    while not queue.put(AbortRequests(("other",))):
         pass
     front.add("r", n=samples)
     handed_over = list(front.processor.request_states)[:1]
@@ -252,8 +252,8 @@ async def test_a_request_that_is_aborted_before_it_reaches_the_orchestrator_leav
 
 async def test_an_event_that_cannot_be_handled_delays_no_output(front: Front, caplog: pytest.LogCaptureFixture) -> None:
     report = EngineApi().idle_report(3)
-    front.orchestrator.front_end.output_async_queue.force_put(ReplicaJoined(9, 0, b"a stage that there is not"))
-    front.orchestrator.front_end.output_async_queue.force_put(report)
+    front.orchestrator.front_end.output_async_queue.put(ReplicaJoined(9, 0, b"a stage that there is not"))
+    front.orchestrator.front_end.output_async_queue.put(report)
     assert await front.client.get_output_async() is report
     assert "ReplicaJoined could not be handled." in caplog.text
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.output_processor import OutputProcessor
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.idle_fleet import IdleFleet
@@ -34,11 +33,9 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallReplicas,
     PipelineCall,
-    PipelineCallEnded,
     ReplicaJoined,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS
@@ -129,8 +126,8 @@ def test_each_configuration_has_the_sizes_that_engines_of_its_own_stage_reported
 
 async def test_the_first_replica_of_a_stage_that_had_none_completes_its_configuration_once(head: Head) -> None:
     for replica_id in range(2):
-        head.orchestrator.front_end.output_async_queue.force_put(ReplicaJoined(2, replica_id, ready(300, replica_id)))
-    head.orchestrator.front_end.output_async_queue.force_put(EngineApi().idle_report(0))
+        head.orchestrator.front_end.output_async_queue.put(ReplicaJoined(2, replica_id, ready(300, replica_id)))
+    head.orchestrator.front_end.output_async_queue.put(EngineApi().idle_report(0))
     await head.client.get_output_async()
     cache, model = head.configs[2].cache_config, head.configs[2].model_config
     assert (cache.num_gpu_blocks, model.max_model_len, head.own.model_config.max_model_len) == (100, 300, 500)
@@ -198,25 +195,6 @@ async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> Non
         message = await head.told()
     assert isinstance(message, SubmitRequest)
     assert (message.call, running.request_ids) == (running.call, ["a"])
-
-
-async def test_the_call_of_a_request_that_is_cancelled_before_it_is_submitted_ends(head: Head) -> None:
-    head.client.bind(OutputProcessor(None, log_stats=False), None)
-    head.orchestrator.front_end.request_async_queue = ThreadQueue(1)
-    head.client.abort_call(["the queue is full"])
-    running = ActivePipelineCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
-
-    async def hand_over() -> AsyncGenerator[str, None]:
-        waiting = asyncio.create_task(head.client.add_request_async(FakeRequest("a")))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        yield "answer"
-
-    async with asyncio.timeout(10), aclosing(running.run(hand_over())) as items:
-        told = [item async for item in items]
-    (ended,) = [item for item in told if isinstance(item, PipelineCallEnded)]
-    assert "aborted" in str(ended.error)
 
 
 async def start_app(head: Head, options: OmniConfig, args: Any = None) -> FastAPI:

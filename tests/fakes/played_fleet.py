@@ -58,7 +58,7 @@ class PlayedFleet:
     async def hand_over(self, message: SubmitRequest | AbortRequests) -> None:
         """Send a message to the orchestrator; returns when it is handled."""
         queue = self.orchestrator.front_end.request_async_queue
-        queue.force_put(message)
+        queue.put(message)
         # A batch is read and handled in one step of the loop, so an empty queue means that it was handled.
         await eventually(lambda: len(queue) == 0, "the reading of a message")
 
@@ -68,7 +68,7 @@ class PlayedFleet:
     def ask(self, method: str, *args: Any, stages: tuple[int, ...] | None = None) -> Future[list[Any]]:
         """Call all replicas of all stages, or of some, as an operator does."""
         reply: Future[list[Any]] = Future()
-        self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
+        self.orchestrator.rpc_async_queue.put(CallReplicas(method, args, reply, stages))
         return reply
 
     async def call(self, method: str, *args: Any, stages: tuple[int, ...] | None = None) -> list[Any]:
@@ -95,7 +95,7 @@ class PlayedFleet:
     async def manage(self, action: Any, replica_id: int, stage_id: int = 0) -> None:
         """Drain, resume or remove a replica, as an operator does."""
         reply: Future[None] = Future()
-        self.orchestrator.rpc_async_queue.force_put(ManageReplica(action, stage_id, replica_id, reply))
+        self.orchestrator.rpc_async_queue.put(ManageReplica(action, stage_id, replica_id, reply))
         async with asyncio.timeout(10):
             await asyncio.wrap_future(reply)
 

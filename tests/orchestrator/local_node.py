@@ -87,7 +87,7 @@ class Node:
         return next(engine for engine in reversed(self.launcher.engines) if engine.input_addr == address)
 
     def submit(self, request: FakeRequest) -> None:
-        self.orchestrator.front_end.request_async_queue.force_put(SubmitRequest(request, 0.0))
+        self.orchestrator.front_end.request_async_queue.put(SubmitRequest(request, 0.0))
 
     async def until_statuses(self, *statuses: ReplicaStatus) -> None:
         await eventually(lambda: self.statuses == list(statuses), f"{statuses}")

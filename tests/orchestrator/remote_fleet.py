@@ -102,11 +102,11 @@ class Fleet(FakeFleet):
         await self.pause_over.wait()
 
     def register(self, info: ReplicaInfo, accepts: bool = True) -> None:
-        self.orchestrator.rpc_async_queue.force_put(RegisterRemoteReplica(info, accepts))
+        self.orchestrator.rpc_async_queue.put(RegisterRemoteReplica(info, accepts))
 
     def unregister(self, info: ReplicaInfo) -> None:
         message = UnregisterRemoteReplica(info.stage_id, info.input_addr, info.output_addr, "it is not listed")
-        self.orchestrator.rpc_async_queue.force_put(message)
+        self.orchestrator.rpc_async_queue.put(message)
 
     async def joined(self, *infos: ReplicaInfo) -> list[Attachment]:
         for info in infos:

@@ -28,8 +28,8 @@ async def poison(fleet: FakeFleet, replica_id: int, request_id: str = "bad") -> 
 
 async def complain(fleet: FakeFleet, replica_id: int, request_id: str = "bad") -> None:
     queue = fleet.orchestrator.front_end.request_async_queue
-    queue.force_put(AbortRequests((request_id,), whole=True))
-    queue.force_put(OutputUnusable(request_id, replica_id, "IndexError: no such column"))
+    queue.put(AbortRequests((request_id,), whole=True))
+    queue.put(OutputUnusable(request_id, replica_id, "IndexError: no such column"))
     await eventually(lambda: len(queue) == 0, "the taking of the messages")
 
 

@@ -108,7 +108,7 @@ async def test_a_call_that_the_coordinator_refuses_is_an_error(bus: HeadBus, hea
     bus.delayed.add("a")
     reply = heads[0].ask("set_weight_version", "v2")
     await eventually(lambda: bus.calls)
-    heads[0].orchestrator.rpc_async_queue.force_put(CallRefused(bus.calls[0].call_id, "there are too many"))
+    heads[0].orchestrator.rpc_async_queue.put(CallRefused(bus.calls[0].call_id, "there are too many"))
     with pytest.raises(CoordinatorUnavailableError, match="there are too many"):
         await asyncio.wait_for(asyncio.wrap_future(reply), 10)
 
@@ -347,7 +347,7 @@ async def test_invalid_calls_and_states_are_logged_and_change_nothing(
         FleetState(92, [StageState(1, [], False)], []),
         FleetState(93, [StageState(0, [("profile", [True, None, None, None])], False)], []),
     ):
-        heads[0].orchestrator.rpc_async_queue.force_put(message)
+        heads[0].orchestrator.rpc_async_queue.put(message)
     assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
     assert heads[0].replay == PAUSED
     assert "a call of stages [0, 1]: this head has 1" in caplog.text

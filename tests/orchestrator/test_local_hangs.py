@@ -60,7 +60,7 @@ async def test_an_engine_that_answers_again_is_reset_brought_up_to_date_and_serv
     engine = node.engine_of(0)
     probes[0].hangs()
     reply: Future[list[object]] = Future()
-    node.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
+    node.orchestrator.rpc_async_queue.put(CallReplicas("set_weight_version", ("v2",), reply))
     await answer(node.engine_of(1), "set_weight_version")
     await asyncio.wrap_future(reply)
     probes[0].answers()
@@ -83,7 +83,7 @@ async def test_an_engine_that_hangs_keeps_updated_weights_and_waits_if_it_missed
             probe.hangs()
         reply: Future[list[object]] = Future()
         update = ("reload_weights", None, [], {"weights_path": "/step"})
-        node.orchestrator.rpc_async_queue.force_put(CallReplicas("collective_rpc", update, reply))
+        node.orchestrator.rpc_async_queue.put(CallReplicas("collective_rpc", update, reply))
         for called in node.launcher.engines:
             if not hangs or called is not engine:
                 await answer(called, "collective_rpc")
@@ -101,7 +101,7 @@ async def test_a_call_fails_on_an_engine_that_hangs_and_returns_the_other_answer
     probes: list[ToldProbe],
 ) -> None:
     reply: Future[list[object]] = Future()
-    node.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
+    node.orchestrator.rpc_async_queue.put(CallReplicas("set_weight_version", ("v2",), reply))
     await received(node.engine_of(0))
     await answer(node.engine_of(1), "set_weight_version", "taken")
     probes[0].hangs()

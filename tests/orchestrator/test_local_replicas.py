@@ -204,7 +204,7 @@ async def test_a_restarted_replica_is_brought_up_to_date(node: Node) -> None:
     node.engine_of(0).process.die()
     await node.until_statuses(DOWN, UP)
     reply: Future[list[object]] = Future()
-    node.orchestrator.rpc_async_queue.force_put(CallReplicas("set_weight_version", ("v2",), reply))
+    node.orchestrator.rpc_async_queue.put(CallReplicas("set_weight_version", ("v2",), reply))
     await answer(node.engine_of(1), "set_weight_version")
     await asyncio.wrap_future(reply)
     node.go_on.release()
@@ -228,7 +228,7 @@ async def test_a_replica_waits_for_the_files_of_an_adapter_and_is_not_started_ag
     write_adapter(folder, b"weights")
     story = Adapter("story", 7, str(folder), digest=adapter_digest(str(folder)))
     reply: Future[list[object]] = Future()
-    node.orchestrator.rpc_async_queue.force_put(CallReplicas("add_lora", (story,), reply))
+    node.orchestrator.rpc_async_queue.put(CallReplicas("add_lora", (story,), reply))
     for engine in node.launcher.engines:
         await answer(engine, "add_lora", True)
     await asyncio.wrap_future(reply)

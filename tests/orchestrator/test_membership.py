@@ -51,7 +51,7 @@ async def test_changes_of_remote_replicas_are_handled_in_order() -> None:
     fleet.remote = keeper = Keeper()
     async with fleet:
         for message in (REGISTER, UNREGISTER):
-            fleet.orchestrator.rpc_async_queue.force_put(message)
+            fleet.orchestrator.rpc_async_queue.put(message)
         await eventually(lambda: keeper.calls == [REGISTER, UNREGISTER], "both messages")
 
 
@@ -60,7 +60,7 @@ async def test_a_change_that_cannot_be_made_stops_nothing(keeper: Keeper | None)
     fleet = FakeFleet()
     fleet.remote = keeper
     async with fleet:
-        fleet.orchestrator.rpc_async_queue.force_put(REGISTER)
+        fleet.orchestrator.rpc_async_queue.put(REGISTER)
         await fleet.manage("drain", 0)
         assert len(fleet.pool.serving) == 1
 
@@ -91,8 +91,8 @@ async def test_an_action_on_an_unknown_replica_is_refused(fleet: FakeFleet, stag
 )
 async def test_what_is_left_in_a_closed_queue_is_cancelled(message: Any) -> None:
     fleet = FakeFleet()
-    fleet.orchestrator.rpc_async_queue.force_put(message)
-    fleet.orchestrator.rpc_async_queue.force_put(REGISTER)
+    fleet.orchestrator.rpc_async_queue.put(message)
+    fleet.orchestrator.rpc_async_queue.put(REGISTER)
     fleet.orchestrator.close_queues()
     with pytest.raises(CancelledError):
         message.reply.result(0)

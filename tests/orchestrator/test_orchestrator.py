@@ -1,16 +1,13 @@
 """Requests to replicas, outputs back, and what happens when replicas are lost."""
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from tests.fakes.links import FakeLink
 from tests.fakes.observations import observed
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError
-from vllm_omni_plugin.orchestrator.front_end import MAX_QUEUED_OUTPUTS
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move
 
@@ -189,42 +186,11 @@ async def test_a_chunk_that_cannot_be_encoded_ends_the_session_on_both_sides(fle
     assert fleet.in_flight == [0, 0]
 
 
-async def until_paused(fleet: FakeFleet, paused: bool) -> None:
-    await eventually(lambda: all(link.paused is paused for link in fleet.links.values()), f"paused {paused}")
-
-
-async def filled(fleet: FakeFleet, **fields: Any) -> tuple[FakeLink, str]:
-    """Link and engine-side id of a request whose outputs fill the queue to the client."""
-    await fleet.submit("a", **fields)
-    link, attempt = fleet.attempt("a")
-    for _ in range(MAX_QUEUED_OUTPUTS):
-        link.output(attempt)
-    await until_paused(fleet, True)
-    return link, attempt
-
-
-async def test_a_replica_that_joins_while_the_client_does_not_read_waits_for_it_too(fleet: FakeFleet) -> None:
-    await filled(fleet)
-    joined = fleet.join(fleet.pool.add())
-    assert joined.paused
-    await fleet.read()
-    await until_paused(fleet, False)
-
-
-async def test_a_client_that_does_not_read_leaves_outputs_in_the_sockets_until_it_does(fleet: FakeFleet) -> None:
-    link, attempt = await filled(fleet)
-    link.output(attempt, finish_reason="stop")
-    assert len(fleet.orchestrator.front_end.output_async_queue) == MAX_QUEUED_OUTPUTS
-    assert len(await fleet.read()) == MAX_QUEUED_OUTPUTS
-    await until_paused(fleet, False)
-    assert await fleet.read() == [("a", "stop")]
-
-
-async def test_closing_while_the_client_does_not_read_leaves_no_task() -> None:
-    async with FakeFleet() as fleet:
-        await filled(fleet)
-    await asyncio.sleep(0)
-    assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("omni")] == []
+async def test_a_session_whose_replica_is_lost_fails(fleet: FakeFleet) -> None:
+    await fleet.submit("s", resumable=True)
+    fleet.attempt("s")[0].say_dead()
+    [(_, error)] = await fleet.read()
+    assert "a streaming-input session cannot move" in str(error)
 
 
 async def test_a_closed_orchestrator_refuses_and_survives_late_outputs() -> None:
@@ -236,4 +202,4 @@ async def test_a_closed_orchestrator_refuses_and_survives_late_outputs() -> None
     queues: list[Any] = [fleet.orchestrator.front_end.request_async_queue, fleet.orchestrator.rpc_async_queue]
     for queue in queues:
         with pytest.raises(QueueClosedError):
-            queue.force_put(None)
+            queue.put(None)

@@ -35,7 +35,7 @@ class SelectOnly:
 
 async def explain(fleet: FakeFleet, task: Task, stage_id: int = 0) -> Explanation:
     reply: Future[Explanation] = Future()
-    fleet.orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply, RequestTerms(), None))
+    fleet.orchestrator.rpc_async_queue.put(Explain(stage_id, task, reply, RequestTerms(), None))
     async with asyncio.timeout(5):
         return await asyncio.wrap_future(reply)
 

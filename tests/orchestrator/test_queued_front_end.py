@@ -10,7 +10,7 @@ from vllm_omni_plugin.orchestrator.front_end import QueuedFrontEnd
 
 @pytest.fixture
 def front_end() -> Iterator[QueuedFrontEnd]:
-    front_end = QueuedFrontEnd([])
+    front_end = QueuedFrontEnd()
     yield front_end
     front_end.stop_waiting()
 

@@ -49,7 +49,7 @@ def unregistered(number: int) -> UnregisterRemoteReplica:
 
 
 async def queued(*events: SessionEvent | ReplicaList) -> list[RpcMessage]:
-    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
+    queue: ThreadQueue[RpcMessage] = ThreadQueue()
     listener = SessionListener(queue)
     for event in events:
         listener(event)
@@ -97,7 +97,7 @@ async def test_a_replica_that_needs_no_attaching_is_left_alone() -> None:
 
 
 def test_a_closed_head_gets_no_more_messages() -> None:
-    queue: ThreadQueue[RpcMessage] = ThreadQueue(10)
+    queue: ThreadQueue[RpcMessage] = ThreadQueue()
     listener = SessionListener(queue)
     queue.close()
     listener(HeadLeft("other"))

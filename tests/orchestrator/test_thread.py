@@ -39,7 +39,7 @@ class Head(Node):
         if any(thread.name == "omni-orchestrator" for thread in set(threading.enumerate()) - self._others):
             return False
         with pytest.raises(QueueClosedError):
-            self.orchestrator.front_end.request_async_queue.force_put(SubmitRequest(None, 0.0))
+            self.orchestrator.front_end.request_async_queue.put(SubmitRequest(None, 0.0))
         return True
 
 
@@ -121,9 +121,7 @@ def test_a_thread_that_was_never_started_has_nothing_to_wait_for_or_to_close(hea
     "end",
     [
         pytest.param(lambda head: head.thread.close(0.0), id="closed"),
-        pytest.param(
-            lambda head: head.orchestrator.front_end.request_async_queue.force_put(UNKNOWN_TO_ENGINES), id="failed"
-        ),
+        pytest.param(lambda head: head.orchestrator.front_end.request_async_queue.put(UNKNOWN_TO_ENGINES), id="failed"),
     ],
 )
 def test_wait_for_requests_returns_at_once_after_the_end(
@@ -177,7 +175,7 @@ def test_a_crash_of_the_orchestrator_releases_its_clients_and_ends_the_engines(
 ) -> None:
     head.thread.start()
     queue = head.orchestrator.front_end.output_async_queue
-    head.orchestrator.front_end.request_async_queue.force_put(UNKNOWN_TO_ENGINES)
+    head.orchestrator.front_end.request_async_queue.put(UNKNOWN_TO_ENGINES)
     with pytest.raises(QueueClosedError):
         asyncio.run(queue.get_batch())
     head.thread.close(0.0)

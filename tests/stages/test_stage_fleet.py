@@ -58,7 +58,7 @@ class Fleet:
 
     def submit(self, request_id: str, given: StageInput) -> None:
         request = source(request_id, given=given, mm_features=None, resumable=False, priority=0, prompt_token_ids=[])
-        self.orchestrator.front_end.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
+        self.orchestrator.front_end.request_async_queue.put(SubmitRequest(request, time.monotonic()))
 
     async def run_of(self, request_id: str) -> StageRun:
         states = self.orchestrator.request_states

@@ -64,7 +64,7 @@ class AdmissionFile:
             # In a thread, because a large file takes seconds.
             config = await asyncio.to_thread(load_admission, self._path)
             reply: Future[list[str]] = Future()
-            self._orchestrator.rpc_async_queue.force_put(ReplaceAdmission(config, reply))
+            self._orchestrator.rpc_async_queue.put(ReplaceAdmission(config, reply))
             changes = await result_of(reply)
         if changes:
             logger.info("Admission uses the changed file %s: %s", self._path, "; ".join(changes))

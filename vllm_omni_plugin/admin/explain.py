@@ -62,7 +62,7 @@ async def explain(
     read = await read_prompt(prompt, model)
     task: Task = {"request_id": "explain", "prompt": read, "session": session, "max_tokens": None}
     reply: Future[Explanation] = Future()
-    orchestrator.rpc_async_queue.force_put(Explain(stage_id, task, reply, RequestTerms(tenant), priority))
+    orchestrator.rpc_async_queue.put(Explain(stage_id, task, reply, RequestTerms(tenant), priority))
     return _report(await result_of(reply), len(read.token_ids))
 
 

@@ -85,7 +85,7 @@ class FleetAdmin:
             state = f"it is {member.status.value}{reasons}"
             raise ReplicaError(f"Replica {replica} is not drained by an operator ({state}).")
         reply: Future[None] = Future()
-        self.orchestrator.rpc_async_queue.force_put(ManageReplica(action, member.stage_id, member.replica_id, reply))
+        self.orchestrator.rpc_async_queue.put(ManageReplica(action, member.stage_id, member.replica_id, reply))
         await result_of(reply)
 
     def _members(self) -> Iterator[PoolMember]:

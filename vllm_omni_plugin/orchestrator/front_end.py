@@ -2,28 +2,18 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.orchestrator.pool.replica_reading import ReplicaReading
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestMessage
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
-MAX_QUEUED_REQUESTS = 4096
-"""Requests in the queue above which AsyncLLM waits."""
-MAX_QUEUED_OUTPUTS = 4096
-"""Messages in the queue above which the replicas' sockets are not read."""
 _LATER_S = 0.02
 
 
 class FrontEnd(ABC):
-    """The front end, as the orchestrator sees it. For the orchestrator's loop, except where stated.
-
-    While the front end is slower than the replicas, their outputs stay in their sockets.
-    """
+    """The front end, as the orchestrator sees it. For the orchestrator's loop, except where stated."""
 
     @abstractmethod
     async def serve(self, handle: Callable[[RequestMessage], None]) -> None:
@@ -35,20 +25,16 @@ class FrontEnd(ABC):
         """Messages that `serve` has not passed on. For any thread."""
 
     @abstractmethod
-    def give(self, item: Any, size: int = 0) -> None:
-        """Pass on vLLM's `EngineCoreOutputs`, received in so many bytes, or an event. Ignored after `close`."""
+    def give(self, item: Any) -> None:
+        """Pass on vLLM's `EngineCoreOutputs` or an event. Ignored after `close`."""
 
     @abstractmethod
     def give_later(self, item: Any) -> None:
         """Like `give`, for items that no client waits for: they may go together with the next one."""
 
     @abstractmethod
-    def attached(self, client: StageClient) -> None:
-        """A replica begins to serve."""
-
-    @abstractmethod
     def stop_waiting(self) -> None:
-        """Cancel all timers and tasks. Idempotent."""
+        """Cancel all timers. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:
@@ -56,23 +42,16 @@ class FrontEnd(ABC):
 
 
 class QueuedFrontEnd(FrontEnd):
-    """AsyncLLM, on the loop of another thread, behind two bounded queues.
-
-    Args:
-        max_buffered_bytes: of outputs that AsyncLLM has not taken, as they were received, at which no more are read.
+    """AsyncLLM, on the loop of another thread, behind two queues.
 
     Attributes:
         request_async_queue: messages about requests (`RequestMessage`).
         output_async_queue: vLLM's `EngineCoreOutputs`, and messages to AsyncLLM.
     """
 
-    def __init__(
-        self, stage_pools: Sequence[StagePool], max_buffered_bytes: int = OmniConfig().max_buffered_bytes
-    ) -> None:
-        self.request_async_queue: ThreadQueue[RequestMessage] = ThreadQueue(MAX_QUEUED_REQUESTS)
-        self.output_async_queue: ThreadQueue[Any] = ThreadQueue(MAX_QUEUED_OUTPUTS, max_buffered_bytes)
-        self._reading = ReplicaReading(stage_pools)
-        self._throttle: asyncio.Task[None] | None = None
+    def __init__(self) -> None:
+        self.request_async_queue: ThreadQueue[RequestMessage] = ThreadQueue()
+        self.output_async_queue: ThreadQueue[Any] = ThreadQueue()
         self._later: list[Any] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -89,15 +68,11 @@ class QueuedFrontEnd(FrontEnd):
     def queued(self) -> int:
         return len(self.request_async_queue)
 
-    def give(self, item: Any, size: int = 0) -> None:
+    def give(self, item: Any) -> None:
         if self._timer is not None:
             self._give_waiting()
-        try:
-            is_full = self.output_async_queue.force_put(item, size)
-        except QueueClosedError:
-            return
-        if is_full and self._throttle is None:
-            self._throttle = asyncio.get_running_loop().create_task(self._wait_for_reader(), name="omni-throttle")
+        with suppress(QueueClosedError):
+            self.output_async_queue.put(item)
 
     def give_later(self, item: Any) -> None:
         """Within 20 ms. Each item wakes AsyncLLM's thread, which then takes Python's lock from this thread."""
@@ -105,14 +80,9 @@ class QueuedFrontEnd(FrontEnd):
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LATER_S, self._give_waiting)
 
-    def attached(self, client: StageClient) -> None:
-        self._reading.attached(client)
-
     def stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._throttle is not None:
-            self._throttle.cancel()
 
     def close(self) -> None:
         self.request_async_queue.close()
@@ -125,13 +95,3 @@ class QueuedFrontEnd(FrontEnd):
         waiting, self._later = self._later, []
         for item in waiting:
             self.give(item)
-
-    async def _wait_for_reader(self) -> None:
-        try:
-            self._reading.pause()
-            await self.output_async_queue.wait_for_room()
-        except QueueClosedError:
-            return
-        finally:
-            self._throttle = None
-        self._reading.resume()

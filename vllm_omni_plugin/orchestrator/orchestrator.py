@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     # Imports vLLM; the modules of this package must not.
     from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
-_MAX_QUEUED_CALLS = 4096
-
 
 class Orchestrator:
     """Owns the requests and the pools. Everything but the queues belongs to the loop that runs `run`.
@@ -89,8 +87,8 @@ class Orchestrator:
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
-        self.front_end = front_end or QueuedFrontEnd(stage_pools)
-        self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue(_MAX_QUEUED_CALLS)
+        self.front_end = front_end or QueuedFrontEnd()
+        self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue()
         self.metrics = OrchestratorMetrics()
         self.events = EventLog()
         self.drained: set[ReplicaKey] = set()
@@ -183,7 +181,7 @@ class Orchestrator:
             self.stage_pools[stage_id].report(member, report)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
-            self._put(outputs, 0 if member.client is None else member.client.message_bytes)
+            self._put(outputs)
         elif outputs.scheduler_stats is not None:
             self.front_end.give_later(outputs)
         # Without admission control nothing waits.
@@ -240,7 +238,6 @@ class Orchestrator:
         member.changed_at = self._clock()
         size = self._apis[member.stage_id].engine_size(ready_response)
         serves = self.stage_pools[member.stage_id].serve(member, client, input_addr, output_addr, size)
-        self.front_end.attached(client)
         if serves:
             self._began_to_serve(member)
 

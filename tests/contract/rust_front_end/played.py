@@ -27,7 +27,6 @@ from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
 from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink, FrontEndRules
@@ -125,11 +124,9 @@ class RustFleet(PlayedFleet):
 
     stages = FleetStages(None, [None])
 
-    def __init__(
-        self, replicas: int = 2, replica_wait: float = 0.0, max_buffered_bytes: int = OmniConfig().max_buffered_bytes
-    ) -> None:
+    def __init__(self, replicas: int = 2, replica_wait: float = 0.0) -> None:
         self.pool = StagePool(0, LeastQueueLengthBalancer(random.Random(0)), clock=time.monotonic)
-        self.link = FrontEndLink([self.pool], max_buffered_bytes)
+        self.link = FrontEndLink()
         self.orchestrator = Orchestrator(
             [self.pool], [EngineApi()], 3, time.monotonic, replica_wait, front_end=self.link
         )

@@ -337,7 +337,6 @@ async def test_while_there_is_no_front_end_nothing_is_kept_for_it(fleet: RustFle
     fleet.link.disconnect()
     fleet.links[0].say_outputs(scheduler_stats=SchedulerStats())
     fleet.link.give(RequestFailed("a-1", OmniError("")))
-    assert not fleet.links[0].paused
     async with PlayedFrontEnd(sockets) as front_end:
         fleet.link.connect(front_end.addresses, READY)
         await front_end.greeted()
@@ -380,7 +379,7 @@ async def test_front_ends_that_were_replaced_leave_no_file_open(fleet: RustFleet
 
 
 async def test_it_may_be_closed_before_it_serves(fleet: RustFleet) -> None:
-    link = FrontEndLink([fleet.pool], 1)
+    link = FrontEndLink()
     link.close()
     async with asyncio.timeout(10):
         await link.serve(lambda message: None)

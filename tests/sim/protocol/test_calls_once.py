@@ -15,7 +15,7 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 async def call(head: WholeHead, method: str, *args: Any) -> list[Any]:
     reply: Future[list[Any]] = Future()
-    head.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply))
+    head.orchestrator.rpc_async_queue.put(CallReplicas(method, args, reply))
     async with asyncio.timeout(10):
         return await asyncio.wrap_future(reply)
 

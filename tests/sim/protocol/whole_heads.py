@@ -75,10 +75,10 @@ class WholeHead:
 
     def submit(self, *requests: Any) -> None:
         for request in requests:
-            self.orchestrator.front_end.request_async_queue.force_put(SubmitRequest(request, time.monotonic()))
+            self.orchestrator.front_end.request_async_queue.put(SubmitRequest(request, time.monotonic()))
 
     def abort(self, *request_ids: str) -> None:
-        self.orchestrator.front_end.request_async_queue.force_put(AbortRequests(request_ids))
+        self.orchestrator.front_end.request_async_queue.put(AbortRequests(request_ids))
 
     async def more(self) -> None:
         """Return once there are new outputs."""

@@ -19,7 +19,7 @@ from vllm_omni_plugin.admin.http_admission import current_response
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
 from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
-from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError, StageError
+from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError
 from vllm_omni_plugin.integration.engine_client.fleet_events import FLEET_EVENTS, FleetEventHandler
 from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.integration.engine_client.pipeline_calls import register_request
@@ -158,7 +158,7 @@ class FleetClient(UtilityCallClient):
             self._next_yield = self._clock() + _YIELD_EVERY_S
 
     async def add_request_async(self, request: Any) -> None:
-        """Submit a request. Waits only while the orchestrator's queue is full."""
+        """Submit a request."""
         call = None
         if self.stages.pipeline is not None:
             # Only the pipeline sets the parameters of KV transfers.
@@ -169,7 +169,6 @@ class FleetClient(UtilityCallClient):
             self.graceful_shutdown.refuse(request.request_id, call)
             self.abort_call([request.request_id])
             return
-        queue = self._front_end.request_async_queue
         chosen_replicas = new_chosen_replicas()
         spans = self._events.spans
         if spans is not None:
@@ -183,13 +182,9 @@ class FleetClient(UtilityCallClient):
             self._events.responses[request.request_id] = answer
         message = SubmitRequest(request, now, chosen_replicas, call, traced=spans is not None, terms=terms)
         try:
-            await queue.put(message)
+            self._front_end.request_async_queue.put(message)
         except QueueClosedError:
             raise EngineDeadError from None
-        except asyncio.CancelledError:
-            # AsyncLLM has registered the request, but aborts only requests that it has submitted.
-            self._give_up(request.request_id, call, StageError("The request was aborted."))
-            raise
 
     def _give_up(self, request_id: str, call: PipelineCall | None, error: OmniError) -> None:
         """Remove a request that was not submitted, and end its pipeline call with this error."""
@@ -208,9 +203,8 @@ class FleetClient(UtilityCallClient):
             self._send(AbortRequests(tuple(request_ids), whole))
 
     def _send(self, message: RequestMessage) -> None:
-        # Ignores the bound of the queue, since an abort must never wait; there are no more aborts than requests.
         with suppress(QueueClosedError):
-            self._front_end.request_async_queue.force_put(message)
+            self._front_end.request_async_queue.put(message)
 
     async def get_supported_tasks_async(self) -> Any:
         """The model's tasks. vLLM's server calls this at its start; waits until a replica serves."""

@@ -99,7 +99,7 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
         reply: Future[list[Any]] = Future()
         stages = STAGES_OF_METHOD[method](self.stages) if method in STAGES_OF_METHOD else None
         try:
-            self.orchestrator.rpc_async_queue.force_put(CallReplicas(method, args, reply, stages))
+            self.orchestrator.rpc_async_queue.put(CallReplicas(method, args, reply, stages))
             return await result_of(reply)
         except QueueClosedError:
             raise EngineDeadError from None

@@ -56,7 +56,7 @@ class Fleet:
     Raises ConfigError if a stage cannot be served as configured, or the coordinator cannot listen on its address.
 
     Args:
-        make_front_end: called with the pools and the bytes of outputs that may wait for the front end.
+        make_front_end: called once the stages are known.
 
     Attributes:
         coordinator: None in a fleet that no other process can join, and in a head that has joined a fleet.
@@ -68,7 +68,7 @@ class Fleet:
         vllm_config: Any,
         executor_class: Any,
         log_stats: bool,
-        make_front_end: Callable[[Sequence[StagePool], int], FrontEnd] = QueuedFrontEnd,
+        make_front_end: Callable[[], FrontEnd] = QueuedFrontEnd,
     ) -> None:
         self._options = options = _with_secret(options)
         self._secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
@@ -85,7 +85,7 @@ class Fleet:
         self._exchange = WorkExchange(self._report_work) if options.is_open else None
         self._pools = [_pool(plan, self._exchange, options.admission is not None) for plan in self._plans]
         self._head_id = f"{socket.gethostname()}-{uuid.uuid4().hex}"
-        front_end = make_front_end(self._pools, options.max_buffered_bytes)
+        front_end = make_front_end()
         self.orchestrator = self._make_orchestrator(front_end)
         current_client = self._current_client if options.is_open else None
         self.fleet_calls = FleetCalls(self.orchestrator, self._head_id, current_client)

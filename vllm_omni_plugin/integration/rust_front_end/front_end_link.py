@@ -30,8 +30,6 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
-from vllm_omni_plugin.orchestrator.pool.replica_reading import ReplicaReading
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     OutputUnusable,
@@ -41,7 +39,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RequestMessage,
     SubmitRequest,
 )
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.replicas.links.link import Frames, SocketReader
 from vllm_omni_plugin.vllm_api.protocol.front_end_arrays import find_unreadable
 from vllm_omni_plugin.vllm_api.protocol.front_end_codec import IDENTITY, FrontEndCodec
@@ -49,8 +46,6 @@ from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
 
 logger = init_logger(__name__)
 
-_MAX_UNSENT = 4096
-"""Messages that wait for the front end, above which the replicas' sockets are not read."""
 _MAX_IN_SOCKET = 256
 _REPORT_EVERY_S = 0.1
 _INVALID = (BadTimeoutError, StageInputError, MessageTooLargeError)
@@ -97,9 +92,7 @@ class FrontEndLink(FrontEnd):
         ended: done when nothing is served any more.
     """
 
-    def __init__(self, stage_pools: Sequence[StagePool], max_buffered_bytes: int) -> None:
-        self._reading = ReplicaReading(stage_pools)
-        self._max_buffered_bytes = max_buffered_bytes
+    def __init__(self) -> None:
         self._codec = FrontEndCodec()
         self._states: Mapping[str, OrchestratorRequestState] = {}
         self._fleet_calls: UtilityCallClient | None = None
@@ -112,8 +105,7 @@ class FrontEndLink(FrontEnd):
         self._closed = False
         self._sockets: list[zmq.Socket[bytes]] = []
         self._reader: SocketReader | None = None
-        self._unsent: deque[tuple[Frames, int]] = deque()
-        self._unsent_bytes = 0
+        self._unsent: deque[Frames] = deque()
         # Handled all together, since to handle each at once takes as long as to hand on its outputs.
         self._reports: list[tuple[int, Any]] = []
         self._reporting: asyncio.TimerHandle | None = None
@@ -154,7 +146,7 @@ class FrontEndLink(FrontEnd):
         """Always 0: what has not been read is in sockets."""
         return 0
 
-    def give(self, item: Any, size: int = 0) -> None:
+    def give(self, item: Any) -> None:
         if isinstance(item, EngineCoreOutputs):
             if item.scheduler_stats is not None:
                 self._reports.append((item.engine_index, item.scheduler_stats))
@@ -164,7 +156,7 @@ class FrontEndLink(FrontEnd):
                 item.outputs = [other for other in item.outputs if other is not output]
                 self._fail_output(output.request_id, item.engine_index, f"its {field} cannot be read")
             if item.outputs:
-                self._send(self._codec.encode_outputs(item), size)
+                self._send(self._codec.encode_outputs(item))
             return
         try:
             self._handle_event(item)
@@ -182,9 +174,6 @@ class FrontEndLink(FrontEnd):
         # since this request must not move.
         for message in (AbortRequests((request_id,), whole=True), OutputUnusable(request_id, engine_index, reason)):
             asyncio.get_running_loop().call_soon(self._submit, message)
-
-    def attached(self, client: StageClient) -> None:
-        self._reading.attached(client)
 
     def stop_waiting(self) -> None:
         for task in self._answering:
@@ -230,7 +219,6 @@ class FrontEndLink(FrontEnd):
             socket.close()
         self._sockets = []
         self._submit(AbortRequests(tuple(self._states), whole=True))
-        self._resume_reading()
 
     def _submit(self, message: RequestMessage) -> None:
         assert self._handle is not None
@@ -333,7 +321,7 @@ class FrontEndLink(FrontEnd):
         if aborted:
             self._send(self._codec.encode_aborted(aborted))
 
-    def _send(self, frames: Frames, size: int = 0) -> None:
+    def _send(self, frames: Frames) -> None:
         if not self._sockets:
             return
         if not self._unsent:
@@ -343,32 +331,21 @@ class FrontEndLink(FrontEnd):
                 self._loop_of_reader().add_reader(self._sockets[1].fileno(), self._send_waiting)
             else:
                 return
-        self._unsent.append((frames, size))
-        self._unsent_bytes += size
-        if len(self._unsent) >= _MAX_UNSENT or self._unsent_bytes >= self._max_buffered_bytes:
-            self._reading.pause()
+        self._unsent.append(frames)
 
     def _send_waiting(self) -> None:
         """Called for each event of the socket, which is edge-triggered: sends until it is full or nothing waits."""
         while self._unsent:
-            frames, size = self._unsent[0]
             try:
-                self._sockets[1].send_multipart(frames, zmq.NOBLOCK, copy=False)
+                self._sockets[1].send_multipart(self._unsent[0], zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             self._unsent.popleft()
-            self._unsent_bytes -= size
         self._stop_watching()
-        self._resume_reading()
 
     def _stop_watching(self) -> None:
         self._loop_of_reader().remove_reader(self._sockets[1].fileno())
         self._unsent.clear()
-        self._unsent_bytes = 0
-
-    def _resume_reading(self) -> None:
-        if self._reading.paused:
-            self._reading.resume()
 
     def _loop_of_reader(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None

@@ -101,7 +101,7 @@ class StallWatch:
         if member.client is None or not member.in_flight:
             return None
         progress = member.progress
-        if now - due > _LATE_S or not member.client.is_reading or self._is_halted():
+        if now - due > _LATE_S or self._is_halted():
             progress.since = now
         asked_at = [run.asked_at for run in member.in_flight.values() if self._owes(run)]
         progress.since = max(progress.since, min(asked_at, default=now))

@@ -26,7 +26,7 @@ class SessionListener:
         # A closed queue needs no message: the head detaches from all replicas, and the coordinator sees it leave.
         with suppress(QueueClosedError):
             for message in self._changes(event) if isinstance(event, ReplicaList) else [event]:
-                self._queue.force_put(message)
+                self._queue.put(message)
 
     def _changes(self, replica_list: ReplicaList) -> list[RegisterRemoteReplica | UnregisterRemoteReplica]:
         """Departures come first, so that their ids are free again.

@@ -65,7 +65,6 @@ class StageClient:
         answered_at: monotonic seconds of the last answer of the engine or its replica server, 0 before the first. Set
             by the caller that probes.
         is_interrupted: outputs of requests are dropped, from `interrupt` to `reset`.
-        message_bytes: size of the message whose outputs `on_outputs` gets.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class StageClient:
         self.is_reading = True
         self.answered_at = 0.0
         self.is_interrupted = False
-        self.message_bytes = 0
         self._dead_reason: str | None = None
         self.engine_failed = False
 
@@ -248,7 +246,6 @@ class StageClient:
             self.mark_dead_after_grace(_REPORTED, engine_failed=True)
             return
         try:
-            self.message_bytes = sum(map(len, frames))
             outputs = self._codec.decode_outputs(frames)
             if outputs.utility_output is not None:
                 self._resolve_call(outputs.utility_output)
