@@ -31,8 +31,9 @@ def rows(front_end: str) -> tuple[Row, ...]:
 @pytest.fixture
 def movers(servers: Servers, tiny_model: Path, front_end: str) -> Iterator[Server]:
     """A fleet of two that both serve, before each test and after it."""
-    environment = FRONT_ENDS[front_end]
-    server = servers.get(f"movers-{front_end}", tiny_model, *TWO_REPLICAS, *EXACT, engines=2, **environment)
+    # In one of the tests nobody serves until an engine has started anew.
+    flags, environment = (*TWO_REPLICAS, *EXACT, "--omni-replica-wait", str(START_S)), FRONT_ENDS[front_end]
+    server = servers.get(f"movers-{front_end}", tiny_model, *flags, engines=2, **environment)
     until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
     yield server
     until(lambda: server.replicas_up() == 2, "both replicas serve again", START_S)
