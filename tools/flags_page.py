@@ -13,16 +13,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 _INTRODUCTION = """\
 # Flags
 
-Any of these switches the fleet on. Without any, `vllm serve` is exactly what it was.
-
-They also work in `--config` files, and `vllm serve --help=OmniConfig` shows them. Flags that make no sense together are
-refused before anything starts, with the flag's name and the reason. A command line with `--omni` is for vllm-omni, if
-that is installed, too: nothing is added to it.
-
-*Head* is a process that takes HTTP requests, *node* one with `--headless`. vLLM's own flags that do not go with these
-are listed in [behaviour.md](behaviour.md#flags-of-vllm-that-do-not-go-with-the-fleet-yet).
-
-This page is written by `python -m tools.flags_page`.
+Any of these switches the fleet on; without any, `vllm serve` is what it was. They also work in `--config` files, and
+`vllm serve --help=OmniConfig` shows them. *Head* is a process that takes HTTP requests, *node* one with `--headless`.
+What does not go together is refused before anything starts, as are
+[some flags of vLLM](behaviour.md#flags-of-vllm-that-do-not-go-with-the-fleet-yet). With vllm-omni installed, a command
+line with `--omni` is its own.
 
 | flag | default | on | meaning |
 |---|---|---|---|

@@ -132,17 +132,16 @@ class OmniConfig:
     pipeline: str | None = _flag(
         None,
         Side.BOTH,
-        "YAML file of a pipeline: its stages, and the model, replicas, policy and engine arguments of each. Engine "
-        "flags on the command line apply to all vLLM stages, unless the file overrides them. A headless node runs the "
-        "stage of --omni-stage-id.",
+        "YAML file of a pipeline. Engine flags on the command line apply to all its vLLM stages, unless the file "
+        "overrides them. A node runs the stage of --omni-stage-id.",
         "FILE",
         os.path.abspath,
     )
     lb_policy: str = _flag(
         "prefix",
         Side.HEAD,
-        "How requests are balanced over the replicas: random, round-robin, least-queue-length, "
-        "least-tokens, session, prefix, kv-aware, the name of an installed policy, or package.module:Class.",
+        "Load-balancing policy: random, round-robin, least-queue-length, least-tokens, session, prefix, kv-aware, "
+        "the name of an installed policy, or package.module:Class.",
         "POLICY",
     )
     lb_config: dict[str, Any] | None = _flag(  # noqa: RUF009 - it makes a `field`
@@ -155,14 +154,14 @@ class OmniConfig:
     dp_size_local: int = _flag(
         1,
         Side.BOTH,
-        "Number of replicas that this process runs itself. A head may have none (0).",
+        "Replicas that this process runs itself. A head may have none (0).",
         "N",
         integer(0),
     )
     master_address: str | None = _flag(
         None,
         Side.BOTH,
-        "On a head: the address on which it accepts replicas of other nodes. With --headless: the head's address.",
+        "On a head: the address on which it accepts nodes. With --headless: the head's address.",
         "ADDRESS",
         aliases=("-oma",),
     )
@@ -177,8 +176,7 @@ class OmniConfig:
     join: bool = _flag(
         False,
         Side.HEAD,
-        "Join the fleet at the master address as one more head: an OpenAI server without engines of its own that "
-        "balances over the same replicas.",
+        "Join the fleet at the master address as one more head, without engines.",
     )
     stage_id: int = _flag(
         0,
@@ -191,77 +189,73 @@ class OmniConfig:
     replica_address: str | None = _flag(
         None,
         Side.BOTH,
-        "Address on which this node's replicas listen, and under which heads find them. Default: the address from "
-        "which this node reaches the head; on a head with several API servers the master address.",
+        "Address on which this node's replicas listen. Default: the one from which it reaches the head; on a head "
+        "with several API servers the master address.",
         "ADDRESS",
         aliases=("-ora",),
     )
     replica_ports: str | None = _flag(
         None,
         Side.BOTH,
-        "Ports on which this node's replicas listen: three for each, and two more for each further head or API server. "
-        "Default: any free ones.",
+        "Ports on which this node's replicas listen: three for each, and two more for each further head or API "
+        "server. Default: any free ones.",
         "FIRST-LAST",
     )
     heartbeat_interval: float = _flag(
         1.0,
         Side.BOTH,
-        "Seconds between two heartbeats of a replica, and between two probes of an engine; less than a third of "
-        "--omni-heartbeat-timeout.",
+        "Seconds between two heartbeats of a replica, and two probes of an engine; less than a third of the timeout.",
         "SECONDS",
         seconds,
     )
     heartbeat_timeout: float = _flag(
         10.0,
         Side.BOTH,
-        "Seconds without a heartbeat after which a replica counts as dead, and without an answer to a probe after "
-        "which an engine counts as hung.",
+        "Seconds without a heartbeat after which a replica is dead, and without an answer after which an engine hangs.",
         "SECONDS",
         seconds,
     )
     lease_timeout: float = _flag(
         3.0,
         Side.HEAD,
-        "Seconds without an answer of a replica's machine after which this head counts it as lost and moves its "
-        "requests, unless the heartbeat timeout is shorter. After a third of this time the replica gets no new "
-        "requests. It is lost at once if its connection breaks.",
+        "Seconds without an answer of a replica's machine after which this head counts it as lost, unless the "
+        "heartbeat timeout is shorter. After a third of it the replica gets no new requests. A broken connection is "
+        "lost at once.",
         "SECONDS",
         seconds,
     )
     stall_timeout: float = _flag(
         60.0,
         Side.HEAD,
-        "Seconds without a token for any request of a replica after which it counts as stalled, though its engine "
-        "answers probes: its requests move to other replicas. The limit is never below four times the longest gap "
-        "between two outputs of that replica. 0: no limit.",
+        "Seconds without a token for any request of a replica after which it has stalled and its requests move; at "
+        "least four times the longest gap between two outputs of it. 0: no limit.",
         "SECONDS",
         seconds,
     )
     secret_file: str | None = _flag(
         None,
         Side.BOTH,
-        "File with the secret that all nodes of the fleet share. Links between nodes are then encrypted and "
-        "authenticated. Its mode must be 0600. A second line is a second accepted secret, for rotation. Without this "
-        "flag, links on loopback use a secret of this user, and links to other machines are refused.",
+        "File with the secret that all nodes of the fleet share, for encrypted links; mode 0600. A second line is a "
+        "second accepted secret, for rotation. Without this flag, links on loopback use a secret of this user, and "
+        "others are refused.",
         "FILE",
     )
     insecure: bool = _flag(
         False,
         Side.BOTH,
-        "Use no secret, on loopback and elsewhere: everybody who reaches the fleet's ports can use and harm it.",
+        "Use no secret anywhere: everybody who reaches the fleet's ports can use and harm it.",
     )
     any_vllm: bool = _flag(
         False,
         Side.BOTH,
-        "Accept a version of vLLM that this version of the plugin does not support. Without this flag the start is "
-        "refused. Anything may go wrong.",
+        "Accept a version of vLLM that this plugin does not support. Anything may go wrong.",
     )
     admin_key_file: str | None = _flag(
         None,
         Side.HEAD,
-        "File with the admin keys, one per line, of 16 or more characters; its mode should be 0600. Changing the fleet "
-        "over HTTP (DELETE, drain, resume) and explain then need one of them as a bearer token. Without this flag they "
-        "need the key that the head keeps for commands of its own user on its machine, or a unix socket (--uds).",
+        "File with admin keys, one per line, of 16 or more characters; mode 0600. Changing the fleet over HTTP and "
+        "explain then need one as a bearer token. Without this flag they need the key that the head keeps for its "
+        "own user on its machine, or a unix socket (--uds).",
         "FILE",
     )
     admin_loopback: bool = _flag(
@@ -273,32 +267,30 @@ class OmniConfig:
     admin_port: int | None = _flag(
         None,
         Side.HEAD,
-        "Port of the operator's HTTP server of a head with vLLM's Rust front end: the routes under /omni, /metrics and "
-        "/health. It listens on loopback only, or with --omni-admin-key-file where --host says. Default: the port "
-        "after --port. With vLLM's Python front end these routes are on the head's own port.",
+        "Port of /omni, /metrics and /health of a head with vLLM's Rust front end, on loopback, or with "
+        "--omni-admin-key-file where --host says. Default: the port after --port.",
         "PORT",
         integer(1, _MAX_PORT),
     )
     max_message_size: int = _flag(
         512,
         Side.BOTH,
-        "Largest message between a head and a replica of another process, in MiB. The node's value limits requests, "
-        "the head's value limits outputs. A larger request fails before it is sent; no other request is affected.",
+        "Largest message between a head and a replica of another process, in MiB: requests by the node's value, "
+        "outputs by the head's.",
         "MIB",
         integer(1, _MAX_MESSAGE_MIB),
     )
     max_buffered_size: int = _flag(
         64,
         Side.HEAD,
-        "Bodies of requests that wait for a replica, in MiB, that an API server keeps. A request that needs more gets "
-        "the 503 at once.",
+        "MiB of bodies of requests that wait for a replica, that an API server keeps. Others get 503 at once.",
         "MIB",
         integer(1, _MAX_MESSAGE_MIB),
     )
     migration_limit: int = _flag(
         3,
         Side.HEAD,
-        "How often a request may move in a stage because its replica was lost. One more loss fails it.",
+        "Moves of a request in a stage because its replica was lost. One more loss fails it.",
         "N",
         integer(0),
     )
@@ -312,33 +304,31 @@ class OmniConfig:
     admission: str | None = _flag(
         None,
         Side.HEAD,
-        "YAML file of the admission control: request classes, weights and limits of tenants, bounds of the wait queue. "
-        "It is read again at SIGHUP and at POST /omni/admission.",
+        "YAML file of the admission control. It is read again at SIGHUP and at POST /omni/admission.",
         "FILE",
         os.path.abspath,
     )
     tenant_header: str | None = _flag(
         None,
         Side.HEAD,
-        "HTTP header that names the tenant of a request; with vLLM's Rust front end the argument of that name in its "
-        "vllm_xargs. A request without it belongs to the tenant of its API key, with the Python front end. "
-        "Default: X-Tenant-ID, else x-gateway-fairness-id, with --omni-admission; otherwise requests have no tenants.",
+        "HTTP header that names the tenant of a request, or its argument in vllm_xargs with vLLM's Rust front end. "
+        "Default: X-Tenant-ID, else x-gateway-fairness-id, else the API key, with --omni-admission; otherwise there "
+        "are no tenants.",
         "NAME",
         header_name,
     )
     drain_timeout: float = _flag(
         300.0,
         Side.BOTH,
-        "Seconds that running requests have to finish after SIGTERM. Then a headless node moves the rest to other "
-        "replicas, and a head aborts the rest. On a head, --shutdown-timeout counts instead if it is above 0. A second "
-        "signal ends the wait.",
+        "Seconds that running requests have to finish after SIGTERM. Then a node moves the rest, and a head aborts "
+        "it. On a head --shutdown-timeout counts instead if it is above 0. A second signal ends the wait.",
         "SECONDS",
         seconds,
     )
     join_timeout: float = _flag(
         300.0,
         Side.HEADLESS,
-        "Seconds after which this node exits with an error if it has not reached the head yet; 0: no limit.",
+        "Seconds after which this node exits if it has not reached the head; 0: no limit.",
         "SECONDS",
         seconds,
     )

@@ -37,7 +37,6 @@ def _metric(kind: str, sample: str, meaning: str, mode: MultiprocessMode = "live
     return MetricDefinition(name, kind, tuple(labels.split(",")) if labels else (), meaning, mode)
 
 
-_ONLY_WITH_ADMISSION = "Only with `--omni-admission` or `--omni-tenant-header`."
 _gauge, _counter = partial(_metric, "gauge"), partial(_metric, "counter")
 
 METRICS = (
@@ -67,13 +66,12 @@ METRICS = (
     ),
     _gauge(
         "requests_queued{class}",
-        "This head's requests in the wait queue, by the classes of `--omni-admission`; a part of `requests_waiting`. "
-        f"{_ONLY_WITH_ADMISSION}",
+        "This head's requests in the wait queue, by the classes of `--omni-admission`; a part of `requests_waiting`.",
     ),
     _gauge(
         "class_expected_wait_seconds{class}",
         "Expected seconds until an engine begins a new request at the end of its class's queue. 0 before a first "
-        f"output. {_ONLY_WITH_ADMISSION}",
+        "output.",
         "livemax",
     ),
     _counter(
@@ -93,18 +91,16 @@ METRICS = (
     _gauge(
         "tenant_requests_waiting{tenant}",
         "Requests that wait at this head, for up to 50 tenants: those of the admission file, and the most active ones; "
-        f"`other`: all others; `none`: requests without a tenant. {_ONLY_WITH_ADMISSION}",
+        "`other`: all others; `none`: requests without a tenant.",
     ),
-    _gauge("tenant_requests_in_flight{tenant}", f"Requests of these tenants that wait or run. {_ONLY_WITH_ADMISSION}"),
+    _gauge("tenant_requests_in_flight{tenant}", "Requests of these tenants that wait or run."),
     _counter(
         "tenant_tokens{tenant}",
-        "Prompt and answer tokens of ended requests, counted from when the tenant got its own label. "
-        f"{_ONLY_WITH_ADMISSION}",
+        "Prompt and answer tokens of ended requests, counted from when the tenant got its own label.",
     ),
     _gauge(
         "tenant_weight{tenant}",
-        "Weight of these tenants. While all have waiting requests, `tenant_tokens` grows in proportion to it. "
-        f"{_ONLY_WITH_ADMISSION}",
+        "Weight of these tenants. While all have waiting requests, `tenant_tokens` grows in proportion to it.",
         "livemax",
     ),
     _gauge(
