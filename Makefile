@@ -64,8 +64,10 @@ newest: setup ## contract tests, "same answers", and faults behind the Rust fron
 	.venv-$(NEWEST)/bin/python -m pytest -n 2 $(LANES) $(PYTEST_ARGS) tests/contract $(SAME_ANSWERS) $(BEHIND_RUST) \
 		-k "contract or $(basename $(notdir $(SAME_ANSWERS))) or vllm-rs"
 
-release-check: setup ## check that the last commit can be released, and leave its archives in dist/: ten minutes
-	@$(PY) -m tools.release_check
+release-check: ## build the archives of the last commit in dist/, twice the same, and check them
+	$(or $(PYTHON),python3) -m venv .venv-release
+	.venv-release/bin/python -m pip install -q build twine
+	.venv-release/bin/python tools/release.py
 
 demo: VLLM := $(if $(filter 1,$(RUST)),$(NEWEST),$(VLLM))
 demo: setup ## serve a tiny model with two replicas and talk to it
