@@ -42,26 +42,25 @@ _gauge, _counter = partial(_metric, "gauge"), partial(_metric, "counter")
 METRICS = (
     _gauge(
         "replicas{stage,state}",
-        "Replicas by state (`up`, `draining`, `down`, `error`), as this head sees them. All heads see the same "
-        "replicas: take the maximum over heads, not the sum.",
+        "Replicas by state (`up`, `draining`, `down`, `error`). All heads see the same ones: take the maximum "
+        "over heads.",
         "livemostrecent",
     ),
     _gauge(
         "replica_info{stage,replica,engine}",
-        "1 for each replica. The label `engine` is its number in `vllm:` metrics: 10000 * stage + replica.",
+        "1 for each replica; `engine` is its number in `vllm:` metrics.",
         "livemax",
     ),
     _gauge(
         "requests_waiting{stage}",
-        "This head's requests that no engine works on: held by the head (`requests_held`), or sent to a replica and "
-        "not begun there, as far as its engine has reported. Requests that wait before they are accepted count for the "
-        "first stage.",
+        "This head's requests that no engine works on: held by the head (`requests_held`), or sent and not begun "
+        "as far as the engine has reported.",
     ),
-    _gauge("requests_running{stage}", "This head's requests that an engine works on, in prefill or decode."),
+    _gauge("requests_running{stage}", "This head's requests that an engine works on."),
     _gauge(
         "expected_wait_seconds{stage}",
-        "Expected seconds until an engine begins a new request: `requests_waiting` divided by the rate at which "
-        "requests leave the queue. Missing before a first output.",
+        "Seconds until an engine would begin a new request: `requests_waiting` by the rate at which requests "
+        "leave the queue. Missing before a first output.",
         "livemax",
     ),
     _gauge(
@@ -70,15 +69,14 @@ METRICS = (
     ),
     _gauge(
         "class_expected_wait_seconds{class}",
-        "Expected seconds until an engine begins a new request at the end of its class's queue. 0 before a first "
-        "output.",
+        "Seconds until an engine would begin a new request at the end of its class's queue.",
         "livemax",
     ),
     _counter(
         "requests_refused{stage,reason,status}",
         "Requests refused on arrival or while they waited. `in_flight`, `token_rate`: a limit of the tenant; "
-        "`queue_full`, `pushed_out`: other requests had precedence; `deadline`: too late. Status 429 is due to the "
-        "tenant, 503 to the fleet.",
+        "`queue_full`, `pushed_out`: others had precedence; `deadline`: too late. 429 is due to the tenant, 503 "
+        "to the fleet.",
     ),
     _counter(
         "requests_recalled",
@@ -96,57 +94,51 @@ METRICS = (
     _gauge("tenant_requests_in_flight{tenant}", "Requests of these tenants that wait or run."),
     _counter(
         "tenant_tokens{tenant}",
-        "Prompt and answer tokens of ended requests, counted from when the tenant got its own label.",
+        "Prompt and answer tokens of ended requests.",
     ),
     _gauge(
         "tenant_weight{tenant}",
-        "Weight of these tenants. While all have waiting requests, `tenant_tokens` grows in proportion to it.",
+        "Weight of these tenants; while all wait, `tenant_tokens` grows in proportion.",
         "livemax",
     ),
     _gauge(
         "stage_kv_cache_usage_ratio{stage}",
-        "Share of the KV memory of all replicas of a stage that is in use, 0 to 1. Missing without a replica. "
-        "With several heads or API servers it is a lower bound, because an engine reports each step to one of them.",
+        "Share of the KV memory of a stage that is in use, 0 to 1; with several heads or API servers a lower bound.",
         "livemax",
     ),
     _gauge(
         "prefix_cache_hit_ratio{stage}",
-        "Share of prompt tokens found in the engines' prefix caches, 0 to 1, for this head's requests. An observation "
-        "that is 30 s older has a third of the weight. With several API servers it is the value of any one of them. "
-        "Missing before engines have reported it.",
+        "Share of prompt tokens of this head's requests found in prefix caches, 0 to 1, over some 30 s.",
         "livemostrecent",
     ),
     _counter(
         "dispatches{stage,replica}",
-        "Requests that were assigned to a replica, including requests that still wait at the head for it.",
+        "Requests assigned to a replica, also those that still wait for it.",
     ),
     _gauge(
         "requests_in_flight{stage,replica}",
-        "This head's requests that are charged to a replica; exact. May be summed over heads.",
+        "This head's requests charged to a replica; exact. May be summed over heads.",
     ),
     _gauge(
         "prefill_tokens{stage,replica}",
-        "Prompt tokens of this head's requests that the replica must still compute, without those expected to be "
-        "cached.",
+        "Prompt tokens of this head's requests that the replica must still compute.",
     ),
     _gauge(
         "decode_tokens{stage,replica}",
-        "Prompt and answer tokens of this head's requests on the replica that have had a first output.",
+        "Prompt and answer tokens of this head's requests there that have had a first output.",
     ),
     _gauge(
         "kv_cache_usage_ratio{stage,replica}",
-        "Share of a replica's KV memory in use, 0 to 1, as its engine last reported; 0 while it has no request of this "
-        "head.",
+        "Share of a replica's KV memory in use, 0 to 1, as its engine last reported; 0 without a request of this head.",
         "livemax",
     ),
     _counter(
         "replica_restarts{stage,replica}",
-        "Attempts to restart a lost engine of a head with one API server; 0 for all other replicas.",
+        "Restarts of an engine of a head with one API server; 0 for all other replicas.",
     ),
     _counter(
         "replica_stalls{stage,replica}",
-        "Times that this head took a replica out because its engine answered, but none of this head's requests there "
-        "got a token for `--omni-stall-timeout`.",
+        "Times that this head took a replica out because it computed nothing for `--omni-stall-timeout`.",
     ),
     _counter(
         "decisions{stage,policy,reason}",
@@ -158,16 +150,15 @@ METRICS = (
     ),
     _counter(
         "decision_fallbacks{stage,policy,fallback}",
-        "Requests that were assigned to a replica although the policy could not apply its full rule, by the cause; "
-        "`policy-fault`: it failed.",
+        "Requests assigned although the policy could not apply its full rule, by cause; `policy-fault`: it failed.",
     ),
     _counter(
         "matched_tokens",
-        "Prompt tokens that the policy expected to be cached, for requests whose engine reported cached tokens.",
+        "Prompt tokens expected in the cache, for requests whose engine reported cached tokens.",
     ),
     _counter(
         "cached_tokens",
-        "Prompt tokens that engines reported as cached, for the requests that `matched_tokens_total` counts.",
+        "Prompt tokens that engines reported as cached, for the same requests.",
     ),
     _gauge(
         "requests_held{where}",
@@ -176,25 +167,23 @@ METRICS = (
     ),
     _counter(
         "request_moves{way}",
-        "Requests moved to another replica because theirs was lost. `restart`: from the beginning; `resume`: with the "
-        "delivered tokens as part of the prompt; `replay`: from the beginning, dropping the delivered tokens.",
+        "Requests moved because their replica was lost, by `restart`, `resume` or `replay`.",
     ),
     _counter("tokens_swallowed", "Tokens that replays repeated and that were dropped."),
     _counter("replays_diverged", "Replays that did not repeat the delivered tokens."),
     _counter(
         "requests_failed{reason}",
-        "Requests that ended with an error of the fleet; the log names them. `replica_lost`; `no_replica`, also if the "
-        "head is ending; `query_of_death`: two engines seem to have crashed because of them.",
+        "Requests that ended with an error of the fleet: `replica_lost`; `no_replica`, also if the head is "
+        "ending; `query_of_death`: two engines seem to have crashed because of them.",
     ),
     _gauge(
         "coordinator_connected",
-        "1 while the coordinator answers this head, else 0; missing in a fleet that other processes cannot join.",
+        "1 while the coordinator answers this head, else 0; missing in a fleet that nobody can join.",
         "livemin",
     ),
     _gauge(
         "heads",
-        "Heads of the fleet that this head is in contact with, including itself; each API server counts as one. "
-        "Missing in a fleet that other processes cannot join.",
+        "Heads in contact with this one, and itself; each API server counts. Missing in a fleet that nobody can join.",
         "livemin",
     ),
     *(MetricDefinition(name, "histogram", labels, meaning) for name, (labels, meaning) in HISTOGRAMS.items()),

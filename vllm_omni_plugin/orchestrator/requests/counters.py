@@ -16,15 +16,13 @@ _BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0
 HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "queue_time_seconds": (
         (),
-        "Seconds from a request's arrival at the orchestrator until it is sent to an engine for the first time, "
-        "including the time it is held.",
+        "Seconds from a request's arrival at the orchestrator until it is first sent to an engine.",
     ),
     "hold_time_seconds": ((), "Seconds that accepted requests waited because no replica could serve."),
     "stage_seconds": (
         ("stage", "name", "part"),
-        "Seconds that a request through a pipeline spent in a stage, which has a `name` in the file. `transfer`: in "
-        "transforms and building inputs; `queue`: until it is sent; `first_output`: from there to the first output; "
-        "`run`: from there to the end.",
+        "Seconds that a request of a pipeline spent in a stage. `transfer`: building its input; `queue`: until it is "
+        "sent; `first_output`: from there to the first output; `run`: from there to the end.",
     ),
 }
 """Labels and meanings of the histograms, by their names without the prefix of our metrics."""
