@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni_plugin.admission import NO_QUEUE, AdmissionConfig
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
-from vllm_omni_plugin.orchestrator.dispatch.bad_outputs import BadOutputs
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.dispatch.hold_queue import MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
@@ -18,7 +18,12 @@ from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
-from vllm_omni_plugin.orchestrator.pool.pool_member import CORDON_REASONS, STALL_CORDON, WEIGHTS_CORDON
+from vllm_omni_plugin.orchestrator.pool.pool_member import (
+    CORDON_REASONS,
+    STALL_CORDON,
+    WEIGHTS_CORDON,
+    stage_and_replica,
+)
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import WEIGHTS_REMEDY, PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -28,6 +33,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Explain,
     Explanation,
     ManageReplica,
+    OutputUnusable,
     ReplaceAdmission,
     ReplicaJoined,
     ReplicaLeft,
@@ -44,6 +50,9 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 if TYPE_CHECKING:
     # Imports vLLM; the modules of this package must not.
     from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+
+logger = init_logger(__name__)
+_BAD_OUTPUTS_S = 60.0
 
 
 class Orchestrator:
@@ -96,7 +105,6 @@ class Orchestrator:
         self._apis = apis
         self._clock = clock
         self._put = self.front_end.give
-        self._bad_outputs = BadOutputs(stage_pools, clock, self.distrust)
         # The loop's time beside its handle: uvloop's handle for a time that has passed has no `when`.
         self._timer: tuple[float, asyncio.Handle] | None = None
         self._closed = False
@@ -154,7 +162,7 @@ class Orchestrator:
     async def run(self) -> None:
         """Serve requests until `close_queues`."""
         try:
-            await self.front_end.serve(partial(self._requests.handle, on_unusable=self._bad_outputs.handle))
+            await self.front_end.serve(partial(self._requests.handle, on_unusable=self._output_unusable))
         finally:
             self._closed = True
             self.front_end.stop_waiting()
@@ -298,6 +306,23 @@ class Orchestrator:
         if client is not None:
             self.replica_lost(member, reason, ReplicaStatus.ERROR)
             client.mark_dead(reason)
+
+    def _output_unusable(self, message: OutputUnusable) -> None:
+        """Distrust a replica at its second bad output within a minute: the first may be the request's own fault."""
+        stage_id, replica_id = stage_and_replica(message.engine_index)
+        pool, now = self.stage_pools[stage_id], self._clock()
+        member = next((each for each in pool.members if each.replica_id == replica_id), None)
+        if member is None or member.client is None:
+            # It was lost meanwhile.
+            return
+        reason = f"its output for request {message.request_id} could not be processed: {message.reason}"
+        is_first = now - member.bad_output_at > _BAD_OUTPUTS_S
+        member.bad_output_at = now
+        # All other ranks of a lockstep group would end with it.
+        if is_first or pool.lockstep or all(other is member for other in pool.serving):
+            logger.error("Replica %s stays in service (%s).", member.name, reason)
+        else:
+            self.distrust(member, reason)
 
     def explain(self, question: Explain) -> Explanation:
         """Where a request would go now, or stand in the queue; see `StagePool.explain`."""

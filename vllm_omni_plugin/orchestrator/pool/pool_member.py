@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from vllm_omni_plugin.balancing import ReplicaLoad
@@ -63,6 +64,7 @@ class PoolMember:
         dispatches: requests assigned to the replica so far.
         restarts: how often its engine was restarted.
         stalls: how often its engine answered and computed nothing, see `StallWatch`.
+        bad_output_at: monotonic seconds at which it last sent an output that the front end could not process.
         request_to_try: what it gets after a stall, before it serves again; None: nothing.
         remote: whether its engine belongs to another process, which this head attaches to.
         incarnation: the incarnation that this head is or was attached to, of a remote replica.
@@ -89,6 +91,7 @@ class PoolMember:
     dispatches: int = 0
     restarts: int = 0
     stalls: int = 0
+    bad_output_at: float = -inf
     request_to_try: Any = None
     remote: bool = False
     incarnation: int = 0
