@@ -290,7 +290,7 @@ class OmniConfig:
     migration_limit: int = _flag(
         3,
         Side.HEAD,
-        "Moves of a request in a stage because its replica was lost. One more loss fails it.",
+        "Moves of a request in a stage because its replica was lost. One more loss fails it. A prefill never moves.",
         "N",
         integer(0),
     )

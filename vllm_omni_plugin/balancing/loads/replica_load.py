@@ -6,7 +6,7 @@ from typing import NamedTuple
 class ReplicaLoad(NamedTuple):
     """The load of one replica at one moment.
 
-    This head's own part is exact: it is charged before a request is sent and released once. While this head has no
+    This head's own part is exact: charged before a request is sent, taken off when it leaves. While this head has no
     request on the replica, all engine-reported fields are 0, because nothing would correct them.
 
     Attributes:

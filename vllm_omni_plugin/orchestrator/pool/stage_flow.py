@@ -27,8 +27,8 @@ class StageFlow:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queued = 0
-        # First outputs; seconds with a queue up to the last first output; such seconds since then; and the time up to
-        # which they are counted. These tuples are replaced as a whole, since other threads read them.
+        # First outputs; seconds with a queue, up to the last first output; seconds with a queue since that output; and
+        # the time up to which they are counted. These tuples are replaced as a whole, since other threads read them.
         self._left = (0.0, 0.0, 0.0, 0.0)
         # Cached prompt tokens, all prompt tokens, and the time of the last report.
         self._cached = (0.0, 0.0, 0.0)
