@@ -217,8 +217,8 @@ class Histories(RuleBasedStateMachine):
             self.run(self.fleet.abort(*held))
             assert self.fleet.orchestrator.request_states == {}
             assert self.fleet.in_flight == [0] * REPLICAS
-            report, _ = self.fleet.orchestrator.admission.tenant_reports()
-            assert all((tenant.waiting, tenant.in_flight) == ((0, 0), 0) for tenant in report.values())
+            named, other = self.fleet.orchestrator.admission.tenant_reports()
+            assert all((tenant.waiting, tenant.in_flight) == ((0, 0), 0) for tenant in (*named.values(), other))
             self.run(self.fleet.__aexit__())
         self.loop.close()
 

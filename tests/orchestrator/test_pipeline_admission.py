@@ -157,9 +157,8 @@ async def test_a_tenant_pays_for_the_prompt_and_for_the_answer_of_decode_once() 
         await fleet.submit("a", prompt=LONG, terms=RequestTerms("one"))
         await prefilled(fleet, "a")
         fleet.tell("a", DECODE, 5, 6, finish_reason="stop")
-        account = fleet.orchestrator.admission._accounts.get("one")
-        assert account is not None
-        assert (account.served_tokens, account.in_flight) == (len(LONG) + 2, 0)
+        _, other = fleet.orchestrator.admission.tenant_reports()
+        assert (other.served_tokens, other.in_flight) == (len(LONG) + 2, 0)
 
 
 async def test_of_several_stages_that_begin_with_the_request_one_alone_may_refuse_it() -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from vllm_omni_plugin.admission.admission_config import AdmissionConfig, HeadroomSize, RequestClass
 from vllm_omni_plugin.admission.class_queue import Backlog, ClassQueue
 from vllm_omni_plugin.admission.tenant_accounts import ACTIVE_S, TenantAccount, TenantAccounts
-from vllm_omni_plugin.admission.tenant_labels import TenantLabels
 from vllm_omni_plugin.admission.ticket import RequestTerms, Ticket, TicketPhase
 from vllm_omni_plugin.admission.wait_queue import StageView, WaitQueue, total
 from vllm_omni_plugin.errors import RequestRefusedError
@@ -55,7 +54,7 @@ class TenantReport(NamedTuple):
 
     Attributes:
         in_flight: requests that wait or run.
-        served_tokens: of ended requests, counted as `TenantLabels` does.
+        served_tokens: of requests that ended while the tenant was in the file; of the others, while it was not.
     """
 
     waiting: Backlog
@@ -86,8 +85,8 @@ class Admission:
         self._queue = WaitQueue(config, stage)
         self._numbers = count()
         self._mean_output: float | None = None
-        self._labels = TenantLabels()
-        self._label_configured()
+        # Of tenants that are not in the file.
+        self._other_tokens = 0
 
     @property
     def config(self) -> AdmissionConfig:
@@ -97,7 +96,6 @@ class Admission:
         """Use another config. Waiting requests keep their places, tenants keep their counts. O(n)."""
         self._accounts.replace(config)
         self._queue = self._queue.with_config(config)
-        self._label_configured()
 
     def new_ticket(
         self, terms: RequestTerms, priority: int, tokens: int, now: float, submitted_at: float | None = None
@@ -125,7 +123,6 @@ class Admission:
         account.finish_tags[name] = start_tag + virtual_cost
         account.spend(cost, self._stage.heads, now)
         self._accounts.add_in_flight(account, now)
-        self._labels.add(account, self.config.tenants)
         counts_from = now if submitted_at is None else submitted_at
         send_by = counts_from + self._send_limit_s(terms, request_class)
         deadline = counts_from + _deadline_s(terms, request_class)
@@ -228,9 +225,13 @@ class Admission:
         """
         if ticket.phase is TicketPhase.STARTED:
             account = ticket.tenant
-            correction = ticket.tokens + output_tokens - ticket.cost
-            account.count_answer(ticket.tokens, output_tokens)
-            self._labels.count_served(account, ticket.tokens + output_tokens)
+            tokens = ticket.tokens + output_tokens
+            correction = tokens - ticket.cost
+            account.count_answer(output_tokens)
+            if account.name in self.config.tenants:
+                account.served_tokens += tokens
+            else:
+                self._other_tokens += tokens
             mean = self._mean_output
             self._mean_output = output_tokens if mean is None else mean + (output_tokens - mean) * _ANSWER_WEIGHT
             self._close(ticket, correction, correction / account.settings.weight, now)
@@ -254,12 +255,18 @@ class Admission:
         return waits
 
     def tenant_reports(self) -> tuple[dict[str, TenantReport], TenantReport]:
-        """The tenants with a metric label, and all others as one. O(tenants)."""
-        labelled = {account.name: self._report(account, tokens) for account, tokens in self._labels.served()}
-        others = [self._report(account, 0) for account in self._accounts if account.name not in labelled]
-        waiting = total(report.waiting for report in others)
-        in_flight, weight = sum(report.in_flight for report in others), sum(report.weight for report in others)
-        return labelled, TenantReport(waiting, in_flight, self._labels.other_tokens, weight)
+        """The tenants of the admission file by name, and all others as one. O(tenants). For any thread."""
+        configured = self.config.tenants
+        named, others = {}, []
+        for account in self._accounts:
+            waiting = self._queue.backlog_of(account.name)
+            report = TenantReport(waiting, account.in_flight, account.served_tokens, account.settings.weight)
+            if account.name in configured:
+                named[account.name] = report
+            else:
+                others.append(report)
+        waiting, in_flight = total(each.waiting for each in others), sum(each.in_flight for each in others)
+        return named, TenantReport(waiting, in_flight, self._other_tokens, sum(each.weight for each in others))
 
     def _is_over_share(self, account: TenantAccount, class_name: str, now: float) -> bool:
         return self._accounts.has_used_more_than_share(account, now) or self._queue.has_higher_class(
@@ -273,14 +280,6 @@ class Admission:
         """
         deadline_s = _deadline_s(terms, request_class)
         return max(deadline_s - self._stage.first_output_s, deadline_s / 2)
-
-    def _report(self, account: TenantAccount, served_tokens: int) -> TenantReport:
-        waiting = self._queue.backlog_of(account.name)
-        return TenantReport(waiting, account.in_flight, served_tokens, account.settings.weight)
-
-    def _label_configured(self) -> None:
-        for name in self.config.tenants:
-            self._labels.add(self._accounts.get_or_create(name), self.config.tenants)
 
     def _account(self, terms: RequestTerms) -> TenantAccount:
         """The tenant's account, or a new one that is not kept. For any thread."""

@@ -50,7 +50,7 @@ class TenantAccount:
         name: "" for requests without a tenant.
         in_flight: requests that wait or run.
         usage: of running and recently ended requests; a running one counts its `Ticket.cost`.
-        served_tokens: prompt and answer tokens of ended requests.
+        served_tokens: prompt and answer tokens of requests that ended while the tenant was in the admission file.
         finish_tags: by class, the virtual time at which the tenant's last request finishes: see `Ticket.start_tag`.
         mean_output: moving average of answer lengths in tokens; None before the first answer.
     """
@@ -84,8 +84,7 @@ class TenantAccount:
         else:
             self._saved, self._saved_at = self._bucket(rate, heads, now) - tokens, now
 
-    def count_answer(self, prompt_tokens: int, output_tokens: int) -> None:
-        self.served_tokens += prompt_tokens + output_tokens
+    def count_answer(self, output_tokens: int) -> None:
         mean = self.mean_output
         self.mean_output = output_tokens if mean is None else mean + (output_tokens - mean) * _ANSWER_WEIGHT
 

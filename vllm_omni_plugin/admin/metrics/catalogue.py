@@ -88,8 +88,7 @@ METRICS = (
     ),
     _gauge(
         "tenant_requests_waiting{tenant}",
-        "Requests that wait at this head, for up to 50 tenants: those of the admission file, and the most active ones; "
-        "`other`: all others; `none`: requests without a tenant.",
+        "Requests that wait at this head, by tenants of the admission file; `other`: all others.",
     ),
     _gauge("tenant_requests_in_flight{tenant}", "Requests of these tenants that wait or run."),
     _counter(

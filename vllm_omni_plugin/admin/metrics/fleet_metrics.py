@@ -68,7 +68,7 @@ def _kv_usage(pool: StagePool) -> float | None:
     return sum(load.kv_usage * weight for load, weight in zip(loads, weights, strict=True)) / sum(weights)
 
 
-_OTHERS, _NO_TENANT = "other", "none"
+_OTHERS = "other"
 """Labels of all other tenants, and of requests without a tenant. A tenant with one of these names gets a suffix."""
 Samples = Iterable[tuple[tuple[object, ...], float]]
 """Pairs of label values and a number."""
@@ -159,7 +159,7 @@ def _admission(admission: Admission) -> Iterator[tuple[str, Samples]]:
 
 
 def _label(tenant: str) -> str:
-    return f"{tenant}_" if tenant in (_OTHERS, _NO_TENANT) else tenant or _NO_TENANT
+    return f"{tenant}_" if tenant == _OTHERS else tenant
 
 
 def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
