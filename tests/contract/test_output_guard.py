@@ -1,6 +1,5 @@
 """vLLM's OutputProcessor behind our guard: what it cannot process fails one request, and AsyncLLM's loop goes on."""
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -227,27 +225,6 @@ def test_an_output_processor_that_always_fails_is_not_called_for_ever() -> None:
     guard_outputs(processor, lambda request_id, error: pytest.fail(request_id))
     with pytest.raises(TypeError):
         processor.process_outputs([EngineCoreOutput("a", [1])])
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-async def test_a_request_that_is_aborted_before_it_reaches_the_orchestrator_leaves_nothing(
-    front: Front, samples: int
-) -> None:
-    queue = front.orchestrator.front_end.request_async_queue
-    while not queue.put(AbortRequests(("other",))):
-        pass
-    front.add("r", n=samples)
-    handed_over = list(front.processor.request_states)[:1]
-    waiting = asyncio.create_task(front.client.add_request_async(FakeRequest(handed_over[0])))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert front.processor.request_states == {}
-    assert not front.processor.has_unfinished_requests()
-    assert [name for name in await front.aborted() if name != "other"][:1] == handed_over
-    await asyncio.sleep(0)
-    assert len(queue) == 0
 
 
 async def test_an_event_that_cannot_be_handled_delays_no_output(front: Front, caplog: pytest.LogCaptureFixture) -> None:
