@@ -14,7 +14,7 @@ from tests.admin.asgi import app_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, explain
-from vllm_omni_plugin.admission import AdmissionConfig, HeadroomSize, RequestClass, RequestTerms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
@@ -221,18 +221,3 @@ async def test_the_answer_respects_the_headroom_for_other_tenants() -> None:
             answer = await client.post("/omni/explain", json={"prompt": "Hi", "tenant": tenant})
             waits.append(answer.json()["queue"]["waits"])
     assert waits == [True, False]
-
-
-async def test_the_answer_respects_large_headroom() -> None:
-    balancer = Scripted()
-    balancer.decision = Decision(0, "match")
-    send_window, size = SendWindow(limited=True), EngineSize(step_tokens=16, sequences=100)
-    for headroom, waits in ((HeadroomSize.NORMAL, False), (HeadroomSize.LARGE, True)):
-        fleet = FakeFleet(1, balancer, send_window=send_window, plan=AdmissionConfig(headroom=headroom), size=size)
-        async with fleet, client_of(explaining(fleet)) as client:
-            for name, tenant in (("0", "calm"), ("1", "flood"), ("2", "flood")):
-                await fleet.submit(name, prompt=[1], terms=RequestTerms(tenant))
-                if name != "2":
-                    fleet.say(name, 1)
-            answer = await client.post("/omni/explain", json={"prompt": "H", "tenant": "flood"})
-            assert answer.json()["queue"]["waits"] is waits

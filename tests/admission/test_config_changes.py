@@ -5,7 +5,6 @@ import pytest
 from vllm_omni_plugin.admission import (
     Admission,
     AdmissionConfig,
-    HeadroomSize,
     RequestClass,
     RequestTerms,
     TenantSettings,
@@ -73,7 +72,6 @@ def test_changes_are_reported_value_by_value() -> None:
     new = AdmissionConfig(
         classes=(RequestClass(name="b", deadline=5.0), RequestClass(name="c")),
         max_wait=3.0,
-        headroom=HeadroomSize.LARGE,
         tenants={"x": TenantSettings(class_name="b", weight=2)},
     )
     assert config_changes(old, new) == [
@@ -83,7 +81,6 @@ def test_changes_are_reported_value_by_value() -> None:
         "classes.b.place: 2 -> 1",
         "classes.c.name: none -> c",
         "classes.c.place: none -> 2",
-        "headroom: normal -> large",
         "max_wait: none -> 3.0",
         "tenants.x.class: none -> b",
     ]
@@ -98,7 +95,7 @@ def test_a_tenant_over_its_share_still_leaves_headroom_for_tenants_that_were_act
     flood = [come(rules, "flood") for _ in range(3)]
     for ticket in flood:
         rules.started(ticket)
-    rules.replace(AdmissionConfig(headroom=HeadroomSize.LARGE))
+    rules.replace(AdmissionConfig(max_wait=3.0))
     assert (rules.is_over_share(flood[0], 59.0), rules.is_over_share(flood[0], 61.0)) == (True, False)
 
 

@@ -7,7 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from msgspec.structs import fields
 
-from vllm_omni_plugin.admission import AdmissionConfig, HeadroomSize, RequestClass, TenantSettings, load_admission
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, TenantSettings, load_admission
 from vllm_omni_plugin.admission.admission_config import schema
 from vllm_omni_plugin.errors import ConfigError
 
@@ -37,7 +37,6 @@ classes:
 max_waiting_requests: 10
 max_waiting_tokens: 11
 max_wait: 12
-headroom: large
 tenants:
   x: {weight: 0.5, class: b, max_in_flight: 13, tokens_per_s: 14, burst_tokens: 15}
 default_tenant: {class: a}
@@ -57,7 +56,6 @@ default_tenant: {class: a}
         max_waiting_requests=10,
         max_waiting_tokens=11,
         max_wait=12.0,
-        headroom=HeadroomSize.LARGE,
         tenants={"x": x},
         default_tenant=TenantSettings(class_name="a"),
     )
@@ -81,7 +79,7 @@ def test_an_empty_file_is_the_default_config(file: Path) -> None:
         (f"classes: [{'{name: a}, ' * 17}]", "1: classes: must have at most 16 entries, not 17"),
         ("classes:\n- name: a\n  dead_line: 3", "3: classes[0].dead_line: unknown key (did you mean 'deadline'?)"),
         ("max_wait: 0", "1: max_wait: must be above 0, not 0"),
-        ("headroom: big", '1: headroom: must be one of normal, large, not "big"'),
+        ("headroom: large", "1: headroom: unknown key: use classes, max_waiting_requests, "),
         ("max_wait: .nan", "1: max_wait: must be a number, not NaN"),
         ("max_wait: .inf", "1: max_wait: must be a number, not Infinity"),
         ("max_waiting_requests: 1.5", "1: max_waiting_requests: must be a whole number, not 1.5"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.admission import AdmissionConfig, HeadroomSize, RequestClass, RequestTerms, TenantSettings, Ticket
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings, Ticket
 from vllm_omni_plugin.admission.tenant_accounts import MAX_ACCOUNTS, TenantAccounts
 
 from .fakes import admission, come, served
@@ -163,10 +163,10 @@ def test_queue_position_has_the_class_and_the_requests_ahead() -> None:
     for _ in range(5):
         come(rules, "a")
     come(rules, "a", priority=1)
-    assert rules.queue_position(RequestTerms("b"), 1, 0.0) == ("last", 6.0, 4.5, True, HeadroomSize.NORMAL)
-    assert rules.queue_position(RequestTerms("a"), 0, 0.0) == ("first", 5.0, 4.0, False, HeadroomSize.NORMAL)
+    assert rules.queue_position(RequestTerms("b"), 1, 0.0) == ("last", 6.0, 4.5, True)
+    assert rules.queue_position(RequestTerms("a"), 0, 0.0) == ("first", 5.0, 4.0, False)
     # Only some of another tenant's queue starts before it.
-    assert rules.queue_position(RequestTerms("b"), 0, 0.0) == ("first", 1.0, 2.0, False, HeadroomSize.NORMAL)
+    assert rules.queue_position(RequestTerms("b"), 0, 0.0) == ("first", 1.0, 2.0, False)
 
 
 def test_a_request_that_starts_or_ends_twice_counts_once() -> None:

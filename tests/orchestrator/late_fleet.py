@@ -1,37 +1,24 @@
-"""Fleets whose requests wait at the head until the replica that they are charged to can begin them."""
+"""Fleets whose requests wait at the head until a replica can begin them."""
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.admission import AdmissionConfig, HeadroomSize, RequestTerms
-from vllm_omni_plugin.balancing import DecidingBalancer, Decision, LeastTokensBalancer, ReplicaView, Task
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
+from vllm_omni_plugin.balancing import LeastTokensBalancer
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
 
-LATE = SendWindow(limited=True, recalls=True)
+LATE = SendWindow(limited=True, any_replica=True)
 """An engine of unknown size gets one request to begin and one behind it."""
 FLOOD, CALM = RequestTerms("flood"), RequestTerms("calm")
 SLOTS = 9
 SPARE = 2
 """Half of the root of the slots, rounded up."""
-LARGE_SPARE = 3
-"""Three quarters of the root of the slots, rounded up."""
+
 ROOMY = EngineSize(step_tokens=1000, sequences=SLOTS)
 EQUALS = AdmissionConfig()
-LARGE_HEADROOM = AdmissionConfig(headroom=HeadroomSize.LARGE)
-
-
-class Preferring(DecidingBalancer):
-    """Chooses one replica, whatever waits there, which has so many tokens of each prompt cached."""
-
-    position = 0
-    cached = 0
-
-    def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
-        return Decision(min(self.position, len(replicas) - 1), "preferred", matched_tokens=self.cached)
 
 
 def late(replicas: int = 1, send_window: SendWindow = LATE, **options: Any) -> FakeFleet:

@@ -179,7 +179,8 @@ class Histories(RuleBasedStateMachine):
         if hasattr(self, "fleet"):
             assert set(self.fleet.orchestrator.request_states) == self.open
             metrics = self.fleet.orchestrator.metrics
-            assert sum(self.fleet.in_flight) + metrics.held + metrics.moves_waiting == len(self.open)
+            waiting = metrics.held + metrics.moves_waiting + metrics.queued
+            assert sum(self.fleet.in_flight) + waiting == len(self.open)
             [totals] = all_totals(self.fleet.orchestrator)
             assert totals.waiting + totals.running == len(self.open)
             assert metrics.held <= sum(map(self.has_nowhere_to_go, self.fleet.orchestrator.request_states.values()))

@@ -9,10 +9,9 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import DISAGGREGATED
-from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
+from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.errors import MessageTooLargeError, RequestLostError
-from vllm_omni_plugin.orchestrator.dispatch import hold_queue
-from vllm_omni_plugin.orchestrator.dispatch.suspects import CLEARING_OUTPUTS
+from vllm_omni_plugin.orchestrator.dispatch import move_budget
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 
@@ -40,14 +39,15 @@ async def test_a_request_that_has_waited_is_not_judged_again_when_it_waits_for_a
     happens: Callable[[FakeFleet], None],
 ) -> None:
     async with late(replicas=2, plan=AdmissionConfig(max_waiting_requests=4)) as fleet:
-        # Two at each, and two that wait for each.
+        # Two at each, and four that wait.
         await submit_all(fleet, "abcdefgh")
-        assert (len(got(fleet.links[0])), fleet.in_flight) == (2, [4, 4])
+        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([2, 2], 4)
         fleet.orchestrator.admission.replace(AdmissionConfig(max_waiting_requests=1))
         happens(fleet)
         assert await fleet.read() in ([], [("a", None)])
-        fleet.say("b", 1)
-        fleet.say("d", 1)
+        for member in fleet.pool.serving:
+            for attempt in [*member.in_flight]:
+                fleet.links[member.replica_id].output(attempt, 1)
         assert len(fleet.orchestrator.request_states) == 8
 
 
@@ -62,24 +62,8 @@ async def test_a_request_that_waits_after_its_replica_was_found_dead_counts_as_w
         assert fleet.orchestrator.admission.backlog.requests == 0
 
 
-async def test_a_request_that_is_evicted_while_no_replica_serves_is_not_sent_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
-    async with late(replica_wait=LONG, plan=AdmissionConfig(classes=classes, max_waiting_requests=1)) as fleet:
-        await submit_all(fleet, "abc", priority=1)
-        drain(fleet)
-        await submit_all(fleet, "def")
-        lose(fleet)
-        fleet.join(fleet.pool.add())
-        assert [name for name, _ in await fleet.read()] == ["c"]
-        assert got(fleet.links[1]) == "de"
-        assert list(fleet.orchestrator.request_states) == ["a", "b", "d", "e", "f"]
-    assert "has failed" not in caplog.text
-
-
 async def test_an_unsent_request_of_a_lost_replica_goes_on_without_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 0)
+    monkeypatch.setattr(move_budget, "MOVES_AT_ONCE", 0)
     async with late(replica_wait=LONG) as fleet:
         await submit_all(fleet, "ab")
         # No session of a client could move.
@@ -133,31 +117,11 @@ async def test_the_first_request_is_sent_to_a_replica_that_has_room_earlier() ->
         assert [request["sampling_params"]["kv"] for request in link.requests] == [{"of": "c"}]
 
 
-async def test_a_recall_after_a_move_does_not_change_the_recorded_sends() -> None:
-    async with late() as fleet:
-        chosen_replicas: list[Any] = []
-        await fleet.submit("a", chosen_replicas, prompt=[1, 2])
-        fleet.say("a", 1)
-        other = fleet.pool.add()
-        other.cordons = frozenset([ADMIN_CORDON])
-        fleet.join(other)
-        # The answer goes on behind two others there, and then at a third.
-        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
-        fleet.orchestrator.uncordon(other, ADMIN_CORDON)
-        await submit_all(fleet, "bcd")
-        lose(fleet)
-        assert got(fleet.links[1]) == "bc"
-        fleet.join(fleet.pool.add())
-        fleet.orchestrator.cordon(other, ADMIN_CORDON)
-        assert set(got(fleet.links[2])) == {"a", "d"}
-        assert [name for name, _ in chosen_replicas] == ["0.0"]
-
-
 async def test_a_drain_refuses_and_evicts_no_request() -> None:
     async with late(replicas=2, plan=AdmissionConfig(max_waiting_tokens=8)) as fleet:
         await submit_all(fleet, "abcdefgh")
         drain(fleet)
-        assert (await fleet.read(), fleet.in_flight) == ([], [2, 6])
+        assert (await fleet.read(), fleet.in_flight, fleet.orchestrator.metrics.queued) == ([], [2, 2], 4)
 
 
 async def test_requests_stay_at_a_drained_replica_if_the_others_turn_out_to_be_dead() -> None:
@@ -209,56 +173,3 @@ async def test_nothing_of_a_session_is_sent_if_its_first_message_fails(monkeypat
         fleet.say("a", 1)
         assert len(frames) == 1
         assert [name for name, _ in await fleet.read()] == ["a", "s"]
-
-
-async def test_requests_that_wait_for_a_replica_with_an_isolated_suspect_go_elsewhere() -> None:
-    async with late(replicas=3, send_window=SendWindow(limited=True)) as fleet:
-        await fleet.submit("p", affinity=0)
-        for replica_id in (0, 2):
-            fleet.pool.cordon(fleet.pool.member(replica_id), ADMIN_CORDON)
-        await submit_all(fleet, "abc")
-        fleet.orchestrator.uncordon(fleet.pool.member(2), ADMIN_CORDON)
-        fleet.lose(0)
-        assert (got(fleet.links[1]), got(fleet.links[2])) == ("abp", "c")
-
-
-async def isolate(fleet: FakeFleet) -> None:
-    """ "p" is isolated at the second of two replicas, which others wait for, and the first one serves again."""
-    await fleet.submit("p", affinity=0)
-    first = fleet.pool.member(0)
-    fleet.pool.cordon(first, ADMIN_CORDON)
-    await submit_all(fleet, "abcde")
-    fleet.lose(0)
-    fleet.say("a", 1)
-    fleet.say("b", 1)
-    assert got(fleet.links[1]) == "abpc", "nobody else served"
-    fleet.join(first)
-    fleet.orchestrator.uncordon(first, ADMIN_CORDON)
-    fleet.say("c", 1)
-    assert got(fleet.links[1]) == "abpc"
-    fleet.say("p", 1)
-    assert (got(fleet.links[1]), fleet.orchestrator.metrics.reserve_bubbles) == ("abpc", 0)
-
-
-async def test_requests_that_wait_for_a_replica_are_sent_after_the_isolation_there() -> None:
-    async with late(replicas=2, send_window=SendWindow(limited=True)) as fleet:
-        await isolate(fleet)
-        for token in range(CLEARING_OUTPUTS - 1):
-            fleet.say("p", token)
-        assert got(fleet.links[1]) == "abpcde"
-
-
-async def test_requests_that_wait_for_a_replica_are_sent_when_its_suspect_is_aborted() -> None:
-    async with late(replicas=2, send_window=SendWindow(limited=True)) as fleet:
-        await isolate(fleet)
-        await fleet.abort("p")
-        await eventually(lambda: got(fleet.links[1]) == "abpcde", "the sending of what waited")
-
-
-async def test_a_replica_with_an_isolated_suspect_gets_no_recalls() -> None:
-    async with late(replicas=3) as fleet:
-        await fleet.submit("p", affinity=5)
-        fleet.lose(2)
-        await submit_all(fleet, "abc")
-        fleet.say("p", 1)
-        assert (got(fleet.links[0]), got(fleet.links[1])) == ("ab", "p")

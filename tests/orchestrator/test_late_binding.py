@@ -1,4 +1,4 @@
-"""Requests wait at the head until the replica that they are charged to can begin them."""
+"""Requests wait at the head, charged to no replica, until one can begin them."""
 
 import asyncio
 from typing import Any
@@ -27,7 +27,7 @@ async def test_the_next_request_is_sent_at_the_first_output_of_one_and_not_befor
         await submit_all(fleet, NAMES)
         link = fleet.links[0]
         assert got(link) == "ab"
-        assert fleet.in_flight == [6]
+        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([2], 4)
         fleet.say("a", 1)
         assert got(link) == "abc"
         fleet.say("a", 2, finish_reason="stop")
@@ -84,7 +84,7 @@ async def test_an_aborted_request_that_waits_leaves_no_trace_at_an_engine() -> N
         await submit_all(fleet, "abcd")
         await fleet.abort("c")
         link = fleet.links[0]
-        assert (link.aborted, fleet.in_flight) == ([], [3])
+        assert (link.aborted, fleet.in_flight, fleet.orchestrator.metrics.queued) == ([], [2], 1)
         fleet.say("a", 1)
         assert got(link) == "abd"
 
@@ -126,26 +126,25 @@ async def test_requests_that_wait_for_a_lost_replica_neither_move_nor_become_sus
         assert not any(run.crash_losses for run in fleet.pool.member(1).in_flight.values())
 
 
-async def test_requests_that_wait_for_the_only_replica_are_finished_there_although_it_drains() -> None:
-    async with late() as fleet:
+async def test_requests_that_wait_while_the_only_replica_drains_are_held_for_the_next_one() -> None:
+    async with late(replica_wait=600.0) as fleet:
         await submit_all(fleet, "abc")
         fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
         fleet.say("a", 1, finish_reason="stop")
-        assert got(fleet.links[0]) == "abc"
-        assert fleet.orchestrator.metrics.held == 0
+        assert (got(fleet.links[0]), fleet.orchestrator.metrics.held) == ("ab", 1)
+        fleet.join(fleet.pool.add())
+        assert got(fleet.links[1]) == "c"
 
 
-async def test_a_replica_with_room_recalls_requests_of_another_one() -> None:
+async def test_a_replica_with_room_gets_what_waits() -> None:
     async with late(replicas=2) as fleet:
         fleet.pool.cordon(fleet.pool.member(1), ADMIN_CORDON)
         chosen_replicas: list[Any] = []
         await submit_all(fleet, "ab")
         await fleet.submit("c", chosen_replicas, prompt=[1, 2])
-        assert fleet.in_flight == [3, 0]
-        assert chosen_replicas == []
+        assert (fleet.in_flight, chosen_replicas) == ([2, 0], [])
         fleet.orchestrator.uncordon(fleet.pool.member(1), ADMIN_CORDON)
-        assert got(fleet.links[1]) == "c"
-        assert (fleet.in_flight, fleet.orchestrator.metrics.requests_recalled) == ([2, 1], 1)
+        assert (got(fleet.links[1]), fleet.in_flight) == ("c", [2, 1])
         assert [name for name, _ in chosen_replicas] == ["0.1"]
 
 
@@ -207,7 +206,7 @@ async def test_a_full_queue_makes_room_for_a_higher_class_and_refuses_the_same_o
         assert (error.reason, error.retry_after_s >= 1) == ("pushed_out", True)
         await submit_all(fleet, "f", priority=1)
         assert isinstance(await fleet.the_error("f"), RequestRefusedError)
-        assert fleet.in_flight == [4]
+        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([2], 2)
         link = fleet.links[0]
         assert (got(link), link.aborted) == ("ab", [])
 

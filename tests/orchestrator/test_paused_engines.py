@@ -11,8 +11,8 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.orchestrator.dispatch import paused_runs
-from vllm_omni_plugin.orchestrator.dispatch.paused_runs import RETRY_S
+from vllm_omni_plugin.orchestrator.pool import engine_refusals
+from vllm_omni_plugin.orchestrator.pool.engine_refusals import RETRY_S
 
 
 def refuse(fleet: FakeFleet, request_id: str) -> None:
@@ -111,8 +111,8 @@ async def test_one_waiting_request_at_a_time_is_sent_as_a_probe() -> None:
 @pytest.fixture
 def retry_s(monkeypatch: pytest.MonkeyPatch) -> float:
     """A short `RETRY_S`, which sums up exactly."""
-    monkeypatch.setattr(paused_runs, "RETRY_S", 2.0**-6)
-    return paused_runs.RETRY_S
+    monkeypatch.setattr(engine_refusals, "RETRY_S", 2.0**-6)
+    return engine_refusals.RETRY_S
 
 
 async def at_the_only_replica(fleet: FakeFleet, names: str) -> FakeLink:
@@ -173,10 +173,8 @@ async def test_a_request_that_is_aborted_while_it_waits_for_the_end_of_a_pause_i
         assert (fleet.orchestrator.metrics.paused, len(link.added)) == (1, 4)
 
 
-@pytest.mark.parametrize(("aborted", "wait_on"), [("a", 2), ("d", 0)])
-async def test_all_go_on_once_the_probe_is_not_refused_unless_it_was_aborted(
-    aborted: str, wait_on: int, retry_s: float
-) -> None:
+@pytest.mark.parametrize("aborted", ["a", "d"])
+async def test_all_go_on_once_the_one_that_was_tried_is_not_refused(aborted: str, retry_s: float) -> None:
     async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
         await at_the_only_replica(fleet, "abcd")
         for name in "abcd":
@@ -186,7 +184,21 @@ async def test_all_go_on_once_the_probe_is_not_refused_unless_it_was_aborted(
         await fleet.abort(aborted)
         fleet.now += retry_s
         await sent(fleet, "b")
-        assert fleet.orchestrator.metrics.paused == wait_on
+        assert fleet.orchestrator.metrics.paused == 0
+
+
+async def test_all_go_on_as_soon_as_one_that_was_tried_is_answered(retry_s: float) -> None:
+    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
+        await at_the_only_replica(fleet, "abcd")
+        for name in "abcd":
+            refuse(fleet, name)
+        fleet.now += retry_s
+        await sent(fleet, "a")
+        assert fleet.orchestrator.metrics.paused == 3
+        fleet.say("a", 1, finish_reason="stop")
+        for name in "bcd":
+            await sent(fleet, name)
+        assert fleet.orchestrator.metrics.paused == 0
 
 
 async def test_a_request_that_fetches_a_cache_once_is_not_sent_again_after_a_refusal(fleet: FakeFleet) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED, JOIN
-from vllm_omni_plugin.admission import AdmissionConfig, HeadroomSize, RequestClass, RequestTerms, TenantSettings
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.pipeline import Stage
@@ -124,17 +124,6 @@ async def test_later_stages_keep_the_order_of_classes_priorities_and_tenants() -
             fleet.tell(name, 1, 5)
         assert sent(fleet, 1) == "abegfdc"
         assert await refusals(fleet) == {}
-
-
-@pytest.mark.parametrize(("size", "expected"), [(HeadroomSize.NORMAL, "0abcd"), (HeadroomSize.LARGE, "0abc")])
-async def test_large_headroom_keeps_a_replica_of_each_stage_prefill_free(size: HeadroomSize, expected: str) -> None:
-    async with late(DISAGGREGATED, replicas=(1, 2), plan=AdmissionConfig(headroom=size)) as fleet:
-        for name, tenant in zip("0ab", ("calm", "flood", "flood"), strict=True):
-            await fleet.submit(name, prompt=SHORT, terms=RequestTerms(tenant))
-            fleet.tell(name, DECODE, 9, finish_reason="stop" if name == "0" else None)
-        await submit_all(fleet, "cd", prompt=SHORT, terms=RequestTerms("flood"))
-        names = [attempt[0] for replica_id in (0, 1) for attempt in fleet.links[DECODE, replica_id].added]
-        assert "".join(sorted(names)) == expected
 
 
 async def test_a_tenant_at_its_limit_is_refused_until_a_request_of_its_has_ended_in_all_stages() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.policies import NotingPolicy
 from vllm_omni_plugin.errors import QueryOfDeathError, RequestLostError
-from vllm_omni_plugin.orchestrator.dispatch.suspects import CLEARING_OUTPUTS
+from vllm_omni_plugin.orchestrator.dispatch.suspects import CLEARING_TOKENS
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 
 STEP_S = 0.02
@@ -129,8 +129,8 @@ async def test_a_request_that_kills_in_the_middle_of_its_answer_gets_no_third_re
 @pytest.mark.parametrize(
     ("deadly", "move", "replicas", "names", "limit"),
     [
-        *[(at_once, move, replicas, "abcpdef", 1) for move in ("resume", "replay") for replicas in (2, 3, 4)],
-        pytest.param(after_a_while, "resume", 4, "apb", 1, id="after a while, among few"),
+        *[(at_once, move, replicas, "abcpdef", 3) for move in ("resume", "replay") for replicas in (2, 3, 4)],
+        pytest.param(after_a_while, "resume", 4, "apb", 3, id="after a while, among few"),
         pytest.param(after_a_while, "resume", 3, "abcpdef", 3, id="after a while, among many"),
         pytest.param(after_a_while, "resume", 5, "abcpdef", 3, id="after a while, in a larger fleet"),
     ],
@@ -147,13 +147,13 @@ async def test_other_requests_on_its_engines_lose_nothing(
         others = names.replace("p", "")
         assert ends == dict.fromkeys(others, "stop")
         assert whole(fleet, others)
+        # One of its two engines may die again until it is known which request it was.
         assert len(set(engines.deaths)) == 2
-        assert len(engines.deaths) == 2 or (deadly is after_a_while and len(names) > 3)
 
 
 @pytest.mark.parametrize("replicas", [3, 4])
-async def test_several_such_requests_at_once_kill_two_engines_each(replicas: int) -> None:
-    async with FakeFleet(replicas=replicas, migration_limit=1, replica_wait=60.0) as fleet:
+async def test_several_such_requests_at_once_kill_the_same_two_engines(replicas: int) -> None:
+    async with FakeFleet(replicas=replicas, migration_limit=3, replica_wait=60.0) as fleet:
         engines = Engines(fleet, {"p": at_once, "q": at_once}, return_after=RESTART_S)
         for name in "apbqcd":
             await fleet.submit(name, affinity=0)
@@ -162,7 +162,7 @@ async def test_several_such_requests_at_once_kill_two_engines_each(replicas: int
         assert isinstance(ends.pop("q"), RequestLostError)
         assert ends == dict.fromkeys("abcd", "stop")
         assert whole(fleet, "abcd")
-        assert len(engines.deaths) <= 4
+        assert len(set(engines.deaths)) == 2
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -181,8 +181,8 @@ async def test_a_replica_that_crashes_again_and_again_by_itself_gives_no_culprit
 
 
 async def test_an_event_names_the_request_its_replicas_and_how_many_were_beside_it() -> None:
-    async with FakeFleet(replicas=3, migration_limit=1) as fleet:
-        engines = Engines(fleet, {"p": at_once})
+    async with FakeFleet(replicas=3, migration_limit=3) as fleet:
+        engines = Engines(fleet, {"p": lambda tokens, here: tokens >= 2})
         for name in "ap":
             await fleet.submit(name, affinity=0)
         await engines.run()
@@ -200,7 +200,7 @@ async def test_requests_common_to_two_crashes_get_no_third_replica_and_one_error
         fleet.lose(0)
         # Both had their isolation, and have come together by another loss.
         for name in "ab":
-            for token in range(CLEARING_OUTPUTS):
+            for token in range(CLEARING_TOKENS):
                 fleet.say(name, token)
         kept, other = map(fleet.home, "ab")
         fleet.kill(other)
@@ -224,7 +224,7 @@ async def crash_twice(fleet: FakeFleet, late: str) -> tuple[int, int]:
     """
     fleet.lose(0)
     for name in fleet.orchestrator.request_states:
-        for token in range(CLEARING_OUTPUTS if name != late else 0):
+        for token in range(CLEARING_TOKENS if name != late else 0):
             fleet.say(name, token)
     third = fleet.home(late)
     fleet.kill(third)
@@ -275,7 +275,7 @@ async def test_a_confined_request_prefers_the_replica_without_another_suspect() 
             await fleet.submit(name)
         fleet.lose(0)
         for replica_id in (1, 2):
-            for token in range(CLEARING_OUTPUTS):
+            for token in range(CLEARING_TOKENS):
                 fleet.say("ab"[replica_id - 1], token)
         # Both had their isolation, and come together.
         fleet.kill(1)
@@ -299,7 +299,7 @@ async def test_a_request_with_outputs_is_no_culprit_if_another_head_had_requests
     others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StagePool, "others_at", lambda pool, member: others)
-    async with FakeFleet(replicas=3, replica_wait=60.0, migration_limit=1) as fleet:
+    async with FakeFleet(replicas=3, replica_wait=60.0, migration_limit=3) as fleet:
         await fleet.submit("a", affinity=0)
         fleet.say("a", 5)
         crashed = []

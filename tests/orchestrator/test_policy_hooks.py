@@ -19,8 +19,6 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.errors import NoExplanationError, NoReplicaError, OmniError
 from vllm_omni_plugin.orchestrator.pool.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas, Explain, Explanation
@@ -83,30 +81,6 @@ async def test_an_attempt_that_is_aborted_before_its_first_output_ends_without_b
         ("dispatched", "b"),
         ("ended", "b"),
     ]
-
-
-async def test_an_unsent_attempt_that_ends_is_cancelled_and_a_recalled_one_is_not() -> None:
-    policy = NotingPolicy()
-    async with FakeFleet(balancer=policy, send_window=SendWindow(limited=True)) as fleet:
-        for name in "abcd":
-            await fleet.submit(name)
-        await fleet.abort("c")
-        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
-    assert policy.notes[4:] == [
-        ("dispatch_cancelled", 0, "c", "noted"),
-        ("ended", 0, "c", 0.0, 0, []),
-        ("ended", 0, "d", 0.0, 0, []),
-        ("dispatched", 1, "d", "noted"),
-    ]
-
-
-async def test_only_decisions_of_the_policy_are_cancelled() -> None:
-    policy = NotingPolicy()
-    async with FakeFleet(balancer=policy, send_window=SendWindow(limited=True)) as fleet:
-        for name in "abc":
-            await fleet.submit(name, affinity=0)
-        await fleet.abort("c")
-    assert policy.notes[3:] == [("ended", 0, "c", 0.0, 0, [])]
 
 
 async def test_a_lost_replica_is_forgotten_before_its_requests_are_assigned_again() -> None:

@@ -9,8 +9,8 @@ from tests.fakes.engine_api import REFUSED, FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, Ticket
 from vllm_omni_plugin.errors import RequestRefusedError
-from vllm_omni_plugin.orchestrator.dispatch import hold_queue
-from vllm_omni_plugin.orchestrator.dispatch.paused_runs import RETRY_S
+from vllm_omni_plugin.orchestrator.dispatch import move_budget
+from vllm_omni_plugin.orchestrator.pool.engine_refusals import RETRY_S
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 
@@ -94,15 +94,15 @@ async def test_where_it_waits_since_its_first_replica_is_drained() -> None:
             await fleet.submit(name, prompt=[1])
         await submit(fleet, "e", "f")
         fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
-        assert fleet.in_flight == [2, 4]
+        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([2, 2], 2)
         fleet.now = DUE_S
         await eventually(lambda: len(fleet.orchestrator.request_states) == 4, "the refusals")
-        assert fleet.in_flight == [2, 2]
+        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([2, 2], 0)
 
 
 async def test_while_the_moves_of_others_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hold_queue, "MOVES_AT_ONCE", 1)
-    monkeypatch.setattr(hold_queue, "MOVES_PER_S", 1.0)
+    monkeypatch.setattr(move_budget, "MOVES_AT_ONCE", 1)
+    monkeypatch.setattr(move_budget, "MOVES_PER_S", 1.0)
     async with FakeFleet(replicas=1, plan=AdmissionConfig()) as fleet:
         await submit(fleet, "a", "b")
         fleet.join(fleet.pool.add())

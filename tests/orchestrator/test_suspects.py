@@ -8,7 +8,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.dispatch import suspects
+from vllm_omni_plugin.orchestrator.dispatch import dispatcher, suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import APART
 
 LONG = 600.0
@@ -34,7 +34,7 @@ async def begin(fleet: FakeFleet, request_id: str, replica_id: int) -> None:
 
 def end_isolation(fleet: FakeFleet, request_id: str) -> None:
     """A suspect has had so many outputs that its isolation ends."""
-    for token in range(suspects.CLEARING_OUTPUTS):
+    for token in range(suspects.CLEARING_TOKENS):
         fleet.say(request_id, token)
 
 
@@ -138,17 +138,15 @@ async def test_where_a_suspect_was_refused_others_may_go_again() -> None:
         assert fleet.home("a") == first
 
 
-async def test_others_avoid_a_replica_with_an_isolated_suspect() -> None:
+async def test_suspects_with_some_tokens_go_on_at_once_where_no_other_is_kept_apart() -> None:
     async with FakeFleet(replicas=4) as fleet:
-        await fleet.submit("begun")
-        fleet.say("begun", 5)
-        first = fleet.home("begun")
-        await fleet.submit("p", affinity=first)
-        die(fleet, first)
-        tried = fleet.home("p")
         for name in "abcd":
-            await fleet.submit(name)
-        assert tried not in [fleet.home(name) for name in ("begun", *"abcd")]
+            await fleet.submit(name, affinity=0)
+            fleet.say(name, *range(suspects.CLEARING_TOKENS))
+        await fleet.submit("p", affinity=0)
+        die(fleet, 0)
+        tried = fleet.home("p")
+        assert {fleet.home(name) for name in "abcd"} <= {1, 2, 3} - {tried}
         assert fleet.orchestrator.metrics.decisions[0, "LeastQueueLengthBalancer", APART] > 0
         die(fleet, tried)
         assert isinstance(dict(await fleet.read())["p"], RequestLostError)
@@ -257,7 +255,7 @@ async def test_a_request_that_makes_engines_send_unusable_messages_gets_no_third
 async def test_suspects_wait_for_a_while_only_and_several_candidates_give_no_culprit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(suspects, "MAX_ISOLATION_WAIT_S", 0.02)
+    monkeypatch.setattr(dispatcher, "MAX_APART_WAIT_S", 0.02)
     async with FakeFleet(replicas=3, replica_wait=LONG) as fleet:
         fleet.orchestrator.replica_lost(fleet.pool.member(2), "cut off")
         for name in "abc":
@@ -303,7 +301,7 @@ async def test_a_replica_that_is_found_dead_when_a_suspect_answers_there_does_no
         die(fleet, 0)
         link, attempt = fleet.attempt("a")
         link.broken = True
-        tokens = range(suspects.CLEARING_OUTPUTS)
+        tokens = range(suspects.CLEARING_TOKENS)
         for token in tokens:
             link.output(attempt, token)
         await eventually(lambda: not fleet.pool.serving, "the failure to send the next one")

@@ -6,7 +6,6 @@ Uses neither vLLM nor sockets, threads or clocks: time is an argument. Start wit
 from vllm_omni_plugin.admission.admission import NO_QUEUE, Admission, QueuePosition, RefusalReason, TenantReport
 from vllm_omni_plugin.admission.admission_config import (
     AdmissionConfig,
-    HeadroomSize,
     QueueBounds,
     RequestClass,
     TenantSettings,
@@ -23,7 +22,6 @@ __all__ = [
     "Admission",
     "AdmissionConfig",
     "Backlog",
-    "HeadroomSize",
     "IndexedHeap",
     "QueueBounds",
     "QueuePosition",

@@ -6,7 +6,7 @@ from itertools import count
 from math import ceil, inf
 from typing import NamedTuple
 
-from vllm_omni_plugin.admission.admission_config import AdmissionConfig, HeadroomSize, RequestClass
+from vllm_omni_plugin.admission.admission_config import AdmissionConfig, RequestClass
 from vllm_omni_plugin.admission.class_queue import Backlog, ClassQueue
 from vllm_omni_plugin.admission.tenant_accounts import ACTIVE_S, TenantAccount, TenantAccounts
 from vllm_omni_plugin.admission.ticket import RequestTerms, Ticket, TicketPhase
@@ -35,17 +35,15 @@ class QueuePosition(NamedTuple):
         ahead: estimated requests of this head that would start before it.
         wait_s: estimated seconds until it would start; 0 while the rate is not known.
         is_over_share: see `Admission.is_over_share`.
-        headroom: how much it leaves then.
     """
 
     class_name: str
     ahead: float
     wait_s: float
     is_over_share: bool
-    headroom: HeadroomSize
 
 
-NO_QUEUE = QueuePosition("", 0.0, 0.0, False, HeadroomSize.NORMAL)
+NO_QUEUE = QueuePosition("", 0.0, 0.0, False)
 """The position of every request without admission control."""
 
 
@@ -161,7 +159,7 @@ class Admission:
         name = queue.config.classes[index].name
         ahead = queue.ahead_of(account, index, _start_tag(account, name, queue.of(name)))
         is_over_share = self._is_over_share(account, name, now)
-        return QueuePosition(name, ahead, queue.start_s(ahead), is_over_share, queue.config.headroom)
+        return QueuePosition(name, ahead, queue.start_s(ahead), is_over_share)
 
     def enqueue(self, ticket: Ticket, now: float) -> RequestRefusedError | list[tuple[Ticket, RequestRefusedError]]:
         """Let a request wait, or refuse it. A request that has waited or started is not checked again.

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -63,13 +62,6 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, rename={"class_n
     burst_tokens: int | None = None
 
 
-class HeadroomSize(StrEnum):
-    """How much requests over their share leave free for requests within theirs."""
-
-    NORMAL = "normal"
-    LARGE = "large"
-
-
 class AdmissionConfig(QueueBounds, frozen=True, kw_only=True):
     """A whole admission file. Its own bounds apply to all classes together.
 
@@ -79,7 +71,6 @@ class AdmissionConfig(QueueBounds, frozen=True, kw_only=True):
     """
 
     classes: tuple[RequestClass, ...] = (RequestClass(name="default"),)
-    headroom: HeadroomSize = HeadroomSize.NORMAL
     tenants: Mapping[str, TenantSettings] = {}
     default_tenant: TenantSettings = TenantSettings()
 

@@ -11,7 +11,8 @@ from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.dispatch.hold_queue import MoveBudget
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext, StageRules
+from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
@@ -108,7 +109,7 @@ class Orchestrator:
         # The loop's time beside its handle: uvloop's handle for a time that has passed has no `when`.
         self._timer: tuple[float, asyncio.Handle] | None = None
         self._closed = False
-        moves, prefills, fed = MoveBudget(clock), set[int](), set[int]()
+        prefills, fed = set[int](), set[int]()
         self.entry_pool = stage_pools[0]
         if input_builder is not None:
             pipeline = input_builder.pipeline
@@ -126,14 +127,15 @@ class Orchestrator:
         self.stage_calls = tuple(
             StageCalls(pool, self.distrust, self._hold_back, self.uncordon) for pool in stage_pools
         )
-        self._dispatchers, self._stalls = [], list[StallWatch]()
+        head = HeadContext(clock, self.metrics, self._wake_at, MoveBudget(clock), gate)
+        self._dispatchers, self._stalls = list[Dispatcher](), list[StallWatch]()
         for pool, api, calls in zip(stage_pools, apis, self.stage_calls, strict=True):
             stalls = StallWatch(api, stall_timeout, calls.is_halted, self._wake_at, clock)
             self._stalls.append(stalls)
             # A prefill that cannot be assigned at once is skipped: the decode stage computes the prompt.
             limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
-            arguments = (limit, wait, clock, self.metrics, moves, self._wake_at, gate, stalls, pool.stage_id in fed)
-            self._dispatchers.append(Dispatcher(pool, api, *arguments))
+            rules = StageRules(limit, wait, has_upstream=pool.stage_id in fed)
+            self._dispatchers.append(Dispatcher(pool=pool, api=api, head=head, rules=rules, stalls=stalls))
         self._requests: RequestOwner[Any]
         if input_builder is None:
             self._requests = SingleStageRequests(apis[0], self._dispatchers[0], gate, self._put)
@@ -180,7 +182,7 @@ class Orchestrator:
     def outputs_received(self, member: PoolMember, outputs: Any) -> None:
         """Release the finished requests among a replica's outputs, restore the client's ids, send them to AsyncLLM."""
         stage_id, requests = member.stage_id, self._requests
-        accepted, ended = self._dispatchers[stage_id].outcomes.accept(member, outputs.outputs)
+        accepted, ended = self._dispatchers[stage_id].finisher.accept(member, outputs.outputs)
         if ended:
             self._runs_ended(stage_id, ended)
         outputs.outputs = requests.accept_outputs(stage_id, accepted) if accepted else []
@@ -253,7 +255,7 @@ class Orchestrator:
         """Send a replica no new requests; those in flight go on. Idempotent for each reason."""
         if reason not in member.cordons:
             self.stage_pools[member.stage_id].cordon(member, reason)
-            self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].recall_waiting(member))
+            self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].stop_waiting_for(member))
             self.events.record(EventKind.DRAIN, CORDON_REASONS[reason][0], member)
 
     def uncordon(self, member: PoolMember, reason: str) -> None:
@@ -381,7 +383,7 @@ class Orchestrator:
         self.uncordon(member, STALL_CORDON)
 
     def _began_to_serve(self, member: PoolMember) -> None:
-        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].assign_held())
+        self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].replica_serves())
         self.serving_signal.notify()
 
     def _runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:

@@ -67,7 +67,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
 
     def abort(self, request_ids: Sequence[str], whole: bool) -> None:
         states = [self._drop(request_id) for request_id in request_ids]
-        self._dispatcher.outcomes.abort(state.runs[_STAGE] for state in states if state is not None)
+        self._dispatcher.finisher.abort(state.runs[_STAGE] for state in states if state is not None)
 
     def accept_outputs(self, stage_id: int, accepted: Sequence[Accepted]) -> list[Any]:
         outputs = []

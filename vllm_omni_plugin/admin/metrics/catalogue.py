@@ -79,12 +79,8 @@ METRICS = (
         "to the fleet.",
     ),
     _counter(
-        "requests_recalled",
-        "Requests that waited for one replica and went to another one that could begin them earlier.",
-    ),
-    _counter(
         "reserve_bubbles",
-        "Times a replica had begun all requests it had received while requests for it waited at the head.",
+        "Times a replica had begun all requests it had received while requests waited at the head.",
     ),
     _gauge(
         "tenant_requests_waiting{tenant}",
@@ -112,7 +108,7 @@ METRICS = (
     ),
     _counter(
         "dispatches{stage,replica}",
-        "Requests assigned to a replica, also those that still wait for it.",
+        "Requests assigned to a replica.",
     ),
     _gauge(
         "requests_in_flight{stage,replica}",
@@ -143,8 +139,7 @@ METRICS = (
         "decisions{stage,policy,reason}",
         "Requests that were assigned to a replica, by the reason of the decision. `bound`: only this replica was "
         "possible; `apart`: kept away from requests that may have crashed an engine, or such a request itself; "
-        "`room`: to the replica where "
-        "[headroom was left](admission.md#headroom) for tenants under their share; `unexplained`: the policy gives no "
+        "`room`: to a replica that had room, since the one of the policy had none; `unexplained`: the policy gives no "
         "reasons.",
     ),
     _counter(

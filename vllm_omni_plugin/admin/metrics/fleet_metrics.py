@@ -39,7 +39,7 @@ def all_totals(orchestrator: Orchestrator) -> Iterator[StageTotals]:
     """The totals of each stage. Requests that wait before they are accepted count for the first stage they need."""
     metrics, first = orchestrator.metrics, orchestrator.needed_pools[0]
     for pool in orchestrator.stage_pools:
-        unsent = sum(metrics.waiting_in[pool.stage_id]())
+        unsent = sum(metrics.waiting_in[pool.stage_id]()) + metrics.queued_in[pool.stage_id]()
         yield _totals(pool, unsent + (metrics.held_before_accept if pool is first else 0))
 
 
@@ -180,7 +180,6 @@ def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
     yield "decisions", metrics.decisions.copy().items()
     yield "decision_fallbacks", metrics.decision_fallbacks.copy().items()
     for name, count in (
-        ("requests_recalled", metrics.requests_recalled),
         ("reserve_bubbles", metrics.reserve_bubbles),
         ("tokens_swallowed", metrics.tokens_swallowed),
         ("replays_diverged", metrics.replays_diverged),

@@ -255,7 +255,7 @@ def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> Stage
     # Late binding alone gains too little; but admission control can only order
     # requests that wait at the head. The limits of a Python stage are not known.
     waits = plan.vllm_config is not None and admits
-    send_window = SendWindow(limited=True, recalls=binds_late) if waits else SEND_AT_ONCE
+    send_window = SendWindow(limited=True, any_replica=binds_late) if waits else SEND_AT_ONCE
     pool = StagePool(
         plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange, send_window=send_window
     )

@@ -47,7 +47,7 @@ class AdmissionGate:
 
     @property
     def unstarted(self) -> int:
-        return max(0, self._pool.flow.queued - self._metrics.queued_in[self._pool.stage_id]())
+        return self._pool.flow.queued
 
     @property
     def first_output_s(self) -> float:

@@ -279,7 +279,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         read = reader.read(output, run.finished)
         if read.finish_reason is not None and not run.finished:
             # The output ends at a stop string, which the engine does not know.
-            self._dispatchers[stage.id].outcomes.abort((run,))
+            self._dispatchers[stage.id].finisher.abort((run,))
         return read
 
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
@@ -357,7 +357,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     def _close_request(self, state: PipelineRequestState, error: Exception | None) -> None:
         self._drop(state.request_id)
         for stage_id, run in state.runs.items():
-            self._dispatchers[stage_id].outcomes.abort((run,))
+            self._dispatchers[stage_id].finisher.abort((run,))
         self._report_end(state, error)
 
     def _report_end(self, state: PipelineRequestState, error: Exception | None) -> None:
@@ -379,6 +379,6 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         if stage_id not in state.runs or (stage.is_vllm and stage_id in state.readers):
             # The reader would have found a stop string, so the client must have left.
             return False
-        self._dispatchers[stage_id].outcomes.abort((state.runs[stage_id],))
+        self._dispatchers[stage_id].finisher.abort((state.runs[stage_id],))
         self._pass_on(state, stage, _END, ended=True)
         return True

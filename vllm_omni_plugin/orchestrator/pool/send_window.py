@@ -1,41 +1,40 @@
 """How much the head sends to an engine ahead of time: enough that the engine never idles, and no more."""
 
-from math import ceil, inf, sqrt
+from math import ceil, sqrt
 from typing import NamedTuple
 
-from vllm_omni_plugin.admission import HeadroomSize
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 
 _STEPS = 2
 """Engine steps' worth of prompt tokens that are sent ahead: one for the time until the head gets the output of the step
 before, and one more for heads that get it late."""
-_OVER_SHARE_STEPS = {HeadroomSize.NORMAL: 1 / 4, HeadroomSize.LARGE: 1 / 16}
-"""The same for over-share requests: other requests may have to wait for these tokens in the engine. A sixteenth, so
-that only short prompts are computed together; a single prompt is sent whatever its length."""
-_SPARE_SLOTS = {HeadroomSize.NORMAL: 1 / 2, HeadroomSize.LARGE: 3 / 4}
+_OVER_SHARE_STEPS = 1 / 4
+"""The same for over-share requests: other requests may have to wait for these tokens in the engine. A single prompt is
+sent whatever its length."""
+_SPARE_SLOTS = 1 / 2
 """Sequence slots that over-share requests leave free, as a multiple of the root of all slots."""
 _EXTRA_SLOTS = 1 / 16
 """Requests that are sent beyond the engine's sequence slots, as a share of these: about as many end in two steps."""
 
 
 class SendWindow(NamedTuple):
-    """When a request that is charged to a replica may be sent to it.
+    """When a request may be sent to a replica.
 
     What an engine gets ahead is measured by its own `EngineSize`, not by the head's flags.
 
     Attributes:
         limited: whether requests wait at the head at all; otherwise each is sent at once.
-        recalls: whether a request that waits for a replica may go to another one that has room earlier.
+        any_replica: whether a waiting request may go to another replica than the one that the policy chose first.
     """
 
     limited: bool = False
-    recalls: bool = False
+    any_replica: bool = False
 
     def has_room(
         self,
         ledger: LoadLedger,
         prefill_tokens: int,
-        headroom: HeadroomSize | None = None,
+        over_share: bool = False,
         behind_in_share: bool = False,
     ) -> bool:
         """Whether an engine can begin a request in its next steps.
@@ -47,13 +46,13 @@ class SendWindow(NamedTuple):
         Args:
             ledger: the replica's.
             prefill_tokens: tokens of the prompt that are to be computed.
-            headroom: how much the request leaves, being over its share; None: it is within its share.
+            over_share: whether the request is over its share, so that it leaves headroom.
             behind_in_share: whether the request, being over its share, would be sent behind the prompt of a request
                 within its share, and make the step of that one longer.
         """
         if not self.limited:
             return True
-        if headroom is not None and not self._keeps_headroom(ledger, prefill_tokens, headroom, behind_in_share):
+        if over_share and not _keeps_headroom(ledger, prefill_tokens, behind_in_share):
             return False
         pending, share = ledger.pending, ledger.prefill_share
         if pending < (2 if share == 1.0 else 1):
@@ -66,37 +65,30 @@ class SendWindow(NamedTuple):
             return False
         return _fits_cache(ledger, prefill_tokens)
 
-    def _keeps_headroom(
-        self, ledger: LoadLedger, prefill_tokens: int, headroom: HeadroomSize, behind_in_share: bool
-    ) -> bool:
-        """Whether a request within its share could still begin at once behind this request.
-
-        Trunk reservation of telephony (Kelly, "Loss networks", 1991): a few places are free for some callers only, who
-        hardly ever wait then. Their number grows as the square root of all.
-        """
-        busy, slots = ledger.running + ledger.pending, ledger.size.sequences
-        if not ledger.receives_reports or not slots:
-            return True
-        spare = ceil(sqrt(slots) * _SPARE_SLOTS[headroom])
-        if busy + spare >= slots:
-            return False
-        # An engine that decodes does not idle without a pending prompt.
-        if ledger.pending >= (1 if ledger.decoding else 2):
-            behind = ledger.pending_tokens + prefill_tokens
-            if behind_in_share or behind > _OVER_SHARE_STEPS[headroom] * ledger.size.step_tokens * ledger.prefill_share:
-                return False
-        return _fits_cache(ledger, prefill_tokens, ledger.cache_tokens * spare / slots)
-
-
-def has_free_slot(ledger: LoadLedger) -> bool:
-    """Whether an engine has a free sequence slot, as far as is known."""
-    busy = ledger.running + ledger.pending if ledger.receives_reports else ledger.others
-    return busy < (ledger.size.sequences or inf)
-
 
 def short_prefill_tokens(ledger: LoadLedger) -> float:
     """Prompt tokens whose prefill at a replica is so short that waiting for it does not matter."""
-    return _OVER_SHARE_STEPS[HeadroomSize.NORMAL] * ledger.size.step_tokens
+    return _OVER_SHARE_STEPS * ledger.size.step_tokens
+
+
+def _keeps_headroom(ledger: LoadLedger, prefill_tokens: int, behind_in_share: bool) -> bool:
+    """Whether a request within its share could still begin at once behind this request.
+
+    Trunk reservation of telephony (Kelly, "Loss networks", 1991): a few places are free for some callers only, who
+    hardly ever wait then. Their number grows as the square root of all.
+    """
+    busy, slots = ledger.running + ledger.pending, ledger.size.sequences
+    if not ledger.receives_reports or not slots:
+        return True
+    spare = ceil(sqrt(slots) * _SPARE_SLOTS)
+    if busy + spare >= slots:
+        return False
+    # An engine that decodes does not idle without a pending prompt.
+    if ledger.pending >= (1 if ledger.decoding else 2):
+        behind = ledger.pending_tokens + prefill_tokens
+        if behind_in_share or behind > _OVER_SHARE_STEPS * ledger.size.step_tokens * ledger.prefill_share:
+            return False
+    return _fits_cache(ledger, prefill_tokens, ledger.cache_tokens * spare / slots)
 
 
 def _fits_cache(ledger: LoadLedger, prefill_tokens: int, spare_tokens: float = 0.0) -> bool:

@@ -21,6 +21,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.affinity_bindings import AffinityBindings
+from vllm_omni_plugin.orchestrator.pool.engine_refusals import EngineRefusals
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import STALL_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.progress import Progress
@@ -68,6 +69,7 @@ class StagePool:
         serving: the replicas that take new requests; likewise.
         departed: the `counts` of replicas that were removed, by their ids; likewise. A new replica
             with such an id goes on counting, so that sums of these counters never fall.
+        refusals: which engines have refused requests lately.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class StagePool:
         self._by_id: dict[int, PoolMember] = {}
         self._unreported = UnreportedRequests()
         self._bindings = AffinityBindings()
+        self.refusals = EngineRefusals()
         self.promised_length = PromisedLength()
         self.members: tuple[PoolMember, ...] = ()
         self.departed: Mapping[int, tuple[int, int, int]] = {}
@@ -245,8 +248,8 @@ class StagePool:
             raise self.unavailable()
         decision = self._policy.explain(task, self.serving)
         tokens = max(0, prompt_tokens(task) - decision.matched_tokens)
-        headroom = queue_position.headroom if queue_position.is_over_share else None
-        may_begin = self.send_window.has_room(self.serving[decision.position].ledger, tokens, headroom)
+        ledger = self.serving[decision.position].ledger
+        may_begin = self.send_window.has_room(ledger, tokens, queue_position.is_over_share)
         loads = tuple((member.name, member.load) for member in self.serving)
         return Explanation(self.policy, decision, loads, may_begin, queue_position)
 
@@ -271,20 +274,6 @@ class StagePool:
         if self.exchange is not None:
             self.exchange.changed(member)
         self._policy.notify("dispatched", run.task, member, run.decision)
-
-    def decide_again(self, member: PoolMember, run: StageRun, avoid: Collection[int]) -> tuple[PoolMember, Decision]:
-        """Choose again for a run that waits for a replica. The run stays charged to that replica.
-
-        Raises:
-            NoReplicaError: no replica serves.
-        """
-        # The policy is not notified: the run's prompt keeps counting as cached there, for runs that were sent after it.
-        now = self._clock()
-        member.ledger.release(run, now)
-        try:
-            return self.decide(run.task, avoid=avoid)
-        finally:
-            member.ledger.charge(run, now)
 
     def add_first_output(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
         """An attempt's first output came; `cached_tokens` is None if the engine did not report them."""
@@ -318,7 +307,6 @@ class StagePool:
         if self.exchange is not None:
             self.exchange.changed(member)
         if run.ended and not run.sent and run.decision.by_policy:
-            # Not for a recalled run: its prompt keeps counting as cached there, see `decide_again`.
             self._policy.notify("dispatch_cancelled", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]
         self._policy.notify("ended", run.task, member, now - run.charged_at, run.output_tokens)

@@ -51,11 +51,10 @@ class OrchestratorMetrics:
             `requests_failed` includes them.
         requests_failed: accepted requests that ended with an error of the fleet, by reason.
         requests_failed_before_accept: requests refused for the reason `no_replica` before they were accepted.
-        queued_in: by stage, returns how many of its requests wait at this head for the replica they are charged to.
+        queued_in: by stage, returns how many of its requests wait at this head for room at a replica.
         decisions: assignments by stage, policy and reason.
         decision_fallbacks: assignments where a policy could not apply its main rule, by stage, policy and fallback.
-        reserve_bubbles: times a replica had begun all its requests while others waited here for it.
-        requests_recalled: requests that waited for a replica and went to another that could begin them earlier.
+        reserve_bubbles: times a replica had begun all its requests while others waited here.
         requests_refused: requests refused by admission, by stage, reason and HTTP status.
         requests_refused_before_accept: those whose refusal was clear before they were accepted.
         matched_tokens: prompt tokens that policies expected in the caches of the chosen replicas. Counts only attempts
@@ -82,7 +81,6 @@ class OrchestratorMetrics:
         self.requests_refused: dict[tuple[int, str, str], int] = {}
         self.requests_refused_before_accept: dict[tuple[int, str, str], int] = {}
         self.reserve_bubbles = 0
-        self.requests_recalled = 0
         self.matched_tokens = 0
         self.cached_tokens = 0
         self.coordinator_connected: bool | None = None

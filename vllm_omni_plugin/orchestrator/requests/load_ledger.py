@@ -35,9 +35,8 @@ class LoadLedger:
     Attributes:
         size: the engine's, as it reported when it was ready.
         requests: see `ReplicaLoad`; so are `others`, `prefill_tokens`, `decode_tokens` and `kv_usage`.
-        unsent: requests of this head that are charged and not sent.
+        unsent: requests of this head that are charged and not sent: a send is in progress, or has failed.
         pending_tokens: prompt tokens of this head's pending requests that are still to be computed.
-        prefill_free_since: monotonic seconds since which `Headroom` keeps prompts away; None: it does not.
         prompted, generated: all tokens so far of prompts that the engine has computed for this head, including those
             from its cache, and of its outputs.
     """
@@ -49,13 +48,10 @@ class LoadLedger:
         self.prefill_tokens = 0
         self.unsent = 0
         self.pending_tokens = 0
-        self.prefill_free_since: float | None = None
         self.prompted = 0
         self.generated = 0
         # In the order in which they were sent.
         self._pending: dict[StageRun, None] = {}
-        # Decoding sessions with streaming input.
-        self._sessions = 0
         self.decode_tokens = 0
         self._peers: Work | None = None
         self._peers_prefill_tokens = 0
@@ -86,12 +82,6 @@ class LoadLedger:
         return next(reversed(self._pending), None)
 
     @property
-    def prefill_tokens_ahead(self) -> int:
-        """Prompt tokens that the engine would compute before those of a new request: this head's pending ones, and all
-        that other heads have charged."""
-        return self.pending_tokens + self._peers_prefill_tokens
-
-    @property
     def receives_reports(self) -> bool:
         """Whether the engine's load reports reach this head: they come with outputs of this head's requests."""
         return bool(self._pending or self.decoding)
@@ -99,11 +89,6 @@ class LoadLedger:
     @property
     def decoding(self) -> int:
         return self.requests - self.others - self.unsent - len(self._pending)
-
-    @property
-    def outputs_every_step(self) -> bool:
-        """Whether each engine step brings this head an output. Sessions may wait for input and do not count."""
-        return self.decoding > self._sessions
 
     @property
     def pending_tokens_behind_first(self) -> int:
@@ -198,7 +183,6 @@ class LoadLedger:
         run.sent = True
         run.attempts += 1
         self.unsent -= 1
-        self.prefill_free_since = None
         self._pending[run] = None
         self.pending_tokens += run.prefill_tokens
 
@@ -209,7 +193,6 @@ class LoadLedger:
             self.mark_sent(run)
         self._remove_pending(run)
         run.has_output = True
-        self._sessions += run.streaming is not None
         self._end_prefill(run, now, computed=run.prefill_tokens)
         self.decode_tokens += run.prompt_tokens + run.output_tokens
         self.prompted += run.prompt_tokens + run.output_tokens
@@ -227,7 +210,6 @@ class LoadLedger:
         self.requests -= 1
         if run.has_output:
             self.decode_tokens -= run.prompt_tokens + run.output_tokens
-            self._sessions -= run.streaming is not None
         else:
             if run.sent:
                 self._remove_pending(run)

@@ -1,7 +1,7 @@
 """The work of one stage on one request: a state machine whose transitions do no I/O."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -123,12 +123,11 @@ class StageRun:
         ticket: the request's place in the order of all; None without admission control.
         first_sent_at: when it was sent for the first time.
         losses: the lost replicas that had got the request.
-        excused_losses: losses that do not count for the migration limit: crashes that a request of another head has
-            more likely caused.
         crash_losses: losses by crashes of engines that had got the request, see `Suspects`.
-        outputs_since_crash: new outputs since the last crash, counted while the request is isolated.
-        ended: whether `Outcomes` has ended the run: it is charged to no replica and waits nowhere. Before that it has
-            `finished`: no output follows.
+        apart_until: delivered tokens until which the request is kept apart from other suspects.
+        refused_by: ids of the replicas that have refused it, being paused.
+        ended: whether `RunFinisher` has ended the run: it is charged to no replica and waits nowhere. Before that it
+            has `finished`: no output follows.
         charged_at: when the attempt was charged to its replica.
         asked_at: since when the replica has had something to answer: a request, or input of a session.
         resumed_tokens: how many tokens of `produced` are part of the attempt's prompt.
@@ -148,15 +147,14 @@ class StageRun:
     produced: "array[int]" = field(default_factory=partial(array, "q"))
     move: Move = Move.RESTART
     skipping_delivered: bool = False
-    waiting_since: float = 0.0
     chosen_replicas: ChosenReplicas | None = None
     first_request: Any = None
     ticket: Ticket | None = None
     first_sent_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
-    excused_losses: list[Loss] = field(default_factory=list)
     crash_losses: list[Loss] = field(default_factory=list)
-    outputs_since_crash: int = 0
+    apart_until: float = 0
+    refused_by: Collection[int] = ()
     ended: bool = field(default=False, init=False)
     affinity_key: int | None = field(default=None, init=False)
     task: Task = field(default_factory=Task, init=False)
@@ -188,6 +186,16 @@ class StageRun:
     def unexplained_crashes(self) -> list[Loss]:
         """The crashes that the request may have caused, since no culprit is known."""
         return [loss for loss in self.crash_losses if loss.culprit is None] if self.crash_losses else []
+
+    @property
+    def must_be_apart(self) -> bool:
+        """Whether the request is kept apart from other suspects, see `Suspects`."""
+        return len(self.produced) < self.apart_until and bool(self.unexplained_crashes)
+
+    def count_prompt(self) -> None:
+        """Set `prompt_tokens` to what the next attempt will have."""
+        prompt = self.task.get("prompt")
+        self.prompt_tokens = len(prompt.token_ids) if prompt is not None else 0
 
     def assign(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
         assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
@@ -276,8 +284,7 @@ class StageRun:
 
         Args:
             loss: which replica, and why.
-            migration_limit: moves that are allowed in this stage. Losses with another culprit, and
-                `excused_losses`, do not count.
+            migration_limit: moves that are allowed in this stage. Losses with another culprit do not count.
             on_delivered: the result of `EngineApi.how_to_move`. It counts only if a part of the answer was delivered.
                 Before that the run restarts. A `PINNED` run never moves.
             vocabulary: see `EngineApi`.
@@ -352,7 +359,7 @@ class StageRun:
                 f"{self._loss}, and had sent token id {token}, which the model's vocabulary of {vocabulary} does not "
                 "have, so no other replica can go on with it. Please send it again."
             )
-        if sum(loss.culprit is None and loss not in self.excused_losses for loss in self.losses) > migration_limit:
+        if sum(loss.culprit is None for loss in self.losses) > migration_limit:
             return RequestLostError(
                 f"{self._loss}; it had moved {migration_limit} times, the limit of --omni-migration-limit."
             )

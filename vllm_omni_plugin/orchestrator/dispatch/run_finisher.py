@@ -1,16 +1,15 @@
-"""The outputs and ends of the runs of one stage."""
+"""Accepts the outputs of the runs of one stage, and ends runs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_omni_plugin.errors import OmniError, ReplicaError, RequestLostError, RequestRefusedError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.dispatch.head_queue import HeadQueue
-from vllm_omni_plugin.orchestrator.dispatch.paused_runs import PausedRuns
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics, count_reason
+from vllm_omni_plugin.orchestrator.requests.counters import count_reason
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RequestPhase, RunEnded, StageRun
 
 if TYPE_CHECKING:
@@ -20,38 +19,33 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class Outcomes:
-    """Accepts outputs of replicas, and ends runs, each once. A part of `Dispatcher`.
+class Runs(Protocol):
+    """Where runs are that no replica has: the `Dispatcher`."""
 
-    Args:
-        head_tag: part of all engine-side ids of this head, and of no others.
-        remove: removes a run from wherever it may wait.
-        freed: called with each replica where a run was aborted.
-    """
+    def refused(self, run: StageRun, member: PoolMember) -> bool:
+        """A paused engine has refused a run. Returns whether it waits there, or its client gets the refusal."""
 
-    def __init__(
-        self,
-        pool: StagePool,
-        api: "EngineApi",
-        metrics: OrchestratorMetrics,
-        queue: HeadQueue,
-        paused: PausedRuns,
-        suspects: Suspects,
-        clock: Callable[[], float],
-        head_tag: str,
-        remove: Callable[[StageRun], None],
-        freed: Callable[[PoolMember], None],
-    ) -> None:
+    def run_ended(self, run: StageRun) -> None: ...
+
+    def may_have_room(self, member: PoolMember) -> None:
+        """Runs were aborted at a replica."""
+
+    def apart_changed(self, replica_id: int) -> None:
+        """Suspects that are kept apart at a replica have got tokens."""
+
+
+class RunFinisher:
+    """Accepts outputs of replicas, and ends runs, each once. A part of `Dispatcher`."""
+
+    def __init__(self, *, pool: StagePool, api: "EngineApi", head: HeadContext, suspects: Suspects, runs: Runs) -> None:
         self._pool = pool
         self._api = api
-        self._metrics = metrics
-        self._queue = queue
-        self._paused = paused
+        self._head = head
+        self._clock = head.clock
+        self._tag = head.tag
+        self._metrics = head.metrics
         self._suspects = suspects
-        self._clock = clock
-        self._head_tag = head_tag
-        self._remove = remove
-        self._freed = freed
+        self._runs = runs
         self._ended: list[RunEnded] = []
 
     def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
@@ -66,7 +60,7 @@ class Outcomes:
         for output in outputs:
             run = member.in_flight.get(output.request_id)
             if run is None:
-                if self._head_tag not in output.request_id and output.finish_reason is None:
+                if self._tag not in output.request_id and output.finish_reason is None:
                     # It belongs to a head that is gone, and no other process would end it.
                     self._abort_at(member, [output.request_id])
                 continue
@@ -87,8 +81,8 @@ class Outcomes:
             progress, now = member.progress, self._clock()
             progress.longest_gap = max(progress.longest_gap, now - max(progress.since, answered.asked_at))
             progress.since, progress.highest_kv_usage = now, 0.0
-        if member.replica_id in self._suspects.isolated:
-            self._suspects.count_outputs(member, accepted)
+        if member.replica_id in self._suspects.apart:
+            self._runs.apart_changed(member.replica_id)
         return accepted, self.take_ended() if self._ended else ()
 
     def take_ended(self) -> Sequence[RunEnded]:
@@ -107,18 +101,31 @@ class Outcomes:
             self._end(run)
         for member, engine_request_ids in by_member.items():
             self._abort_at(member, engine_request_ids)
-            self._freed(member)
+            self._runs.may_have_room(member)
 
     def complete(self, run: StageRun, outputs: Any | None = None) -> None:
         """End a run without a last output of its engine; see `RunEnded`."""
         self._end(run)
         self._ended.append(RunEnded(run, outputs))
 
-    def refuse_expired(self) -> None:
-        """End the runs whose deadline has passed and that no engine has. To be called before any is sent: timers of a
-        busy head are late."""
-        for run, error in self._queue.take_expired():
-            self.fail(run, error)
+    def complete_if_whole(self, run: StageRun, lost: PoolMember) -> bool:
+        """End a run of a lost replica of which only the last output was missing. Returns whether it was one."""
+        outputs = self._api.end_if_complete(run.request, run.produced, lost.engine_index)
+        # A session's parameters bound a turn, and not the whole answer.
+        if outputs is None or run.streaming is not None:
+            return False
+        self.complete(run, outputs)
+        return True
+
+    def refuse(self, run: StageRun, waited: float) -> None:
+        """End a run that has waited for a replica in vain, or may not wait."""
+        self.fail(run, run.fail_without_replica(self._pool.unavailable(waited)), refused=True)
+
+    def expire(self, run: StageRun) -> None:
+        """End a run whose deadline has passed, and that no engine has."""
+        assert self._head.gate is not None
+        assert run.ticket is not None
+        self.fail(run, self._head.gate.expire(run.ticket))
 
     def fail(self, run: StageRun, error: OmniError, refused: bool = False) -> None:
         """End a run with an error, unless it has ended; its engine may have some of it.
@@ -162,13 +169,14 @@ class Outcomes:
             # Chunks on their way would begin the session anew there, and nothing would end it.
             self._abort_at(member, [run.engine_request_id])
         may_move = not run.has_output and self._api.refused(output) and not self._api.transfers_cache(run.request)
-        if not may_move or not self._paused.add(run, member):
-            return False
-        if run.ticket is not None:
-            self._queue.watch_deadline(run)
-        return True
+        return may_move and self._runs.refused(run, member)
 
     def _note_first_output(self, member: PoolMember, run: StageRun, output: Any) -> None:
+        refusals = self._pool.refusals
+        if refusals.tried:
+            # The pause is over.
+            refusals.accepted(self._clock())
+            self._head.wake_at(refusals.next_try_at)
         cached_tokens = self._api.cached_tokens(output)
         self._pool.add_first_output(member, run, cached_tokens)
         if cached_tokens is not None:
@@ -204,4 +212,4 @@ class Outcomes:
         run.finish()
         run.ended = True
         self._pool.release(run)
-        self._remove(run)
+        self._runs.run_ended(run)

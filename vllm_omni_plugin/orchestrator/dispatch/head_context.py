@@ -1,0 +1,42 @@
+"""What the dispatchers of all stages of a head share, and what differs."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
+from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
+from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class HeadContext:
+    """Shared by all stages of a head.
+
+    Attributes:
+        clock: monotonic seconds.
+        wake_at: asks for a call of `Dispatcher.tick` at this time or before.
+        gate: None without admission control: then no run has a ticket or waits for room at a replica.
+        tag: part of all engine-side ids of this head, and of no others: several heads, or a head before and after its
+            restart, may share an engine.
+    """
+
+    clock: Callable[[], float]
+    metrics: OrchestratorMetrics
+    wake_at: Callable[[float], None]
+    moves: MoveBudget
+    gate: AdmissionGate | None
+    tag: str = field(default_factory=lambda: secrets.token_hex(4))
+
+
+class StageRules(NamedTuple):
+    """Attributes:
+    migration_limit: moves a request may make; losses with another culprit do not count.
+    replica_wait: seconds that a request waits while no replica serves; with 0, none does.
+    has_upstream: whether the stage gets outputs of other stages, so that the fleet has accepted all its requests.
+    """
+
+    migration_limit: int
+    replica_wait: float
+    has_upstream: bool = False
