@@ -4,7 +4,7 @@
 
 Long prefixes come again with other ends, in random order. One engine's cache holds a part of them, all caches together
 hold them all: who sends a prefix back to where it is cached computes little but the ends. The engines sleep a modelled
-time instead of running a model (`vllm_omni_plugin/sim/executor.py`), so that several of them do not compete for the
+time instead of running a model (`tests/fakes/sleeping_executor.py`), so that several of them do not compete for the
 cores; `--real` runs the model on two.
 """
 

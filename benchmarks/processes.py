@@ -40,7 +40,7 @@ class Process:
         self.name = name
         self.log = log
         fixed = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        fixed["PYTHONPATH"] = str(STARTUP)
+        fixed["PYTHONPATH"] = f"{STARTUP}:{Path(__file__).parents[1]}"
         with log.open("wb") as output:
             self.popen = subprocess.Popen(
                 command,

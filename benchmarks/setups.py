@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from processes import MODEL_NAME, Process, free_port, start_server, total
 
-SLEEPING = "vllm_omni_plugin.sim.executor.SleepingExecutor"
+SLEEPING = "tests.fakes.sleeping_executor.SleepingExecutor"
 
 
 @dataclass(frozen=True)

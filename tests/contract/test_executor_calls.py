@@ -9,12 +9,12 @@ import pytest
 from vllm.v1.executor import abstract, uniproc_executor
 from vllm.v1.worker.worker_base import WorkerBase
 
-from vllm_omni_plugin.vllm_api.launch import model_free_executor
+from tests.fakes.sleeping_executor import Worker
 
 CALLED = set(
     re.findall(r'collective_rpc\(\s*"(\w+)"', inspect.getsource(abstract) + inspect.getsource(uniproc_executor))
 )
-OURS = {name: member for name, member in vars(model_free_executor._Worker).items() if inspect.isfunction(member)}
+OURS = {name: member for name, member in vars(Worker).items() if inspect.isfunction(member)}
 
 
 def parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:

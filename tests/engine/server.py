@@ -39,6 +39,7 @@ FRONT_ENDS: dict[str, dict[str, str]] = {
 }
 """vLLM's front ends, and how the environment of a server says which one it has."""
 _STARTUP = Path(__file__).with_name("startup")
+_ROOT = Path(__file__).parents[2]
 
 T = TypeVar("T")
 
@@ -96,7 +97,7 @@ def serve_environment(**changes: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
-        "PYTHONPATH": str(_STARTUP),
+        "PYTHONPATH": f"{_STARTUP}:{_ROOT}",
         **changes,
     }
 

@@ -23,7 +23,7 @@ EXPERTS = (
     "--data-parallel-size",
     str(RANKS),
     "--distributed-executor-backend",
-    "vllm_omni_plugin.sim.executor.SleepingExecutor",
+    "tests.fakes.sleeping_executor.SleepingExecutor",
     "--additional-config",
     json.dumps(SLOW),
 )

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_omni_plugin.sim.executor import SleepingExecutor
-from vllm_omni_plugin.vllm_api.launch.model_free_executor import Iteration
+from tests.fakes.sleeping_executor import Iteration, SleepingExecutor
 
 STEP_S = 0.004
 EXECUTOR = f"{__name__}.CountingExecutor"

@@ -5,8 +5,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_omni_plugin.sim.executor import SleepingExecutor
-from vllm_omni_plugin.vllm_api.launch.model_free_executor import Iteration
+from tests.fakes.sleeping_executor import Iteration, SleepingExecutor
 
 
 class DeadlyExecutor(SleepingExecutor):

@@ -15,14 +15,12 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from tests.contract.configs import vllm_config, write_model
+from tests.fakes.sleeping_executor import Iteration, SleepingExecutor, SleepingModel
 from tests.sim import drive
 from tests.sim.protocol.requests import request
-from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.sim import EngineSettings
-from vllm_omni_plugin.sim.executor import SleepingExecutor, SleepingModel
-from vllm_omni_plugin.vllm_api.launch.model_free_executor import Iteration
 
-BACKEND = "vllm_omni_plugin.sim.executor.SleepingExecutor"
+BACKEND = "tests.fakes.sleeping_executor.SleepingExecutor"
 NO_TIME = {"sleeping_executor": {"step_s": 0, "prefill_token_s": 0, "sequence_s": 0}}
 BLOCK_SIZE = 32
 
@@ -162,35 +160,3 @@ def test_an_iteration_takes_what_the_linear_model_says() -> None:
     model.compute(Iteration([], {"b": 1}, {"b": 20}, ()))
     model.compute(Iteration([], {}, {}, ("b",)))
     assert slept == pytest.approx([1.08, 1.22, 1.04, 1.1])
-
-
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        ([1], "sleeping_executor: Expected `object`, got `array`"),
-        ({"steps": 1}, "sleeping_executor: .* unknown field `steps`; use step_s, prefill_token_s, sequence_s"),
-        ({"step_s": "1"}, r"got `str` - at `\$.step_s`; .* seconds from 0 to 60"),
-        ({"step_s": True}, r"got `bool` - at `\$.step_s`"),
-        ({"sequence_s": -0.1}, r">= 0.0 - at `\$.sequence_s`"),
-        ({"prefill_token_s": float("nan")}, r"at `\$.prefill_token_s`"),
-        ({"step_s": 61}, r"<= 60.0 - at `\$.step_s`"),
-    ],
-)
-def test_invalid_service_times_are_refused(model: Path, given: Any, complaint: str) -> None:
-    config = configure(model, additional_config={"sleeping_executor": given})
-    with pytest.raises(ConfigError, match=complaint):
-        SleepingExecutor(config)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
-        ({"tensor_parallel_size": 2}, "tensor or pipeline parallelism"),
-    ],
-)
-def test_unsupported_features_are_refused(model: Path, arguments: dict[str, Any], complaint: str) -> None:
-    config = configure(model, **arguments)
-    with pytest.raises(ConfigError, match=complaint):
-        SleepingExecutor(config)

@@ -66,26 +66,16 @@ def to_request(request: Any) -> SimRequest:
     """Convert an `EngineCoreRequest`. Raises ValueError for features that are not simulated."""
     if request.sampling_params is None or request.prompt_token_ids is None or request.resumable:
         raise ValueError("simulated engines generate from token ids only: no pooling, embeddings or streaming input")
-    return _sim_request(request.request_id, request, request.cache_salt or "")
-
-
-def from_scheduler(new: Any) -> SimRequest:
-    """Convert a scheduler's `NewRequestData`."""
-    return _sim_request(new.req_id, new)
-
-
-def _sim_request(request_id: str, request: Any, cache_salt: str = "") -> SimRequest:
     params = request.sampling_params
     return SimRequest(
-        request_id,
-        # A copy, since the scheduler appends to the prompt of a streaming-input session.
-        list(request.prompt_token_ids),
+        request.request_id,
+        request.prompt_token_ids,
         params.max_tokens,
         params.min_tokens,
         frozenset(params.stop_token_ids or ()),
         params.eos_token_id,
         params.allowed_token_ids or (),
         request.lora_request.lora_int_id if request.lora_request else 0,
-        cache_salt,
+        request.cache_salt or "",
         params.num_logprobs,
     )

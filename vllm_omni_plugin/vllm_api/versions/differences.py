@@ -43,11 +43,6 @@ PROFILER_ARGUMENTS = Difference(
     about="`profile` has a fifth argument, for the profiler",
     older="its shorter form in `call_arguments`",
 )
-INTERLEAVE_SIZE = Difference(
-    since=(0, 33),
-    about="workers' `set_kv_cache_layout` has a second argument, the interleave size of context parallelism",
-    older="its default in `ModelFreeExecutor`'s worker",
-)
 SELF_STARTED_WAVES = Difference(
     since=(0, 33),
     about="engines of a lockstep group start waves themselves; front ends no longer request them from the coordinator",
