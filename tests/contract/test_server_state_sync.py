@@ -20,7 +20,7 @@ from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.server_state_sync import AdapterIdCounter, ServerStateSync
 from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_of
 
 STORY = Adapter("story", 7, "/loras/story")

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
 import vllm_omni_plugin
-from vllm_omni_plugin.coordinator.protocol.call_arguments import HEAD_CALLS
+from vllm_omni_plugin.coordinator.protocol.call_effects import HEAD_CALLS
 from vllm_omni_plugin.integration.engine_client import utility_calls
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient

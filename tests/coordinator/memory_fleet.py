@@ -19,6 +19,7 @@ from vllm_omni_plugin.coordinator import (
     Welcome,
 )
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
+from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, SessionRefused
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads
@@ -49,6 +50,7 @@ class ReceivedState:
 
     def __init__(self) -> None:
         self.lists: list[ReplicaList] = []
+        self.documents: list[FleetState] = []
         self._rows: dict[ReplicaKey, tuple[ReplicaInfo, bool]] = {}
         self.others: dict[str, dict[int, ReplicaWork]] = {}
         self.resyncs = self.losses = 0
@@ -72,6 +74,8 @@ class ReceivedState:
                 self.others[event.head_id] = {engine: row for engine, row in known.items() if row.requests}
             case HeadLeft():
                 self.others.pop(event.head_id, None)
+            case FleetState():
+                self.documents.append(event)
             case SessionLost():
                 self.losses += 1
                 self.others.clear()
@@ -136,7 +140,6 @@ class MemoryFleet:
             self.sessions,
             self,  # type: ignore[arg-type]
             lambda query: HeadInfo(0.0, [], {}),
-            lambda: self.now,
         )
         self._note_state()
         for name in self.heads:

@@ -10,7 +10,6 @@ import pytest
 import zmq
 from coordinator_support import ANY, OpenDealer, OpenSocket, eventually, free_address, make_event, names
 from memory_fleet import ReceivedState, numbers
-from msgspec.structs import replace
 
 from tests.fakes.hostile_frames import hostile_message
 from tests.fakes.keeping import Keep
@@ -19,6 +18,7 @@ from vllm_omni_plugin.coordinator import (
     OmniCoordClientForStage,
     OmniCoordinator,
     OmniCoordinatorRuntime,
+    ReplicaKey,
     ReplicaList,
     ReplicaWork,
     SessionEvent,
@@ -27,19 +27,17 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.client import head_session
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import ROLE
+from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, StageState, next_version
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
     Beat,
     Bye,
     CallDone,
-    CallOutcome,
-    FleetState,
+    FleetCall,
     FullList,
     Hello,
     ListDelta,
-    NumberedCall,
-    OperatorCall,
-    StageState,
+    PeerCall,
     WorkReport,
     encode_from_head,
     encode_to_head,
@@ -51,7 +49,7 @@ from vllm_omni_plugin.errors import ConfigError, WireError
 
 ROW = ReplicaWork(engine_key(0, "tcp://a:1", "tcp://a:2", 7), 3, 500)
 SECRETS = Secrets(["a secret that heads share"])
-CALL = OperatorCall(7, "pause_scheduler", ["keep", True], [0], [])
+CALL = FleetCall(7, "reset_prefix_cache", [False, True], [0])
 
 
 class RecordingHead(ReceivedState):
@@ -62,7 +60,7 @@ class RecordingHead(ReceivedState):
         self.head_id = head_id
         self.in_flight: list[ReplicaWork] = []
         self.problems: list[str] = []
-        self.calls: list[NumberedCall] = []
+        self.calls: list[PeerCall] = []
         self.client = OmniCoordClientForHead(
             address,
             head_id,
@@ -76,7 +74,7 @@ class RecordingHead(ReceivedState):
         self.apply(event)
         if isinstance(event, Welcome):
             self.client.report_work(self.in_flight, full=True)
-        elif isinstance(event, NumberedCall):
+        elif isinstance(event, PeerCall):
             if event.method == "profile":
                 raise RuntimeError("a callback may fail")
             self.calls.append(event)
@@ -131,7 +129,7 @@ def test_heads_get_replicas_work_and_calls(fleet: OmniCoordinator, secrets: Secr
     eventually(lambda: second.others.get("first") == {ROW.engine: ROW})
     assert first.client.send(CALL)
     eventually(lambda: [call.head_id for call in first.calls + second.calls] == ["first", "first"])
-    assert first.calls[0].arguments == second.calls[0].arguments == ["keep", True]
+    assert first.calls[0].arguments == second.calls[0].arguments == [False, True]
 
 
 @pytest.fixture
@@ -171,7 +169,7 @@ def test_head_that_closes_leaves_at_once(
 
 def test_failing_callback_still_gets_later_events(coordinator: OmniCoordinator, connect: Connect) -> None:
     first, second = connect(coordinator.router_zmq_addr, "first", "second")
-    first.client.send(OperatorCall(1, "profile", [True, None, None, None], [], []))
+    first.client.send(FleetCall(1, "profile", [True, None, None, None]))
     eventually(lambda: first.client.send(CALL) and first.calls and second.calls)
 
 
@@ -234,16 +232,15 @@ def test_call_that_is_too_large_or_no_json_is_the_callers_error(coordinator: Omn
     (head,) = connect(coordinator.router_zmq_addr, "head")
     for argument in ("x" * 300_000, object(), {"a": {1, 2}, "b": "\ud800"}):
         with pytest.raises(WireError):
-            head.client.send(OperatorCall(1, "collective_rpc", [argument], [0], []))
+            head.client.send(FleetCall(1, "collective_rpc", [argument], [0]))
 
 
 FROM_HEADS = [
     Hello("stranger", 5, SESSION_PROTOCOL),
     WorkReport(True, [ROW]),
-    OperatorCall(1, "collective_rpc", ["greet", None, [[1]], {}], [0], [5]),
-    CallOutcome(1, [True], [5], [5]),
-    CallDone(1),
-    FleetState(1, [StageState(0, [("resume_scheduler", [])], False)], [(0, "tcp://a:1", "tcp://a:2")]),
+    FleetCall(1, "collective_rpc", ["greet", None, [[1]], {}], [0], FleetState(1, "x", (StageState(),)), 0, "", [5]),
+    CallDone(1, "stranger"),
+    FleetState(1, "stranger", (StageState(weight_version="v"),), (ReplicaKey(0, "tcp://a:1", "tcp://a:2"),)),
     Bye(),
     Beat(),
 ]
@@ -278,19 +275,23 @@ def test_malformed_frame_of_a_head_is_counted_and_dropped(
     assert neighbour.client.invalid_frames == 0
 
 
-@pytest.mark.parametrize(("number", "first"), [(2**63 - 1, 1), (10**15, 10**15 + 1)], ids=["impossible", "large"])
-def test_a_state_after_any_number_of_calls_leaves_numbers_for_later_calls(
-    coordinator: OmniCoordinator, connect: Connect, number: int, first: int
+@pytest.mark.parametrize(("version", "valid"), [(2**63 - 1, False), (2**32 - 1, True)], ids=["impossible", "largest"])
+def test_a_document_of_any_version_leaves_versions_for_later_calls(
+    coordinator: OmniCoordinator, connect: Connect, dealer: OpenDealer, version: int, valid: bool
 ) -> None:
-    (liar,) = connect(coordinator.router_zmq_addr, "liar")
-    eventually(lambda: liar.client.send(FleetState(number, [], [])))
-    # On the same connection, so it comes later.
-    assert liar.client.send(CALL)
+    peer = dealer(coordinator.router_zmq_addr)
+    peer.send(HELLO)
+    peer.send(encode_from_head(FleetState(9, "liar")).replace(b"9", b"%d" % version))
     (head,) = connect(coordinator.router_zmq_addr, "head")
-    eventually(lambda: head.client.send(replace(CALL, call_id=8)))
-    eventually(lambda: len(liar.calls) == 2)
-    assert [call.number for call in liar.calls] == [first, first + 1]
-    assert liar.client.invalid_frames == head.client.invalid_frames == 0
+    eventually(lambda: coordinator.invalid_frames["malformed"] or head.documents[-1:] == [FleetState(version, "liar")])
+    assert coordinator.invalid_frames["malformed"] == (not valid)
+    base = head.documents[-1]
+    for call_id in range(3):
+        state = FleetState(next_version(base.version), "head")
+        head.client.send(FleetCall(call_id, state=state, base_version=base.version, base_head=base.head_id))
+        base = state
+    eventually(lambda: [call.state for call in head.calls[-1:]] == [base])
+    assert len(head.calls) == 3
 
 
 def test_frames_without_a_session_are_stale(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
@@ -298,7 +299,7 @@ def test_frames_without_a_session_are_stale(coordinator: OmniCoordinator, dealer
     for message in FROM_HEADS:
         if not isinstance(message, Hello):
             peer.send(encode_from_head(message))
-    eventually(lambda: coordinator.invalid_frames["stale"] == 7)
+    eventually(lambda: coordinator.invalid_frames["stale"] == 6)
 
 
 def test_a_head_reports_the_reason_of_a_missing_session(

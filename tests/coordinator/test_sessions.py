@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from coordinator_support import make_event
@@ -18,12 +19,13 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.client.head_session import SILENCE_TIMEOUT, HeadSession
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE_FRAMES
+from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
     Beat,
     CallRefused,
+    FleetCall,
     Hello,
-    OperatorCall,
     SessionRefused,
     WorkReport,
     encode_from_head,
@@ -204,22 +206,58 @@ def test_a_head_of_another_version_is_refused_with_the_reason(fleet: MemoryFleet
     assert f"head stranger speaks version {protocol} and the coordinator version {SESSION_PROTOCOL}" in refusal
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        OperatorCall(7, "of_a_later_version", [], [0], []),
-        OperatorCall(7, "pause_scheduler", ["x" * 9000, True], [0], []),
-    ],
-)
-def test_an_unknown_call_is_refused_with_the_reason(fleet: MemoryFleet, call: OperatorCall) -> None:
+def is_readable(message: FleetCall) -> bool:
+    try:
+        encode_from_head(message)
+    except WireError:
+        return False
+    return True
+
+
+def test_a_call_that_a_head_could_not_read_is_refused_with_the_reason(fleet: MemoryFleet) -> None:
+    def nested(depth: int) -> list[Any]:
+        value: list[Any] = []
+        for _ in range(depth):
+            value = [value]
+        return value
+
     head = fleet.heads["h1"]
-    assert head.session.send(call)
-    with pytest.raises(WireError, match=call.method):
+    # The deepest that this stack can read is too deep for a reader of another one.
+    deepest = max(depth for depth in range(700, 1000, 10) if is_readable(FleetCall(7, arguments=nested(depth))))
+    assert head.session.send(FleetCall(7, "collective_rpc", nested(deepest - 20)))
+    with pytest.raises(WireError, match="recursion"):
         fleet.exchange("h1")
     (refused,) = head.session.receive(head.down.popleft(), fleet.now)
     assert isinstance(refused, CallRefused)
     assert refused.call_id == 7
-    assert call.method in refused.reason
+    assert "recursion" in refused.reason
+
+
+def test_a_head_gets_the_document_with_its_resync_and_the_last_head_takes_it_along(fleet: MemoryFleet) -> None:
+    fleet.heads["h1"].session.send(FleetState(5, "h1"))
+    fleet.exchange("h1")
+    assert fleet.connect("late") is fleet.heads["late"]
+    fleet.settle()
+    assert [fleet.heads[name].documents[-1] for name in ("h2", "late")] == [FleetState(5, "h1")] * 2
+    for name in list(fleet.heads):
+        fleet.sessions.connection_lost(fleet.heads.pop(name).peer)
+    fleet.connect("next")
+    fleet.settle()
+    assert fleet.heads["next"].documents == [FleetState()]
+
+
+def test_a_new_coordinator_says_nothing_of_the_document_before_its_first_list() -> None:
+    fleet = MemoryFleet()
+    fresh, former = fleet.connect("fresh"), fleet.connect("former")
+    fleet.exchange("fresh", "former")
+    fleet.resync()
+    fleet.exchange("fresh", "former")
+    former.session.send(FleetState(5, "former"))
+    fleet.exchange("former")
+    assert (fresh.resyncs, fresh.documents, former.documents) == (1, [], [])
+    fleet.tick()
+    fleet.exchange("fresh", "former")
+    assert fresh.documents[-1] == former.documents[-1] == FleetState(5, "former")
 
 
 def test_full_resyncs_are_limited(fleet: MemoryFleet) -> None:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tests.fakes.conditions import eventually
@@ -14,13 +14,15 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
 from vllm_omni_plugin.coordinator import ReplicaWork, SessionLost
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
-from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessageFromHead, OperatorCall, decode_from_head
+from vllm_omni_plugin.coordinator.protocol.call_effects import calls_between
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, StageState
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessageFromHead, FleetCall, decode_from_head
 from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, OutgoingFrame
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
 from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere, EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -31,13 +33,16 @@ class HeadBus:
     """The coordinator, without sockets. Frames arrive in the order in which they were sent.
 
     Attributes:
-        calls: what heads asked the coordinator to number.
+        calls: what heads asked the coordinator to pass on.
         delayed: heads whose frames wait until they are no longer in here.
     """
 
     def __init__(self) -> None:
-        self.calls: list[OperatorCall] = []
+        self.calls: list[FleetCall] = []
         self.delayed: set[str] = set()
+        self.attached: list[FakeHead] = []
+        # By the address of the replica.
+        self.told: dict[str, ReplicaState] = {}
         self._heads: dict[bytes, FakeHead] = {}
         self._now = 0.0
         self._connections = 0
@@ -53,6 +58,14 @@ class HeadBus:
         """All old heads have come back."""
         self._lists.next_delta(self._now, self._now)
         self.wake()
+
+    def tell(self, address: str, told: ReplicaState) -> None:
+        """The server of a replica passes on what its engine was told, to all heads that are attached to it."""
+        self.told[address] = told
+        for head in self.attached:
+            for member in head.pool.members:
+                if member.remote and member.input_addr == address:
+                    head.orchestrator.stage_calls[0].told_elsewhere(member, told)
 
     def overflow(self, head: "FakeHead") -> None:
         """The queue to a head is full; it is resynced when the next frame has arrived."""
@@ -113,6 +126,7 @@ class FakeHead(FakeFleet):
 
     def __init__(self, bus: HeadBus, head_id: str, replicas: int = 2) -> None:
         self.bus, self.head_id = bus, head_id
+        bus.attached.append(self)
         self.session = HeadSession(head_id)
         super().__init__(replicas, exchange=WorkExchange(self.report))
         for replica_id, link in self.links.items():
@@ -139,6 +153,7 @@ class FakeHead(FakeFleet):
 
     async def __aexit__(self, *_: object) -> None:
         self.bus.cut(self)
+        self.bus.attached.remove(self)
         await super().__aexit__()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
@@ -156,7 +171,7 @@ class FakeHead(FakeFleet):
 
     def send(self, message: CallMessageFromHead) -> bool:
         """As `OmniCoordClientForHead`."""
-        if isinstance(message, OperatorCall):
+        if isinstance(message, FleetCall):
             self.bus.calls.append(message)
         self.bus.wake()
         return self.session.send(message)
@@ -172,7 +187,12 @@ class FakeHead(FakeFleet):
         self.pool.member(replica_id).remote = not private
         return link
 
-    async def bring_up(self, replica_id: int, synced: bool = False, link: FakeLink | None = None) -> list[Any]:
+    async def bring_up(
+        self,
+        replica_id: int,
+        told: ReplicaState = NOTHING_TOLD,
+        link: FakeLink | None = None,
+    ) -> list[Any]:
         """A replica of another process attaches; returns what this head tells it before it serves."""
         if link is None:
             link = FakeLink(f"replica-{replica_id}")
@@ -183,7 +203,8 @@ class FakeHead(FakeFleet):
         client.start()
         async with asyncio.timeout(10):
             await self.fleet_calls.wait_synced()
-            await self.orchestrator.prepare_replica(member, client, b"", synced)
+            await self.orchestrator.prepare_replica(member, client, b"", told, told.state.is_paused)
+        member.report_told = partial(self.bus.tell, member.input_addr)
         self.pool.serve(member, client, link.input_addr, link.output_addr)
         return [(method, args) for _, method, args in link.calls]
 
@@ -207,14 +228,16 @@ class FakeHead(FakeFleet):
     @property
     def replay(self) -> list[tuple[str, tuple[Any, ...]]]:
         """What this head tells a replica that attaches."""
-        return self.orchestrator.stage_calls[0].shared.replay()
+        return calls_between(StageState(), self.orchestrator.stage_calls[0].state, False)
 
     async def until(self, replay: list[tuple[str, tuple[Any, ...]]]) -> None:
         await eventually(lambda: self.replay == replay, f"{self.head_id}: {replay}")
 
     def _share(self, replica_id: int, link: FakeLink) -> None:
         link.on_call = answer_calls
-        self.pool.member(replica_id).remote = True
+        member = self.pool.member(replica_id)
+        member.remote, member.report_told = True, partial(self.bus.tell, member.input_addr)
+        member.told = self.bus.told.get(member.input_addr, NOTHING_TOLD)
 
     async def _read_updates(self) -> None:
         while True:

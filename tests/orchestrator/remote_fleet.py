@@ -10,6 +10,7 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
 from vllm_omni_plugin.coordinator import ReplicaInfo
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
 from vllm_omni_plugin.replicas.client.remote import AttachSettings, OnOutputs, OnStatus
@@ -20,9 +21,16 @@ class Attachment:
     """Satisfies `RemoteReplica` over a link in memory."""
 
     ready_response = b"ready"
-    synced = sleeps = False
+    sleeps = False
 
-    def __init__(self, info: ReplicaInfo, replica_id: int, on_outputs: OnOutputs, on_status: OnStatus) -> None:
+    def __init__(
+        self,
+        info: ReplicaInfo,
+        replica_id: int,
+        on_outputs: OnOutputs,
+        on_status: OnStatus,
+        told: ReplicaState = NOTHING_TOLD,
+    ) -> None:
         self.info = info
         self.incarnation = info.incarnation
         self.link = FakeLink(info.control_addr)
@@ -31,12 +39,15 @@ class Attachment:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_lost: Callable[[str], None] = lambda reason: None
         self.on_late: Callable[[bool], None] = lambda late: None
+        self.on_told: Callable[[ReplicaState], None] = lambda told: None
+        self.on_busy: Callable[[bool], None] = lambda busy: None
+        self.told = told
         self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end)
         self.client.start()
         self.drain_requested = self.closed = False
 
-    def report_synced(self) -> None:
-        self.synced = True
+    def report_told(self, told: ReplicaState) -> None:
+        self.told = told
 
     def _end(self, reason: str) -> None:
         self.lost.set_result(reason)
@@ -60,12 +71,14 @@ class Fleet(FakeFleet):
         pauses: how long it meant to wait between attempts.
         may_attach: attempts wait for it.
         most_attaching: how many have waited at once.
+        told_before: what other heads have told the next replicas.
     """
 
     def __init__(self, stall_timeout: float = 0.0) -> None:
         super().__init__(replicas=0, replica_wait=60.0, stall_timeout=stall_timeout)
         self.attachments: list[Attachment] = []
         self.failures: deque[Exception] = deque()
+        self.told_before: list[ReplicaState] = []
         self.pauses: list[float] = []
         self.attaching = self.most_attaching = 0
         self.may_attach = asyncio.Event()
@@ -94,7 +107,11 @@ class Fleet(FakeFleet):
         self.attaching -= 1
         if self.failures:
             raise self.failures.popleft()
-        self.attachments.append(Attachment(info, replica_id, on_outputs, on_status))
+        former = [each for each in self.attachments if each.info.incarnation == info.incarnation]
+        told = [each.told for each in former if each.info.input_addr == info.input_addr][-1:]
+        # This was the last head of that engine.
+        told = [ReplicaState(state=each.state) for each in told]
+        self.attachments.append(Attachment(info, replica_id, on_outputs, on_status, *told, *self.told_before))
         return self.attachments[-1]
 
     async def delay(self, seconds: float) -> None:

@@ -10,9 +10,9 @@ from tests.fakes.conditions import eventually
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork, SessionLost, Welcome
-from vllm_omni_plugin.coordinator.protocol.head_messages import FleetState
+from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
-from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
+from vllm_omni_plugin.orchestrator.fleet_state import call_session
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 
 
@@ -82,36 +82,14 @@ async def test_an_attaching_replica_waits_until_its_head_is_synced_again(
     attaching = asyncio.create_task(heads[1].bring_up(2))
     await asyncio.wait([attaching], timeout=0.02)
     assert not attaching.done()
-    heads[1].fleet_calls.handle(FleetState(2, [], []))
+    heads[1].fleet_calls.handle(FleetState(2, "a"))
     assert await attaching == []
 
 
 async def test_a_head_that_loses_the_coordinator_before_its_first_state_does_not_wait(
     heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_calls, "FIRST_STATE_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(call_session, "FIRST_STATE_TIMEOUT_S", 600.0)
     heads[0].fleet_calls.handle(Welcome([]))
     heads[0].fleet_calls.handle(SessionLost())
     assert len(await heads[0].call("pause_scheduler", "keep", True)) == 2
-
-
-async def test_heads_agree_on_a_refused_call_that_a_new_coordinator_got_from_a_head(
-    bus: HeadBus, heads: list[FakeHead]
-) -> None:
-    reply = heads[0].ask_unanswered("set_weight_version", "v2")
-    told = [("set_weight_version", ("v2",))]
-    for head in heads:
-        await head.until(told)
-    await eventually(lambda: heads[0].links[1].calls)
-    for head in heads:
-        bus.cut(head, noticed=False)
-    bus.start()
-    for head in heads:
-        await head.join_fleet()
-    bus.settle()
-    for link in heads[0].links.values():
-        link.refuse(link.calls[0][0])
-    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
-        await asyncio.wrap_future(reply)
-    await heads[2].call("resume_scheduler")
-    assert [head.replay for head in heads] == [told] * 3

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.orchestrator.event_log import MAX_EVENTS, MAX_REASON, EventKind, EventLog
-from vllm_omni_plugin.orchestrator.fleet_state.replica_actions import apply_action
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 
 
 def seen(fleet: FakeFleet) -> list[tuple[str, str | None, int]]:
@@ -98,8 +98,8 @@ async def test_the_loss_of_many_requests_is_one_event_and_their_move_another(fle
 
 async def test_a_drain_and_its_end_are_one_event_each(fleet: FakeFleet) -> None:
     member = fleet.pool.member(1)
-    for action in ("drain", "drain", "resume", "resume"):
-        apply_action(fleet.orchestrator, action, member)
+    for change in [fleet.orchestrator.cordon] * 2 + [fleet.orchestrator.uncordon] * 2:
+        change(member, ADMIN_CORDON)
     assert seen(fleet) == [("drain", "0.1", 0), ("resume", "0.1", 0)]
     assert [event.reason for event in fleet.orchestrator.events.after()] == [
         "an operator drains it",

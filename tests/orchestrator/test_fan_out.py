@@ -14,9 +14,8 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.call_effects import FORGET_LORA
 from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, NotAllowedError, ReplicaError
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import OngoingCall
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest
 
 
@@ -70,11 +69,12 @@ async def test_a_call_that_one_node_does_not_allow_is_an_error_and_takes_no_repl
 async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_out_of_its_result(
     fleet: FakeFleet,
 ) -> None:
-    call = OngoingCall.begin(fleet.orchestrator.stage_calls, "sleep", (1, "abort"))
+    stage = fleet.orchestrator.stage_calls[0]
+    call = stage.begin("sleep", (1, "abort"))
     fleet.kill(1)
-    assert await call.outcome() == [True]
-    assert call.results() == ["sleep"] * 2
-    assert fleet.orchestrator.stage_calls[0].shared.sleep_level == 1
+    await stage.send(call)
+    assert call.results == ["sleep"] * 2
+    assert [replica.member.replica_id for replica in call.failed] == [1]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def answer_all(link: FakeLink) -> None:
 @pytest.mark.parametrize(
     ("before", "during", "after_replay"),
     [
-        (("sleep", 1, "abort"), ("wake_up", None), [("wake_up", [None])]),
+        (("sleep", 1, "abort"), ("wake_up", None), [("wake_up", [None]), ("resume_scheduler", [])]),
         (("pause_scheduler", "keep"), ("resume_scheduler",), [("resume_scheduler", [])]),
         (("set_weight_version", "v1"), ("set_weight_version", "v2"), [("set_weight_version", ["v2"])]),
         (("add_lora", Adapter("story", 7, "/loras/story")), (FORGET_LORA, 7), []),
@@ -171,15 +171,17 @@ async def test_a_call_during_a_replay_reaches_the_joiner_after_it(
     assert (await joining)[1:] == after_replay
 
 
-async def test_a_joiner_does_not_serve_if_a_call_was_refused_during_its_replay(fleet: FakeFleet) -> None:
-    await fleet.call("pause_scheduler", "keep")
-    link, joining = await join(fleet)
-    fleet.answer_with(refuse_calls)
-    with pytest.raises(ReplicaError, match="refuses sleep"):
-        await fleet.call("sleep", 1, "abort")
-    answer_all(link)
-    with pytest.raises(ReplicaError, match="cannot be brought up to date"):
-        await joining
+async def test_calls_through_one_head_hold_in_the_order_in_which_they_began(fleet: FakeFleet) -> None:
+    fleet.answer_with(None)
+    pausing = fleet.ask("pause_scheduler", "wait", True)
+    await until_called(*fleet.links.values())
+    fleet.answer_with(answer_calls)
+    await fleet.call("resume_scheduler")
+    for link in fleet.links.values():
+        # Its last request has ended.
+        link.answer(link.calls[0][0])
+    await asyncio.wrap_future(pausing)
+    assert await fleet.replayed() == []
 
 
 async def test_a_joiner_that_refuses_its_replay_is_an_error(fleet: FakeFleet) -> None:

@@ -13,16 +13,9 @@ from tests.fakes.links import answer_calls, refuse_calls
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN
 from vllm_omni_plugin.coordinator import Welcome
-from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    CallDone,
-    CallFinished,
-    CallMessageFromHead,
-    CallOutcome,
-    FleetState,
-    NumberedCall,
-    TakeOverCall,
-)
-from vllm_omni_plugin.errors import CoordinatorUnavailableError, NoReplicaError, ReplicaError
+from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, StageState
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallDone, CallFinished, CallMessageFromHead, PeerCall
+from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 
 SLEEP = ("sleep", 1, "abort")
@@ -110,30 +103,22 @@ class PlayedHead(FakePipelineFleet):
 
     Attributes:
         sent: messages of this head to the coordinator.
-        is_open: whether there is a way to it.
-        resyncs: how often it has asked for everything anew.
     """
 
     def __init__(self) -> None:
         super().__init__(CHAIN, replicas=[2, 1])
         self.sent: list[Any] = []
-        self.is_open = True
-        self.resyncs = 0
         self.receive = self.fleet_calls.handle
         self.answer_with(answer_calls)
 
     @cached_property
     def fleet_calls(self) -> FleetCalls:
-        return FleetCalls(self.orchestrator, "a", lambda: self if self.is_open else None)  # type: ignore[arg-type, return-value]
+        return FleetCalls(self.orchestrator, "a", lambda: self)  # type: ignore[arg-type, return-value]
 
     def send(self, message: CallMessageFromHead) -> bool:
         """As `OmniCoordClientForHead`."""
         self.sent.append(message)
         return True
-
-    def resync(self) -> None:
-        """As `OmniCoordClientForHead`."""
-        self.resyncs += 1
 
     async def notified_sleep_level(self) -> int:
         """Wait for an update to AsyncLLM; returns its sleep level."""
@@ -148,50 +133,40 @@ class PlayedHead(FakePipelineFleet):
 async def head() -> AsyncIterator[PlayedHead]:
     async with PlayedHead() as head:
         head.receive(Welcome(["b"]))
-        head.receive(FleetState(0, [], []))
+        head.receive(FleetState())
         yield head
 
 
-async def test_a_replica_lost_before_its_call_has_failed_it_even_if_another_stage_refuses_it(
-    head: PlayedHead,
-) -> None:
+async def test_a_call_that_one_stage_refuses_changes_the_document_for_the_other(head: PlayedHead) -> None:
     head.links[1, 0].on_call = refuse_calls
     reply = head.ask("set_weight_version", "v2")
     await eventually(lambda: head.sent)
-    lost = head.pools[0].member(1).engine_key
-    head.lose(0, 1)
     call = head.sent[0]
-    head.receive(NumberedCall(**asdict(call), number=1, head_id="a"))
-    await eventually(lambda: len(head.sent) == 2)
-    assert head.sent[1] == CallOutcome(1, [True, False], failed=[lost])
-    head.receive(CallFinished(1))
+    assert [stage.weight_version for stage in call.state.stages] == ["v2"]
+    assert (call.stages, len(call.reached), call.failed) == ([0], 2, [])
+    head.receive(PeerCall(**asdict(call), head_id="a"))
+    head.receive(CallFinished(call.call_id))
     with pytest.raises(ReplicaError, match=r"replica-1\.0/in refuses"):
         await asyncio.wrap_future(reply)
 
 
-async def test_the_server_is_notified_of_another_heads_call_that_one_stage_accepted(head: PlayedHead) -> None:
-    replayed = [member.engine_key for pool in head.pools for member in pool.members]
-    head.receive(NumberedCall(1, "sleep", [2, "abort"], [0, 1], replayed, number=1, head_id="b"))
-    head.receive(CallOutcome(1, [True, False]))
-    assert await head.notified_sleep_level() == 2
-    await eventually(lambda: head.sent == [CallDone(1)])
-
-
-async def test_a_taken_over_call_notifies_the_server_and_resyncs_if_one_stage_refused_it(
-    head: PlayedHead,
-) -> None:
-    head.links[1, 0].on_call = refuse_calls
-    head.receive(TakeOverCall(NumberedCall(1, "sleep", [2, "abort"], [0, 1], [], number=1, head_id="b")))
+async def test_a_replica_lost_during_its_call_has_failed_it_where_others_accepted_it(head: PlayedHead) -> None:
+    link = head.links[0, 1]
+    link.on_call = None
+    head.ask("set_weight_version", "v2").add_done_callback(lambda reply: None)
+    await eventually(lambda: link.calls)
+    lost = head.pools[0].member(1).engine_key
+    link.say_dead()
     await eventually(lambda: head.sent)
-    assert head.sent[0].taken == [True, False]
-    head.receive(CallFinished(1))
+    assert head.sent[0].failed == [lost]
+
+
+async def test_the_server_is_notified_of_another_heads_call_to_one_stage(head: PlayedHead) -> None:
+    asleep = StageState()
+    asleep.pause.sleep(2, "wait")
+    reached = [member.engine_key for member in head.pools[0].members]
+    state = FleetState(1, "b", (asleep,))
+    head.receive(PeerCall(1, "sleep", [2, "abort"], [0], state, reached=reached, head_id="b"))
     assert await head.notified_sleep_level() == 2
-    await eventually(lambda: head.resyncs == 1)
-
-
-async def test_a_head_without_a_coordinator_client_sends_nothing(head: PlayedHead) -> None:
-    head.is_open = False
-    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
-        await head.call("set_weight_version", "v2")
-    head.receive(CallOutcome(1, [False, False]))
-    assert head.sent == []
+    await eventually(lambda: head.sent == [CallDone(1, "b")])
+    assert [link.calls for link in head.links.values()] == [[], [], []]

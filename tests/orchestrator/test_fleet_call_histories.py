@@ -111,6 +111,7 @@ async def run(steps: list[tuple[str, str, Any]]) -> None:
         await asyncio.gather(*fleet.calling, return_exceptions=True)
         for head in fleet.heads.values():
             await head.join_fleet()
+        fleet.bus.settle()
         await eventually(lambda: agree(fleet), f"agreement after {steps}")
         if {step for step, _, _ in steps} <= UNDISTURBED:
             assert [told_to_rest(engine) for engine in fleet.engines] == [told_to_rest(joiner(fleet))] * 2

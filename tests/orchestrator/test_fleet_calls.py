@@ -1,7 +1,6 @@
 """Operator calls through one head hold for all heads."""
 
 import asyncio
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -9,41 +8,36 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
+from tests.fakes.engine_model import EngineModel
 from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_membership import Keeper
-from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.call_arguments import FORGET_LORA
-from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, FleetState, NumberedCall, StageState
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.call_effects import FORGET_LORA
+from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, StageState
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, PeerCall
 from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorUnavailableError, NoReplicaError, ReplicaError
-from vllm_omni_plugin.orchestrator.fleet_state import fleet_calls
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
-from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+from vllm_omni_plugin.orchestrator.fleet_state import call_session
+from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, WEIGHTS_CORDON
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 STORY = Adapter("story", 7, "/loras/story")
+OTHER = Adapter("other", 8, "/loras/other")
 PAUSED = [("pause_scheduler", ("keep", False))]
-
-
-async def numbered_late(bus: HeadBus, heads: list[FakeHead]) -> "Future[list[Any]]":
-    """The first head makes a call; the other heads have it, but the call's number has not reached the first one."""
-    bus.delayed.add("a")
-    reply = heads[0].ask("set_weight_version", "v2")
-    await heads[1].until([("set_weight_version", ("v2",))])
-    return reply
 
 
 async def test_a_head_without_a_coordinator_continues_without_the_fleets_state(
     bus: HeadBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_calls, "FIRST_STATE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(call_session, "FIRST_STATE_TIMEOUT_S", 0.01)
     async with FakeHead(bus, "a") as head:
-        assert not await head.fleet_calls.wait_synced()
+        await head.fleet_calls.wait_synced()
         with pytest.raises(CoordinatorUnavailableError, match="cannot be reached"):
             await head.call("pause_scheduler", "keep", True)
         await head.join_fleet()
-        assert await head.fleet_calls.wait_synced()
-        assert await fleet_calls.FleetCalls(head.orchestrator).wait_synced(), "a fleet that nothing can join"
+        await head.call("pause_scheduler", "keep", True)
+        await FleetCalls(head.orchestrator).wait_synced()
 
 
 async def test_a_call_reaches_every_engine_once_and_every_head_records_it(heads: list[FakeHead]) -> None:
@@ -56,11 +50,39 @@ async def test_a_call_reaches_every_engine_once_and_every_head_records_it(heads:
     assert await others[0].bring_up(2) == [("pause_scheduler", ["keep", False])]
 
 
-async def test_calls_through_different_heads_hold_in_one_order(heads: list[FakeHead]) -> None:
-    await asyncio.gather(*(asyncio.wrap_future(head.ask("set_weight_version", head.head_id)) for head in heads))
-    assert heads[0].replay == heads[1].replay == heads[2].replay != []
-    await heads[1].call("set_weight_version", "last")
-    assert [head.replay for head in heads] == [[("set_weight_version", ("last",))]] * 3
+async def test_calls_through_two_heads_at_once_both_hold(heads: list[FakeHead]) -> None:
+    calls = [("add_lora", STORY), ("add_lora", OTHER), ("set_weight_version", "v")]
+    await asyncio.gather(*(head.call(*call) for head, call in zip(heads, calls, strict=True)))
+    states = [head.fleet_calls.state for head in heads]
+    assert states[0] == states[1] == states[2]
+    assert set(states[0].stages[0].adapters) == {STORY, OTHER}
+    assert ("set_weight_version", ("v",)) in heads[0].replay
+    assert [head.adapters for head in heads] == [{"other": OTHER}, {"story": STORY}, {"story": STORY, "other": OTHER}]
+
+
+async def test_of_two_calls_at_once_that_contradict_each_other_the_later_holds_for_all_engines(
+    heads: list[FakeHead],
+) -> None:
+    engines = [EngineModel(), EngineModel()]
+    for order, head in enumerate(heads):
+        for replica_id, link in head.links.items():
+            # The engines get the calls in different orders.
+            late = (order + replica_id) % 2 == 1
+            link.on_call = partial(answer_late if late else answer_at_once, engines[replica_id])
+    replies = [heads[0].ask("pause_scheduler", "keep", True), heads[1].ask("resume_scheduler")]
+    await asyncio.gather(*map(asyncio.wrap_future, replies))
+    paused = bool(heads[0].replay)
+    assert [head.replay for head in heads] == [PAUSED if paused else []] * 3
+    assert [engine.pause is not None for engine in engines] == [paused, paused]
+
+
+def answer_at_once(engine: EngineModel, link: FakeLink, call_id: int, method: str, args: Any) -> None:
+    engine.apply(method, args)
+    link.answer(call_id, method)
+
+
+def answer_late(engine: EngineModel, *call: Any) -> None:
+    asyncio.get_running_loop().call_later(0.01, answer_at_once, engine, *call)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +92,22 @@ async def test_calls_through_different_heads_hold_in_one_order(heads: list[FakeH
         ("list_loras",),
         ("get_supported_tasks",),
         ("collective_rpc", "release_late_interaction_query_cache", None, [["q"]], {}),
-        ("pause_scheduler", "nonsense", True),
     ],
     ids=str,
 )
-async def test_calls_without_state_and_invalid_calls_are_not_sent_to_other_heads(
-    bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_queries_are_not_sent_to_other_heads(bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...]) -> None:
     await heads[0].call(*call)
     assert bus.calls == []
-    warned = [record.getMessage() for record in caplog.records]
-    assert warned == (["Other heads cannot be notified of this call of pause_scheduler."] if "nonsense" in call else [])
+
+
+async def test_other_heads_know_of_a_weight_update_whose_arguments_cannot_be_sent(
+    heads: list[FakeHead], caplog: pytest.LogCaptureFixture
+) -> None:
+    private = heads[1].attach(5, private=True)
+    await heads[0].call("collective_rpc", "update_weights", None, ["x" * 200_000], {})
+    assert "Other heads cannot be notified of this call of collective_rpc." in caplog.text
+    assert private.calls == []
+    assert heads[1].pool.member(5).cordons == {WEIGHTS_CORDON}
 
 
 async def test_a_call_that_all_engines_refuse_leaves_no_record_anywhere(heads: list[FakeHead]) -> None:
@@ -122,76 +149,30 @@ async def test_a_replica_that_fails_a_call_that_others_accepted_is_taken_out_by_
     assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
 
 
-async def test_a_replica_that_attaches_to_another_head_during_a_call_replays_it(heads: list[FakeHead]) -> None:
+async def test_a_replica_that_attaches_during_a_call_is_told_before_the_call_returns(heads: list[FakeHead]) -> None:
     reply = heads[0].ask_unanswered("set_weight_version", "v2")
-    await heads[1].until([("set_weight_version", ("v2",))])
-    assert await heads[1].bring_up(2) == [("set_weight_version", ["v2"])]
+    await eventually(lambda: heads[0].links[1].calls)
+    links = [FakeLink("replica-2"), FakeLink("replica-3")]
+    for replica_id, (head, link) in enumerate(zip(heads, links, strict=False), 2):
+        link.on_call = answer_calls
+        assert await head.bring_up(replica_id, link=link) == []
+    links[1].on_call = None
     heads[0].answer_last()
+    await eventually(lambda: links[1].calls)
+    assert not reply.done()
+    links[1].answer(links[1].calls[0][0])
     await asyncio.wrap_future(reply)
+    assert [link.calls[0][1:] for link in links] == [("set_weight_version", ["v2"])] * 2
 
 
-async def test_a_replica_that_attaches_while_a_call_waits_for_its_number_is_called_once(
-    bus: HeadBus, heads: list[FakeHead]
-) -> None:
-    await heads[0].call("set_weight_version", "v1")
-    reply = await numbered_late(bus, heads)
-    link = FakeLink("replica-2")
-    link.on_call = answer_calls
-    attaching = asyncio.create_task(heads[0].bring_up(2, link=link))
-    await asyncio.wait([attaching], timeout=0.02)
-    assert not attaching.done()
-    bus.deliver_delayed()
-    assert await attaching == [("set_weight_version", ["v1"]), ("set_weight_version", ["v2"])]
-    assert len(await asyncio.wrap_future(reply)) == 2
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-async def test_a_replica_that_the_caller_loses_before_the_call_is_taken_out_by_the_others(
-    bus: HeadBus, heads: list[FakeHead], refuses: bool
-) -> None:
-    reply = await numbered_late(bus, heads)
-    heads[0].kill(1)
-    if refuses:
-        heads[0].links[0].on_call = refuse_calls
-    bus.deliver_delayed()
-    await asyncio.gather(asyncio.wrap_future(reply), return_exceptions=True)
-    assert (reply.exception() is not None) is refuses
-    status = ReplicaStatus.UP if refuses else ReplicaStatus.ERROR
-    assert [head.statuses for head in heads[1:]] == [[ReplicaStatus.UP, status]] * 2
-
-
-async def test_a_replica_that_the_caller_loses_before_the_call_and_attaches_again_during_it_is_taken_out(
-    bus: HeadBus, heads: list[FakeHead]
-) -> None:
-    reply = await numbered_late(bus, heads)
-    heads[0].kill(1)
-    heads[0].stop_answering()
-    bus.deliver_delayed()
-    await eventually(lambda: heads[0].links[0].calls)
-    # Its node takes it for synced, since other heads are still attached.
-    heads[0].join(heads[0].pool.member(1))
-    heads[0].links[0].answer(heads[0].links[0].calls[0][0])
-    assert len(await asyncio.wrap_future(reply)) == 1
-    assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
-
-
-async def test_a_weight_update_that_waits_for_its_number_is_not_repeated_on_an_attaching_replica(
-    bus: HeadBus, heads: list[FakeHead]
-) -> None:
+async def test_a_replica_that_only_another_head_reaches_gets_the_call_itself_once(heads: list[FakeHead]) -> None:
     link = heads[1].attach(2)
-    link.on_call = answer_calls
-    bus.delayed.add("a")
-    reply = heads[0].ask("collective_rpc", "update_weights", None, [], {})
-    await eventually(lambda: link.calls)
-    again = FakeLink("replica-2")
-    again.on_call = answer_calls
-    attaching = asyncio.create_task(heads[0].bring_up(2, synced=True, link=again))
-    await asyncio.wait([attaching], timeout=0.02)
-    bus.deliver_delayed()
-    await asyncio.wrap_future(reply)
-    with pytest.raises(ReplicaError, match="weights were updated"):
-        await attaching
-    assert (len(link.calls), again.calls) == (1, [])
+    await heads[0].call("pause_scheduler", "abort", True)
+    await heads[2].call("reset_prefix_cache", False, False)
+    assert [call[1:] for call in link.calls] == [
+        ("pause_scheduler", ["abort", True]),
+        ("reset_prefix_cache", [False, False]),
+    ]
 
 
 async def test_a_call_made_elsewhere_while_a_replica_attaches_reaches_it_after_its_replay(
@@ -213,8 +194,7 @@ async def test_another_head_calls_its_private_replica_before_the_call_returns(
     private = heads[1].attach(5, private=True)
     private.on_call = None
     reply = heads[0].ask("sleep", 1, "wait")
-    # The other heads know that the engines of the caller accepted the call.
-    await eventually(lambda: heads[2].sleep_level == 1)
+    await eventually(lambda: heads[2].sleep_level == 1 and private.calls)
     assert not reply.done()
     assert heads[1].calls(0) == []
     private.answer(private.calls[0][0])
@@ -227,20 +207,16 @@ def forbid_calls(link: FakeLink, call_id: int, method: str, args: list[Any]) -> 
     link.refuse(call_id, f"{NOT_ALLOWED}{method}")
 
 
-@pytest.mark.parametrize("refused", ["there", "here", "there, by its server"])
+@pytest.mark.parametrize("refused", ["there", "there, by its server"])
 async def test_a_private_replica_with_another_outcome_is_taken_out_unless_the_call_is_not_allowed_there(
     heads: list[FakeHead], refused: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     private = heads[1].attach(5, private=True)
-    for link in heads[0].links.values() if refused == "here" else [private]:
-        link.on_call = forbid_calls if "server" in refused else refuse_calls
-    answer = asyncio.ensure_future(heads[0].call("sleep", 1, "abort"))
-    await asyncio.wait([answer])
-    assert (answer.exception() is None) == (refused != "here")
+    private.on_call = forbid_calls if "server" in refused else refuse_calls
+    await heads[0].call("sleep", 1, "abort")
     status = ReplicaStatus.UP if "server" in refused else ReplicaStatus.ERROR
     assert heads[1].statuses == [ReplicaStatus.UP, ReplicaStatus.UP, status]
-    reason = "accepted the call sleep, which other replicas refused" if refused == "here" else "failed the call sleep"
-    assert (f"Replica 0.5 is lost (it {reason}" in caplog.text) == (status is ReplicaStatus.ERROR)
+    assert ("Replica 0.5 is lost (it failed the call sleep" in caplog.text) == (status is ReplicaStatus.ERROR)
 
 
 async def test_the_policies_of_all_heads_are_notified_of_a_cleared_cache(
@@ -253,7 +229,7 @@ async def test_the_policies_of_all_heads_are_notified_of_a_cleared_cache(
     assert heads[2].calls(0) == []
 
 
-async def test_a_call_that_cannot_be_sent_is_withdrawn_everywhere(
+async def test_a_call_that_cannot_be_sent_to_engines_leaves_no_record(
     heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -281,8 +257,7 @@ async def test_the_servers_of_all_heads_are_notified_of_the_sleep_level(heads: l
     await heads[0].call("sleep", 2, "abort")
     assert [head.sleep_level for head in heads[1:]] == [2, 2]
     await heads[1].call("wake_up", ["weights"])
-    await heads[2].call("wake_up", ["kv_cache"])
-    assert heads[1].sleep_level == 0
+    assert heads[2].sleep_level == 0
 
 
 async def test_a_drained_replica_is_cordoned_by_all_heads_until_any_resumes_it(heads: list[FakeHead]) -> None:
@@ -341,42 +316,24 @@ async def test_invalid_calls_and_states_are_logged_and_change_nothing(
     heads: list[FakeHead], caplog: pytest.LogCaptureFixture
 ) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
+    two_stages = FleetState(9, "x", (StageState(), StageState()))
     for message in (
-        NumberedCall(1, "shutdown", [], [0], [], number=90, head_id="x"),
-        NumberedCall(1, "pause_scheduler", ["keep", True], [0, 1], [], number=91, head_id="x"),
-        FleetState(92, [StageState(1, [], False)], []),
-        FleetState(93, [StageState(0, [("profile", [True, None, None, None])], False)], []),
+        PeerCall(1, "shutdown", [], [0], head_id="x"),
+        PeerCall(1, "add_lora", [["a", 0, ""]], [0], head_id="x"),
+        PeerCall(1, state=two_stages, head_id="x"),
+        two_stages,
     ):
         heads[0].orchestrator.rpc_async_queue.put(message)
     assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
     assert heads[0].replay == PAUSED
-    assert "a call of stages [0, 1]: this head has 1" in caplog.text
+    assert caplog.text.count("a state of 2 stages: this head has 1") == 2
+    assert "not an operator's call: shutdown" in caplog.text
 
 
-@pytest.mark.parametrize("when", ["at once", "while others follow"])
-async def test_closing_answers_an_operator_whose_action_other_heads_have_not_followed(
-    bus: HeadBus, heads: list[FakeHead], when: str, caplog: pytest.LogCaptureFixture
+async def test_a_document_that_a_head_cannot_adopt_does_not_keep_it_trying_for_ever(
+    bus: HeadBus, heads: list[FakeHead], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("WARNING")
-    bus.delayed.add("b")
-    reply: Future[None] = Future()
-    reply.set_running_or_notify_cancel()
-    member = heads[0].pool.member(1)
-    heads[0].fleet_calls.share_replica_action("drain", ReplicaKey(0, member.input_addr, member.output_addr), reply)
-    if when == "while others follow":
-        await eventually(lambda: heads[2].pool.member(1).cordons)
-    await heads[0].fleet_calls.close()
-    with pytest.raises(QueueClosedError, match="about to end"):
-        reply.result(timeout=0)
-    assert caplog.records == []
-
-
-async def test_closing_leaves_nothing_behind(bus: HeadBus) -> None:
-    async with FakeHead(bus, "a") as head, FakeHead(bus, "b") as other:
-        await head.join_fleet()
-        await other.join_fleet()
-        bus.delayed.add("b")
-        head.ask("pause_scheduler", "keep", True)
-        await head.until(PAUSED)
-        head.ask("resume_scheduler")
-    await eventually(lambda: [t for t in asyncio.all_tasks() if t.get_name().startswith("omni")] == [])
+    heads[1].send(FleetState(9, "x", (StageState(), StageState())))
+    await eventually(lambda: "a state of 2 stages" in caplog.text)
+    with pytest.raises(CoordinatorUnavailableError, match="cannot adopt"):
+        await heads[0].call("set_weight_version", "v")

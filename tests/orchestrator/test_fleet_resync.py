@@ -11,8 +11,9 @@ from tests.fakes.links import answer_calls, refuse_calls
 from tests.orchestrator.head_bus import FakeHead, HeadBus, joined
 from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.head_messages import CallOutcome, OperatorCall
-from vllm_omni_plugin.errors import CoordinatorUnavailableError, ReplicaError
+from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState, StageState
+from vllm_omni_plugin.coordinator.protocol.head_messages import FleetCall
+from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, WEIGHTS_CORDON
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
@@ -47,15 +48,39 @@ async def test_the_server_of_a_late_head_is_notified_of_a_single_difference(
     await eventually(lambda: (late.adapters, late.sleep_level) == (adapters, level))
 
 
-async def test_a_replica_synced_by_another_head_gets_no_replay_and_may_have_updated_weights(
+async def test_a_replica_that_another_head_has_told_everything_gets_no_calls_and_has_the_weights(
     stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
 ) -> None:
     await heads[0].call("collective_rpc", "update_weights", None, [], {"update_info": {}})
     await heads[0].call("pause_scheduler", "keep", True)
     late = await joined(stack, bus, "late", replicas=0)
-    assert await late.bring_up(0, synced=True) == []
+    assert await late.bring_up(0, heads[0].pool.member(0).told) == []
     assert await late.bring_up(7) == [("pause_scheduler", ["keep", False])]
     assert [member.cordons for member in late.pool.members] == [frozenset(), {WEIGHTS_CORDON}]
+
+
+async def test_a_replica_that_knows_a_later_call_than_its_head_is_left_alone(
+    bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    await heads[0].call("pause_scheduler", "keep", True)
+    bus.delayed.add("b")
+    heads[0].ask("resume_scheduler")
+    await heads[2].until([])
+    assert heads[1].replay == PAUSED
+    assert await heads[1].bring_up(7, heads[0].pool.member(0).told) == []
+    bus.deliver_delayed()
+    await heads[1].until([])
+
+
+async def test_a_replica_that_the_heads_before_have_left_asleep_is_woken_if_an_operator_has_woken_the_fleet(
+    heads: list[FakeHead],
+) -> None:
+    asleep = StageState()
+    asleep.pause.sleep(1, "wait")
+    left = ReplicaState(state=asleep)
+    assert await heads[0].bring_up(7, left) == []
+    await heads[0].call("resume_scheduler")
+    assert await heads[0].bring_up(8, left) == [("wake_up", [None]), ("resume_scheduler", [])]
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -99,20 +124,6 @@ async def test_a_call_does_not_overtake_the_missed_calls_to_a_private_replica(
     assert [method for _, method, _ in private.calls] == expected
 
 
-async def test_a_refused_call_leaves_no_record_in_a_head_that_got_it_by_snapshot(
-    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
-) -> None:
-    reply = heads[0].ask_unanswered("pause_scheduler", "keep", True)
-    await heads[1].until(PAUSED)
-    late = await joined(stack, bus, "late", replicas=0)
-    assert late.replay == PAUSED
-    for link in heads[0].links.values():
-        link.refuse(link.calls[0][0])
-    with pytest.raises(ReplicaError):
-        await asyncio.wrap_future(reply)
-    await late.until([])
-
-
 async def test_a_single_head_needs_no_coordinator_and_reports_its_state_later(
     stack: AsyncExitStack, bus: HeadBus
 ) -> None:
@@ -151,7 +162,8 @@ async def test_a_new_coordinator_gets_the_fleets_state_from_the_heads(bus: HeadB
         bus.cut(head)
     bus.start()
     for head in reversed(heads):
-        await head.join_fleet()
+        bus.connect(head)
+    await eventually(lambda: all(head.fleet_calls.refusal is None for head in heads))
     bus.settle()
     await eventually(lambda: heads[2].pool.member(1).cordons == {ADMIN_CORDON})
     await heads[2].call("set_weight_version", "v2")
@@ -165,222 +177,84 @@ async def test_a_call_waits_for_the_heads_that_a_new_coordinator_does_not_know_y
     for head in heads:
         bus.cut(head)
     bus.start()
-    fresh = await joined(stack, bus, "fresh")
+    fresh = await stack.enter_async_context(FakeHead(bus, "fresh"))
+    bus.connect(fresh)
     reply = fresh.ask("pause_scheduler", "keep", True)
     for head in heads:
-        await head.join_fleet()
+        bus.connect(head)
+    await eventually(lambda: all(head.fleet_calls.refusal is None for head in (fresh, *heads)))
     bus.settle()
     assert len(await asyncio.wrap_future(reply)) == 2
     assert [head.replay for head in (fresh, *heads)] == [[("add_lora", (STORY,)), *PAUSED]] * 4
 
 
-async def test_calls_waiting_for_a_new_coordinator_are_not_made_after_their_callers_got_an_error(
+async def test_a_call_whose_head_dies_holds_as_far_as_engines_have_it_and_can_be_repeated(
     bus: HeadBus, heads: list[FakeHead]
 ) -> None:
-    for head in heads:
-        bus.cut(head)
-    bus.start()
-    await heads[0].join_fleet()
-    reply = heads[0].ask("pause_scheduler", "keep", True)
-    await eventually(lambda: bus.calls)
-    await heads[0].join_fleet()
-    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
-        await asyncio.wrap_future(reply)
-    bus.settle()
-    await heads[0].call("add_lora", STORY)
-    assert heads[0].replay == [("add_lora", (STORY,))]
-
-
-@pytest.mark.parametrize("outcome", ["is lost with the session", "comes before the resync"])
-async def test_a_head_that_resyncs_during_a_call_learns_which_replicas_failed(
-    bus: HeadBus, heads: list[FakeHead], outcome: str
-) -> None:
-    reply = heads[0].ask_unanswered("sleep", 1, "abort")
+    heads[0].ask_unanswered("add_lora", STORY)
     await eventually(lambda: heads[0].links[1].calls)
-    if outcome == "comes before the resync":
-        bus.overflow(heads[1])
-    else:
-        bus.delayed.add("b")
-    heads[0].links[0].answer(heads[0].links[0].calls[0][0])
-    heads[0].links[1].refuse(heads[0].links[1].calls[0][0])
-    if outcome == "is lost with the session":
-        await eventually(lambda: heads[2].statuses == [ReplicaStatus.UP, ReplicaStatus.ERROR])
-        bus.delayed.clear()
-        bus.connect(heads[1])
-    await asyncio.wrap_future(reply)
-    assert [head.statuses for head in heads] == [[ReplicaStatus.UP, ReplicaStatus.ERROR]] * 3
-
-
-async def test_a_call_whose_head_dies_is_repeated_by_one_other_head(bus: HeadBus, heads: list[FakeHead]) -> None:
-    heads[0].ask_unanswered("add_lora", STORY)
-    await heads[2].until([("add_lora", (STORY,))])
     bus.cut(heads[0])
-    for head in heads[1:]:
-        await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
-        assert head.replay == [("add_lora", (STORY,))]
-    assert sorted(len(head.calls(0)) for head in heads[1:]) == [0, 1]
+    assert await heads[1].call("add_lora", STORY) == ["add_lora"] * 2
+    assert [head.replay for head in heads[1:]] == [[("add_lora", (STORY,))]] * 2
+    assert heads[2].adapters == {"story": STORY}
 
 
-async def test_a_call_whose_head_dies_and_that_engines_refuse_leaves_no_record(
-    bus: HeadBus, heads: list[FakeHead]
-) -> None:
-    heads[0].ask_unanswered("add_lora", STORY)
-    await heads[2].until([("add_lora", (STORY,))])
-    for head in heads[1:]:
-        head.answer_with(refuse_calls)
-    bus.cut(heads[0])
-    for head in heads[1:]:
-        await head.until([])
-        assert head.adapters == {}
-        assert head.statuses == [ReplicaStatus.UP] * 2
-
-
-async def test_a_refused_call_whose_head_dies_leaves_no_record_in_a_head_that_got_it_by_snapshot(
-    stack: AsyncExitStack, bus: HeadBus
-) -> None:
-    caller = await joined(stack, bus, "caller")
-    caller.ask_unanswered("add_lora", STORY)
-    await caller.until([("add_lora", (STORY,))])
-    late = await joined(stack, bus, "late")
-    assert late.replay == caller.replay
-    late.answer_with(refuse_calls)
-    bus.cut(caller)
-    await late.until([])
-    await eventually(lambda: late.adapters == {})
-    assert late.statuses == [ReplicaStatus.UP] * 2
-
-
-@pytest.mark.parametrize(
-    "call", [("pause_scheduler", "keep", True), ("collective_rpc", "update_weights", None, [], {})], ids=str
-)
-async def test_a_call_whose_head_dies_is_not_repeated_after_a_later_call_or_if_it_updates_weights(
-    bus: HeadBus, heads: list[FakeHead], call: tuple[Any, ...]
-) -> None:
-    heads[0].ask_unanswered(*call)
-    stage = heads[1].orchestrator.stage_calls[0]
-    await eventually(lambda: heads[1].replay == PAUSED or stage.shared.weights_changed)
-    if heads[1].replay == PAUSED:
-        await heads[1].call("resume_scheduler")
-    bus.cut(heads[0])
-    await heads[2].call("set_weight_version", "later")
-    assert [method for method, _ in heads[1].calls(0)] in ([], ["resume_scheduler"])
-    assert heads[1].replay == heads[2].replay == [("set_weight_version", ("later",))]
-
-
-@pytest.mark.parametrize("unsaid", [OperatorCall, CallOutcome])
 async def test_a_caller_that_cannot_reach_the_coordinator_gets_an_error(
-    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch, unsaid: type
+    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = heads[0].send
-    monkeypatch.setattr(heads[0], "send", lambda message: not isinstance(message, unsaid) and send(message))
+    monkeypatch.setattr(heads[0], "send", lambda message: not isinstance(message, FleetCall) and send(message))
     for attempt in (heads[0].call("set_weight_version", "v2"), heads[0].manage("drain", 1)):
         with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
             await attempt
 
 
-async def test_a_caller_that_loses_the_coordinator_during_its_call_gets_an_error(
-    bus: HeadBus, heads: list[FakeHead]
-) -> None:
-    reply = heads[0].ask_unanswered("set_weight_version", "v2")
-    await eventually(lambda: heads[0].links[1].calls)
-    bus.cut(heads[0])
-    heads[0].answer_last()
-    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
-        await asyncio.wrap_future(reply)
-    assert heads[0].replay == [("set_weight_version", ("v2",))], "until it knows better"
-
-
-@pytest.mark.parametrize("ends", ["accepted", "refused"])
-async def test_a_call_that_is_sent_while_its_head_is_resynced_comes_to_its_end(
-    bus: HeadBus, heads: list[FakeHead], ends: str
-) -> None:
-    bus.delayed.add("a")
-    bus.overflow(heads[0])
-    bus.wake()
-    await eventually(lambda: heads[0].inbox, "the resync")
-    for head in heads:
-        head.answer_with(answer_calls if ends == "accepted" else refuse_calls)
-    reply = heads[0].ask("add_lora", STORY)
-    await heads[1].until([("add_lora", (STORY,))])
-    bus.deliver_delayed()
-    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
-        await asyncio.wrap_future(reply)
-    for head in heads:
-        await head.until([("add_lora", (STORY,))] if ends == "accepted" else [])
-
-
-@pytest.mark.parametrize("when", ["before its outcome", "after its outcome"])
-async def test_a_server_whose_call_was_lost_gets_the_state_of_the_fleet(
+@pytest.mark.parametrize("when", ["before the engines answer", "before the coordinator answers"])
+async def test_a_caller_that_loses_the_coordinator_gets_an_error_and_reports_the_call_later(
     bus: HeadBus, heads: list[FakeHead], when: str
 ) -> None:
-    if when == "before its outcome":
-        heads[0].stop_answering()
-    bus.delayed.add("b")
-    reply = heads[0].ask("add_lora", STORY)
-    if when == "before its outcome":
+    if when == "before the engines answer":
+        reply = heads[0].ask_unanswered("add_lora", STORY)
         await eventually(lambda: heads[0].links[1].calls)
-    else:
-        await eventually(lambda: heads[2].adapters)
-    bus.cut(heads[0])
-    bus.delayed.clear()
-    if when == "before its outcome":
+        bus.cut(heads[0])
         heads[0].answer_last()
+    else:
+        bus.delayed.add("a")
+        reply = heads[0].ask("add_lora", STORY)
+        await eventually(lambda: heads[2].adapters)
+        bus.cut(heads[0])
+        bus.delayed.clear()
     with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
         await asyncio.wrap_future(reply)
+    await eventually(lambda: heads[0].adapters == {"story": STORY}, "AsyncLLM takes the error for a failed call")
     await heads[0].join_fleet()
     for head in heads:
         await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
+    assert [head.calls(0) for head in heads[1:]] == [[], []], "the engines have it"
 
 
-async def test_a_server_whose_call_was_lost_and_refused_has_no_record_of_it(
-    bus: HeadBus, heads: list[FakeHead]
+async def test_heads_that_changed_their_documents_apart_agree_on_the_later_one_and_so_do_their_engines(
+    stack: AsyncExitStack, bus: HeadBus
 ) -> None:
-    reply = heads[0].ask_unanswered("add_lora", STORY)
-    await eventually(lambda: heads[0].links[1].calls)
-    for head in heads[1:]:
-        head.answer_with(refuse_calls)
-    bus.cut(heads[0])
-    await heads[1].until([])
-    await heads[0].join_fleet()
-    await heads[0].until([])
-    heads[0].answer_last()
-    with pytest.raises(CoordinatorUnavailableError):
-        await asyncio.wrap_future(reply)
-    # Updates to AsyncLLM come in order.
-    other = Adapter("other", 8, "/loras/other")
-    heads[1].answer_with(answer_calls)
-    await heads[1].call("add_lora", other)
-    await eventually(lambda: heads[0].adapters)
-    assert heads[0].adapters == {"other": other}
-
-
-async def test_a_call_that_one_head_takes_over_twice_comes_to_its_end(
-    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
-) -> None:
-    caller, again, between = heads
-    other = await joined(stack, bus, "other")
-    for head in heads:
-        head.stop_answering()
-    caller.ask("add_lora", STORY)
-    await eventually(lambda: caller.links[1].calls)
-    bus.cut(caller)
-    await eventually(lambda: again.links[1].calls)
-    bus.connect(again)
-    await eventually(lambda: between.links[1].calls)
-    bus.cut(between)
-    await eventually(lambda: len(again.links[1].calls) == 2)
-    for attempt in range(2):
-        for link in again.links.values():
-            link.answer(link.calls[attempt][0])
-        await asyncio.sleep(0)
-    await eventually(lambda: other.adapters == {"story": STORY})
+    one, other = [await stack.enter_async_context(FakeHead(bus, name, replicas=0)) for name in "ab"]
+    for head in (one, other):
+        head.own = head.attach(0, private=True)  # type: ignore[attr-defined]
+        await head.join_fleet()
+        bus.cut(head)
+        await head.call("pause_scheduler", "keep", True)
+    await other.call("resume_scheduler")
+    assert (one.fleet_calls.state.version, other.fleet_calls.state.version) == (1, 2)
+    for head in (one, other):
+        await head.join_fleet()
+    await eventually(lambda: one.fleet_calls.state == other.fleet_calls.state)
+    assert (one.fleet_calls.state.version, one.replay) == (2, [])
+    await eventually(lambda: one.calls(0)[-1] == ("resume_scheduler", []))
 
 
 async def test_a_head_that_does_not_answer_delays_a_call_until_it_has_left(bus: HeadBus, heads: list[FakeHead]) -> None:
     bus.delayed.add("b")
     reply = heads[0].ask("pause_scheduler", "keep", True)
     await heads[2].until(PAUSED)
-    await eventually(lambda: heads[0].links[0].calls)
     assert not reply.done()
     bus.cut(heads[1])
     assert len(await asyncio.wrap_future(reply)) == 2

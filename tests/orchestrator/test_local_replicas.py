@@ -18,6 +18,7 @@ from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeR
 from tests.fakes.engines import READY, FakeEngine, FakeLauncher, GroupLauncher, Plan
 from tests.orchestrator.local_node import EACH_START_FAILURE, Node, answer, running_node
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState, StageState
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.pool import stage_calls
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RequestFailed
@@ -252,7 +253,8 @@ async def test_a_replica_waits_for_the_files_of_an_adapter_and_is_not_started_ag
 async def test_a_replica_that_waits_for_an_adapter_and_dies_is_started_again(node: Node, tmp_path: Path) -> None:
     await node.replicas.start()
     missing = Adapter("story", 7, str(tmp_path / "story"), digest="of files that were there")
-    node.orchestrator.stage_calls[0].shared.record("add_lora", (missing,))(True)
+    reached = [member.engine_key for member in node.pool.members]
+    node.orchestrator.stage_calls[0].adopt(ReplicaState(1, "", StageState((missing,))), reached)
     node.engine_of(0).process.die()
     node.go_on.release()
     await eventually(lambda: node.pauses == [1.0, 5.0])

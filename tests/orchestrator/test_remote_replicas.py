@@ -11,6 +11,7 @@ from tests.fakes.engine_api import UNREADABLE
 from tests.orchestrator.remote_fleet import Attachment, Fleet
 from tests.orchestrator.test_replica_list import row
 from vllm_omni_plugin.coordinator import PeerWork, ReplicaStatus, Welcome
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     ALL_HEADS_LEAVE_S,
@@ -59,15 +60,14 @@ async def test_replicas_have_the_ids_of_the_list_so_that_all_heads_use_the_same_
     }
 
 
-async def test_a_replica_replays_earlier_calls_before_it_serves_unless_it_is_synced(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_gets_what_it_was_not_told_before_it_serves(fleet: Fleet) -> None:
     await fleet.joined(row(1))
     await fleet.call("set_weight_version", "v2")
     fleet.register(row(2))
     await fleet.serving(2)
-    assert all(replica.synced for replica in fleet.attachments)
-    monkeypatch.setattr(Attachment, "synced", True)
+    assert fleet.attachments[0].told == fleet.attachments[1].told != NOTHING_TOLD
+    # Another head has told it everything.
+    fleet.told_before = [fleet.attachments[0].told]
     fleet.register(row(3))
     await fleet.serving(3)
     calls = [[call[1:] for call in replica.link.calls] for replica in fleet.attachments[1:]]

@@ -169,6 +169,19 @@ async def test_an_engine_that_carries_out_a_long_call_has_not_stalled(fleet: Fak
     assert stalled(fleet) == [0]
 
 
+async def test_an_engine_that_carries_out_a_long_call_of_another_head_has_not_stalled(fleet: FakeFleet) -> None:
+    await only_first(fleet, "a")
+    stage = fleet.orchestrator.stage_calls[0]
+    stage.set_busy(first(fleet), True)
+    wait(fleet, 2 * TIMEOUT_S)
+    assert stalled(fleet) == []
+    stage.set_busy(first(fleet), False)
+    wait(fleet, TIMEOUT_S - 1.0)
+    assert stalled(fleet) == []
+    wait(fleet, 1.0)
+    assert stalled(fleet) == [0]
+
+
 async def test_a_head_that_was_late_itself_takes_nothing_for_stalled(fleet: FakeFleet) -> None:
     await only_first(fleet, "a")
     fleet.now += 10 * TIMEOUT_S

@@ -8,6 +8,7 @@ import zmq
 
 from tests.fakes.engine_api import DEAD_FRAME, FakeEngineApi, FakeOutput, FakeOutputs, FakeResult, FakeUtilityOutput
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD
 from vllm_omni_plugin.curve import Secrets, ZapHandler, require_key, require_password, secure_server
 from vllm_omni_plugin.replicas.control.lease_messages import (
     Attach,
@@ -78,7 +79,7 @@ class FakeServer:
         self.received: list[list[bytes]] = []
         self.refusal: AttachRefused | None = None
         self.answers_attach = self.answers_renewals = self.answers_calls = self.admits = True
-        self.synced = False
+        self.told = NOTHING_TOLD
         self.status = ReplicaStatus.UP
         self._encrypted = secrets is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -173,7 +174,7 @@ class FakeServer:
                 max_message_bytes=2**20,
                 data_key=self._data_key.decode() if self._encrypted else "",
                 fingerprint={},
-                synced=self.synced,
+                told=self.told,
                 incarnation=self.incarnation,
             )
         )

@@ -25,6 +25,7 @@ from tests.replicas.remote_server import (
     TimedOutputs,
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.client import remote as remote_module
@@ -37,7 +38,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     DrainReplica,
     Expired,
     RenewLease,
-    StateSynced,
+    StateTold,
     Status,
 )
 
@@ -128,13 +129,14 @@ async def test_times_are_converted_to_our_clock(head: RemoteHead, server: FakeSe
         assert head.outputs[0].outputs[0].events[0].timestamp == 999.0
 
 
-async def test_synced_drain_and_detach_are_sent_to_the_server(head: RemoteHead, server: FakeServer) -> None:
+async def test_what_an_engine_was_told_drain_and_detach_are_sent(head: RemoteHead, server: FakeServer) -> None:
     replica = await head.attach(server.info)
-    replica.report_synced()
-    replica.request_drain()
-    replica.close()
-    replica.close()
-    await eventually(lambda: server.control_messages[-3:] == [StateSynced(LEASE), DrainReplica(LEASE), Detach(LEASE)])
+    replica.on_busy = lambda busy: replica.report_told(ReplicaState(4, "y"))
+    server.send_control(Status(LEASE, ReplicaStatus.UP, busy=True))
+    replica.on_told = lambda told: (replica.request_drain(), replica.close(), replica.close())
+    server.send_control(StateTold(LEASE, server.told))
+    sent = [StateTold(LEASE, ReplicaState(4, "y")), DrainReplica(LEASE), Detach(LEASE)]
+    await eventually(lambda: server.control_messages[-3:] == sent)
     assert (head.deaths, replica.lost.result()) == ([], "closed")
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 from vllm_omni_plugin.admission import config_changes
 from vllm_omni_plugin.coordinator import ReplicaKey
-from vllm_omni_plugin.coordinator.state.call_log import update_drained
 from vllm_omni_plugin.errors import OmniError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.replica_actions import apply_action
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.work_exchange import PeerUpdate, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
@@ -132,9 +131,14 @@ class FleetControl:
         key, refusal = ReplicaKey.of(member), self._fleet_calls.refusal
         if member.remote and refusal is not None:
             raise refusal
-        apply_action(self._orchestrator, message.action, member)
+        if message.action == "drain":
+            self._orchestrator.cordon(member, ADMIN_CORDON)
+        elif message.action == "resume":
+            self._orchestrator.uncordon(member, ADMIN_CORDON)
+        else:
+            assert member.leave is not None
+            member.leave()
         if member.remote:
-            update_drained(message.action, key, self._orchestrator.drained)
             self._fleet_calls.share_replica_action(message.action, key, message.reply)
         else:
             message.reply.set_result(None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.admission import NO_QUEUE, AdmissionConfig
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
@@ -203,10 +204,10 @@ class Orchestrator:
         member: PoolMember,
         client: StageClient,
         ready_response: bytes,
-        up_to_date: bool = False,
+        told: ReplicaState = NOTHING_TOLD,
         sleeps: bool = False,
     ) -> None:
-        """Check that a replica can do its stage's task, and replay the state that operator calls have left.
+        """Check that a replica can do its stage's task, and bring it to the state that operator calls have left.
 
         A replica that lacks weights which were updated at run time is cordoned until the next complete update.
         A replica that has stalled must compute a request first.
@@ -215,7 +216,7 @@ class Orchestrator:
 
         Args:
             ready_response: its engine's, as vLLM encoded it.
-            up_to_date: whether another head has replayed everything.
+            told: what its engine was told before.
             sleeps: whether its engine is paused or asleep.
 
         Raises:
@@ -236,8 +237,7 @@ class Orchestrator:
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
         stage = self.stage_calls[member.stage_id]
-        engine, remote = member.engine_key, member.remote
-        self._hold_back(member, not await stage.bring_up_to_date(client, engine, up_to_date, remote, sleeps))
+        self._hold_back(member, not await stage.bring_up_to_date(member, client, told, sleeps))
         # Last: another replica may have begun to serve meanwhile.
         self.stage_pools[member.stage_id].promised_length.check(size.max_model_len, member.starts_with_head)
 

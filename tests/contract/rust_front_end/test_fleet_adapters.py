@@ -13,7 +13,7 @@ import pytest
 from msgspec import msgpack
 
 from tests.fakes.conditions import eventually
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 from .head import MODEL, Head, answers_itself, is_running, started_head

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestError
 
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
 
 from .played import READY, PlayedFrontEnd, RustFleet
 

@@ -29,7 +29,7 @@ from vllm_omni_plugin.errors import (
     StageInputError,
 )
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndLink
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft, RequestFailed
 
 from .played import READY, PlayedFrontEnd, RustFleet

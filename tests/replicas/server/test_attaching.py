@@ -14,12 +14,13 @@ from tests.fakes.conditions import eventually
 from tests.replicas.server.conftest import Node, StartNode
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, StageState
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.control.lease_messages import (
     Attached,
     AttachRefused,
     Expired,
-    StateSynced,
+    StateTold,
     Status,
     encode,
 )
@@ -27,6 +28,7 @@ from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
 from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
 
 SECRETS = Secrets(["a secret that both ends know"])
+TOLD = ReplicaState(3, "a", StageState(weight_version="v2"))
 
 
 def fail_next_close(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,19 +77,36 @@ async def test_two_heads_have_different_slots(node: Node) -> None:
         assert await first.read_ids(100) == ["first"] * 100
 
 
-async def test_an_engine_stays_synced_until_its_last_head_has_detached(
-    node: Node,
-) -> None:
+async def test_a_server_keeps_what_its_engine_was_told_and_passes_it_on_to_the_other_heads(node: Node) -> None:
+    async with node.attached() as first, node.attached() as second:
+        assert first.attached.told == NOTHING_TOLD
+        await first.send_control(StateTold(first.attached.lease, TOLD))
+        assert await second.next_message() == StateTold(second.attached.lease, TOLD)
+        # An earlier one, of a head that knows less.
+        await second.send_control(StateTold(second.attached.lease, ReplicaState(2, "x")))
+        await second.renew()
+        async with node.attached() as third:
+            assert third.attached.told == TOLD
+
+
+async def test_after_its_last_head_an_engine_is_as_it_was_told_by_a_fleet_that_is_gone(node: Node) -> None:
     async with node.attached() as first:
-        assert not first.attached.synced
-        await first.send_control(StateSynced(first.attached.lease))
-        await first.renew()
-        async with node.attached() as second:
-            assert second.attached.synced
-            await detach_and_wait(second)
+        await first.send_control(StateTold(first.attached.lease, TOLD))
         await detach_and_wait(first)
     async with node.attached() as later:
-        assert not later.attached.synced
+        assert later.attached.told == ReplicaState(state=TOLD.state)
+        await later.send_control(StateTold(later.attached.lease, ReplicaState(1, "later")))
+        await later.renew()
+        async with node.attached() as last:
+            assert last.attached.told == ReplicaState(1, "later")
+
+
+async def test_heads_are_told_that_another_one_makes_a_long_call(node: Node) -> None:
+    async with node.attached() as first, node.attached() as second:
+        await first.renew(busy=True)
+        assert await second.renew() == Status(second.attached.lease, ReplicaStatus.UP, busy=True)
+        await first.renew()
+        assert await second.renew() == Status(second.attached.lease, ReplicaStatus.UP)
 
 
 async def detach_and_wait(head: Head) -> None:
@@ -96,21 +115,21 @@ async def detach_and_wait(head: Head) -> None:
     assert await head.renew() == Expired(head.attached.lease)
 
 
-async def test_a_restarted_engine_is_not_synced(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restarted_engine_was_told_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     async with node.attached() as first:
-        await first.send_control(StateSynced(first.attached.lease))
+        await first.send_control(StateTold(first.attached.lease, TOLD))
         before = await node.up()
         fail_next_close(monkeypatch)
         await first.detach()
         await node.up(after=before.incarnation)
     async with node.attached() as later:
-        assert not later.attached.synced
+        assert later.attached.told == NOTHING_TOLD
 
 
 @pytest.mark.parametrize(
     ("field", "value", "lasting", "reason"),
     [
-        ("protocol", 99, True, "protocol: head has 99, replica 4"),
+        ("protocol", 99, True, "protocol: head has 99, replica 5"),
         ("incarnation", 3, False, "incarnation: head has 3"),
         ("incarnation", 2**62, False, "incarnation: head has 4611686018427387904"),
         ("fingerprint", {"model": "tiny", "dtype": "bf16"}, True, "dtype: head has bf16, replica float32"),

@@ -24,9 +24,10 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     decode_strictly,
     encode_strictly,
 )
+from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, OptionalHeadId, Version
 from vllm_omni_plugin.errors import WireError
 
-SESSION_PROTOCOL = 3
+SESSION_PROTOCOL = 4
 """Version of these messages. Both ends must have the same."""
 
 MAX_HEAD_ID_CHARS = 128
@@ -46,8 +47,8 @@ MAX_FRAME_TO_HEAD_BYTES = MAX_REPLICA_LIST_BYTES + SHARED_FRAME_BYTES
 _HEAD_PREFIX = b'{"type":'
 
 HeadId = Annotated[str, Meta(min_length=1, max_length=MAX_HEAD_ID_CHARS)]
-Method = Annotated[str, Meta(min_length=1, max_length=MAX_METHOD_CHARS)]
 EngineKey = Annotated[int, Meta(ge=0, lt=ENGINE_KEYS)]
+EngineKeys = Annotated[list[EngineKey], Meta(max_length=MAX_NAMED_ENGINES)]
 HostSlot = Annotated[str, Meta(min_length=1, max_length=MAX_HOST_SLOT_CHARS)]
 ReplicaNumber = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 ErrorText = Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
@@ -99,57 +100,41 @@ class WorkReport(Struct, frozen=True, tag="work"):
     work: Annotated[list[ReplicaWork], Meta(max_length=ROWS_PER_FRAME)]
 
 
-class OperatorCall(Struct, frozen=True, tag="call"):
-    """A call that the coordinator numbers and sends to all heads.
+class FleetCall(Struct, frozen=True, tag="call", omit_defaults=True):
+    """A call of an operator, which engines have accepted. The other heads do their part, and send `CallDone`.
+
+    Attributes:
+        call_id: the caller's own name of it.
+        method, arguments, stages: for the engines that only other heads reach. "": there is nothing to call.
+        state: the fleet's document after the call; None: the call changes nothing lasting.
+        base_version, base_head: the document before it. The coordinator refuses the call if it has another one.
+        reached: engines that have accepted the call.
+        failed: engines that failed it, although others of their stage accepted it.
+        cleared: engines that cleared their prefix caches.
 
     If lost: only with its session; the operator gets an error and repeats the call.
     """
 
     call_id: Ordinal
-    method: Method
-    arguments: list[Any]
-    stages: Annotated[list[StageId], Meta(max_length=MAX_STAGES)]
-    called_engines: Annotated[list[EngineKey], Meta(max_length=MAX_NAMED_ENGINES)] = msgspec.field(name="told")
-
-
-class CallOutcome(Struct, frozen=True, tag="call_outcome"):
-    """The result of a call, from its caller to the other heads.
-
-    If lost: resync; if its caller is gone, another head repeats the call if it may be made twice.
-    """
-
-    number: Ordinal
-    taken: Annotated[list[bool], Meta(max_length=MAX_STAGES)]
-    failed: Annotated[list[EngineKey], Meta(max_length=MAX_NAMED_ENGINES)] = []
-    cleared: Annotated[list[EngineKey], Meta(max_length=MAX_NAMED_ENGINES)] = []
+    method: Annotated[str, Meta(max_length=MAX_METHOD_CHARS)] = ""
+    arguments: list[Any] = []
+    stages: Annotated[list[StageId], Meta(max_length=MAX_STAGES)] = []
+    state: FleetState | None = None
+    base_version: Version = 0
+    base_head: OptionalHeadId = ""
+    reached: EngineKeys = []
+    failed: EngineKeys = []
+    cleared: EngineKeys = []
 
 
 class CallDone(Struct, frozen=True, tag="call_done"):
-    """This head has finished its part of a call.
+    """This head has done its part of a call of the head ``head_id``.
 
     If lost: only with its session; a head with a new session counts as done.
     """
 
-    number: Ordinal
-
-
-class StageState(Struct, frozen=True):
-    """The calls that bring a fresh engine to the state of its stage, except for weights that were updated."""
-
-    stage_id: StageId
-    replay: list[tuple[Method, list[Any]]]
-    weights_changed: bool
-
-
-class FleetState(Struct, frozen=True, tag="fleet_state"):
-    """Snapshot of the state that operator calls left, from the coordinator, or from a head with a newer one.
-
-    If lost: the next resync has or requests it.
-    """
-
-    number: Ordinal
-    stages: Annotated[list[StageState], Meta(max_length=MAX_STAGES)]
-    drained: list[ReplicaKey]
+    call_id: Ordinal
+    head_id: HeadId
 
 
 class Bye(Struct, frozen=True, tag="bye"):
@@ -230,42 +215,35 @@ class PeerWork(Struct, frozen=True, tag="work"):
     work: list[ReplicaWork]
 
 
-class NumberedCall(OperatorCall, frozen=True, tag="numbered_call", kw_only=True):
-    """A call of the head ``head_id``. All heads, also the caller, get the calls in the same order.
+class PeerCall(FleetCall, frozen=True, tag="peer_call", kw_only=True):
+    """A call of the head ``head_id``. All heads, the caller too, get the calls in the same order.
 
-    If lost: resync: the snapshot has the calls.
+    If lost: resync: the document has what the calls have changed.
     """
 
-    number: Ordinal
     head_id: HeadId
 
 
 class CallRefused(Struct, frozen=True, tag="call_refused"):
-    """To the caller: the call gets no number. The operator gets 503, because a retry may succeed.
+    """To the caller: the call is not passed on. The operator gets 503, because a retry may succeed.
+
+    ``is_outdated``: the document has been changed meanwhile. It came before this message, and the caller tries again.
 
     If lost: resync; the operator gets an error and repeats the call.
     """
 
     call_id: Ordinal
     reason: ErrorText
-
-
-class TakeOverCall(Struct, frozen=True, tag="take_over"):
-    """The caller left before it sent the outcome. This head repeats the call and becomes its caller.
-
-    If lost: resync; the next head gets it.
-    """
-
-    call: NumberedCall
+    is_outdated: bool = False
 
 
 class CallFinished(Struct, frozen=True, tag="call_finished"):
-    """To the caller: all other heads have finished their part of the call.
+    """To the caller: all other heads have done their part, or left.
 
     If lost: resync; the operator gets an error and repeats the call.
     """
 
-    number: Ordinal
+    call_id: Ordinal
 
 
 class HeadLeft(Struct, frozen=True, tag="head_left"):
@@ -281,9 +259,9 @@ class SessionLost(Struct, frozen=True):
     """Not on the wire: a head's client reports that the coordinator is silent. The last list remains valid."""
 
 
-CallMessageFromHead = OperatorCall | CallOutcome | CallDone | FleetState
+CallMessageFromHead = FleetCall | CallDone | FleetState
 FromHead = Hello | Beat | WorkReport | CallMessageFromHead | Bye
-CallMessageToHead = NumberedCall | CallRefused | TakeOverCall | CallOutcome | CallFinished | FleetState
+CallMessageToHead = PeerCall | CallRefused | CallFinished | FleetState
 ToHead = Welcome | SessionRefused | FullList | ListDelta | PeerWork | HeadLeft | CallMessageToHead
 
 _encoder = msgspec.json.Encoder()

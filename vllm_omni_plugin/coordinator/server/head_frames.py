@@ -7,11 +7,10 @@ import zmq
 
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    FleetState,
+    FleetCall,
     HeadInfo,
     HeadQuery,
     Hello,
-    OperatorCall,
     decode_from_head,
     encode_to_head,
     frames_to_head,
@@ -20,15 +19,11 @@ from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, O
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
 
-# After the largest number of calls there would be none for the next one, and all heads would keep that number. Numbers
-# below the time since the epoch, counted this fast, leave enough for ever.
-_MOST_CALLS_PER_SECOND = 1_000_000
-
 
 class HeadFrames:
     """Connects the ROUTER with `ConnectedHeads`. For the coordinator's thread only.
 
-    ``head_info`` returns the answer to a query, and ``wall_clock`` the seconds since the epoch.
+    ``head_info`` returns the answer to a query.
     """
 
     def __init__(
@@ -36,12 +31,10 @@ class HeadFrames:
         heads: ConnectedHeads,
         router: Socket,
         head_info: Callable[[HeadQuery], HeadInfo],
-        wall_clock: Callable[[], float],
     ) -> None:
         self._heads = heads
         self._router = router
         self._head_info = head_info
-        self._wall_clock = wall_clock
 
     def receive(self, peer: bytes, frame: bytes, now: float) -> bool:
         """Handle a frame. Returns False if it needs a session and there is none. Raises as `ConnectedHeads.handle`."""
@@ -50,13 +43,11 @@ class HeadFrames:
             answer = encode_to_head(self._head_info(message))
             self.send((peer, frame) for frame in frames_to_head([answer]))
             return True
-        if isinstance(message, FleetState) and message.number > self._wall_clock() * _MOST_CALLS_PER_SECOND:
-            raise WireError(f"fleet_state: no fleet can have made {message.number} calls")
         try:
             frames = self._heads.handle(peer, message, now)
         except (TableFullError, WireError) as error:
             # Their senders wait for an answer.
-            if isinstance(message, Hello | OperatorCall):
+            if isinstance(message, Hello | FleetCall):
                 self.send([self._heads.refusal(peer, message, str(error))])
             raise
         self.send(frames or ())

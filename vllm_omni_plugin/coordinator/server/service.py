@@ -105,7 +105,7 @@ class OmniCoordinator:
         self._router = self._sockets.router
         self._pub = self._sockets.pub
         self._fingerprints = {} if secrets is None else dict(fingerprints or {})
-        self._head_frames = HeadFrames(self._heads, self._router, self._head_info, wall_clock)
+        self._head_frames = HeadFrames(self._heads, self._router, self._head_info)
         # User id and number of topics of each connection, by its descriptor. Descriptors are reused; the user id is the
         # one that the ZAP handler gives each connection.
         self._topics: dict[int, tuple[str, int]] = {}

@@ -14,10 +14,10 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Beat,
     Bye,
     CallRefused,
+    FleetCall,
     FromHead,
     HeadLeft,
     Hello,
-    OperatorCall,
     PeerWork,
     ReplicaWork,
     SessionRefused,
@@ -26,9 +26,9 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     encode_to_head,
     frames_to_head,
 )
-from vllm_omni_plugin.coordinator.state.call_log import OperatorCalls, OutgoingMessages
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
+from vllm_omni_plugin.coordinator.state.relayed_calls import OutgoingMessages, RelayedCalls
 from vllm_omni_plugin.errors import WireError
 
 MAX_HEADS = 64
@@ -106,7 +106,9 @@ class ConnectedHeads:
         self._lists = lists
         self._heads: dict[str, ConnectedHead] = {}
         self._by_peer: dict[bytes, ConnectedHead] = {}
-        self._calls = OperatorCalls(numbering=lists.has_list)
+        self._calls = RelayedCalls()
+        # Before its first list, a new coordinator waits for heads with a later state.
+        self._tells_state = lists.has_list
         self._relayed_at = float("-inf")
 
     def __len__(self) -> int:
@@ -131,7 +133,7 @@ class ConnectedHeads:
             case Bye():
                 return self._remove(head)
             case _:
-                return self._encode(self._calls.handle(head.head_id, message, list(self._heads)))
+                return self._encode(self._calls.handle(head.head_id, message, self._synced_ids()))
         return []
 
     def mark_out_of_sync(self, peer: bytes) -> None:
@@ -153,8 +155,9 @@ class ConnectedHeads:
         for head in self._heads.values():
             if not head.synced and now >= head.synced_at + RESYNC_INTERVAL:
                 frames += self._resync(head, now)
-        if self._lists.has_list:
-            frames += self._encode(self._calls.start_numbering(list(self._heads)))
+        if self._lists.has_list and not self._tells_state:
+            self._tells_state = True
+            frames += self.broadcast([encode_to_head(self._calls.state)])
         if now >= self._relayed_at + RELAY_INTERVAL:
             changes = [encode_to_head(head.take_changes()) for head in self._heads.values() if head.has_changes]
             if changes:
@@ -178,7 +181,7 @@ class ConnectedHeads:
             deadlines.append(self._relayed_at + RELAY_INTERVAL)
         return min(deadlines, default=None)
 
-    def refusal(self, peer: bytes, message: Hello | OperatorCall, reason: str) -> OutgoingFrame:
+    def refusal(self, peer: bytes, message: Hello | FleetCall, reason: str) -> OutgoingFrame:
         """Return the frame that refuses a session or a call."""
         reason = reason[:MAX_ERROR_CHARS]
         refused = SessionRefused(reason) if isinstance(message, Hello) else CallRefused(message.call_id, reason)
@@ -209,7 +212,7 @@ class ConnectedHeads:
         return []
 
     def _resync(self, head: ConnectedHead, now: float) -> list[OutgoingFrame]:
-        frames = self._encode(self._calls.head_resynced(head.head_id, self._synced_ids()))
+        frames = self._encode(self._calls.head_resynced(head.head_id))
         head.synced, head.synced_at = True, now
         others = [other for other in self._heads.values() if other is not head]
         full_list = self._lists.full_list(now)
@@ -217,8 +220,8 @@ class ConnectedHeads:
         if full_list is not None:
             messages.append(full_list)
         messages += [encode_to_head(work) for other in others if (work := other.all_work()) is not None]
-        messages.append(encode_to_head(self._calls.state))
-        messages += [encode_to_head(outcome) for outcome in self._calls.pending_outcomes(head.head_id)]
+        if self._tells_state:
+            messages.append(encode_to_head(self._calls.state))
         return frames + [(head.peer, frame) for frame in frames_to_head(messages)]
 
     def _synced_ids(self) -> list[str]:
@@ -237,8 +240,8 @@ class ConnectedHeads:
         del self._heads[head.head_id]
         del self._by_peer[head.peer]
         frames = self.broadcast([encode_to_head(HeadLeft(head.head_id))])
-        frames += self._encode(self._calls.head_left(head.head_id, self._synced_ids()))
+        frames += self._encode(self._calls.head_resynced(head.head_id))
         if not self._heads:
             # Engines are reset when their last head has left.
-            self._calls = OperatorCalls(numbering=self._lists.has_list)
+            self._calls = RelayedCalls()
         return frames

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from vllm.lora.request import LoRARequest
 
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
 
 _ID_BITS = 53
 """Ids pass through JSON."""

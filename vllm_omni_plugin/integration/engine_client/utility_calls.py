@@ -10,7 +10,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.admin.replies import result_of
-from vllm_omni_plugin.coordinator.protocol.call_arguments import ABORT_CLIENT_REQUESTS, FORGET_LORA, HEAD_CALLS
+from vllm_omni_plugin.coordinator.protocol.call_effects import ABORT_CLIENT_REQUESTS, FORGET_LORA, HEAD_CALLS
 from vllm_omni_plugin.errors import OmniError, RanksUnknownError
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
@@ -127,7 +127,7 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
     def shared_adapters(self) -> dict[str, Adapter]:
         """The adapters that requests can name, by name. For the orchestrator's loop."""
         stages = [self.orchestrator.stage_calls[stage_id] for stage_id in self.stages.adapter_stages]
-        return {adapter.lora_name: adapter for stage in stages for adapter in stage.shared.adapters}
+        return {adapter.lora_name: adapter for stage in stages for adapter in stage.state.adapters}
 
     async def abort_elsewhere(self, request_ids: Sequence[str]) -> None:
         """Abort requests of all other heads by their clients' ids; without ids, all of them.

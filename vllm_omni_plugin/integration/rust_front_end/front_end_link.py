@@ -27,7 +27,7 @@ from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCall
 from vllm_omni_plugin.integration.rust_front_end.fleet_adapters import FleetAdapters, complete
 from vllm_omni_plugin.integration.rust_front_end.front_end_calls import FrontEndCalls
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.ongoing_call import AbortedElsewhere, EngineStateUpdate
+from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import is_later
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
@@ -19,7 +20,6 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import (
     DRAIN_CORDON,
     LATE_CORDON,
     STALL_CORDON,
-    WEIGHTS_CORDON,
     PoolMember,
 )
 from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
@@ -141,21 +141,23 @@ class RemoteReplicaKeeper:
         replica.on_lost, replica.on_late = self._on_lost, self._on_late
         try:
             member.incarnation = replica.incarnation
-            synced = await self._fleet_calls.wait_synced()
+            await self._fleet_calls.wait_synced()
             await self._orchestrator.prepare_replica(
-                member, replica.client, replica.ready_response, replica.synced, replica.sleeps
+                member, replica.client, replica.ready_response, replica.told, replica.sleeps
             )
-            if synced:
-                if WEIGHTS_CORDON not in member.cordons:
-                    replica.report_synced()
-                member.report_synced = replica.report_synced
+            if is_later(member.told, replica.told):
+                replica.report_told(member.told)
+            member.report_told = replica.report_told
+            stage = self._orchestrator.stage_calls[member.stage_id]
+            replica.on_told, replica.on_busy = partial(stage.told_elsewhere, member), partial(stage.set_busy, member)
             if replica.lost.done():
                 raise ReplicaError("it was lost as soon as it was attached")
             self._serve(replica)
             # Shielded: cancelling the wait must not cancel `lost`.
             yield asyncio.shield(replica.lost)
         finally:
-            self._replica = member.report_synced = None
+            self._replica = member.report_told = None
+            member.is_busy = False
             replica.close()
 
     def _serve(self, replica: RemoteReplica) -> None:
@@ -164,7 +166,7 @@ class RemoteReplicaKeeper:
             self.joined = True
             self._orchestrator.replica_joined(member, replica.ready_response)
         self._update_cordons()
-        sets_pause = self._orchestrator.stage_calls[member.stage_id].shared.sets_pause
+        sets_pause = self._orchestrator.stage_calls[member.stage_id].state.pause.was_set
         self._set_cordon(ASLEEP_CORDON, replica.sleeps and not sets_pause)
         self._orchestrator.replica_serves(
             member, replica.client, self.info.input_addr, self.info.output_addr, replica.ready_response

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.coordinator import ReplicaStatus, engine_key
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState
 from vllm_omni_plugin.orchestrator.pool.progress import Progress
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
@@ -73,7 +74,9 @@ class PoolMember:
         changed_at: monotonic seconds at which the replica last began to serve or was lost.
         leave: removes the replica for good, moves its requests and frees its id. Returns at once; raises
             `ReplicaError` if the replica cannot be reached. Set by the owner of the replica.
-        report_synced: tells the node of a remote replica that its engine has got all operator calls; None: not now.
+        told: what its engine was told of the fleet's state.
+        report_told: tells the server of a remote replica what its engine was told; None: not now.
+        is_busy: whether any head has a call open that may block its engine for long, as its server says.
         idle: done as soon as nothing is in flight; None if nothing waits for that.
         engine_index: the replica's number in vLLM's metrics and logs.
         name: the replica's name for users, `<stage>.<replica>`.
@@ -98,7 +101,9 @@ class PoolMember:
     cordons: frozenset[str] = frozenset()
     changed_at: float = 0.0
     leave: Callable[[], None] | None = None
-    report_synced: Callable[[], None] | None = None
+    told: ReplicaState = NOTHING_TOLD
+    report_told: Callable[[ReplicaState], None] | None = None
+    is_busy: bool = False
     idle: "asyncio.Future[None] | None" = None
     engine_index: int = field(init=False)
     name: str = field(init=False)

@@ -10,6 +10,7 @@ import zmq
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
@@ -29,7 +30,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Expired,
     FromServer,
     RenewLease,
-    StateSynced,
+    StateTold,
     Status,
 )
 from vllm_omni_plugin.replicas.kv_events.cache_listener import OnCacheChange
@@ -126,11 +127,15 @@ class RemoteReplica:
         on_lost: called with the reason when `lost` is set; does nothing unless replaced.
         on_late: called with True when the replica is late, and with False when its server answers again; does nothing
             unless replaced.
+        told: what its engine was told before.
+        on_told: called when another head has told it something; does nothing unless replaced.
+        on_busy: called when a head begins or ends a call that may block the engine for long; does nothing unless
+            replaced.
     """
 
     client: StageClient
     ready_response: bytes
-    synced: bool
+    told: ReplicaState
     sleeps: bool
 
     def __init__(
@@ -147,7 +152,9 @@ class RemoteReplica:
         self.lost: asyncio.Future[str] = loop.create_future()
         self.on_lost: Callable[[str], None] = lambda reason: None
         self.on_late: Callable[[bool], None] = lambda late: None
-        self._late = False
+        self.on_told: Callable[[ReplicaState], None] = lambda told: None
+        self.on_busy: Callable[[bool], None] = lambda busy: None
+        self._late = self._is_busy = False
         self._answer: asyncio.Future[Attached | AttachRefused] = loop.create_future()
         self._control: ControlClient | None = None
         self._lease: int | None = None
@@ -188,7 +195,7 @@ class RemoteReplica:
         self._link = RemoteLink(
             settings.context, lease, credential, settings.max_message_bytes, self._data_connection_lost
         )
-        self.ready_response, self.synced = lease.ready_response, lease.synced
+        self.ready_response, self.told = lease.ready_response, lease.told
         # The head's row may be older, if the coordinator was away when the server registered a new one.
         self.incarnation = max(self.incarnation, lease.incarnation)
         self.client = StageClient(
@@ -224,9 +231,10 @@ class RemoteReplica:
             return f"its server at {address} did not answer {seconds}"
         return f"its engine did not answer {seconds}"
 
-    def report_synced(self) -> None:
-        """Tell the server that the engine has received all recorded operator calls."""
-        self._send(StateSynced)
+    def report_told(self, told: ReplicaState) -> None:
+        """Tell the server what the engine was told."""
+        if self._control is not None and self._lease is not None:
+            self._control.send(StateTold(self._lease, told))
 
     def request_drain(self) -> None:
         """Ask the server to drain the replica, stop its engine and not restart it."""
@@ -245,7 +253,7 @@ class RemoteReplica:
         if self._control is not None:
             self._control.close()
 
-    def _send(self, kind: type[StateSynced] | type[DrainReplica] | type[Detach]) -> None:
+    def _send(self, kind: type[DrainReplica] | type[Detach]) -> None:
         if self._control is not None and self._lease is not None:
             self._control.send(kind(self._lease))
 
@@ -262,8 +270,13 @@ class RemoteReplica:
                     self.client.answered_at = self._settings.clock()
                 if message.status in (ReplicaStatus.UP, ReplicaStatus.DRAINING):
                     self._on_status(message.status)
+                    if message.busy is not self._is_busy:
+                        self._is_busy = message.busy
+                        self.on_busy(message.busy)
                 else:
                     self._lose(message.reason or f"its server reports {message.status.value}", message.engine_failed)
+            case StateTold(lease=lease) if lease == self._lease:
+                self.on_told(message.told)
             case CacheChanges(lease=lease) if lease == self._lease and self._cache_polls is not None:
                 self._cache_polls.handle(message)
             case Expired(lease=lease) if lease == self._lease:

@@ -6,13 +6,14 @@ UTF-8 JSON, one message per frame, as on the coordinator's wire. The head's sock
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.control_messages import OptionalReplicaId, decode_strictly
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState
 from vllm_omni_plugin.replicas.kv_events.cache_log import MAX_PART, Cursor
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of these messages and of the data path. A head and a server with different versions do not work together."""
 
 CONTROL_ROLE = "replica"
@@ -79,13 +80,14 @@ class DrainReplica(Struct, frozen=True, tag="leave"):
     lease: int
 
 
-class StateSynced(Struct, frozen=True, tag="told"):
-    """Head to server: the engine has received all operator calls that the fleet has recorded.
+class StateTold(Struct, frozen=True, tag="told"):
+    """Head to server: what the engine was told. The server keeps it, and passes it on to the other heads.
 
-    If lost: the next head brings the engine up to date again.
+    If lost: the next head tells the engine again.
     """
 
     lease: int
+    told: ReplicaState
 
 
 class PollCache(Struct, frozen=True, tag="follow"):
@@ -113,7 +115,7 @@ class Attached(Struct, frozen=True, tag="attached"):
         identity: ZMQ identity of the engine, the first frame of every message to it.
         max_message_bytes: limit of one message to the engine, all frames together.
         data_key: public CURVE key (Z85) of the data sockets, or "" if links are not encrypted.
-        synced: whether a head has sent `StateSynced` for this engine, and the engine has had a head ever since.
+        told: what heads have told this engine.
         incarnation: the current one. 0: an older server, which has that of `Attach`.
     """
 
@@ -126,7 +128,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     max_message_bytes: Annotated[int, Meta(ge=0)]
     data_key: Text
     fingerprint: Fingerprint
-    synced: bool = field(name="told")
+    told: ReplicaState = NOTHING_TOLD
     incarnation: Annotated[int, Meta(ge=0)] = 0
 
 
@@ -153,12 +155,14 @@ class Status(Struct, frozen=True, tag="status"):
         status: UP; DRAINING: send no new requests, and detach when all are finished; ERROR or DOWN: the engine is lost
             or hangs, and the lease has ended.
         engine_failed: whether the engine crashed by itself. False if it was ended from outside, hangs or drains.
+        busy: whether any head has a call open that may block the engine's main loop for long.
     """
 
     lease: int
     status: ReplicaStatus
     reason: Text = ""
     engine_failed: bool = False
+    busy: bool = False
 
 
 class Expired(Struct, frozen=True, tag="expired"):
@@ -189,8 +193,8 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
     complete: bool
 
 
-ToServer = Attach | RenewLease | Detach | DrainReplica | StateSynced | PollCache
-FromServer = Attached | AttachRefused | Status | Expired | CacheChanges
+ToServer = Attach | RenewLease | Detach | DrainReplica | StateTold | PollCache
+FromServer = Attached | AttachRefused | Status | Expired | StateTold | CacheChanges
 
 _encoder = msgspec.json.Encoder()
 _to_server: msgspec.json.Decoder[ToServer] = msgspec.json.Decoder(ToServer)

@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, is_later
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.cache_polling import CachePollServer
@@ -23,7 +24,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     FromServer,
     PollCache,
     RenewLease,
-    StateSynced,
+    StateTold,
     Status,
     ToServer,
 )
@@ -91,7 +92,9 @@ class AttachedHeads:
         self._leases = Leases(HEAD_SLOTS, settings.heartbeat_timeout)
         self._cache_polls = CachePollServer(send)
         self._cleaning: set[asyncio.Task[None]] = set()
-        self._resetting = self._synced = False
+        self._resetting = False
+        # What heads have told the engine.
+        self._told = NOTHING_TOLD
         self._first_incarnation: int | None = None
         self._last_lost: tuple[bytes, int] | None = None
         self._logged_refusals: set[tuple[str, str]] = set()
@@ -104,7 +107,7 @@ class AttachedHeads:
         if self._first_incarnation is None:
             self._first_incarnation = self._incarnation()
         if engine is not self._engine:
-            self._engine, self._synced = engine, False
+            self._engine, self._told = engine, NOTHING_TOLD
             self._leases.free_all()
             self._cache_polls.set_log(engine.cache_log)
         self._status, self._reason = ReplicaStatus.UP, ""
@@ -170,11 +173,11 @@ class AttachedHeads:
                 self._leases.renew(lease, self._clock())
                 assert self._engine is not None
                 self._engine.slots[lease.slot].is_busy = message.busy
-                self._send(peer, Status(lease.lease_id, self._status, self._reason))
+                self._send(peer, Status(lease.lease_id, self._status, self._reason, busy=self._engine.is_busy))
             case PollCache():
                 self._cache_polls.poll(lease, message.cursor)
-            case StateSynced():
-                self._synced = True
+            case StateTold():
+                self._engine_told(lease, message.told)
             case Detach():
                 self._end(lease, "it detached")
             case DrainReplica():
@@ -237,9 +240,16 @@ class AttachedHeads:
             max_message_bytes=self._settings.max_message_bytes,
             data_key=proxy.data_key,
             fingerprint=dict(self._settings.fingerprint),
-            synced=self._synced,
+            told=self._told,
             incarnation=self._incarnation(),
         )
+
+    def _engine_told(self, lease: Lease, told: ReplicaState) -> None:
+        if is_later(told, self._told):
+            self._told = told
+            for other in self._leases.current:
+                if other is not lease:
+                    self._send(other.peer, StateTold(other.lease_id, told))
 
     def _connection_lost(self, lease: Lease) -> None:
         if self._leases.find(lease.lease_id, lease.peer) is not None:
@@ -267,7 +277,8 @@ class AttachedHeads:
             return
         cleaning = self._run_cleanup(self._free_when_clean(engine, lease.slot))
         if not self._leases:
-            self._resetting, self._synced = True, False
+            # The engine stays as it was told, but a later head's fleet does not know the version.
+            self._resetting, self._told = True, ReplicaState(state=self._told.state)
             self._run_cleanup(self._reset(engine, [*self._cleaning, cleaning]))
             self._on_last_disconnect()
 

@@ -1,7 +1,8 @@
 """The pause and sleep state of an engine: whether it schedules, and which of its memory is offloaded."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 EngineCall = tuple[str, tuple[Any, ...]]
 """A utility method of the engine core and its arguments."""
@@ -21,8 +22,7 @@ def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
     return mode
 
 
-@dataclass
-class PauseState:
+class PauseState(Struct):
     """The state in vLLM's engine core and executor after calls that pause, resume, sleep and wake up.
 
     It is not a list of calls: training loops repeat these calls without end, in many orders.
@@ -32,7 +32,7 @@ class PauseState:
     """None while scheduling is not paused."""
     asleep: frozenset[str] = frozenset()
     """Tags of the memory that is offloaded or discarded."""
-    sleep_level: int = 1
+    sleep_level: Annotated[int, Meta(ge=0, le=2)] = 1
     """The level at which the weights went to sleep; no meaning while they are resident."""
     refuses: bool = False
     """Whether requests are refused until it resumes; otherwise they wait."""

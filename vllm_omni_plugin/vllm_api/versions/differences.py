@@ -41,7 +41,7 @@ PAUSE_REFUSES = Difference(
 PROFILER_ARGUMENTS = Difference(
     since=(0, 33),
     about="`profile` has a fifth argument, for the profiler",
-    older="its shorter form in `call_arguments`",
+    older="its shorter form in `UtilityCallClient.profile_async`",
 )
 SELF_STARTED_WAVES = Difference(
     since=(0, 33),

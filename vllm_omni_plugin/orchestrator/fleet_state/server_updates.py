@@ -1,0 +1,46 @@
+"""What the front end must know of other heads' operator calls."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+
+_APPLY_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStateUpdate:
+    """Another head has loaded or unloaded adapters, or has changed how deep the engines sleep.
+
+    Attributes:
+        loaded: adapters that requests can name from now on. One may replace an adapter of the same name.
+        unloaded: ids of adapters that requests can no longer name.
+        sleep_level: the new level, 0 while the weights are in memory; None: unchanged.
+        applied: done when the front end has applied the update.
+    """
+
+    loaded: tuple[Adapter, ...]
+    unloaded: tuple[int, ...]
+    sleep_level: int | None
+    applied: "Future[None]"
+
+
+@dataclass(frozen=True, slots=True)
+class AbortedElsewhere:
+    """An operator has aborted requests through another head: by their clients' ids, or all without ids."""
+
+    request_ids: Sequence[str]
+    applied: "Future[None]"
+
+
+async def notify(put: Callable[[Any], None], update: EngineStateUpdate | AbortedElsewhere | None) -> None:
+    """Send an update to the front end; returns when it is applied, or after 10 seconds."""
+    if update is not None:
+        put(update)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_APPLY_TIMEOUT_S):
+                await asyncio.wrap_future(update.applied)
