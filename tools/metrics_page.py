@@ -15,10 +15,11 @@ _FRAME = """\
 How to use them: [monitoring.md](monitoring.md). `GET /metrics` of a head has all of vLLM's metrics, whose label
 `engine` is `10000 * stage + replica`, and those below; with vLLM's Rust front end
 [two ports have parts of them](how-to/rust-front-end.md#operate-it). When a replica leaves, its gauges disappear and its
-counts stay. Metrics with the labels `class` and `tenant` exist with `--omni-admission` or `--omni-tenant-header` only.
+counts stay. Names in `_total` are counters, the last three are histograms, all others gauges. Metrics with the labels
+`class` and `tenant` exist with `--omni-admission` or `--omni-tenant-header` only.
 
-| metric | type | labels | meaning | of several API servers |
-|---|---|---|---|---|
+| metric | labels | meaning | of several API servers |
+|---|---|---|---|
 {rows}
 The last column is for `--api-server-count`: a scrape of any process returns the metrics of all, at most a second late.
 Counters of a process that died stay, its gauges disappear; gauges of a replica that left become 0; `process_*` is
@@ -34,7 +35,7 @@ def page() -> str:
 def _row(metric: MetricDefinition) -> str:
     labels = ", ".join(f"`{label}`" for label in metric.labels)
     together = _MODES[metric.multiprocess_mode]
-    return f"| `{metric.sample}` | {metric.kind} | {labels} | {metric.meaning} | {together} |\n"
+    return f"| `{metric.sample}` | {labels} | {metric.meaning} | {together} |\n"
 
 
 if __name__ == "__main__":
