@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityOutput
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from vllm_omni_plugin.errors import WireError
@@ -63,3 +64,28 @@ def test_the_answer_to_a_call_is_decoded() -> None:
     message = EngineCoreOutputs(utility_output=UtilityOutput(7, result=UtilityResult({"a": [1]})))
     decoded = EngineApi().decode_outputs(MsgpackEncoder().encode(message))
     assert (decoded.utility_output.call_id, decoded.utility_output.result.result) == (7, {"a": [1]})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_reason": -1},
+        {"num_nans_in_logits": -1},
+        {"num_nans_in_logits": 2**32},
+        {"spec_decode_metrics": RequestSpecDecodeMetrics(1, [2, -1])},
+        {"routed_experts": np.array(["text"])},
+        {"routed_experts": np.ones((1, 1), np.complex64)},
+        {"pooling_output": torch.ones(1, dtype=torch.complex64)},
+    ],
+    ids=repr,
+)
+def test_numbers_that_a_front_end_cannot_read_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(WireError):
+        EngineApi().decode_outputs(sent(EngineCoreOutput("r", [1], **fields)))
+
+
+def test_prompt_tokens_below_0_are_none() -> None:
+    stats = PrefillStats(num_prompt_tokens=7, num_computed_tokens=8, num_cached_tokens=-1)
+    decoded = EngineApi().decode_outputs(sent(EngineCoreOutput("r", [1], prefill_stats=stats))).outputs[1]
+    assert (decoded.prefill_stats.num_prompt_tokens, decoded.prefill_stats.num_cached_tokens) == (7, 0)
+    assert EngineApi().cached_tokens(decoded) == 0

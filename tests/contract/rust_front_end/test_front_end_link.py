@@ -117,7 +117,8 @@ def rows(ids: Any = ((5, 6),), logprobs: Any = ((-1.0, -2.0),), ranks: Any = (1,
                 torch.ones(1, dtype=torch.int64),
             ),
         ),
-        ("stop_reason", -1),
+        ("kv_transfer_params", {"a": [b"bytes"]}),
+        ("ec_transfer_params", {"a": {1: 2}}),
     ],
 )
 # PyTorch says so once, of tensors in frames.

@@ -21,7 +21,13 @@ from vllm.v1.engine import (
     UtilityOutput,
 )
 from vllm.v1.metrics.perf import PerfStats
-from vllm.v1.metrics.stats import KVCacheEvictionEvent, PrefillStats, PrefixCacheStats, SchedulerStats
+from vllm.v1.metrics.stats import (
+    KVCacheEvictionEvent,
+    PrefillStats,
+    PrefixCacheStats,
+    RequestSpecDecodeMetrics,
+    SchedulerStats,
+)
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -195,6 +201,12 @@ SHORT = msgspec.convert({"num_running_reqs": 1, "num_waiting_reqs": 2}, Schedule
         pytest.param(fleet_report(FULL, [FULL, SchedulerStats(num_running_reqs=3)]), id="of a fleet"),
         pytest.param(fleet_report(SHORT, [SHORT]), id="of a Python stage"),
         pytest.param(SchedulerStats(kv_connector_stats={"NixlConnector": {"other": 1}}), id="of a connector"),
+        pytest.param(SchedulerStats(num_running_reqs=1, num_waiting_reqs=-1), id="below 0"),
+        pytest.param(SchedulerStats(prefix_cache_stats=PrefixCacheStats(False, 1, 10, -5)), id="hits below 0"),
+        pytest.param(SchedulerStats(perf_stats=PerfStats(-1, 2, 3)), id="operations below 0"),
+        pytest.param(
+            SchedulerStats(spec_decoding_stats=SpecDecodingStats(1, 1, 1, 1, [-1], [1])), id="accepted below 0"
+        ),
     ],
 )
 async def test_statistics_are_its_metrics(head: Head, report: SchedulerStats) -> None:
@@ -205,6 +217,29 @@ async def test_statistics_are_its_metrics(head: Head, report: SchedulerStats) ->
     assert (await head.ask()).status_code == 200
     samples = dict(line.rsplit(" ", 1) for line in (await head.client.get("/metrics")).text.splitlines())
     assert float(samples['vllm:num_requests_running{model_name="tiny",engine="0"}']) == report.num_running_reqs
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"prefill_stats": PrefillStats(num_prompt_tokens=2, num_cached_tokens=-1)}, 200),
+        ({"kv_transfer_params": {"a": b"bytes"}}, 500),
+        ({"ec_transfer_params": {"a": {1: 2}}}, 500),
+        # Their replica is lost, and another one answers.
+        ({"num_nans_in_logits": -1}, 200),
+        ({"routed_experts": np.array(["text"])}, 200),
+        ({"spec_decode_metrics": RequestSpecDecodeMetrics(-1)}, 200),
+    ],
+    ids=str,
+)
+async def test_an_output_that_it_cannot_read_does_no_harm_to_others(
+    head: Head, fields: dict[str, Any], status: int
+) -> None:
+    asking = head.ask_later()
+    [request_id] = await head.requested()
+    answers_itself(head.fleet)
+    head.fleet.say(request_id, 3, finish=FinishReason.LENGTH, **fields)
+    assert (await asking).status_code == status
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,19 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput
 
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
-_MAX_ID = 2**32
 
 
 def find_unreadable(outputs: Iterable[EngineCoreOutput]) -> list[tuple[EngineCoreOutput, str]]:
     """The outputs that the front end cannot read, each with the field that it cannot read.
 
-    The decoder has checked types and token ids, see `EngineApi`. The front end does not know numbers below 0.
+    The decoder has checked types and numbers, see `EngineApi`.
     """
     unreadable = []
     for output in outputs:
         # Most outputs are a token, and nothing else.
-        if output.new_logprobs is output.new_prompt_logprobs_tensors is output.stop_reason is None:
+        if output.new_logprobs is output.new_prompt_logprobs_tensors is None and (
+            output.kv_transfer_params is output.ec_transfer_params is None
+        ):
             continue
         if field := _unreadable_field(output):
             unreadable.append((output, field))
@@ -30,9 +31,18 @@ def _unreadable_field(output: EngineCoreOutput) -> str:
         return "new_logprobs"
     if output.new_prompt_logprobs_tensors is not None and not _are_rows(output.new_prompt_logprobs_tensors):
         return "new_prompt_logprobs_tensors"
-    if isinstance(output.stop_reason, int) and not 0 <= output.stop_reason < _MAX_ID:
-        return "stop_reason"
+    for field in ("kv_transfer_params", "ec_transfer_params"):
+        if not _is_json(getattr(output, field)):
+            return field
     return ""
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | int | float)
 
 
 def _are_rows(rows: Any) -> bool:

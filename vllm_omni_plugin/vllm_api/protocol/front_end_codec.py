@@ -22,6 +22,7 @@ IDENTITY = (0).to_bytes(2, "little")
 
 VALIDATION_ERROR = "validation_error"
 """The code of a `RequestError` that the front end answers with 400 and the message."""
+_AS_IS: dict[str, Any] = {"builtin_types": (bytes, bytearray, memoryview)}
 _UNAVAILABLE = "unavailable"
 _FAILED = "internal_error"
 
@@ -50,8 +51,8 @@ class FrontEndCodec:
         )
 
     def encode_statistics(self, stats: Any) -> Frames:
-        """Encode vLLM's `SchedulerStats` of the only engine."""
-        return self._encode(EngineCoreOutputs(scheduler_stats=stats))
+        """Encode vLLM's `SchedulerStats` of the only engine. Numbers below 0, which it cannot read, are sent as 0."""
+        return self._encode(EngineCoreOutputs(scheduler_stats=_not_below_0(msgspec.to_builtins(stats, **_AS_IS))))
 
     def encode_result(self, call_id: int, result: Any) -> Frames:
         """Encode the answer to a call, with the types that vLLM's client restores."""
@@ -85,6 +86,14 @@ class FrontEndCodec:
         output = _end(request_id, FinishReason.ERROR)
         output.error = RequestError(code, message, retryable)
         return self._encode(EngineCoreOutputs(outputs=[output]))
+
+
+def _not_below_0(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _not_below_0(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_not_below_0(each) for each in value]
+    return max(value, 0) if type(value) is int else value
 
 
 def _end(request_id: str, reason: FinishReason) -> EngineCoreOutput:

@@ -2,16 +2,19 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, make_dataclass
 from random import Random, SystemRandom
 from types import GenericAlias
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+import torch
 from msgspec import Meta
 from vllm.sampling_params import _SAMPLING_EPS
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -25,6 +28,10 @@ _HASH_SPACE = 1 << 32
 _SEED_BITS = 63
 _ID_LIMIT = 2**31
 """Tokenizers and engines accept token ids below this."""
+_COUNT_LIMIT = 2**32
+"""vLLM's Rust front end reads numbers below this."""
+_NUMBERS = "biuf"
+"""Kinds of NumPy types that all front ends read."""
 _STALE_WAVE = -1
 """Lower than every wave of a lockstep group: an idle rank then starts the next wave itself, and vLLM's coordinator
 wakes the other ranks, so a head need not know the current wave. Other engines ignore it."""
@@ -178,18 +185,55 @@ class EngineApi:
         return EngineCoreOutputs(engine_index=engine_index, scheduler_stats=SchedulerStats())
 
 
-def _outputs_decoder() -> Any:
-    """A decoder of `EngineCoreOutputs` that rejects token ids at which vLLM's front end or another engine would fail.
+@dataclass
+class _PrefillStats(PrefillStats):  # type: ignore[misc]
+    """No front end can count tokens below 0, and no client asked for them: they are set to 0."""
 
-    msgspec checks types and token ids while it decodes, at no cost. Arrays are not checked: for an invalid array,
-    vLLM's front end fails only the request.
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not 0 <= getattr(self, each.name) < _COUNT_LIMIT:
+                setattr(self, each.name, 0)
+
+
+def _checked(kind: Any, types: dict[Any, Any]) -> Any:
+    """A data class with other types for some of its fields."""
+    redefined = [(each.name, types.get(each.type, each.type), copy.copy(each)) for each in fields(kind)]
+    return make_dataclass(kind.__name__, redefined, bases=(kind,))
+
+
+class _OutputsDecoder(MsgpackDecoder):  # type: ignore[misc]
+    def dec_hook(self, type_: Any, value: Any) -> Any:
+        array = super().dec_hook(type_, value)
+        if isinstance(array, np.ndarray) and array.dtype.kind not in _NUMBERS:
+            raise ValueError(f"an array of {array.dtype}")
+        if isinstance(array, torch.Tensor) and array.is_complex():
+            raise ValueError(f"a tensor of {array.dtype}")
+        return array
+
+
+def _outputs_decoder() -> Any:
+    """A decoder of `EngineCoreOutputs` that rejects numbers at which vLLM's front ends or another engine would fail.
+
+    msgspec checks types and numbers while it decodes, at no cost. The shapes of arrays are not checked: for an invalid
+    one, vLLM's front end fails only the request.
     """
     # Not the configured vocabulary size: a model's head may be wider.
     token = Annotated[int, Meta(ge=0, lt=_ID_LIMIT)]
+    count = Annotated[int, Meta(ge=0, lt=_COUNT_LIMIT)]
+    speculation = _checked(RequestSpecDecodeMetrics, {int: count, list[int]: GenericAlias(list, count)})
     options: dict[str, Any] = {"array_like": True, "omit_defaults": True, "gc": False}
     # Redefined fields keep their positions.
     output = msgspec.defstruct(
-        "CheckedOutput", [("new_token_ids", GenericAlias(list, token))], bases=(EngineCoreOutput,), **options
+        "CheckedOutput",
+        [
+            ("new_token_ids", GenericAlias(list, token)),
+            ("stop_reason", count | str | None, None),
+            ("prefill_stats", _PrefillStats | None, None),
+            ("num_nans_in_logits", count, 0),
+            ("spec_decode_metrics", speculation | None, None),
+        ],
+        bases=(EngineCoreOutput,),
+        **options,
     )
     outputs: Any = [("outputs", GenericAlias(list, output), msgspec.field(default_factory=list))]
-    return MsgpackDecoder(msgspec.defstruct("CheckedOutputs", outputs, bases=(EngineCoreOutputs,), **options))
+    return _OutputsDecoder(msgspec.defstruct("CheckedOutputs", outputs, bases=(EngineCoreOutputs,), **options))
