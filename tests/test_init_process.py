@@ -82,7 +82,7 @@ def test_sighup_ends_no_server_with_our_flags(monkeypatch: pytest.MonkeyPatch) -
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with pytest.raises(StartedError):
-            serve_command._validate(lambda _: None, argparse.Namespace())
+            serve_command.validate(lambda _: None, argparse.Namespace())
     finally:
         signal.signal(signal.SIGHUP, before)
 

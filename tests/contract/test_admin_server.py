@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Head:
     """
 
     fleet: Fleet
+    args: Namespace
     server: AdminServer
     drain: HeadDrain
     port: int
@@ -105,7 +107,7 @@ def start(config: Any) -> Start:
         ):
             drain = HeadDrain(served.orchestrator.events)
             server = AdminServer(served, args, options, config, drain, lambda: head.ending, lambda: {"adapter"})
-            head = Head(served, server, drain, port, admin_port, client)
+            head = Head(served, args, server, drain, port, admin_port, client)
             await server.start()
             try:
                 yield head
@@ -295,7 +297,7 @@ async def test_sighup_reads_the_admission_file_again(start: Start, tmp_path: Pat
 async def test_a_port_that_is_taken_is_an_error_of_the_flag(start: Start, config: Any) -> None:
     async with start() as head:
         options = OmniConfig(admin_port=head.admin_port)
-        second = AdminServer(head.fleet, head.server._args, options, config, head.drain, lambda: False, list)
+        second = AdminServer(head.fleet, head.args, options, config, head.drain, lambda: False, list)
         with pytest.raises(ConfigError, match=f"--omni-admin-port: {HERE} port {head.admin_port} cannot be bound"):
             await second.start()
         await second.close()

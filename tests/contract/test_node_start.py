@@ -40,7 +40,7 @@ def done(numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(headless, "forbid_fork", lambda: None)
     monkeypatch.setattr(headless, "use_socket_folder", lambda: None)
     monkeypatch.setattr(headless, "plan_node", plan)
-    monkeypatch.setattr(headless, "_serve", serve)
+    monkeypatch.setattr(headless, "serve_node", serve)
     return done
 
 
@@ -105,7 +105,7 @@ async def test_each_start_of_a_node_has_an_incarnation_of_its_own_for_engines_wi
     identities = [ReplicaIdentity(7, "node/7"), ReplicaIdentity(5, "node/5")]
     reaper: Any = SimpleNamespace(watch=None)
     for _ in range(2):
-        await headless._serve(OmniConfig(), plan, identities, "127.0.0.1", "tcp://h:1", reaper)
+        await headless.serve_node(OmniConfig(), plan, identities, "127.0.0.1", "tcp://h:1", reaper)
     assert [named["numbers"] for named in launched] == [[7, 5]] * 2
     assert len({named["first_incarnation"] for named in launched} - {0}) == 2
     # One of a start's replicas that has served keeps the node from ending.

@@ -94,7 +94,7 @@ def test_a_node_ignores_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_without_our_flags_the_variable_means_what_it_means_to_vllm() -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--api-server-count", "2"])
     served: list[Namespace] = []
-    serve_command._run_api_servers(served.append, args)
+    serve_command.run_api_servers(served.append, args)
     assert served == [args]
 
 
@@ -104,7 +104,7 @@ def test_with_our_flags_the_fleet_is_served_behind_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr("vllm_omni_plugin.integration.rust_front_end.serve.serve_behind_rust", lambda *_: 7)
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(HEAD.split())
     with pytest.raises(SystemExit) as end:
-        serve_command._run_api_servers(None, args)
+        serve_command.run_api_servers(None, args)
     assert end.value.code == 7
 
 

@@ -68,7 +68,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervised]:
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     monkeypatch.setattr(several_servers, "setup_multiprocess_prometheus", lambda: None)
-    monkeypatch.setattr(several_servers, "_open_fleet", supervised.open_fleet)
+    monkeypatch.setattr(several_servers, "open_fleet", supervised.open_fleet)
     monkeypatch.setattr(several_servers, "stage_plans", supervised.plan)
     monkeypatch.setattr(several_servers, "run_until_signal", supervised.run_until_signal)
     handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
@@ -117,7 +117,7 @@ def test_the_coordinator_gets_each_stages_fingerprint_and_reserves_numbers_for_t
         for number, name in enumerate("ab")
     ]
     with ExitStack() as resources:
-        several_servers._open_fleet(OmniConfig(), plans, resources)
+        several_servers.open_fleet(OmniConfig(), plans, resources)
     assert told == [({0: {"model": "a"}, 1: {"model": "b"}}, 3)]
 
 

@@ -19,6 +19,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.protocol import coordinator_sockets as sockets_module
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import MAX_TOPICS_PER_PEER, ROLE
+from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason
 from vllm_omni_plugin.curve import Secrets, secure_client
 
 SECRETS = Secrets(["a secret that the hostile may hold"])
@@ -76,6 +77,17 @@ def insider(open_socket: OpenSocket, kind: int, address: str) -> Socket:
 def tcp_connection(address: str) -> socket.socket:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return socket.create_connection((host, int(port)), timeout=20)
+
+
+def test_hostile_events_of_a_holder_of_the_secret(fleet: Fleet, open_socket: OpenSocket) -> None:
+    rng = random.Random(3)
+    peers = [insider(open_socket, zmq.DEALER, fleet.coordinator.router_zmq_addr) for _ in range(3)]
+    for _ in range(FRAMES):
+        rng.choice(peers).send_multipart(hostile_message(rng, SAMPLES))
+    for peer in peers:
+        peer.send(SAMPLES[0])
+    fleet.check()
+    eventually(lambda: all(fleet.coordinator.invalid_frames[reason] > 100 for reason in ("malformed", "multipart")))
 
 
 def test_hostile_frames_on_the_pub_socket_from_a_holder_of_the_secret(fleet: Fleet, open_socket: OpenSocket) -> None:
@@ -181,3 +193,40 @@ def test_topics_of_a_closed_connection_do_not_count_for_the_next_one(fleet: Flee
         peer.close(linger=0)
         fleet.check()
     assert not fleet.coordinator.invalid_frames["topics"]
+
+
+def test_oversized_frame_ends_only_its_own_connection(coordinator: OmniCoordinator, dealer: OpenDealer) -> None:
+    neighbour = dealer(coordinator.router_zmq_addr)
+    neighbour.send(encode_event(make_event("neighbour", queue_length=1)))
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["neighbour"])
+    flooder = dealer(coordinator.router_zmq_addr)
+    flooder.send(b"x" * 10_000_000)
+    flooder.send(encode_event(make_event("reconnected")))
+    eventually(lambda: names(coordinator.get_active_replicas()) == ["neighbour", "reconnected"])
+    # Cut at the socket: had the frame come through, it would have been counted.
+    assert coordinator.invalid_frames["malformed"] == 0
+    neighbour.send(encode_event(make_event("neighbour", queue_length=2)))
+    eventually(lambda: coordinator.get_active_replicas().replicas[0].queue_length == 2)
+
+
+def test_peer_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
+    drops = DropLog()
+    for _ in range(5):
+        drops.record(DropReason.STALE, "10.0.0.1", "old")
+        drops.record(DropReason.MALFORMED, "10.0.0.1", "bad")
+    assert len(caplog.records) == 2
+    assert caplog.text.count("'10.0.0.1'") == 2
+    assert caplog.text.count("(stale)") == caplog.text.count("(malformed)") == 1
+
+
+def test_number_of_logged_peers_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    drops = DropLog(max_peers=3)
+    for number in range(100):
+        drops.record(DropReason.MALFORMED, f"peer{number}", "bad")
+    assert len(caplog.records) == 4
+    assert drops.counts["malformed"] == 100
+
+
+def test_frame_content_cannot_break_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    DropLog().record(DropReason.MALFORMED, "10.0.0.1", "bad\nERROR forged line")
+    assert "\n" not in caplog.text.rstrip("\n")

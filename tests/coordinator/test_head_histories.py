@@ -55,9 +55,31 @@ class HeadHistories(RuleBasedStateMachine):
         if name in self.fleet.heads:
             self.fleet.exchange(name)
 
-    @rule(name=heads, frame=st.sampled_from([b"", b"[{}]", b'[{"type":"welcome"}]']))
-    def garble(self, name: str, frame: bytes) -> None:
+    @rule(count=st.integers(1, 6), status=st.sampled_from(ReplicaStatus))
+    def burst(self, count: int, status: ReplicaStatus) -> None:
+        """More lists than a queue takes."""
+        self.fleet.exchange(*self.fleet.heads)
+        for number in range(count):
+            self.announce("abcd"[number % 4], status, 2 + number % 2)
+            self.fleet.tick(0.05)
+        self.settle()
+
+    @rule(name=heads, replica=replicas, status=st.sampled_from(ReplicaStatus))
+    def reconnect(self, name: str, replica: str, status: ReplicaStatus) -> None:
+        """A head gets a change in a full list, and the others in a delta."""
+        self.announce(replica, status, 3)
+        for _ in range(2):
+            self.fleet.connect(name)
+            self.settle()
+
+    @rule(name=heads, replica=replicas, status=st.sampled_from(ReplicaStatus), frame=st.sampled_from([b"", b"[{}]"]))
+    def garble(self, name: str, replica: str, status: ReplicaStatus, frame: bytes) -> None:
+        """The frame with a change is damaged on its way."""
         if head := self.fleet.heads.get(name):
+            self.fleet.exchange(name)
+            self.announce(replica, status, 3)
+            self.fleet.tick(0.05)
+            head.down.clear()
             head.session.receive(frame, self.fleet.now)
 
     @rule(name=heads)

@@ -1,8 +1,9 @@
-"""Each replica has a number that no other has, in all its restarts and those of the coordinator."""
+"""Replicas keep their numbers and ids over restarts of theirs and of the coordinator."""
 
+import pytest
 from coordinator_support import ANY, ManualClock, eventually, make_event
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from tests.fakes.keeping import Keep
@@ -10,139 +11,196 @@ from vllm_omni_plugin.coordinator import (
     OmniCoordClientForStage,
     OmniCoordinator,
     ReplicaEvent,
+    ReplicaKey,
     ReplicaStatus,
     query_head,
 )
-from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
-from vllm_omni_plugin.coordinator.state.number_book import NumberBook, ReplicaNumbers
+from vllm_omni_plugin.coordinator.state.membership_table import Liveness, MembershipTable
+from vllm_omni_plugin.coordinator.state.number_book import NumberBook, ReplicaIds, ReplicaNumbers
 
+DOWN = ReplicaStatus.DOWN
 SETTLED = 1000.0
 
 
-class Fleet:
-    """The table and the numbers of a coordinator, and the replicas that announce themselves to it."""
+class Tables:
+    """The table, the numbers and the ids of a coordinator."""
 
-    def __init__(self, reserved: int = 0) -> None:
+    def __init__(self, reserved: int = 0, first_ids: dict[int, int] | None = None) -> None:
         self.table = MembershipTable(10.0)
         self.numbers = ReplicaNumbers(reserved)
+        self.ids = ReplicaIds(first_ids)
         self.now = 0.0
-        self._numbers = iter(range(1, 10_000))
 
-    def start(self, host_slot: str, address: str) -> int:
-        """Start a replica as a node does: it asks for its number first. Returns the number."""
-        (number,) = self.numbers.for_host_slots([host_slot])
-        assert not self.announce(address, host_slot, number)
-        return number
-
-    def announce(self, address: str, host_slot: str, number: int, incarnation: int | None = None) -> list[ReplicaEvent]:
-        """A replica registers. Returns it if another one has its number."""
-        sequence = next(self._numbers)
-        event = make_event(address, incarnation=incarnation or sequence, sequence=sequence)
-        return self._apply(replace(event, host_slot=host_slot, number=number))
-
-    def stop(self, address: str) -> None:
-        self._apply(make_event(address, status=ReplicaStatus.DOWN, incarnation=next(self._numbers)))
-
-    def _apply(self, event: ReplicaEvent) -> list[ReplicaEvent]:
+    def announce(self, name: str, host_slot: str = "", number: int = -1, **fields: object) -> list[int]:
+        """A replica registers. Returns its number if another one has it."""
+        event = replace(make_event(name), host_slot=host_slot, number=number, **fields)
         change = self.table.apply(event, self.now)
-        former = self.table.end_former(event, self.now)
-        return self.numbers.record([each for each in (former, change) if each is not None])
+        changes = [each for each in (self.table.end_former(event, self.now), change) if each is not None]
+        for each in changes:
+            self.ids.record(each)
+        return [conflict.number for conflict in self.numbers.record(changes)]
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.numbers.record(self.table.expire(self.now))
+        changes = self.table.expire(self.now)
+        for change in changes:
+            self.ids.record(change)
+        self.numbers.record(changes)
+
+    def present(self) -> list[ReplicaEvent]:
+        return [row.event for row in self.table if row.liveness in (Liveness.ALIVE, Liveness.LATE)]
+
+    def listed(self) -> dict[str, int]:
+        """The ids of present replicas by name, given in the order of the names."""
+        events = sorted(self.present(), key=ReplicaKey.of)
+        return {event.input_addr[len("tcp://") : -len(":1")]: self.ids.id_of(event) for event in events}
 
 
-def test_numbers_begin_after_the_engines_of_the_first_head() -> None:
-    assert ReplicaNumbers(2).for_host_slots(["n/0", "n/1", "m/0"]) == (2, 3, 4)
+slots = st.sampled_from(["n/0", "n/1", "m/0", ""])
 
 
-def test_a_replica_of_the_same_host_slot_gets_its_number_again_whatever_its_address() -> None:
-    fleet = Fleet()
-    assert [fleet.start("n/0", "a"), fleet.start("m/0", "b")] == [0, 1]
-    fleet.stop("a")
-    assert fleet.start("k/0", "c") == 2
-    assert fleet.start("n/0", "d") == 0
-    fleet.pass_time(20.0)
-    fleet.pass_time(1000.0)
-    assert fleet.start("m/0", "e") == 1
+class Histories(RuleBasedStateMachine):
+    """Replicas start, leave, vanish and are started again, and the coordinator is replaced.
+
+    A replica is known by its host slot; one without a slot by its address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = Tables(reserved=1)
+        self.started = 0
+        # By address: host slot, number, incarnation.
+        self.running: dict[str, tuple[str, int, int]] = {}
+        self.numbers: dict[str, int] = {}
+        self.ids: dict[str, int] = {}
+
+    @rule(slot=slots)
+    def start(self, slot: str) -> None:
+        self.started += 1
+        address = f"a{self.started}" if slot else "without a slot"
+        number = -1
+        if slot:
+            (number,) = self.tables.numbers.for_host_slots([slot])
+            assert self.numbers.setdefault(slot, number) == number
+        self.running = {name: it for name, it in self.running.items() if it[0] != slot}
+        self.running[address] = (slot, number, self.started)
+        assert not self.announce(address)
+
+    def announce(self, address: str, **fields: object) -> list[int]:
+        slot, number, incarnation = self.running[address]
+        self.started += 1
+        return self.tables.announce(address, slot, number, incarnation=incarnation, sequence=self.started, **fields)
+
+    @rule(slot=slots, politely=st.booleans())
+    def end(self, slot: str, politely: bool) -> None:
+        for address in [name for name, it in self.running.items() if it[0] == slot]:
+            if politely:
+                self.announce(address, status=DOWN)
+            del self.running[address]
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 100.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.tables.pass_time(seconds)
+        for address in self.running:
+            self.announce(address)
+
+    @rule()
+    def replace_coordinator(self) -> None:
+        self.tables = Tables(reserved=1)
+        running = {slot or address for address, (slot, _, _) in self.running.items()}
+        self.numbers, self.ids = (
+            {name: number for name, number in known.items() if name in running} for known in (self.numbers, self.ids)
+        )
+        for address, (slot, _, _) in self.running.items():
+            assert not self.announce(address, replica_id=self.ids[slot or address])
+
+    @invariant()
+    def each_has_its_id_again(self) -> None:
+        listed = self.tables.listed()
+        assert len(set(listed.values())) == len(listed)
+        for address, (slot, _, _) in self.running.items():
+            assert self.ids.setdefault(slot or address, listed[address]) == listed[address]
+        assert len(set(self.ids.values())) == len(self.ids)
+
+    @invariant()
+    def no_number_is_given_twice_or_is_reserved(self) -> None:
+        assert len(set(self.numbers.values()) - {0}) == len(self.numbers)
 
 
-def test_a_new_coordinator_gives_nobody_the_number_that_a_replica_announces() -> None:
-    fleet = Fleet()
-    fleet.announce("a", "n/0", 1)
-    fleet.announce("b", "m/0", 30_000)
-    assert fleet.numbers.for_host_slots(["k/0", "k/1", "m/0", "n/0"]) == (0, 2, 30_000, 1)
+TestHistories = Histories.TestCase
 
 
-def test_a_replica_keeps_the_number_that_its_engine_runs_with_over_one_that_was_only_remembered() -> None:
-    fleet = Fleet()
-    assert fleet.numbers.for_host_slots(["n/0"]) == (0,)
-    assert not fleet.announce("a", "m/0", 0)
-    assert fleet.start("n/0", "b") == 1
+def test_the_lowest_free_numbers_and_ids_are_given_above_those_of_the_heads_own_engines() -> None:
+    tables = Tables(reserved=2, first_ids={0: 2})
+    assert tables.numbers.for_host_slots(["n/0", "n/1"]) == (2, 3)
+    for name in "abc":
+        tables.announce(name)
+    tables.announce("x", stage_id=1)
+    assert tables.listed() == {"a": 2, "b": 3, "c": 4, "x": 0}
+    tables.announce("y", "m/0", 1)
+    assert tables.numbers.for_host_slots(["m/0", "m/0"]) == (4, 4)
+
+
+@pytest.mark.parametrize("stage_id", [0, 1])
+def test_a_replica_killed_and_started_again_at_once_ends_the_other_row_of_its_host_slot(stage_id: int) -> None:
+    tables = Tables()
+    tables.announce("b", "n/0", incarnation=1, sequence=5)
+    assert tables.listed() == {"b": 0}
+    tables.announce("a", "n/0", incarnation=2, sequence=1, stage_id=stage_id)
+    # What was still on its way when it was killed.
+    tables.announce("b", "n/0", incarnation=1, sequence=5)
+    assert tables.listed() == {"a": 0}
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["both run", "the newer leaves"])
+def test_two_machines_with_one_host_slot_do_not_end_each_other_for_ever(left: bool) -> None:
+    tables = Tables()
+    tables.announce("a", "localhost/0", 3, incarnation=1, sequence=1)
+    assert tables.listed() == {"a": 0}
+    tables.announce("b", "localhost/0", 3, incarnation=2, sequence=1)
+    assert tables.listed() == {"b": 0}
+    assert tables.announce("a", "localhost/0", 3, incarnation=1, sequence=2) == [3]
+    assert tables.listed() == {"a": 1, "b": 0}
+    tables.announce("b", "localhost/0", 3, incarnation=2, sequence=2, status=DOWN if left else ReplicaStatus.UP)
+    tables.announce("a", "localhost/0", 3, incarnation=1, sequence=3)
+    assert tables.listed() == ({"a": 1} if left else {"a": 1, "b": 0})
+
+
+def test_a_present_replica_keeps_its_id_whatever_it_announces() -> None:
+    tables = Tables()
+    tables.announce("a")
+    assert tables.listed() == {"a": 0}
+    tables.announce("a", replica_id=5)
+    assert tables.listed() == {"a": 0}
 
 
 def test_the_second_replica_with_a_number_is_reported_once_and_gets_its_own_at_its_next_start() -> None:
-    fleet = Fleet()
-    fleet.announce("a", "n/0", 5)
-    assert [event.number for event in fleet.announce("b", "m/0", 5)] == [5]
-    assert not fleet.announce("b", "m/0", 5)
-    assert fleet.numbers.for_host_slots(["n/0", "m/0"]) == (5, 0)
+    tables = Tables()
+    tables.announce("a", "n/0", 5)
+    assert tables.announce("b", "m/0", 5) == [5]
+    assert not tables.announce("b", "m/0", 5)
+    assert tables.numbers.for_host_slots(["n/0", "m/0"]) == (5, 0)
 
 
-def test_a_replica_killed_and_started_again_in_its_host_slot_does_not_conflict_with_its_old_row() -> None:
-    fleet = Fleet()
-    fleet.announce("a", "n/0", 5)
-    assert not fleet.announce("b", "n/0", 5)
-    assert not fleet.announce("c", "n/0", 5)
-
-
-def test_two_machines_that_have_the_same_name_get_numbers_of_their_own() -> None:
-    fleet = Fleet()
-    fleet.announce("a", "localhost/0", 3, incarnation=1)
-    fleet.announce("b", "localhost/0", 3, incarnation=2)
-    assert fleet.announce("a", "localhost/0", 3, incarnation=1)
-    assert fleet.numbers.for_host_slots(["k/0"]) == (1,)
-
-
-def test_a_number_of_the_first_heads_engines_is_not_given_again() -> None:
-    fleet = Fleet(reserved=2)
-    fleet.announce("a", "n/0", 1)
-    assert fleet.numbers.for_host_slots(["n/0", "n/0"]) == (2, 2)
+def test_a_replica_keeps_the_number_that_its_engine_runs_with_over_one_that_was_only_remembered() -> None:
+    tables = Tables()
+    assert tables.numbers.for_host_slots(["n/0"]) == (0,)
+    assert not tables.announce("a", "m/0", 0)
+    assert tables.numbers.for_host_slots(["n/0"]) == (1,)
 
 
 def test_endless_host_slots_are_forgotten_and_their_numbers_given_again() -> None:
     book = NumberBook({}, least_remembered=4)
-    numbers = [book.prepare(0, f"n/{slot}") for slot in range(100)]
-    assert max(numbers) == 4
-    fleet = Fleet()
-    fleet.announce("a", "n/0", 7)
-    for slot in range(5000):
-        fleet.announce("a", f"m/{slot}", slot)
-    assert max(fleet.numbers.for_host_slots([f"k/{slot}" for slot in range(5000)])) < 2 * 1024 + 2
+    assert max(book.prepare(0, f"n/{slot}") for slot in range(100)) == 4
+    tables = Tables()
+    for start in range(1000):
+        tables.announce("a", f"pod-{start}/0", start, incarnation=start + 1)
+        assert tables.listed()["a"] <= 64
+        tables.announce("a", f"pod-{start}/0", start, incarnation=start + 1, sequence=1, status=DOWN)
+    assert max(tables.numbers.for_host_slots([f"k/{slot}" for slot in range(5000)])) < 2 * 1024 + 2
 
 
-@given(st.lists(st.tuples(st.sampled_from(["ask", "start", "stop", "age"]), st.integers(0, 5), st.integers(0, 8))))
-def test_present_replicas_never_share_a_number_that_was_given(steps: list[tuple[str, int, int]]) -> None:
-    fleet = Fleet(reserved=1)
-    for step, place, number in steps:
-        address, host_slot = f"a{place}", f"n/{number % 3}"
-        match step:
-            case "ask":
-                (given,) = fleet.numbers.for_host_slots([host_slot])
-                assert given >= 1
-            case "start":
-                fleet.announce(address, host_slot, number)
-            case "stop":
-                fleet.stop(address)
-            case "age":
-                fleet.pass_time(float(number))
-        slots = ["x/0", "x/1", "n/0", "n/1", "n/2"]
-        numbers = fleet.numbers.for_host_slots(slots)
-        assert len(set(numbers)) == len(slots)
-
-
-def test_a_node_gets_numbers_from_the_coordinator_once_that_has_learned_those_of_running_replicas(
+def test_a_coordinator_gives_numbers_once_it_has_learned_those_of_running_replicas_and_ends_former_rows(
     keep: Keep,
 ) -> None:
     clock = ManualClock(SETTLED - 1.0)
@@ -150,8 +208,18 @@ def test_a_node_gets_numbers_from_the_coordinator_once_that_has_learned_those_of
         OmniCoordinator(ANY, ANY, settle_time=1.0, reserved_numbers=1, clock=clock, wall_clock=clock.wall)
     )
     address = coordinator.router_zmq_addr
-    keep(OmniCoordClientForStage(address, "tcp://a:1", "tcp://a:2", 0, number=1, host_slot="n/0"))
-    eventually(lambda: coordinator.get_active_replicas().replicas)
+
+    def announce(name: str) -> None:
+        keep(OmniCoordClientForStage(address, f"tcp://{name}:1", f"tcp://{name}:2", 0, number=1, host_slot="n/0"))
+        eventually(
+            lambda: (
+                [(info.input_addr, info.replica_id) for info in coordinator.get_active_replicas().replicas]
+                == [(f"tcp://{name}:1", 0)]
+            )
+        )
+
+    announce("b")
+    announce("a")
     early = query_head(address, 0, None, host_slots=["n/0", "m/0"]).info
     assert early is not None
     assert early.numbers == ()

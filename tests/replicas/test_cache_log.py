@@ -1,8 +1,9 @@
 """Whoever reads the log of a cache, in parts and from anywhere, ends up with what is cached."""
 
-import random
+from unittest.mock import patch
 
-import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from tests.replicas.cache_publisher import Mirror
 from vllm_omni_plugin.balancing import CacheChange
@@ -14,100 +15,93 @@ class Reader(Mirror):
     def __init__(self) -> None:
         super().__init__()
         self.cursor = BEGINNING
-        self.parts = 0
 
-    def read(self, log: CacheLog, parts: int = 10**6) -> "Reader":
-        """Read at most `parts` parts."""
-        for _ in range(parts):
+    def read(self, log: CacheLog, parts: int = 10**6) -> int:
+        """Read at most `parts` parts; returns how many there were."""
+        for number in range(parts):
             part = log.since(self.cursor)
             if part is None:
-                break
+                return number
             self.cursor, change = part
-            self.parts += 1
             self.apply(change)
-        return self
+        return parts
 
 
-def begun(*keys: int) -> CacheLog:
+blocks = st.sets(st.integers(0, 60), max_size=8)
+
+
+class Histories(RuleBasedStateMachine):
+    """An engine reports changes of its cache, and readers of any speed read a log with short parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = [patch.object(cache_log, "MAX_PART", 7), patch.object(cache_log, "_SHORTEST_COMPACTED", 30)]
+        for each in self.patches:
+            each.start()
+        self.log = CacheLog()
+        assert self.log.since(BEGINNING) is None
+        self.truth, self.complete, self.restarts = set[int](), True, 0
+        self.readers = [Reader() for _ in range(3)]
+        self.quick = Reader()
+        self.append(set(), set(), True, True)
+
+    @rule(stored=blocks, removed=blocks, restart=st.booleans(), complete=st.booleans())
+    def append(self, stored: set[int], removed: set[int], restart: bool, complete: bool) -> None:
+        # A change after which reports are missing is a restart, and so is the next one.
+        restart = restart or not complete or not self.complete
+        removed -= stored
+        self.truth = (set() if restart else self.truth - removed) | stored
+        self.complete, self.restarts = complete, self.restarts + restart
+        self.log.append(CacheChange(tuple(stored), tuple(removed), restart, complete))
+        self.quick.read(self.log)
+        assert self.log.since(self.quick.cursor) is None
+
+    @rule(rounds=st.integers(1, 40))
+    def churn(self, rounds: int) -> None:
+        for number in range(rounds):
+            self.append({number % 50}, {(number + 45) % 50}, False, True)
+
+    @rule(number=st.integers(0, 2), parts=st.integers(1, 5))
+    def read(self, number: int, parts: int) -> None:
+        self.readers[number].read(self.log, parts)
+
+    @rule(number=st.integers(0, 2), epoch=st.integers(0, 3), position=st.integers(-1, 100))
+    def jump(self, number: int, epoch: int, position: int) -> None:
+        """A reader of another log, which knows nothing of this one."""
+        self.readers[number] = Reader()
+        self.readers[number].cursor = Cursor(epoch + 10**6, position)
+
+    def teardown(self) -> None:
+        for reader in (*self.readers, self.quick):
+            # A log is compacted, so even a reader from the beginning does not read all that ever happened.
+            assert reader.read(self.log) < 60
+            assert (reader.keys, reader.complete) == (self.truth, self.complete)
+        assert self.quick.restarts == self.restarts
+        for each in self.patches:
+            each.stop()
+
+
+TestHistories = Histories.TestCase
+
+
+def test_a_position_that_the_log_does_not_have_restarts() -> None:
     log = CacheLog()
-    log.append(CacheChange(keys, restart=True))
-    return log
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_log, "MAX_PART", 7)
-    monkeypatch.setattr(cache_log, "_SHORTEST_COMPACTED", 30)
-
-
-def test_an_empty_cache_is_reported_but_no_report_is_not() -> None:
-    assert CacheLog().since(BEGINNING) is None
-    reader = Reader().read(begun())
-    assert (reader.restarts, reader.complete, reader.keys) == (1, True, set())
-
-
-def test_a_reader_gets_all_blocks_and_then_the_changes() -> None:
-    log = begun(1, 2)
-    reader = Reader().read(log)
-    assert reader.keys == {1, 2}
-    log.append(CacheChange(stored=[3, 2], removed=[1, 9]))
-    assert reader.read(log).keys == {2, 3}
-    assert (reader.restarts, reader.parts) == (1, 2)
-    log.append(CacheChange(stored=[3], removed=[1]))
-    assert log.since(reader.cursor) is None
-
-
-def test_lost_reports_are_an_incomplete_restart() -> None:
-    log = begun(1)
-    reader = Reader().read(log)
-    log.append(CacheChange(restart=True, complete=False))
-    reader.read(log)
-    assert (reader.keys, reader.complete, reader.restarts) == (set(), False, 2)
-    log.append(CacheChange(stored=[2], restart=True))
-    reader.read(log)
-    assert (reader.keys, reader.complete, reader.restarts) == ({2}, True, 3)
-
-
-@pytest.mark.parametrize("cursor", [Cursor(7, 10**6), Cursor(1, 2), Cursor(1, -1)], ids=["later", "ahead", "none"])
-def test_an_unknown_cursor_restarts(cursor: Cursor) -> None:
-    part = begun(1).since(cursor)
-    assert part is not None
-    assert part[1] == CacheChange((1,), (), restart=True)
-
-
-@pytest.mark.usefixtures("small")
-def test_a_log_is_compacted_and_only_slow_readers_restart() -> None:
-    log = begun()
-    slow, quick = Reader().read(log), Reader().read(log)
-    for key in range(1000):
-        log.append(CacheChange(stored=[key]))
-        log.append(CacheChange(removed=[key - 5]))
-        quick.read(log)
-    assert slow.read(log).keys == quick.keys == set(range(995, 1000))
-    assert (slow.restarts, quick.restarts) == (2, 1)
-    assert slow.parts < 15
+    log.append(CacheChange((1,), restart=True))
+    for cursor in (Cursor(7, 10**6), Cursor(1, 2), Cursor(1, -1)):
+        part = log.since(cursor)
+        assert part is not None
+        assert part[1] == CacheChange((1,), (), restart=True)
 
 
 def test_on_change_is_called_when_the_change_can_be_read() -> None:
-    log = CacheLog()
+    log, reader = CacheLog(), Reader()
     seen: list[set[int]] = []
-    log.on_change = lambda: seen.append(Reader().read(log).keys)
+
+    def read() -> None:
+        reader.read(log)
+        seen.append(set(reader.keys))
+
+    log.on_change = read
     log.append(CacheChange([1], restart=True))
     log.append(CacheChange(removed=[1]))
     assert seen == [{1}, set()]
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("seed", range(10))
-def test_fast_and_slow_readers_agree_with_the_cache(seed: int) -> None:
-    rng = random.Random(seed)
-    log, truth = begun(), set[int]()
-    readers = [Reader() for _ in range(5)]
-    for _ in range(400):
-        stored = rng.sample(range(60), rng.randint(0, 8))
-        removed = [key for key in rng.sample(range(60), rng.randint(0, 8)) if key not in stored]
-        change = CacheChange(stored, removed, restart=rng.random() < 0.02)
-        truth = (set() if change.restart else truth - set(removed)) | set(stored)
-        log.append(change)
-        readers[rng.randrange(5)].read(log, parts=rng.randint(1, 5))
-    assert [reader.read(log).keys for reader in readers] == [truth] * 5

@@ -44,7 +44,7 @@ class Head:
     @property
     def serving(self) -> int:
         """The process that serves, or is about to."""
-        process = self.front_end._serving
+        process = self.front_end.serving
         assert process is not None
         return process.pid
 

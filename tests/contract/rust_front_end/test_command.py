@@ -74,7 +74,7 @@ def test_it_is_vllms_except_that_a_standby_waits_for_ever(line: str, monkeypatch
 @pytest.mark.parametrize("line", ["--omni-dp-size-local 2", "--omni-dp-size-local 0 -oma 127.0.0.1 -omp 20000"])
 def test_it_knows_nothing_of_the_fleet(line: str) -> None:
     commands = [
-        front_end_command(PROGRAM, serve._front_end_args(parse(f"{SERVED} {flags}")), 3, 4, 5, None)
+        front_end_command(PROGRAM, serve.front_end_args(parse(f"{SERVED} {flags}")), 3, 4, 5, None)
         for flags in ("", line)
     ]
     settings = [json.loads(command[-1]) for command in commands]

@@ -24,7 +24,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError, OmniError, ReplicaError
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.rust_front_end.process import ListeningSockets
-from vllm_omni_plugin.integration.rust_front_end.serve import _Server
+from vllm_omni_plugin.integration.rust_front_end.serve import Server
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
@@ -136,12 +136,12 @@ def start(tiny_model: Path, config: Any) -> Any:
         ):
             served.stages = FleetStages(None, [config])
             options = OmniConfig(admin_port=admin_port or free_port())
-            started = Started(served, _Server(served, args, options, ListeningSockets(http, None), config), client)
+            started = Started(served, Server(served, args, options, ListeningSockets(http, None), config), client)
             try:
                 yield started
             finally:
                 for _ in range(2):
-                    started.server._on_signal(signal.SIGTERM)
+                    started.server.on_signal(signal.SIGTERM)
                 await asyncio.wait((started.running,), timeout=PATIENCE_S)
                 http.close()
 
@@ -263,7 +263,7 @@ async def test_a_signal_lets_requests_finish_and_a_second_one_does_not(start: An
 async def test_a_drained_head_refuses_new_requests(start: Any) -> None:
     async with start() as head:
         await head.serves()
-        head.server._drain.begin()
+        head.server.drain.begin()
         refused = await head.ask()
         assert refused.status_code == 503
         assert "drain" in refused.json()["error"]["message"]

@@ -78,7 +78,7 @@ def serve_replicas(
                     answer = require_fitting_head(coordinator, options, slots.names)
                 require_same_model(answer, plan.stage_id, plan.fingerprint)
                 identities = slots.identities(() if answer.info is None else answer.info.numbers)
-                runner.run(_serve(options, plan, identities, address, coordinator, reaper))
+                runner.run(serve_node(options, plan, identities, address, coordinator, reaper))
         except OmniError as error:
             sys.stderr.write(f"{program}: error: {error}\n")
             return _EXIT_REFUSED if isinstance(error, RefusedByHeadError) else _EXIT_FAILED
@@ -159,7 +159,7 @@ async def _find_addresses(options: OmniConfig) -> tuple[OmniConfig, str, str]:
     return options, address, await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
 
 
-async def _serve(
+async def serve_node(
     options: OmniConfig,
     plan: StagePlan,
     identities: Sequence[ReplicaIdentity],
@@ -167,6 +167,7 @@ async def _serve(
     coordinator: str,
     reaper: Reaper,
 ) -> None:
+    """Run the replicas of a node until they have stopped."""
     with ThreadPoolExecutor(2 * plan.replicas, thread_name_prefix="omni-engine") as executor:
         # A node that is started again must not repeat its samples while the rest of the fleet goes on.
         incarnation = time.time_ns()

@@ -16,12 +16,13 @@ def patch_serve_command() -> None:
     """Patch `vllm serve`. Called when the first of our flags is parsed. Idempotent."""
     serve: Any = sys.modules.get(_SERVE)
     if serve is not None:
-        patch_function(serve, "validate_parsed_serve_args", _validate)
-        patch_function(serve, "run_headless", _run_headless)
-        patch_function(serve, "run_multi_api_server", _run_api_servers)
+        patch_function(serve, "validate_parsed_serve_args", validate)
+        patch_function(serve, "run_headless", run_headless)
+        patch_function(serve, "run_multi_api_server", run_api_servers)
 
 
-def _validate(original: Any, args: argparse.Namespace) -> None:
+def validate(original: Any, args: argparse.Namespace) -> None:
+    """In place of vLLM's check of a command line, `original`."""
     options = parse_or_exit(args)
     original(args)
     if options is not None:
@@ -36,7 +37,8 @@ def _validate(original: Any, args: argparse.Namespace) -> None:
         check_or_exit(options, *local_processes(args, options), bool(args.headless))
 
 
-def _run_headless(original: Any, args: argparse.Namespace) -> None:
+def run_headless(original: Any, args: argparse.Namespace) -> None:
+    """In place of vLLM's headless engines; raises SystemExit with our flags."""
     options = parse_or_exit(args)
     if options is not None:
         from vllm_omni_plugin.integration.processes.headless import serve_replicas
@@ -45,7 +47,8 @@ def _run_headless(original: Any, args: argparse.Namespace) -> None:
     original(args)
 
 
-def _run_api_servers(original: Any, args: argparse.Namespace) -> None:
+def run_api_servers(original: Any, args: argparse.Namespace) -> None:
+    """In place of vLLM's several API servers; raises SystemExit with our flags."""
     options = parse_or_exit(args)
     if options is not None:
         from vllm import envs

@@ -142,7 +142,7 @@ def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
         try:
             plans = () if options.join else _plans(engine_args, args.api_server_count, options)
             raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
-            local_options = options if options.join else _open_fleet(options, plans, resources)
+            local_options = options if options.join else open_fleet(options, plans, resources)
             reaper = resources.enter_context(closing(Reaper()))
             joined = _joined(args, local_options)
             if options.admin_key_file is None and not args.uds:
@@ -186,7 +186,7 @@ def _plans(engine_args: Any, api_servers: int, options: OmniConfig) -> Sequence[
     return stage_plans(options, vllm_config, executor_class, not engine_args.disable_log_stats)
 
 
-def _open_fleet(options: OmniConfig, plans: Sequence[StagePlan], resources: ExitStack) -> OmniConfig:
+def open_fleet(options: OmniConfig, plans: Sequence[StagePlan], resources: ExitStack) -> OmniConfig:
     """Start the coordinator; returns the options with which the processes of this node find it and listen."""
     if not options.is_open:
         host, port, local_options = _LOOPBACK, 0, replace(options, master_address=_LOOPBACK)

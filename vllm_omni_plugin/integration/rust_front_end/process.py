@@ -110,6 +110,9 @@ class RustFrontEnd:
         watch: called with the id of each started process, see `Reaper`.
         probe_interval: seconds between looks at `/health`.
         probe_timeout: seconds without an answer after which it is replaced.
+
+    Attributes:
+        serving: the process that serves, or is about to.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class RustFrontEnd:
         self._adapters_changed = asyncio.Event()
         self._adapters_given = False
         self._standby: _Process | None = None
-        self._serving: _Process | None = None
+        self.serving: _Process | None = None
         self._stopping = asyncio.Event()
 
     async def prepare(self) -> None:
@@ -180,13 +183,13 @@ class RustFrontEnd:
         self._listening.close()
         if self._standby is not None:
             self._standby.signal(signal.SIGKILL)
-        if self._serving is not None:
-            self._serving.signal(signal.SIGTERM)
+        if self.serving is not None:
+            self.serving.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it now; after `stop`."""
-        if self._serving is not None:
-            self._serving.signal(signal.SIGKILL)
+        if self.serving is not None:
+            self.serving.signal(signal.SIGKILL)
 
     def adapters_changed(self, applied: "Future[None] | None") -> None:
         """See `FleetAdapters`; from any thread."""
@@ -205,7 +208,7 @@ class RustFrontEnd:
 
     def _end_stopped(self) -> None:
         """SIGCHLD: one that a signal has stopped answers nobody. The kernel says so at once."""
-        for process in (self._serving, self._standby):
+        for process in (self.serving, self._standby):
             if process is not None and process.is_stopped():
                 logger.error("%s was stopped by a signal.", process)
                 process.signal(signal.SIGKILL)
@@ -218,7 +221,7 @@ class RustFrontEnd:
             process = None
         if process is None:
             process = await self._start()
-        self._serving = process
+        self.serving = process
         try:
             self._link.connect(process.addresses, ready_response)
             if self._stopping.is_set():
@@ -234,7 +237,7 @@ class RustFrontEnd:
             yield self._until_unwell(process)
         finally:
             self._link.disconnect()
-            self._serving = None
+            self.serving = None
             for applied in self._following or ():
                 complete(applied)
             self._following = None

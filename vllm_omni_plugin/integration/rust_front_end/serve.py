@@ -73,7 +73,7 @@ def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
             )
             resources.callback(fleet.close, 0.0)
             args.shutdown_timeout = engine_args.shutdown_timeout
-            server = _Server(fleet, args, options, listening, vllm_config)
+            server = Server(fleet, args, options, listening, vllm_config)
             # uvloop, which the orchestrator's thread has, keeps SIGCHLD for itself.
             with asyncio.Runner() as runner:
                 runner.run(server.run())
@@ -89,7 +89,7 @@ def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
     return _EXIT_OK
 
 
-class _Server:
+class Server:
     """Runs everything until a signal ends it. Lives on the main thread's loop."""
 
     def __init__(
@@ -100,14 +100,14 @@ class _Server:
         link = fleet.orchestrator.front_end
         assert isinstance(link, FrontEndLink)
         self._link = link
-        self._drain = HeadDrain(fleet.orchestrator.events)
+        self.drain = HeadDrain(fleet.orchestrator.events)
         self._ending = self._hurries = self._serves = False
         self._listening = listening
         binary = envs.VLLM_RUST_FRONTEND_PATH
         assert binary is not None
         self._front_end = RustFrontEnd(
             binary,
-            _front_end_args(args),
+            front_end_args(args),
             listening,
             link,
             fleet.watch,
@@ -115,7 +115,7 @@ class _Server:
             options.heartbeat_timeout,
         )
         self._admin = AdminServer(
-            fleet, args, options, vllm_config, self._drain, lambda: self._ending, lambda: link.adapters.in_fleet
+            fleet, args, options, vllm_config, self.drain, lambda: self._ending, lambda: link.adapters.in_fleet
         )
         self._reports: dict[int, SchedulerStats] = {}
         self._vllm_config = vllm_config
@@ -135,7 +135,7 @@ class _Server:
         """Returns after a signal; raises OmniError if the fleet or the front end cannot start, or the fleet fails."""
         loop = asyncio.get_running_loop()
         for signum in SIGNALS:
-            loop.add_signal_handler(signum, self._on_signal, signum)
+            loop.add_signal_handler(signum, self.on_signal, signum)
         try:
             await self._admin.start()
             await self._run()
@@ -233,7 +233,7 @@ class _Server:
             apply_ready_responses(self._vllm_config, [change.ready_response])
         self._admin.statistics.joined(index)
 
-    def _on_signal(self, signum: int) -> None:
+    def on_signal(self, signum: int) -> None:
         if self._ending:
             logger.info("Second signal (%s): ending at once.", signal.Signals(signum).name)
             self._hurries = True
@@ -254,7 +254,7 @@ class _Server:
     def _why_closed(self) -> str:
         if self._ending:
             return SHUTTING_DOWN
-        return DRAINING if self._drain.active else ""
+        return DRAINING if self.drain.active else ""
 
 
 def _exit(signum: int, frame: Any) -> None:
@@ -275,7 +275,7 @@ def _listen(args: argparse.Namespace, resources: ExitStack) -> ListeningSockets:
     return ListeningSockets(http, grpc)
 
 
-def _front_end_args(args: argparse.Namespace) -> argparse.Namespace:
+def front_end_args(args: argparse.Namespace) -> argparse.Namespace:
     """The command line for the front end, which knows neither our flags nor ranks."""
     own = copy.copy(args)
     for flag in FLAGS:
