@@ -9,7 +9,6 @@ from typing import Any, Self
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.links import FakeLink, answer_calls
-from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -91,7 +90,7 @@ class PlayedFleet:
         client.start()
         async with asyncio.timeout(10):
             member = PoolMember(0, stage_id)
-            await self.orchestrator.stage_calls[stage_id].bring_up_to_date(member, client, NOTHING_TOLD, False)
+            await self.orchestrator.stage_calls[stage_id].bring_up_to_date(member, client, False)
         return [(method, args) for _, method, args in link.calls]
 
     async def manage(self, action: Any, replica_id: int, stage_id: int = 0) -> None:

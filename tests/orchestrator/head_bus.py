@@ -198,12 +198,13 @@ class FakeHead(FakeFleet):
             link = FakeLink(f"replica-{replica_id}")
             link.on_call = answer_calls
         member = self.pool.add(replica_id)
+        member.told = told
         member.remote, member.input_addr, member.output_addr = True, link.input_addr, link.output_addr
         client = StageClient(link, FakeEngineApi(), str(replica_id), lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(10):
             await self.fleet_calls.wait_synced()
-            await self.orchestrator.prepare_replica(member, client, b"", told, told.state.is_paused)
+            await self.orchestrator.prepare_replica(member, client, b"", told.state.is_paused)
         member.report_told = partial(self.bus.tell, member.input_addr)
         self.pool.serve(member, client, link.input_addr, link.output_addr)
         return [(method, args) for _, method, args in link.calls]

@@ -233,6 +233,36 @@ async def test_a_caller_that_loses_the_coordinator_gets_an_error_and_reports_the
     assert [head.calls(0) for head in heads[1:]] == [[], []], "the engines have it"
 
 
+async def test_a_caller_whose_call_was_lost_with_its_session_gets_an_error_and_the_others_learn_of_the_call(
+    bus: HeadBus, heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, lost = heads[0].send, list[FleetCall]()
+
+    def send_over_a_session_that_ends(message: Any) -> bool:
+        if isinstance(message, FleetCall) and not lost:
+            lost.append(message)
+            bus.connect(heads[0])
+            return True
+        return send(message)
+
+    monkeypatch.setattr(heads[0], "send", send_over_a_session_that_ends)
+    with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
+        await heads[0].call("add_lora", STORY)
+    for head in heads:
+        await eventually(lambda head=head: head.adapters == {"story": STORY})  # type: ignore[misc]
+
+
+async def test_closing_ends_what_a_replica_has_still_to_be_told(stack: AsyncExitStack, bus: HeadBus) -> None:
+    async with FakeHead(bus, "a") as head:
+        await head.join_fleet()
+        await head.call("pause_scheduler", "keep", True)
+        async with FakeHead(bus, "late", replicas=0) as late:
+            late.attach(5, private=True).on_call = None
+            await late.join_fleet()
+            await eventually(lambda: late.calls(5))
+    await eventually(lambda: [t for t in asyncio.all_tasks() if t.get_name().startswith("omni")] == [])
+
+
 async def test_heads_that_changed_their_documents_apart_agree_on_the_later_one_and_so_do_their_engines(
     stack: AsyncExitStack, bus: HeadBus
 ) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.admission import NO_QUEUE, AdmissionConfig
 from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
@@ -204,7 +203,6 @@ class Orchestrator:
         member: PoolMember,
         client: StageClient,
         ready_response: bytes,
-        told: ReplicaState = NOTHING_TOLD,
         sleeps: bool = False,
     ) -> None:
         """Check that a replica can do its stage's task, and bring it to the state that operator calls have left.
@@ -216,7 +214,6 @@ class Orchestrator:
 
         Args:
             ready_response: its engine's, as vLLM encoded it.
-            told: what its engine was told before.
             sleeps: whether its engine is paused or asleep.
 
         Raises:
@@ -237,7 +234,7 @@ class Orchestrator:
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
         stage = self.stage_calls[member.stage_id]
-        self._hold_back(member, not await stage.bring_up_to_date(member, client, told, sleeps))
+        self._hold_back(member, not await stage.bring_up_to_date(member, client, sleeps))
         # Last: another replica may have begun to serve meanwhile.
         self.stage_pools[member.stage_id].promised_length.check(size.max_model_len, member.starts_with_head)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD
 from vllm_omni_plugin.errors import AdapterFilesError, ReplicaError
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -137,14 +137,15 @@ class LocalReplicas:
                 raise error
 
     async def _serve(self, member: PoolMember, first_starts: FirstStarts, engine: Engine) -> None:
-        sleeps, told = False, NOTHING_TOLD
-        if engine.client.is_interrupted:
-            told = member.told
+        sleeps = False
+        if not engine.client.is_interrupted:
+            member.told = NOTHING_TOLD
+        else:
             await engine.client.reset()
             sleeps = await engine.client.call("is_sleeping") is True
         # They are its engine's name, see `PoolMember.engine_key`.
         member.input_addr, member.output_addr = engine.input_addr, engine.output_addr
-        await self._prepare(member, engine, told, sleeps)
+        await self._prepare(member, engine, sleeps)
         if engine.lost.done():
             raise ReplicaError(f"replica {member.name} died as soon as it was ready")
         self._orchestrator.replica_serves(
@@ -156,12 +157,12 @@ class LocalReplicas:
             engine.subscribe_cache(partial(pool.cache_changed, member))
         self._orchestrator.events.record(EventKind.ATTACH, f"engine process {engine.pid}", member)
 
-    async def _prepare(self, member: PoolMember, engine: Engine, told: ReplicaState, sleeps: bool) -> None:
+    async def _prepare(self, member: PoolMember, engine: Engine, sleeps: bool) -> None:
         """Bring a replica up to date. Without the files of its adapters it waits, for a new engine would not help."""
         logged = ""
         while True:
             try:
-                await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response, told, sleeps)
+                await self._orchestrator.prepare_replica(member, engine.client, engine.ready_response, sleeps)
                 return
             except AdapterFilesError as error:
                 if str(error) != logged:

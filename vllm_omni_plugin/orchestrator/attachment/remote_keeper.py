@@ -141,15 +141,14 @@ class RemoteReplicaKeeper:
         replica.on_lost, replica.on_late = self._on_lost, self._on_late
         try:
             member.incarnation = replica.incarnation
+            member.told = replica.told
+            stage = self._orchestrator.stage_calls[member.stage_id]
+            replica.on_told, replica.on_busy = partial(stage.told_elsewhere, member), partial(stage.set_busy, member)
             await self._fleet_calls.wait_synced()
-            await self._orchestrator.prepare_replica(
-                member, replica.client, replica.ready_response, replica.told, replica.sleeps
-            )
+            await self._orchestrator.prepare_replica(member, replica.client, replica.ready_response, replica.sleeps)
             if is_later(member.told, replica.told):
                 replica.report_told(member.told)
             member.report_told = replica.report_told
-            stage = self._orchestrator.stage_calls[member.stage_id]
-            replica.on_told, replica.on_busy = partial(stage.told_elsewhere, member), partial(stage.set_busy, member)
             if replica.lost.done():
                 raise ReplicaError("it was lost as soon as it was attached")
             self._serve(replica)

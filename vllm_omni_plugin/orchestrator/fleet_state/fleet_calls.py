@@ -158,7 +158,7 @@ class FleetCalls:
                 # A new coordinator does not know it.
                 self._session.send(self.state)
             case FleetState() if is_later(message, self.state):
-                self._adopt(message, (), is_own=False)
+                self._spawn(_all_of(self._adopt(message, (), is_own=False)))
             case FleetState() if is_later(self.state, message):
                 self._session.send(self.state)
             case PeerCall() if message.head_id == self._head_id:
@@ -221,8 +221,9 @@ class FleetCalls:
                         break
                 except CoordinatorUnavailableError:
                     # The operator gets an error, but engines have accepted the call.
-                    self._apply(told, is_own=False)
+                    self._spawn(_all_of(self._apply(told, is_own=False)))
                     _report_told(calls)
+                    self._session.send(self.state)
                     raise
                 if not repeat:
                     return False
@@ -312,6 +313,10 @@ def _accepted(calls: Mapping[int, StageCall], stage_ids: Sequence[int]) -> list[
         return list(stage_ids)
     anywhere = any(call.results for call in calls.values())
     return [stage_id for stage_id, call in calls.items() if (call.results if call.called else anywhere)]
+
+
+async def _all_of(work: Work) -> None:
+    await asyncio.gather(*work)
 
 
 def _report_told(calls: Collection[StageCall]) -> None:

@@ -117,13 +117,10 @@ class StageCalls:
         """Whether an operator's call keeps the engines from computing requests: a long one, a pause or a sleep."""
         return self._halting > 0 or self.state.is_paused or any(member.is_busy for member in self.members)
 
-    async def bring_up_to_date(
-        self, member: PoolMember, client: StageClient, told: ReplicaState, is_resting: bool
-    ) -> bool:
-        """Make the calls that an attaching replica has missed.
+    async def bring_up_to_date(self, member: PoolMember, client: StageClient, is_resting: bool) -> bool:
+        """Make the calls that an attaching replica, which was told `PoolMember.told`, has missed.
 
         Args:
-            told: what its engine was told before.
             is_resting: its engine is paused or asleep. It stays so unless an operator has ended that meanwhile.
 
         Returns:
@@ -132,12 +129,12 @@ class StageCalls:
         Raises:
             ReplicaError: a call failed; the replica must not serve.
         """
-        member.told = told
         while calls := self._missing(member, is_resting):
             wanted = self.wanted
             for method, args in calls:
                 await _call_engine(client, member.remote, method, args)
-            member.told = _told(wanted, told.state.weights)
+            if is_later(wanted, member.told):
+                member.told = _told(wanted, member.told.state.weights)
             is_resting = wanted.state.is_paused
         return self._is_updated(member, self.state)
 

@@ -276,6 +276,7 @@ class RemoteReplica:
                 else:
                     self._lose(message.reason or f"its server reports {message.status.value}", message.engine_failed)
             case StateTold(lease=lease) if lease == self._lease:
+                self.told = message.told
                 self.on_told(message.told)
             case CacheChanges(lease=lease) if lease == self._lease and self._cache_polls is not None:
                 self._cache_polls.handle(message)
