@@ -51,6 +51,7 @@ def end_at_once(nodes: NodeFleet) -> list[Outcome]:
     return long
 
 
+@pytest.mark.both_front_ends
 @pytest.mark.long
 def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(nodes: NodeFleet, tmp_path: Path) -> None:
     with nodes.head.http(60.0) as http:
