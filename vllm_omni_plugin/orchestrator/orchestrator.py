@@ -187,13 +187,14 @@ class Orchestrator:
             self._runs_ended(stage_id, ended)
         outputs.outputs = requests.accept_outputs(stage_id, accepted) if accepted else []
         report = self._apis[stage_id].load_report(outputs)
-        if report is not None:
-            self.stage_pools[stage_id].report(member, report)
         outputs.engine_index = member.engine_index
         if outputs.outputs:
             self._put(outputs)
-        elif outputs.scheduler_stats is not None:
+        elif report is not None:
             self.front_end.give_later(outputs)
+        # Behind the outputs, for which a client waits.
+        if report is not None:
+            self.stage_pools[stage_id].report(member, report)
         # Without admission control nothing waits.
         if self.admission is not None and (ended := self._dispatchers[stage_id].send_waiting(member)):
             self._runs_ended(stage_id, ended)

@@ -226,7 +226,7 @@ class FrontEndLink(FrontEnd):
 
     def _receive(self, frames: list[Any]) -> None:
         try:
-            kind, payload = self._codec.decode([memoryview(frame) for frame in frames])
+            kind, payload = self._codec.decode(frames)
         except WireError as error:
             logger.error("A message of vLLM's front end is dropped: %s", error)
             return

@@ -15,6 +15,8 @@ Frames = Sequence[Any]
 
 _BURST = 64
 """Messages handled before other callbacks of the loop run."""
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+"""Plain numbers: an operation on pyzmq's enums takes longer than the call."""
 _MAX_UNREAD = 256
 """Messages that this process keeps of an engine while it does not read them. Further ones stay in the engine."""
 
@@ -179,7 +181,7 @@ class SocketReader:
                 self._schedule()
                 raise
             # Cheaper than the exception of a receive without a message, and most bursts have one message.
-            if self._reading and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if self._reading and not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
                 return
         self._schedule()
 
