@@ -77,7 +77,7 @@ class Service:
     def __init__(self, policy: str, replicas: int) -> None:
         self.pick_ns: list[int] = []
         self.charge_ns: list[int] = []
-        self._pool = StagePool(0, build_load_balancer_factory(policy)(), policy)
+        self._pool = StagePool(0, build_load_balancer_factory(policy)(), policy=policy)
         for replica_id in range(replicas):
             # Nothing is sent: the pool only asks whether there is a client.
             client = cast(StageClient, object())

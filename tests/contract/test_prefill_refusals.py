@@ -16,7 +16,7 @@ from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
 from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
 from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
@@ -59,7 +59,8 @@ class Fleet(PlayedFleet):
     def __init__(self, config: Any) -> None:
         apis = [VllmStageApi(config, config, stage) for stage in PIPELINE.stages]
         pools = [
-            StagePool(stage.id, RandomBalancer(), send_window=SendWindow(limited=True)) for stage in PIPELINE.stages
+            StagePool(stage.id, RandomBalancer(), traits=PoolTraits(send_window=SendWindow(limited=True)))
+            for stage in PIPELINE.stages
         ]
         input_builder = StageInputBuilder(PIPELINE, apis, str)
         self.orchestrator = Orchestrator(

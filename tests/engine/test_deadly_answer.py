@@ -24,8 +24,8 @@ def send(load: Load, number: int) -> Outcome:
 
 @pytest.fixture
 def server(make_room: None, tiny_model: Path, logs: Path, front_end: str) -> Iterator[Server]:
-    """Three replicas, from which a request may move once."""
-    flags = ("--omni-dp-size-local", str(REPLICAS), "--omni-lb-policy", "round-robin", "--omni-migration-limit", "1")
+    """Three replicas."""
+    flags = ("--omni-dp-size-local", str(REPLICAS), "--omni-lb-policy", "round-robin")
     log, deadly = logs / f"logits-{front_end}.log", ("--logits-processors", "deadly_logits:DeadlyLogits")
     with Server(tiny_model, log, *flags, *deadly, **FRONT_ENDS[front_end]) as server:
         until(lambda: server.replicas_up() == REPLICAS, "all replicas serve", START_S)
@@ -53,10 +53,10 @@ def test_a_request_that_engines_die_of_in_its_answer_kills_two_and_its_neighbour
     if front_end == RUST:
         assert error == "Internal server error"
     else:
-        assert error.startswith("2 engines died while they ran this request: replica ")
+        assert "engines died while they ran this request: replica " in error
         assert error.endswith("so it gets no third replica.")
-        assert error.count("it exited with code 1") == 2
-    # Those that were beside it both times have moved twice, where one move is allowed.
+        # One of the two may have died again, if others were beside it both times.
+        assert error.count("it exited with code 1") in (2, 3)
     assert [stream for stream in streams if not stream.finished_whole] == []
     assert [stream.text for stream in streams] == [stream.text for stream in undisturbed]
     assert {dict(labels)["reason"]: count for labels, count in server.metrics(FAILED).items()} == {
@@ -67,4 +67,4 @@ def test_a_request_that_engines_die_of_in_its_answer_kills_two_and_its_neighbour
     assert sum(engine.is_running() for engine in engines) == REPLICAS - 2
     [line] = [line for line in server.log.read_text().splitlines() if "gets no third replica: replica 0." in line]
     assert "died under request cmpl-" in line
-    assert line.count("others in flight") == 2
+    assert line.count("others in flight") in (2, 3)

@@ -13,7 +13,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -58,8 +58,7 @@ class FakeFleet(PlayedFleet):
             0,
             balancer or LeastQueueLengthBalancer(random.Random(0)),
             clock=lambda: self.now,
-            exchange=exchange,
-            send_window=send_window,
+            traits=PoolTraits(exchange=exchange, send_window=send_window),
         )
         apis = [FakeEngineApi()]
         if plan is None and send_window.limited:

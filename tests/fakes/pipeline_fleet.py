@@ -14,7 +14,7 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState, PipelineRequestState
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ChosenReplicas,
     PipelineCall,
@@ -69,7 +69,12 @@ class FakePipelineFleet(PlayedFleet):
             plan = AdmissionConfig()
         self.apis = [FakeStageApi(stage) for stage in self.pipeline.stages]
         self.pools = [
-            StagePool(stage.id, LeastQueueLengthBalancer(random.Random(0)), clock=self.clock, send_window=send_window)
+            StagePool(
+                stage.id,
+                LeastQueueLengthBalancer(random.Random(0)),
+                clock=self.clock,
+                traits=PoolTraits(send_window=send_window),
+            )
             for stage in self.pipeline.stages
         ]
         self.orchestrator = Orchestrator(

@@ -11,7 +11,7 @@ from typing import Any, cast
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt, Task
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaStatus, ReplicaWork, SessionLost, Welcome
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
@@ -53,7 +53,9 @@ class _Handle:
 class WorkingHead:
     def __init__(self, timers: Timers, report: Callable[[Sequence[ReplicaWork], bool], None]) -> None:
         self.exchange = WorkExchange(report, call_later=timers.call_later)
-        self.pool = StagePool(0, LeastQueueLengthBalancer(), clock=lambda: timers.now, exchange=self.exchange)
+        self.pool = StagePool(
+            0, LeastQueueLengthBalancer(), clock=lambda: timers.now, traits=PoolTraits(exchange=self.exchange)
+        )
         self.runs: list[StageRun] = []
         self._number = count()
 

@@ -19,7 +19,7 @@ from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
@@ -46,7 +46,7 @@ class WholeHead:
         self.ended: dict[str, Any] = {}
         self.statistics: Any = None
         self._exchange = WorkExchange(self._report)
-        self.pool = StagePool(0, LeastQueueLengthBalancer(), exchange=self._exchange)
+        self.pool = StagePool(0, LeastQueueLengthBalancer(), traits=PoolTraits(exchange=self._exchange))
         self.orchestrator = Orchestrator([self.pool], [EngineApi()], 3, time.monotonic)
         self.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self._client)
         settings = AttachSettings({0: EngineApi()}, head_id, {0: FINGERPRINT}, INTERVAL, TIMEOUT)

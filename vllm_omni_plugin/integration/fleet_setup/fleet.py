@@ -30,7 +30,7 @@ from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
@@ -256,9 +256,8 @@ def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> Stage
     # requests that wait at the head. The limits of a Python stage are not known.
     waits = plan.vllm_config is not None and admits
     send_window = SendWindow(limited=True, any_replica=binds_late) if waits else SEND_AT_ONCE
-    pool = StagePool(
-        plan.stage_id, balancer, policy=plan.policy, lockstep=plan.lockstep, exchange=exchange, send_window=send_window
-    )
+    traits = PoolTraits(plan.lockstep, exchange, send_window)
+    pool = StagePool(plan.stage_id, balancer, policy=plan.policy, traits=traits)
     if plan.vllm_config is not None and pool.wants_cache_events and (reason := why_no_cache_events(plan.vllm_config)):
         logger.warning("Policy %s of stage %s estimates what engines have cached: %s.", plan.policy, plan.name, reason)
     return pool

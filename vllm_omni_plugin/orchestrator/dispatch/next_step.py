@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Sequence
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from vllm_omni_plugin.balancing import Decision
-from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import Choice, WaitingRuns, WaitReason, deadline
+from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import MAX_GROUPS, Choice, WaitingRuns, WaitReason, deadline
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import short_prefill_tokens
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
@@ -141,7 +142,7 @@ def _next_without_room(waiting: WaitingRuns, stage: StageNow) -> StageRun | None
         return run
     if (run := waiting.first(WaitReason.MOVING)) is not None and stage.may_move:
         return run
-    for run in waiting.runs(WaitReason.SUSPECT):
+    for run in islice(waiting.runs(WaitReason.SUSPECT), MAX_GROUPS):
         if not stage.must_wait_apart(run):
             return run
     if not stage.serving:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from vllm_omni_plugin.admission import QueuePosition
 from vllm_omni_plugin.balancing import (
@@ -36,7 +37,7 @@ from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
 
 logger = init_logger(__name__)
-__all__ = ["BOUND", "PoolMember", "StagePool"]
+__all__ = ["BOUND", "PoolMember", "PoolTraits", "StagePool"]
 BOUND = "bound"
 """The reason of a decision without the policy: the request may go to one replica only."""
 WEIGHTS_REMEDY = (
@@ -52,6 +53,22 @@ _MAX_DESCRIBED = 8
 """Replicas that an error message names one by one."""
 
 
+class PoolTraits(NamedTuple):
+    """What a stage's replicas have in common.
+
+    Attributes:
+        lockstep: whether engines die with others of their group, so that a crash says nothing about requests there.
+        exchange: reports this head's work to other heads; None if there cannot be any.
+    """
+
+    lockstep: bool = False
+    exchange: WorkExchange | None = None
+    send_window: SendWindow = SEND_AT_ONCE
+
+
+_PLAIN = PoolTraits()
+
+
 class StagePool:
     """The replicas of one stage and the policy that chooses among those that serve.
 
@@ -60,8 +77,6 @@ class StagePool:
     Args:
         balancer: the policy; it runs on the orchestrator's loop and must not block.
         policy: the policy's name, that of its class by default.
-        lockstep: whether engines die with others of their group, so that a crash says nothing about requests there.
-        exchange: reports this head's work to other heads; None if there cannot be any.
 
     Attributes:
         members: all replicas, in order of their ids. Replaced when membership changes, so that other threads may read
@@ -76,16 +91,13 @@ class StagePool:
         self,
         stage_id: int,
         balancer: LoadBalancer,
+        *,
         policy: str = "",
         clock: Callable[[], float] = time.monotonic,
-        lockstep: bool = False,
-        exchange: WorkExchange | None = None,
-        send_window: SendWindow = SEND_AT_ONCE,
+        traits: PoolTraits = _PLAIN,
     ) -> None:
         self.stage_id = stage_id
-        self.send_window = send_window
-        self.exchange = exchange
-        self.lockstep = lockstep
+        self.lockstep, self.exchange, self.send_window = traits
         self._policy = PolicyGuard(balancer, policy)
         self.policy = self._policy.name
         self.follows_caches = self._policy.follows_caches
