@@ -13,7 +13,6 @@ from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.errors import MessageTooLargeError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch import move_budget
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 
 from .late_fleet import LATE, got, late, submit_all
 
@@ -122,29 +121,6 @@ async def test_a_drain_refuses_and_evicts_no_request() -> None:
         await submit_all(fleet, "abcdefgh")
         drain(fleet)
         assert (await fleet.read(), fleet.in_flight, fleet.orchestrator.metrics.queued) == ([], [2, 2], 4)
-
-
-async def test_requests_stay_at_a_drained_replica_if_the_others_turn_out_to_be_dead() -> None:
-    async with late(replica_wait=LONG, send_window=SendWindow(limited=True)) as fleet:
-        await submit_all(fleet, "abcde")
-        fleet.join(fleet.pool.add()).broken = True
-        drain(fleet)
-        # These were to go there.
-        await eventually(lambda: fleet.in_flight == [2, 0], "the loss")
-        assert fleet.orchestrator.metrics.held == 3
-
-
-async def test_a_replica_that_turns_out_to_be_dead_gets_no_more_recalls() -> None:
-    async with late(replica_wait=LONG) as fleet:
-        await submit_all(fleet, "abcde")
-        drain(fleet)
-        other = fleet.pool.add()
-        other.cordons = frozenset([ADMIN_CORDON])
-        fleet.join(other).broken = True
-        fleet.orchestrator.uncordon(other, ADMIN_CORDON)
-        # These were to go there, and wait for the next that serves.
-        await eventually(lambda: fleet.in_flight == [2, 0], "the loss")
-        assert fleet.orchestrator.metrics.held == 3
 
 
 async def test_an_output_of_a_replica_that_is_found_dead_when_it_has_room_comes_before_the_error() -> None:

@@ -152,15 +152,6 @@ async def test_a_request_that_waited_for_the_end_of_a_pause_may_go_to_all_replic
         await sent(fleet, "a")
 
 
-async def test_further_waiting_requests_do_not_delay_the_probe(retry_s: float) -> None:
-    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
-        await at_the_only_replica(fleet, "ab")
-        for name in "ab":
-            refuse(fleet, name)
-            fleet.now += retry_s / 2
-        await sent(fleet, "a")
-
-
 async def test_a_request_that_is_aborted_while_it_waits_for_the_end_of_a_pause_is_not_sent(retry_s: float) -> None:
     async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
         link = await at_the_only_replica(fleet, "abc")

@@ -113,7 +113,7 @@ async def test_while_the_moves_of_others_go_first(monkeypatch: pytest.MonkeyPatc
         await goes_on(fleet, "a")
 
 
-async def test_while_other_suspects_are_isolated() -> None:
+async def test_while_other_suspects_run_apart() -> None:
     async with FakeFleet(replicas=1, plan=AdmissionConfig()) as fleet:
         await submit(fleet, "a", "b")
         fleet.join(fleet.pool.add())

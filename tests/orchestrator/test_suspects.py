@@ -32,8 +32,8 @@ async def begin(fleet: FakeFleet, request_id: str, replica_id: int) -> None:
     fleet.say(request_id, 5)
 
 
-def end_isolation(fleet: FakeFleet, request_id: str) -> None:
-    """A suspect has had so many outputs that its isolation ends."""
+def get_enough_tokens(fleet: FakeFleet, request_id: str) -> None:
+    """A suspect has had so many tokens that it need not be kept apart."""
     for token in range(suspects.CLEARING_TOKENS):
         fleet.say(request_id, token)
 
@@ -64,7 +64,7 @@ async def test_a_request_with_two_crashes_before_its_first_output_gets_no_third_
         assert fleet.orchestrator.request_states == {}
 
 
-async def test_suspects_are_isolated_in_order(fleet: FakeFleet) -> None:
+async def test_suspects_run_apart_in_order(fleet: FakeFleet) -> None:
     for name in "abc":
         await fleet.submit(name, affinity=0)
     die(fleet, 0)
@@ -72,7 +72,7 @@ async def test_suspects_are_isolated_in_order(fleet: FakeFleet) -> None:
     assert fleet.orchestrator.metrics.moves_waiting == 2
     fleet.join(fleet.pool.member(0))
     assert [*map(fleet.home, "abc")] == [1, 0, None]
-    end_isolation(fleet, "a")
+    get_enough_tokens(fleet, "a")
     await eventually(lambda: [*map(fleet.home, "abc")] == [1, 0, 1], "the last one's turn")
     assert fleet.orchestrator.metrics.moves_waiting == 0
 
@@ -110,32 +110,11 @@ async def test_a_crash_counts_against_a_request_to_its_end() -> None:
     async with FakeFleet(replicas=4) as fleet:
         await fleet.submit("a", affinity=0)
         die(fleet, 0)
-        end_isolation(fleet, "a")
+        get_enough_tokens(fleet, "a")
         fleet.orchestrator.replica_lost(fleet.pool.member(fleet.home("a")), "cut off")
         assert "a" in fleet.orchestrator.request_states
         die(fleet, fleet.home("a"))
         assert "it gets no third replica" in str(dict(await fleet.read())["a"])
-
-
-async def test_a_refused_request_goes_to_a_replica_with_an_isolated_suspect_before_it_goes_back() -> None:
-    async with FakeFleet(replicas=3) as fleet:
-        await fleet.submit("p", affinity=0)
-        die(fleet, 0)
-        await fleet.submit("a")
-        fleet.say("a", finish_reason=REFUSED)
-        await eventually(lambda: fleet.home("a") == fleet.home("p"), "its turn")
-
-
-async def test_where_a_suspect_was_refused_others_may_go_again() -> None:
-    async with FakeFleet(replicas=3) as fleet:
-        await fleet.submit("p")
-        die(fleet, fleet.home("p"))
-        first = fleet.home("p")
-        fleet.say("p", finish_reason=REFUSED)
-        await eventually(lambda: fleet.home("p") not in (first, None), "its turn")
-        fleet.say("p", 5)
-        await fleet.submit("a")
-        assert fleet.home("a") == first
 
 
 async def test_suspects_with_some_tokens_go_on_at_once_where_no_other_is_kept_apart() -> None:
@@ -150,14 +129,6 @@ async def test_suspects_with_some_tokens_go_on_at_once_where_no_other_is_kept_ap
         assert fleet.orchestrator.metrics.decisions[0, "LeastQueueLengthBalancer", APART] > 0
         die(fleet, tried)
         assert isinstance(dict(await fleet.read())["p"], RequestLostError)
-
-
-async def test_a_bound_request_goes_to_its_replica_although_a_suspect_is_isolated_there() -> None:
-    async with FakeFleet(replicas=3) as fleet:
-        await fleet.submit("p", affinity=0)
-        die(fleet, 0)
-        await fleet.submit("a", affinity=fleet.pool.serving.index(fleet.pool.member(fleet.home("p"))))
-        assert fleet.home("a") == fleet.home("p")
 
 
 async def test_a_request_that_came_after_the_first_crash_is_no_culprit() -> None:
@@ -181,7 +152,7 @@ async def test_a_replica_that_crashes_twice_gives_no_culprit_while_another_serve
         assert [fleet.home(name) for name in "ab"] == [1, 0]
         die(fleet, 0)
         assert await fleet.read() == []
-        end_isolation(fleet, "a")
+        get_enough_tokens(fleet, "a")
         await eventually(lambda: fleet.home("b") == 1, "its turn elsewhere")
 
 
@@ -198,7 +169,7 @@ async def test_a_suspect_avoids_the_replica_that_it_may_have_crashed() -> None:
         assert fleet.home("b") == 1, "although replica 0 serves, and its key means that"
 
 
-async def test_with_one_replica_suspects_are_isolated_only_after_the_second_crash() -> None:
+async def test_with_one_replica_suspects_run_apart_only_after_the_second_crash() -> None:
     async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
         for name in "abc":
             await fleet.submit(name)
@@ -283,34 +254,6 @@ async def test_suspects_wait_for_a_while_only_and_several_candidates_give_no_cul
         assert [*map(fleet.home, "bc")] == [1, 1]
 
 
-async def test_a_suspect_that_is_aborted_makes_room_for_the_next(fleet: FakeFleet) -> None:
-    for name in "abc":
-        await fleet.submit(name, affinity=0)
-    die(fleet, 0)
-    await fleet.abort("b")
-    assert fleet.orchestrator.metrics.moves_waiting == 1
-    await fleet.abort("a")
-    await eventually(lambda: fleet.home("c") == 1, "its turn")
-    assert (fleet.orchestrator.metrics.moves_waiting, fleet.in_flight) == (0, [0, 1])
-
-
-async def test_a_replica_that_is_found_dead_when_a_suspect_answers_there_does_not_spoil_the_answer() -> None:
-    async with FakeFleet(replicas=2, replica_wait=LONG) as fleet:
-        for name in "ab":
-            await fleet.submit(name, affinity=0, move="replay")
-        die(fleet, 0)
-        link, attempt = fleet.attempt("a")
-        link.broken = True
-        tokens = range(suspects.CLEARING_TOKENS)
-        for token in tokens:
-            link.output(attempt, token)
-        await eventually(lambda: not fleet.pool.serving, "the failure to send the next one")
-        fleet.join(fleet.pool.member(0))
-        fleet.say("a", *tokens, 7, finish_reason="stop")
-        await fleet.read()
-        assert fleet.tokens["a"] == [*tokens, 7]
-
-
 async def test_suspects_without_any_replica_are_held_and_refused_like_others() -> None:
     async with FakeFleet(replicas=2) as fleet:
         for name in "abc":
@@ -322,26 +265,6 @@ async def test_suspects_without_any_replica_are_held_and_refused_like_others() -
         assert isinstance(errors["b"], NoReplicaError)
         assert isinstance(errors["c"], NoReplicaError)
         assert (fleet.orchestrator.request_states, fleet.orchestrator.metrics.moves_waiting) == ({}, 0)
-
-
-async def test_suspects_that_were_held_are_isolated_too(fleet: FakeFleet) -> None:
-    for name in "abc":
-        await fleet.submit(name, affinity=0)
-    fleet.orchestrator.replica_lost(fleet.pool.member(1), "cut off")
-    die(fleet, 0)
-    assert fleet.orchestrator.metrics.held == 3
-    fleet.join(fleet.pool.member(0))
-    assert [*map(fleet.home, "abc")] == [0, None, None]
-    assert (fleet.orchestrator.metrics.held, fleet.orchestrator.metrics.moves_waiting) == (0, 2)
-
-
-async def test_many_suspects_in_a_large_fleet_are_isolated_at_once() -> None:
-    async with FakeFleet(replicas=300, replica_wait=LONG) as fleet:
-        for number in range(400):
-            await fleet.submit(f"r{number}", affinity=0)
-        die(fleet, 0)
-        assert sorted(fleet.in_flight) == [0] + [1] * 299
-        assert fleet.orchestrator.metrics.moves_waiting == 101
 
 
 async def test_a_suspect_that_a_paused_engine_refuses_does_not_go_back_to_where_an_engine_died_under_it() -> None:

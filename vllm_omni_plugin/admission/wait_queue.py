@@ -1,6 +1,6 @@
 """Which requests of a head wait, how long they will wait, and which are evicted when the queue is full.
 
-Which request is sent next is decided in `orchestrator.dispatch.unsent_queue`.
+Which request is sent next is decided in `orchestrator.dispatch.next_step`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

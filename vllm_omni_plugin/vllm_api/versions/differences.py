@@ -35,7 +35,7 @@ CLI_ARGS_MOVED = Difference(
 PAUSE_REFUSES = Difference(
     since=(0, 33),
     about="AsyncLLM pauses with `pause_generation`: in modes abort and wait an engine refuses requests until it "
-    "resumes, see `PausedRuns`",
+    "resumes, see `EngineRefusals`",
     older="the condition in `EngineApi.refused`",
 )
 PROFILER_ARGUMENTS = Difference(
