@@ -59,12 +59,6 @@ def test_address_in_brackets_is_one(names: dict[str, list[Any]]) -> None:
     assert coordinator_address(options("[::1]")) == "tcp://[::1]:7000"
 
 
-def test_name_that_comes_with_the_head_stays_a_name(names: dict[str, list[Any]]) -> None:
-    assert coordinator_address(options("head")) == "tcp://head:7000"
-    with pytest.raises(ConfigError, match="--omni-master-address: 'head' is not an address and not a known name"):
-        bind_address(options("head"), headless=False)
-
-
 def test_node_is_reached_at_the_address_of_its_name(names: dict[str, list[Any]]) -> None:
     names["node"] = [V6, V4]
     assert bind_address(options("head", replica_address="node"), headless=True) == "127.0.0.1"

@@ -133,15 +133,6 @@ async def test_hurrying_does_not_wait_for_the_time_to_pass(supervised: Supervise
     await stopping
 
 
-async def test_stopping_does_not_wait_for_a_restart(supervised: Supervised) -> None:
-    supervised.go_on.clear()
-    await supervised.serve(0)
-    supervised.process(0).end(KILLED)
-    await eventually(lambda: supervised.delays == [1.0])
-    await supervised.servers.stop(GRACE_S)
-    assert len(supervised.started) == 2
-
-
 async def test_all_else_goes_on_while_one_is_being_spawned(supervised: Supervised) -> None:
     await supervised.until_spawning()
     supervised.process(1).end(KILLED)

@@ -109,19 +109,3 @@ async def test_waiting_for_the_shutdown_ends_when_it_begins(shutdown: GracefulSh
     await asyncio.to_thread(shutdown.wait_for_requests, Finished(left=0.0), 0.0)
     assert shutdown.ending
     await asyncio.wait_for(waiting, 10)
-
-
-def test_a_server_that_never_had_a_request_has_none_to_end(shutdown: GracefulShutdown) -> None:
-    assert shutdown.wait_for_requests(Finished(left=50.0), 60.0) == 60
-    shutdown.abort_all()
-
-
-async def test_a_server_that_failed_before_it_accepted_requests_shuts_down_without_an_error() -> None:
-    faults: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, fault: faults.append(fault))
-    shutdown = GracefulShutdown()
-    shutdown.outputs_processed()
-    shutdown.abort_all()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert faults == []

@@ -79,8 +79,3 @@ async def test_a_cancellation_frees_the_resources(fault: Exception | None) -> No
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     assert (runs.left, runs.pauses) == (1, [])
-
-
-def test_other_limits_of_a_backoff() -> None:
-    backoff = Backoff(first=0.1, longest=0.3, healthy_after=10.0)
-    assert [backoff.after(served) for served in (9.0, 0.0, 9.0, 10.0)] == [0.1, 0.2, 0.3, 0.1]

@@ -97,12 +97,6 @@ def test_a_cancelled_rank_stops_waiting_and_may_start_again(threads: ThreadPoolE
     assert again.result(SOON_S) is other.result(SOON_S)
 
 
-def test_a_rank_whose_siblings_do_not_come_is_released(threads: ThreadPoolExecutor) -> None:
-    lonely = wait(threads, StartBarrier(3, lambda: GroupIncarnation(3), timeout_s=0.01), 1)
-    with pytest.raises(ReplicaError, match="the other ranks of its group do not start: 0, 2"):
-        lonely.result(SOON_S)
-
-
 def test_no_incarnation_begins_beside_processes_that_do_not_end(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

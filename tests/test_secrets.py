@@ -84,8 +84,3 @@ def test_keys_differ_by_secret_role_and_end() -> None:
     ]
     assert len({pair.public for pair in pairs}) == len({pair.secret for pair in pairs}) == 8
     assert all(zmq.curve_public(pair.secret) == pair.public for pair in pairs)
-
-
-def test_same_secret_gives_the_same_keys_on_every_machine() -> None:
-    # Changing how they are derived would split a fleet in the middle of an upgrade.
-    assert Secrets([OLD]).server_keys("coordinator").public == b"YJKb2TrOF%>y?=gw2yklJ*>mr^%haTb$28$O%)2W"

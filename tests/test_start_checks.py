@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.config import OmniConfig
@@ -25,7 +24,6 @@ from vllm_omni_plugin.integration.checks.machine_checks import (
     check_version,
 )
 from vllm_omni_plugin.integration.checks.start_checks import check_head_files, check_or_exit, check_start
-from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 
 MIB = 2**20
 OURS = {"omni": "vllm_omni_plugin.entrypoints.plugin:register"}
@@ -77,14 +75,6 @@ def test_shared_memory_that_is_too_small_for_the_workers_of_all_replicas_is_a_wa
     assert is_enough or "--shm-size" in caplog.text
 
 
-def test_no_shared_memory_at_all_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: str) -> None:
-        raise FileNotFoundError(2, "No such file or directory")
-
-    monkeypatch.setattr(os, "statvfs", missing)
-    assert levels(about("shared memory", OmniConfig(), 1, 2)) == [Level.UNKNOWN]
-
-
 @pytest.mark.parametrize(("headless", "limit", "needed"), [(True, 300, 364), (False, 95, 96)], ids=["node", "head"])
 def test_a_limit_of_open_files_that_is_too_low_ends_the_command(
     headless: bool, limit: int, needed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -111,23 +101,6 @@ def test_a_range_without_enough_free_ports_ends_the_command_and_leaves_them_free
     first = free_port()
     for _ in range(2):
         assert Level.ERROR not in levels(check_start(node(replica_ports=f"{first}-{first + 20}"), 1, 0, headless=True))
-
-
-def test_an_address_that_cannot_be_bound_is_not_told_to_be_for_want_of_ports() -> None:
-    options = node(replica_ports="20000-20100", replica_address="192.0.2.1")
-    (ports,) = about("argument", options, 1, 0, headless=True)
-    assert ports.level is Level.ERROR
-    assert "--omni-replica-address: 192.0.2.1 cannot be bound" in ports.text
-    assert "free ports" not in ports.text
-
-
-def test_ports_are_not_looked_at_while_the_heads_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: Any, **__: Any) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    options = OmniConfig(master_address="head.example", master_port=1, replica_ports="1-2")
-    assert about("ports", options, 1, 0, headless=True) == about("argument", options, 1, 0, headless=True) == []
 
 
 @pytest.mark.parametrize(
@@ -184,17 +157,6 @@ def test_the_path_of_sockets_is_told_when_it_is_too_long(
     assert list(base.iterdir()) == []
 
 
-def test_the_longest_path_that_is_no_error_takes_the_longest_name_of_a_socket(
-    socket_base: Callable[[int], Path],
-) -> None:
-    socket_base(64)
-    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
-        # As for what an engine reports of its cache.
-        pull.bind(f"{new_ipc_address()}-tcp:0")
-        with pytest.raises(zmq.ZMQError, match="longer than 107 characters"):
-            pull.bind(f"{new_ipc_address()}-tcp:00")
-
-
 def test_a_folder_of_sockets_that_cannot_be_used_ends_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,15 +168,6 @@ def test_a_folder_of_sockets_that_cannot_be_used_ends_the_command(
     assert "name a writable folder with TMPDIR or VLLM_RPC_BASE_PATH" in error
     # A head that has joined a fleet has no engines, and so no such sockets.
     check_or_exit(OmniConfig(), 0, 0, headless=False)
-
-
-def test_no_temporary_folder_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
-    (result,) = about("sockets", OmniConfig(), 1, 0)
-    assert result.level is Level.ERROR
-    assert "No usable temporary directory found in ['/nowhere']" in result.text
 
 
 @pytest.mark.parametrize(

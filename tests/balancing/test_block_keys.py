@@ -48,12 +48,6 @@ def test_an_image_changes_its_block_and_all_later_ones() -> None:
     assert [a == b for a, b in zip(keys, with_image, strict=True)] == [True, True, False, False]
 
 
-def test_names_enter_only_the_first_block() -> None:
-    first, second = prompt_keys(Prompt(TOKENS[:17], lora_name="sql", cache_salt="s"), 8)
-    assert first == block_key(0, pack_tokens(TOKENS[:8]), ["sql", "s"])
-    assert second == block_key(first, pack_tokens(TOKENS[8:16]), ["sql"]) == block_key(first, pack_tokens(TOKENS[8:16]))
-
-
 def test_a_prompt_that_cannot_use_the_cache_has_no_keys() -> None:
     assert prompt_keys(Prompt(TOKENS, cacheable=False), 8) == []
     assert answered_keys(Prompt(TOKENS, cacheable=False), [1, 2], 8) == []
@@ -66,9 +60,3 @@ def test_the_keys_of_an_answer_are_those_of_the_next_turn(length: int, media: tu
     next_turn = Prompt(TOKENS, lora_name="sql", media=media)
     assert answered_keys(prompt, TOKENS[length:], 8) == prompt_keys(next_turn, 8)
     assert prompt_keys(prompt, 8) == prompt_keys(next_turn, 8)[: (length - 1) // 8]
-
-
-def test_a_prompt_is_hashed_once_for_each_block_size() -> None:
-    prompt = Prompt(TOKENS)
-    assert prompt_keys(prompt, 8) is prompt_keys(prompt, 8)
-    assert len(prompt_keys(prompt, 16)) == 2

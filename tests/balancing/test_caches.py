@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from vllm_omni_plugin.balancing.caches.block_index import BlockIndex
 from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
-from vllm_omni_plugin.balancing.caches.replica_bits import ReplicaBits, block_size_of, sample_bits
+from vllm_omni_plugin.balancing.caches.replica_bits import ReplicaBits, sample_bits
 
-from .fakes import FakeReplica, with_queues
-from .pool import pool_of
+from .fakes import with_queues
 
 BITS = [0, 1, 5, 63, 64, 1023]
 # Chained like block keys: a key depends on all previous letters.
@@ -94,25 +93,6 @@ def test_undoing_a_prompt_keeps_older_blocks_and_those_of_later_prompts(
         assert matches(caches, chain(prompt)).get(0, 0) == leading(held, chain(prompt))
 
 
-def test_a_flood_of_undone_prompts_evicts_no_more_than_the_longest_one() -> None:
-    caches = PrefixCaches()
-    for prompt in range(10):
-        caches.estimate(0, range(10 * prompt, 10 * prompt + 10), 100)
-    for prompt in range(10, 1000):
-        flood = range(10 * prompt, 10 * prompt + 10)
-        caches.estimate(0, flood, 100)
-        caches.undo_estimate(0, flood, 0)
-    assert [matches(caches, range(10 * prompt, 10 * prompt + 10)) for prompt in range(10)] == [{}] + 9 * [{0: 10}]
-
-
-def test_a_repeated_prompt_takes_space_once() -> None:
-    caches = PrefixCaches()
-    for _ in range(1000):
-        caches.estimate(0, [1, 2, 3], 8)
-    caches.estimate(0, [7, 8, 9], 8)
-    assert matches(caches, [1, 2, 3, 4]) == {0: 3}
-
-
 def test_sampled_bits_are_distinct_and_cover_the_mask() -> None:
     rng, mask = random.Random(1), sum(1 << bit for bit in (0, 3, 4, 700))
     draws = [sample_bits(mask, 2, rng) for _ in range(200)]
@@ -126,9 +106,3 @@ def test_a_list_changed_in_place_is_noticed() -> None:
     bits.fleet(replicas)
     replicas.reverse()
     assert bits.fleet(replicas).bits == [1, 0]
-
-
-def test_an_unknown_block_size_is_the_default() -> None:
-    silent, talkative = FakeReplica("tcp://a"), pool_of(None, 1, block_size=128).replicas[0]
-    assert (block_size_of(silent), block_size_of(talkative)) == (16, 128)
-    assert ReplicaBits().fleet((silent, talkative)).block_sizes == {16, 128}

@@ -86,11 +86,6 @@ def test_the_least_added_latency_wins(
     )
 
 
-def test_the_price_of_answers_is_an_option() -> None:
-    pool = pool_of(policy(answer_tokens=0), 1, requests=1, prefill_tokens=50)
-    assert pool.policy.decide(TASK, pool.replicas).candidates == (Candidate(0, 2050.0),)
-
-
 @pytest.mark.parametrize(("weight", "chosen"), [(0.0, 1), (0.5, 1), (2.0, 0)])
 def test_the_overlap_weight_changes_affinity(weight: float, chosen: int) -> None:
     pool = estimating(ReplicaLoad(requests=7), ReplicaLoad(), overlap_weight=weight)
@@ -141,14 +136,6 @@ def test_the_answer_is_cached_for_the_next_turn() -> None:
     second = pool.policy.decide(prompt_task([*PROMPT, *answer, *range(7000, 7050)]), pool.replicas)
     # 1,099 tokens were computed, in 68 full blocks.
     assert (second.position, second.matched_tokens) == (first.position, 68 * BLOCK)
-
-
-def test_an_attempt_without_an_answer_changes_nothing() -> None:
-    pool = pool_of(policy(), 1)
-    is_sent(pool, 0)
-    pool.policy.ended(TASK, pool.replicas[0], 1.0, 0)
-    pool.policy.ended({}, pool.replicas[0], 1.0, 0)
-    assert matched(pool) == [ALL]
 
 
 @by_estimate_and_by_report
@@ -202,14 +189,6 @@ def test_an_unreported_prompt_counts_as_cached_until_its_last_request_ends() -> 
     assert matched(pool) == [0, 0]
 
 
-def test_a_reported_block_outlives_the_request() -> None:
-    pool = reporting(ReplicaLoad())
-    is_sent(pool, 0)
-    is_reported(pool, 0)
-    pool.policy.ended(TASK, pool.replicas[0], 1.0, 1)
-    assert matched(pool) == [ALL]
-
-
 def test_after_lost_reports_the_cache_is_empty_and_estimated_until_a_restart() -> None:
     pool = reporting(ReplicaLoad(), ReplicaLoad())
     is_reported(pool, 0)
@@ -220,14 +199,6 @@ def test_after_lost_reports_the_cache_is_empty_and_estimated_until_a_restart() -
     assert matched(pool) == [ALL, 0]
     pool.policy.cache_changed(pool.replicas[0], CacheChange(KEYS[:10], restart=True))
     assert matched(pool) == [160, 0]
-
-
-def test_the_first_report_replaces_the_estimate() -> None:
-    pool = estimating(ReplicaLoad())
-    is_sent(pool, 0)
-    pool.policy.cache_changed(pool.replicas[0], CacheChange(KEYS[:10], restart=True))
-    pool.policy.ended(TASK, pool.replicas[0], 1.0, 1)
-    assert matched(pool) == [160]
 
 
 def test_long_churn_of_reports_leaves_what_was_reported_last() -> None:
@@ -299,10 +270,3 @@ def test_a_large_fleet_compares_a_few_replicas_including_holders(made: Callable[
         compared = [candidate.position for candidate in decision.candidates]
         assert {17, 800} < set(compared)
         assert len(compared) == len(set(compared)) <= 11
-
-
-def test_a_large_fleet_finds_its_shortest_queue() -> None:
-    pool = pool_of(policy(), 1000)
-    for position, replica in enumerate(pool.replicas):
-        replica.charge(0 if position == 123 else 5)
-    assert pool.policy.select(TASK, pool.replicas) == 123

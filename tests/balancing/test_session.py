@@ -54,23 +54,6 @@ def test_a_session_spills_at_the_bound_and_not_before() -> None:
     assert {balancer.select({"session": "s"}, pool.replicas) for _ in range(10)} == {decision.position}
 
 
-def test_a_session_returns_when_its_replica_is_less_busy() -> None:
-    balancer, pool = policy(), pool_of(None, 4)
-    at = balancer.select({"session": "s"}, pool.replicas)
-    pool.replicas[at].charge(50)
-    assert balancer.select({"session": "s"}, pool.replicas) != at
-    pool.replicas[at].charge(-50)
-    assert balancer.select({"session": "s"}, pool.replicas) == at
-
-
-def test_the_only_replica_with_room_is_found() -> None:
-    pool = pool_of(None, 400)
-    for position, replica in enumerate(pool.replicas):
-        replica.charge(0 if position == 77 else 1000)
-    decision = policy(load_factor=1, slack=0).decide({"session": "s"}, pool.replicas)
-    assert (decision.position, decision.reason) == (77, "session-spilled")
-
-
 def test_a_restart_moves_nothing() -> None:
     balancer, replicas = policy(), pool_of(None, 8).replicas
     before = homes(balancer, replicas)
@@ -84,10 +67,3 @@ def test_replicas_without_an_id_are_identified_by_address() -> None:
     before = [home(balancer, replicas, session) for session in SESSIONS[:100]]
     replicas.reverse()
     assert [home(balancer, replicas, session) for session in SESSIONS[:100]] == before
-
-
-def test_any_text_can_name_a_session() -> None:
-    replicas = with_queues(0, 0)
-    assert {policy().decide({"session": text}, replicas).reason for text in ("ü", "\ud800", "x" * 100_000)} == {
-        "session"
-    }

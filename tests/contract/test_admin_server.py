@@ -164,16 +164,6 @@ def key_file(tmp_path: Path) -> str:
     return str(path)
 
 
-async def test_with_admin_keys_it_listens_where_the_front_end_does(start: Start, key_file: str) -> None:
-    async with start("--host", "0.0.0.0", "--omni-admin-key-file", key_file) as head:
-        assert await head.status("/omni/drain", "POST") == 401
-        assert await head.status("/omni/drain", "POST", KEY) == 204
-        assert find_local_key(HERE, head.port) is None
-        assert find_head(HERE, head.port) == ("", f"http://{HERE}:{head.admin_port}")
-        with socket.create_connection((socket.gethostbyname("localhost"), head.admin_port)):
-            pass
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The flags of a server with a certificate."""
@@ -219,14 +209,6 @@ async def test_a_server_that_fails_is_logged_and_can_be_closed(
         await eventually(lambda: "operators' HTTP server has failed" in caplog.text, "the line of the log")
 
 
-async def test_a_front_end_at_a_unix_socket_is_found_by_the_admin_port_only(start: Start, tmp_path: Path) -> None:
-    async with start("--uds", str(tmp_path / "socket")) as head:
-        assert find_head(HERE, head.port) is None
-        assert find_local_key(HERE, head.admin_port) is not None
-        # Its clients have an address, unlike those of the unix socket.
-        assert await head.status("/omni/drain", "POST") == 403
-
-
 async def test_metrics_are_those_of_the_fleet_and_vllms_of_each_replica(start: Start) -> None:
     async with start() as head:
         for index in (0, 1):
@@ -246,14 +228,6 @@ async def test_metrics_are_those_of_the_fleet_and_vllms_of_each_replica(start: S
     assert "vllm:time_to_first_token_seconds" not in answer.text
     # A second server in this process, in a test, may count again.
     assert not [each for each in REGISTRY._collector_to_names if type(each).__name__ == "FleetCollector"]
-
-
-async def test_token_rates_of_the_page_are_up_to_date(start: Start) -> None:
-    async with start() as head:
-        head.server.statistics.joined(0)
-        head.server.statistics.record(0, SchedulerStats(prefix_cache_stats=PrefixCacheStats(False, 1, 10, 5)))
-        state = (await head.client.get("/omni/fleet")).json()
-    assert state["stages"][0]["replicas"][0]["hit_rate"] == 0.5
 
 
 async def test_many_reports_that_cannot_be_added_are_recorded_without_a_scrape(start: Start) -> None:

@@ -9,7 +9,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.errors import ConfigError, ReplicaError
+from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration import async_llm, command_line
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.options.additional_config import store_options
@@ -71,12 +71,6 @@ def test_options_that_a_user_wrote_into_additional_config_are_refused(
     assert ended.value.code == 2
     message = "argument --additional-config: 'vllm_omni_plugin' is not for users: give the --omni-* flags instead"
     assert capsys.readouterr().err == f"vllm serve: error: {message}\n"
-
-
-def test_an_error_of_another_kind_is_raised_unchanged(make_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, ReplicaError("the engine did not start"))
-    with pytest.raises(ReplicaError, match="the engine did not start"):
-        make_client(config(OmniConfig()), object, True)
 
 
 class FakeFleetClient(FleetClient):

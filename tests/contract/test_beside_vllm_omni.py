@@ -37,6 +37,7 @@ def main():
 """Adds its flags to a parser that has all of vLLM's, as vllm_omni does, and reads them with vLLM."""
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_command_line_with_omni_belongs_to_vllm_omni_alone(tmp_path: Path) -> None:
     cli = tmp_path / "vllm_omni" / "entrypoints" / "cli"

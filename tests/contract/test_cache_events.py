@@ -161,15 +161,6 @@ async def test_vllms_publisher_is_followed_at_the_addresses_that_it_says(publish
     listener.close()
 
 
-@pytest.mark.parametrize("rank", [0, 1, 7])
-def test_vllm_leaves_our_addresses_as_they_are_for_every_rank(config: Any, rank: int) -> None:
-    turn_on_cache_events(config)
-    events = config.kv_events_config
-    for address in (events.endpoint, events.replay_endpoint):
-        assert ZmqEventPublisher.offset_endpoint_port(address, rank) == address
-    assert events.endpoint != events.replay_endpoint
-
-
 @pytest.mark.parametrize("on", [True, False])
 def test_an_event_publisher_configured_by_the_user_is_kept(config: Any, on: bool, tmp_path: Path) -> None:
     mine = tmp_path / "socket"

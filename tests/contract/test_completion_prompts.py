@@ -47,10 +47,6 @@ async def test_a_prompt_has_the_tokens_that_a_completion_has(
     assert (await read(token_ids, model)).token_ids == token_ids
 
 
-async def test_an_adapter_has_blocks_of_its_own(read: PromptReader) -> None:
-    assert (await read("Once", "adapter")).lora_name == "adapter"
-
-
 @pytest.mark.parametrize(
     ("prompt", "model", "error", "reason"),
     [

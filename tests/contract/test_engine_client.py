@@ -188,18 +188,6 @@ async def test_a_fleet_that_has_failed_refuses_requests_calls_and_reads_and_igno
     assert client.resources.engine_dead
 
 
-async def test_reading_from_a_fleet_that_is_shut_down_raises_no_error(
-    orchestrator: Orchestrator, client: FleetClient
-) -> None:
-    reader = asyncio.create_task(client.get_output_async())
-    await asyncio.sleep(0)
-    client.shutdown()
-    orchestrator.close_queues()
-    done, _ = await asyncio.wait({reader}, timeout=0.05)
-    assert not done
-    reader.cancel()
-
-
 async def test_waiters_for_a_fleet_go_on_when_a_replica_serves(
     orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,15 +162,6 @@ def test_no_engine_samples_as_any_incarnation_of_another_replica(
     assert len(set(used)) == 9
 
 
-def test_a_node_that_is_started_again_does_not_repeat_its_seeds_and_engine_ids(
-    tmp_path: Path, spawned: list[Any]
-) -> None:
-    for incarnation in (1_800_000_000_000_000_000, 1_800_000_100_000_000_000):
-        start(launcher_of(tmp_path, "dense", 3, first_incarnation=incarnation), 0)
-    assert len({config.model_config.seed for config in spawned}) == 2
-    assert len({config.kv_transfer_config.engine_id for config in spawned}) == 2
-
-
 def test_each_rank_of_a_group_has_its_number_as_index_and_its_rank_in_the_group(
     tmp_path: Path, spawned: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

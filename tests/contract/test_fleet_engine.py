@@ -65,17 +65,6 @@ def test_exited_workers_are_named_with_their_signals(exit_note: ExitNote, caplog
     assert not alive.is_alive(), "vLLM's own shutdown has ended it"
 
 
-def test_a_normal_shutdown_writes_no_exit_note(exit_note: ExitNote) -> None:
-    worker = spawned("VllmWorker-0", end_by, signal.SIGTERM)
-    worker.join(ENOUGH_S)
-    executor = executor_of(worker)
-    executor.is_failed = False
-    executor.shutdown()
-    executor.is_failed = True
-    executor.shutdown()
-    assert exit_note.read() == ""
-
-
 @pytest.mark.parametrize("path", [pytest.param("/proc/0/fd/0", id="its owner is gone"), None])
 def test_an_engine_that_cannot_write_its_exit_note_still_exits(
     monkeypatch: pytest.MonkeyPatch, path: str | None

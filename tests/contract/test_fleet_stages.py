@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan
-from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 
 
@@ -75,12 +74,3 @@ def test_the_model_is_that_of_the_stage_which_reads_prompts() -> None:
 def test_answers_come_in_the_tokens_of_the_stage_in_front(second: Stage, tokenizers: str, expected: str | None) -> None:
     stages = FleetStages.of(plans(stage(0, "m"), second, tokenizers=tokenizers))
     assert (stages.answer_tokenizer and stages.answer_tokenizer()) == expected
-
-
-def test_a_text_pipeline_has_routes_for_text_whatever_reads_the_prompt() -> None:
-    reads = stage(0, "m", output=Modality.EMBEDDING)
-    pipeline = Pipeline((reads, stage(1, "n", "stage0", final=True)))
-    assert FleetStages(pipeline, []).supported(["embed"]) == ("embed", "generate")
-    assert FleetStages(pipeline, []).supported(["generate", "embed"]) == ("generate", "embed")
-    alone = Pipeline((stage(0, "m", output=Modality.EMBEDDING, final=True),))
-    assert FleetStages(alone, []).supported(["embed"]) == ("embed",)

@@ -60,11 +60,6 @@ def test_prompt_tokens_of_another_model_do_not_change_the_answer(
     assert answer(processor, tokenizer.encode(" good")) == " good"
 
 
-def test_an_answer_without_text_is_not_changed(processor: OutputProcessor) -> None:
-    add(processor, request([1], detokenize=False))
-    assert answer(processor, [2]) == ""
-
-
 def test_a_further_chunk_of_a_session_does_not_restart_the_answer(processor: OutputProcessor) -> None:
     add(processor, request([1], resumable=True))
     before = processor.request_states["a"].detokenizer

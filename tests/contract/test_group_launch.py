@@ -10,14 +10,12 @@ from vllm.v1.engine import EngineCoreReadyResponse
 from vllm.v1.engine.utils import CoreEngine
 
 from tests.engine.experts import MIXTRAL
-from tests.sim.protocol.requests import request
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher
 from vllm_omni_plugin.vllm_api.launch.group_launch import GroupLauncher, new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
 
 from .configs import vllm_config, write_model
@@ -92,14 +90,6 @@ def test_a_rank_that_is_cancelled_before_its_siblings_start_is_not_spawned(exper
     with pytest.raises(ReplicaError, match="was cancelled"):
         lonely.wait("ipc:///nowhere", [])
     lonely.shutdown(0.0)
-
-
-def test_every_request_has_a_stale_wave(dense: Path) -> None:
-    asked = request("a")
-    _, *frames = EngineApi().encode_add(asked, "b")
-    sent = msgspec.msgpack.decode(frames[0], type=type(asked))
-    assert sent.current_wave == -1
-    assert asked.current_wave == 0
 
 
 def test_ready_responses_of_several_groups_are_applied_although_each_names_a_coordinator(experts: Path) -> None:

@@ -181,13 +181,6 @@ async def test_engines_of_two_stages_on_one_device_start_one_after_the_other() -
     assert order.index("5 is ready") < order.index("5 again starts")
 
 
-def test_no_devices_are_assigned_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "current_platform", platform("cpu"))
-    config = stage()
-    assert assign_devices(config, 0, 2) == 0
-    assert config.parallel_config.assigned_physical_gpu_ids is None
-
-
 @pytest.mark.parametrize(
     ("cores", "engines", "bound", "shares"),
     [

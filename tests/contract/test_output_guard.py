@@ -201,32 +201,6 @@ def test_requests_that_stopped_before_an_output_that_cannot_be_processed_are_abo
     assert failed == ["b"]
 
 
-def test_outputs_may_be_read_twice_and_counted() -> None:
-    processed, failed = list[tuple[str, int]](), list[str]()
-
-    def process(outputs: Any) -> Any:
-        every = [output.request_id for output in outputs]
-        for output in outputs:
-            if output.request_id == "bad":
-                raise ValueError("no such token")
-            processed.append((output.request_id, len(outputs)))
-        assert every
-        return SimpleNamespace(reqs_to_abort=[])
-
-    processor = SimpleNamespace(request_states={}, process_outputs=process)
-    guard_outputs(processor, lambda request_id, error: failed.append(request_id))
-    outputs = [SimpleNamespace(request_id=name, finish_reason="stop") for name in ("a", "bad", "b", "c")]
-    processor.process_outputs(outputs)
-    assert (processed, failed) == ([("a", 4), ("b", 2), ("c", 2)], ["bad"])
-
-
-def test_an_output_processor_that_always_fails_is_not_called_for_ever() -> None:
-    processor = SimpleNamespace(process_outputs=lambda: None, request_states={})
-    guard_outputs(processor, lambda request_id, error: pytest.fail(request_id))
-    with pytest.raises(TypeError):
-        processor.process_outputs([EngineCoreOutput("a", [1])])
-
-
 async def test_an_event_that_cannot_be_handled_delays_no_output(front: Front, caplog: pytest.LogCaptureFixture) -> None:
     report = EngineApi().idle_report(3)
     front.orchestrator.front_end.output_async_queue.put(ReplicaJoined(9, 0, b"a stage that there is not"))

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +12,13 @@ import pytest
 from fastapi import FastAPI
 from vllm.lora.request import LoRARequest
 
-from tests.fakes.engine_api import FakeEngineApi, FakeRequest
+from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator.protocol.call_effects import FORGET_LORA, HEAD_CALLS, encode, leaves_state
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, ReplicaError, StageError, StageInputError
 from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import ActivePipelineCall
 from vllm_omni_plugin.integration.engine_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
@@ -31,9 +29,7 @@ from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallReplicas,
-    PipelineCall,
     ReplicaJoined,
-    SubmitRequest,
 )
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
@@ -180,20 +176,6 @@ async def test_a_call_reaches_its_stages_unchanged_and_can_be_sent_to_other_head
 
     async with asyncio.timeout(10):
         await asyncio.gather(getattr(head.client, f"{asked}_async")(*args), answer())
-
-
-async def test_a_request_carries_the_call_that_it_is_made_for(head: Head) -> None:
-    running = ActivePipelineCall(lambda put: PipelineCall(("text",), put), head.client.abort_call)
-
-    async def hand_over() -> AsyncGenerator[str, None]:
-        await head.client.add_request_async(FakeRequest("a"))
-        yield "answer"
-
-    async with aclosing(running.run(hand_over())) as items:
-        assert await anext(items) == "answer"
-        message = await head.told()
-    assert isinstance(message, SubmitRequest)
-    assert (message.call, running.request_ids) == (running.call, ["a"])
 
 
 async def start_app(head: Head, options: OmniConfig, args: Any = None) -> FastAPI:

@@ -63,13 +63,6 @@ def test_null_is_the_default_of_vllm_whatever_the_command_line_says(tmp_path: Pa
     assert args.max_model_len is None
 
 
-def test_reading_the_same_arguments_again_changes_nothing(tmp_path: Path) -> None:
-    args, options = read(f"--omni-pipeline {write_pipeline(tmp_path, 'engine_args: {seed: 7}')}")
-    before = dict(vars(args))
-    assert parse_options(args) == options
-    assert vars(args) == before
-
-
 def test_an_api_server_process_reads_the_arguments_it_is_given_as_its_supervisor_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,11 +208,6 @@ def test_processes_are_counted_by_the_sizes_of_their_own_stage(
     first = "replicas: 2\nengine_args: {tensor-parallel-size: 2, pipeline-parallel-size: 2}"
     file = write_pipeline(tmp_path, first, third=f"{VOCODER}\ntransform: text\nreplicas: 3")
     assert local_processes(*read(f"--omni-pipeline {file} {line}")) == expected
-
-
-def test_processes_of_a_model_are_those_of_each_rank(tmp_path: Path) -> None:
-    assert local_processes(*read(f"{tmp_path} -dp 2 -tp 2 --omni-dp-size-local 3")) == (6, 12)
-    assert local_processes(*read(f"{tmp_path} -dp 2 --omni-dp-size-local 3")) == (6, 0)
 
 
 def test_a_headless_node_of_a_python_stage_has_no_model(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """vLLM's metrics of each replica behind the Rust front end, where no AsyncLLM records them."""
 
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,10 +64,6 @@ def report(running: int, hits: int = 0, **more: Any) -> SchedulerStats:
     return SchedulerStats(running, prefix_cache_stats=PrefixCacheStats(False, 1, 2 * hits, hits), **more)
 
 
-def test_there_is_nothing_before_a_replica_has_joined(statistics: ReplicaStatistics) -> None:
-    assert scraped(statistics, "num_requests_running") == {}
-
-
 def test_a_scrape_shows_the_last_level_and_the_sum_of_all_counts_of_each_replica(
     statistics: ReplicaStatistics,
 ) -> None:
@@ -95,15 +90,6 @@ def test_the_levels_of_a_replica_that_leaves_go_and_its_counts_stay(statistics: 
     statistics.joined(1)
     statistics.record(1, report(5))
     assert scraped(statistics, "num_requests_running") == {0: 3, 1: 5}
-
-
-def test_a_replica_that_came_and_went_between_two_scrapes_is_counted(statistics: ReplicaStatistics) -> None:
-    statistics.joined(0)
-    statistics.joined(1)
-    statistics.record(1, report(3, 1))
-    statistics.left(1)
-    assert scraped(statistics, "prefix_cache_hits_total") == {0: 0, 1: 1}
-    assert scraped(statistics, "num_requests_running") == {0: 0}
 
 
 def test_tokens_are_counted_by_replica_over_restarts_of_its_engine(
@@ -213,15 +199,3 @@ def metrics() -> dict[str, list[float]]:
         for family in REGISTRY.collect()
         if family.name.startswith("vllm:")
     }
-
-
-def test_taking_a_report_costs_microseconds(statistics: ReplicaStatistics) -> None:
-    statistics.joined(0)
-    reports = [report(number, 1) for number in range(1000)]
-    durations = []
-    for each in reports:
-        began_at = time.perf_counter()
-        statistics.record(0, each)
-        durations.append(time.perf_counter() - began_at)
-    # The median, because other work interrupts.
-    assert sorted(durations)[500] < 20e-6

@@ -170,21 +170,3 @@ def test_each_stage_has_a_span_below_that_of_its_request_whichever_ends_first(tr
         ),
         (context.span_id, {"omni.stage": "vocoder", "omni.stage_id": 1, "omni.transfer_seconds": 0.125}),
     ]
-
-
-def test_the_stages_of_a_request_that_vllm_does_not_trace_have_no_spans(traced: Traced) -> None:
-    spans = RequestSpans(traced.processor, ["prefix", "prefix"])
-    traced.add("a")
-    spans.expect("a", None)
-    traced.processor.abort_requests(["a"], internal=True)
-    spans.stages_ended(STAGES)
-    assert traced.spans == ()
-
-
-def test_a_fleet_of_one_stage_has_no_spans_of_stages(traced: Traced) -> None:
-    spans = RequestSpans(traced.processor, ["prefix"])
-    traced.add("a")
-    spans.expect("a", None)
-    traced.finish("a")
-    spans.stages_ended(STAGES)
-    assert [span.name for span in traced.spans] == ["llm_request"]

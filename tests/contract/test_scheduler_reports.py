@@ -93,10 +93,6 @@ def test_a_report_that_lacks_fields_on_the_wire_has_them_all() -> None:
     assert whole == msgspec.to_builtins(SchedulerStats(num_running_reqs=2))
 
 
-def test_a_replica_that_is_gone_leaves_no_level() -> None:
-    assert fleet_report(SchedulerStats(num_running_reqs=5, kv_cache_usage=0.5), []) == SchedulerStats()
-
-
 def test_counts_of_an_earlier_step_are_added_and_levels_are_those_of_the_later_one() -> None:
     def report(number: int) -> SchedulerStats:
         speculation = SpecDecodingStats(2, number, 2 * number, number, [number, 0], [number, number])
@@ -115,19 +111,6 @@ def test_counts_of_an_earlier_step_are_added_and_levels_are_those_of_the_later_o
     expected.num_running_reqs, expected.kv_cache_usage = 2, 0.2
     assert with_earlier_counts(later, earlier) == expected
     assert (earlier, later) == before
-
-
-def test_a_step_without_counts_keeps_those_of_earlier_ones() -> None:
-    earlier = SchedulerStats(
-        prefix_cache_stats=cache(1),
-        connector_prefix_cache_stats=cache(2),
-        spec_decoding_stats=SpecDecodingStats(2, 1),
-    )
-    merged = with_earlier_counts(SchedulerStats(num_running_reqs=4), earlier)
-    assert merged.num_running_reqs == 4
-    assert merged.prefix_cache_stats == cache(1)
-    assert merged.connector_prefix_cache_stats == cache(2)
-    assert merged.spec_decoding_stats == SpecDecodingStats(2, 1)
 
 
 def test_only_reports_whose_values_cannot_be_added_are_kept_whole() -> None:

@@ -88,13 +88,6 @@ def test_bad_words_are_tokenized_again(asked: Callable[..., Any], entry: Any, st
     assert front.bad_words_token_ids == [[REVERSED.index("red")]]
 
 
-@pytest.mark.usefixtures("stranger")
-def test_bad_words_are_ignored_without_a_tokenizer(asked: Callable[..., Any], entry: Any, folder: Path) -> None:
-    mute = api(config(folder / "stranger", skip_tokenizer_init=True), entry, output=Modality.TOKENS)
-    front = mute.build(asked(bad_words=["red"]), StageInput(token_ids=[3]), {}, for_client=True).sampling_params
-    assert (front.bad_words_token_ids, front.eos_token_id) == (None, None)
-
-
 @pytest.mark.parametrize(
     "params",
     [{"logit_bias": {5: 1.0}}, {"allowed_token_ids": [5]}, {"logprob_token_ids": [5]}, {"prompt_logprobs": 1}],
@@ -127,14 +120,6 @@ def test_a_structured_answer_is_for_the_stages_own_backend(
         front = api(own, entry).build(client, GIVEN, {}, for_client=True).sampling_params
         assert front.structured_outputs.regex == "red|blue"
         assert front.structured_outputs is not client.sampling_params.structured_outputs
-
-
-def test_other_parameters_are_those_of_the_client(asked: Callable[..., Any], entry: Any, stranger: Any) -> None:
-    wish: dict[str, Any] = {"temperature": 0.7, "top_p": 0.5, "seed": 3, "stop": ["green"], "logprobs": 2}
-    stage_api = api(stranger, entry, sampling={"temperature": 0.0, "max_tokens": 1})
-    front = stage_api.build(asked(**wish), GIVEN, {}, for_client=True)
-    assert {name: getattr(front.sampling_params, name) for name in wish} == wish
-    assert front.sampling_params.max_tokens == 5
 
 
 def test_the_parameters_of_the_client_are_not_changed(

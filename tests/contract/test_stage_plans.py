@@ -13,7 +13,7 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.checks.head_checks import check_model
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_engines
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, own_numbers, stage_plans
-from vllm_omni_plugin.integration.options.additional_config import options_of, store_options, without_options
+from vllm_omni_plugin.integration.options.additional_config import store_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.integration.processes.headless import plan_node
 from vllm_omni_plugin.stages.stage_process import StageProcess
@@ -147,14 +147,6 @@ def test_engines_of_the_node_are_numbered_through_all_stages(tmp_path: Path) -> 
     assert {plan.vllm_config.parallel_config._api_process_count for plan in (thinker, refiner)} == {4}
 
 
-def test_engines_get_the_users_additional_config_without_our_options(tmp_path: Path) -> None:
-    line = f"{tmp_path}/thinker {ENGINE} --omni-dp-size-local 1 --additional-config.mine 1"
-    options, config = configured(line)
-    assert options_of(config) == options
-    assert without_options(config).additional_config == {"mine": 1}
-    assert options_of(config) == options
-
-
 @pytest.mark.parametrize("flags", ["", "--max-model-len 200"], ids=["the model's", "the command line's"])
 def test_a_node_of_a_stage_has_the_heads_fingerprint_with_the_file_and_with_flags(tmp_path: Path, flags: str) -> None:
     file = write_pipeline(tmp_path, second="engine_args: {dtype: bfloat16}")
@@ -183,13 +175,6 @@ def test_sampling_of_the_entry_is_the_servers_default_where_a_python_stage_answe
     file.write_text(f"{file.read_text()}  {answer}output: text, final: true}}\n")
     thinker, *_ = plans_of(f"--omni-pipeline {file} {ENGINE}")
     assert thinker.vllm_config.model_config.get_diff_sampling_param() == {"temperature": 0.1}
-
-
-def test_an_override_of_the_generation_config_by_the_user_is_kept(tmp_path: Path) -> None:
-    file = write_pipeline(tmp_path, second="sampling: {temperature: 0.9}")
-    line = f"--omni-pipeline {file} {ENGINE} --override-generation-config.temperature 0.2"
-    thinker, _ = plans_of(line)
-    assert thinker.vllm_config.model_config.get_diff_sampling_param() == {"temperature": 0.2}
 
 
 def test_an_engine_that_cannot_be_configured_is_named_with_its_file(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The requests of stages, made by vLLM's input processing from the outputs of other stages."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +169,6 @@ def test_an_entry_that_does_not_answer_samples_by_the_file(folder: Path) -> None
     assert client.sampling_params.max_tokens == 5
 
 
-def test_an_adapter_is_refused_by_a_stage_without_adapters(own: Any) -> None:
-    with pytest.raises(StageInputError, match="Stage 'refiner': it runs without LoRA adapters"):
-        api(own).build_root(source(lora_request=LoRARequest("a", 1, "/a")), {}, for_client=False)
-
-
 def test_another_model_without_inputs_gets_the_prompts_text(own: Any, other: Any) -> None:
     request = api(other, own).build_root(source([1, 3, 5, 0]), {}, for_client=False)
     assert request.prompt_token_ids == [1, 8, 6]
@@ -237,22 +231,3 @@ def test_a_decode_request_has_the_transfer_params_of_the_prefill(folder: Path, o
     )
     silent = decode.build_root(client, {"max_tokens": 2}, for_client=False)
     assert (silent.sampling_params.max_tokens, silent.sampling_params.extra_args) == (2, None)
-
-
-def test_text_and_tokens_are_turned_into_each_other(own: Any, other: Any) -> None:
-    assert api(own).encode("red blue") == [3, 5]
-    assert api(own).decode([1, 3, 5, 0]) == "red blue"
-    # A client's prompt is in the entry's tokens, whatever stage is asked.
-    assert [api(own).prompt_text(source()), api(other, own).prompt_text(source())] == ["red green"] * 2
-    assert api(own).prompt_text(source(prompt_embeds=torch.zeros(2, 32), prompt_token_ids=None)) == ""
-
-
-def test_two_threads_build_what_one_does(own: Any, other: Any) -> None:
-    stage_api = api(other, own, sampling={"max_tokens": 3, "bad_words": ["red"]})
-    given = [StageInput(text="red blue " * (count % 7 + 1)) for count in range(60)]
-
-    def build(one: StageInput) -> Any:
-        return stage_api.build(source(), one, {}, for_client=False)
-
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(build, given)) == list(map(build, given))

@@ -1,11 +1,8 @@
 """Reading the outputs of a stage's engine."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
@@ -83,14 +80,6 @@ def test_the_end_of_a_turn_does_not_end_the_session(text: VllmStageApi) -> None:
     assert reader.whole.text == " red green"
 
 
-def test_tokens_are_read_without_text(own: Any) -> None:
-    reader = api(own, output=Modality.TOKENS).reader(sampled())
-    first = reader.read(out(RED), ended=False)
-    last = reader.read(out(GREEN, END, reason=FinishReason.STOP), ended=True)
-    assert (list(first.token_ids), list(last.token_ids), last.finish_reason) == ([RED], [GREEN], "stop")
-    assert (list(reader.whole.token_ids), reader.whole.text) == ([RED, GREEN], "")
-
-
 def test_an_output_without_tokens_may_end_an_answer(text: VllmStageApi, own: Any) -> None:
     for stage_api in (text, api(own, output=Modality.TOKENS)):
         reader = stage_api.reader(sampled())
@@ -98,15 +87,6 @@ def test_an_output_without_tokens_may_end_an_answer(text: VllmStageApi, own: Any
         read = reader.read(out(reason=FinishReason.STOP), ended=True)
         assert (read.text, list(read.token_ids), read.finish_reason) == ("", [], "stop")
         assert list(reader.whole.token_ids) == [RED]
-
-
-def test_scores_are_a_tensor(tmp_path: Path) -> None:
-    scoring = config(model(tmp_path), runner="pooling", convert="classify")
-    reader = api(scoring, output=Modality.SCORES).reader(source(params=PoolingParams(task="classify")))
-    scores = torch.tensor([0.25, 0.75])
-    read = reader.read(out(reason=FinishReason.STOP, pooling_output=scores), ended=True)
-    assert read.tensor is scores
-    assert (read.finish_reason, reader.whole.tensor is scores) == ("stop", True)
 
 
 def test_cached_tokens_and_transfer_params_are_metadata(text: VllmStageApi) -> None:

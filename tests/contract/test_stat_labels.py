@@ -90,15 +90,6 @@ def test_a_fleet_whose_first_replica_is_of_a_later_stage_takes_the_others(config
         unregister_vllm_metrics()
 
 
-def test_a_replica_that_joins_a_sleeping_fleet_sleeps(manager: StatLoggerManager) -> None:
-    labels = StatLabels(manager)
-    manager.record_sleep_state(1, 1)
-    labels.add(5)
-    assert value("vllm:engine_sleep_state", 5, sleep_state="awake") == 0
-    manager.record_sleep_state(0, 0)
-    assert value("vllm:engine_sleep_state", 5, sleep_state="awake") == 1
-
-
 def test_the_counts_of_a_replica_that_left_stay_and_its_gauges_go(manager: StatLoggerManager) -> None:
     labels = StatLabels(manager)
     before = samples()
@@ -186,16 +177,6 @@ def test_of_several_api_servers_the_latest_report_of_an_engine_counts(
     assert scraped("vllm:num_requests_running", 0) == 3
     second.record(SchedulerStats(num_running_reqs=1), None, None, 0)
     assert scraped("vllm:num_requests_running", 0) == 1
-
-
-def test_a_restarted_api_server_assumes_idle_engines_until_they_report(
-    api_server: Callable[[int], StatLoggerManager],
-) -> None:
-    record(api_server(1), 0)
-    assert scraped("vllm:num_requests_running", 0) == 3
-    StatLabels(api_server(2)).add(0)
-    assert scraped("vllm:num_requests_running", 0) == 0
-    assert scraped("vllm:generation_tokens_total", 0) is not None
 
 
 def test_replicas_come_and_go_in_several_api_servers_without_a_warning(

@@ -77,11 +77,6 @@ def test_whether_a_prompt_can_be_cached(made: EngineCoreRequest, cacheable: bool
     assert (prompt.token_ids, prompt.cacheable) == (PROMPT, cacheable)
 
 
-def test_a_prompt_of_embeddings_counts_by_its_length() -> None:
-    prompt = EngineApi().describe(request(prompt_token_ids=None, prompt_embeds=torch.zeros(40, 2)))[0]["prompt"]
-    assert (len(prompt.token_ids), prompt.cacheable) == (40, False)
-
-
 async def test_late_interaction_scoring_binds_documents_to_the_replica_of_their_query() -> None:
     pool = FakeFleet(replicas=3).pool
     homes = set()

@@ -113,16 +113,6 @@ def test_nothing_else_of_a_request_is_touched(fields: dict[str, Any]) -> None:
     assert made.sampling_params is before
 
 
-def test_parameters_that_samples_share_stay_as_they_are() -> None:
-    shared = SamplingParams(n=2, extra_args=dict(FIELDS))
-    made, other = request(shared), request(shared)
-    made.sampling_params = other.sampling_params = shared
-    drop_transfers(made)
-    assert at_the_engine(other) == tuple(FIELDS.values())
-    drop_transfers(other)
-    assert at_the_engine(other) == (None, None)
-
-
 @pytest.mark.parametrize("stages", [OF_ONE_MODEL, BEHIND_A_PIPELINE])
 async def test_one_model_without_a_pipeline_gets_what_vllm_would(fleet: IdleFleet, stages: FleetStages) -> None:
     fleet.stages = stages

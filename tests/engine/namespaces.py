@@ -41,11 +41,6 @@ class Cable:
             _ip("netns", "del", namespace)
 
     @property
-    def at_head(self) -> tuple[str, ...]:
-        """Prefix of a command that runs at the head's end."""
-        return at(self.head)
-
-    @property
     def at_node(self) -> tuple[str, ...]:
         """Prefix of a command that runs at the node's end."""
         return at(self._node)

@@ -1,20 +1,20 @@
 """The example pipelines as a user starts them, and what a test asks about their stages."""
 
+import asyncio
 import re
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
+
+import httpx
 
 from tests.fakes.free_ports import free_port
 
 from .server import IN_PROCESS, MODEL, ServeProcess, Server, until, write_secret
 from .servers import Servers
 from .suspended import PATIENT, Engine
-
-Answer = TypeVar("Answer")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"
 START_S = 300.0
@@ -42,6 +42,8 @@ class PipelineServer(Server):
         secret = write_secret(log.with_suffix(".secret"))
         self._join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
         where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL, *PATIENT)
+        # On a machine with other work an engine takes longer than the minute that requests wait for one.
+        where += ("--omni-replica-wait", str(int(START_S)))
         ServeProcess.__init__(self, self._command(*where, *flags), log, **environment)
 
     @contextmanager
@@ -99,15 +101,6 @@ class PipelineServer(Server):
         finally:
             engine.resume()
 
-    def killed_while(self, stage: int, ask: Callable[[], Answer]) -> Answer:
-        """The answer to a request that is in this stage when its local replica is killed."""
-        with ThreadPoolExecutor() as threads:
-            with self.suspended(stage) as engine:
-                answer = threads.submit(ask)
-                until(lambda: self.in_flight(stage) == 1, "the stage has the request")
-                engine.core.kill()
-            return answer.result()
-
     @contextmanager
     def drained(self, stage: int) -> Iterator[None]:
         """The stage's local replica takes no new request meanwhile."""
@@ -121,6 +114,61 @@ class PipelineServer(Server):
     def _command(self, *flags: str) -> list[str]:
         script = str(EXAMPLES / "serve.py")
         return [sys.executable, script, self._kind, "--models", str(self.models), *self._join, *IN_PROCESS, *flags]
+
+
+class ExampleWorld:
+    """Requests to an example, for `tests.pipeline.scenarios`.
+
+    Args:
+        path: where they go.
+        body: of each of them.
+        check: takes the JSON of an answer; raises AssertionError unless it is that of the models run by hand.
+    """
+
+    def __init__(
+        self, server: PipelineServer, path: str, body: dict[str, Any], check: Callable[[Any], None], replicas: int
+    ) -> None:
+        self._server, self._path, self._body = server, path, {"model": MODEL, **body}
+        self._check = check
+        self._replicas = replicas
+
+    async def ask(self) -> Any:
+        async with httpx.AsyncClient(base_url=self._server.url, timeout=START_S) as client:
+            response = await client.post(self._path, json=self._body)
+            assert response.status_code == httpx.codes.OK, response.text
+            return response.json()
+
+    async def check(self, answer: Any) -> None:
+        await asyncio.to_thread(self._check, answer)
+
+    @asynccontextmanager
+    async def halted_in(self, stage_id: int) -> AsyncIterator["ExampleCall"]:
+        with self._server.suspended(stage_id) as self._engine:
+            call = ExampleCall(asyncio.create_task(self.ask()))
+            await asyncio.to_thread(until, lambda: self._server.in_flight(stage_id) == 1, "the stage has the request")
+            yield call
+
+    async def kill(self, stage_id: int) -> None:
+        self._engine.core.kill()
+
+    async def rests(self) -> None:
+        await asyncio.to_thread(self._server.wait_for_replicas, self._replicas)
+        await asyncio.to_thread(self._server.wait_until_idle)
+
+
+class ExampleCall:
+    """One of them."""
+
+    def __init__(self, asking: "asyncio.Task[Any]") -> None:
+        self._asking = asking
+
+    async def answer(self) -> Any:
+        return await self._asking
+
+    async def leave(self) -> None:
+        self._asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._asking
 
 
 def shared_example(

@@ -127,6 +127,7 @@ def server_info(client: httpx.Client) -> Any:
     return client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
 
 
+@pytest.mark.long
 def test_a_server_that_starts_again_knows_what_the_other_was_told(api_servers: ApiServers, tmp_path: Path) -> None:
     with api_servers.connected(0) as first:
         path = str(make_lora(tmp_path / "a", seed=1))

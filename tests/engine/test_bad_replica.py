@@ -61,7 +61,7 @@ def start_bad(nodes: NodeFleet, tmp_path: Path) -> Iterator[StartBad]:
     ("what", "complaint"),
     [
         ("outputs", "is lost (its output for request "),
-        ("ready", "cannot be attached to: its engine's ready response is invalid"),
+        pytest.param("ready", "cannot be attached to: its engine's ready response is invalid", marks=pytest.mark.long),
     ],
 )
 def test_the_head_serves_on_and_names_the_replica(

@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any
 
 import httpx
+import pytest
 from PIL import Image
 
 from .both_replicas import answers_of_both
@@ -89,6 +90,7 @@ def stream(server: Server, image: str, begun: Event) -> str:
     return text
 
 
+@pytest.mark.long
 def test_a_stream_about_an_image_goes_on_elsewhere_when_its_engine_is_killed(vision_fleet: Server) -> None:
     image, begun, before = gradient(50), Event(), vision_fleet.total(MOVES)
     whole, _ = describe(vision_fleet, image, tokens=LONG)

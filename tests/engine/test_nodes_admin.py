@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .load import Load
 from .nodes import NodeFleet
 from .server import START_S, until
@@ -45,6 +47,7 @@ def test_the_table_shows_every_replica(nodes: NodeFleet) -> None:
     assert [line.split()[0] for line in lines[1:]] == sorted(listed(nodes))
 
 
+@pytest.mark.long
 def test_a_deleted_replica_leaves_its_requests_to_others_and_ends_its_node(nodes: NodeFleet) -> None:
     before = set(listed(nodes))
     sim = nodes.start_sim("--tokens-per-second", "20")

@@ -78,6 +78,7 @@ def test_a_node_of_another_configuration_ends_before_it_starts_an_engine(
     assert not node.says("EngineCore")
 
 
+@pytest.mark.long
 def test_doctor_says_the_same_without_a_start(served: NodeFleet, tiny_model: Path) -> None:
     doctor = str(Path(sys.executable).with_name("vllm-omni-plugin"))
     against = ("--against", "{}:{}".format(*served.master), "--omni-secret-file", str(served.secret))

@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 from openai.types import Completion
 
+from tests.pipeline.scenarios import cases
+
 from . import by_hand
-from .pipelines import PipelineServer, shared_example
-from .server import MODEL, until
+from .pipelines import ExampleWorld, PipelineServer, shared_example
+from .server import MODEL
 from .servers import Servers
 
 pytestmark = pytest.mark.timeout(600)
@@ -91,32 +94,15 @@ def test_a_short_prompt_skips_the_first_stage(disaggregated: PipelineServer) -> 
     assert cached_tokens(answer) == 0
 
 
-def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stage(
-    disaggregated: PipelineServer,
-) -> None:
-    with disaggregated.suspended(DECODE), disaggregated.client() as client:
-        prompt = new_prompt(disaggregated, 200)
-        stream = client.completions.create(model=MODEL, prompt=prompt, max_tokens=400, stream=True)
-        until(lambda: disaggregated.in_flight(DECODE) == 1, "the second stage has the request")
-        stream.close()
-        until(lambda: disaggregated.in_flight(DECODE) == 0, "the second stage is rid of the request")
-    disaggregated.wait_until_idle()
-
-
-def test_the_second_stage_computes_what_a_killed_prefill_replica_leaves(disaggregated: PipelineServer) -> None:
+@pytest.mark.parametrize(("scenario", "stage_id"), cases([PREFILL, DECODE], quick={"left-1"}))
+async def test_what_happens_to_a_request(disaggregated: PipelineServer, scenario: Any, stage_id: int) -> None:
     prompt = new_prompt(disaggregated, 200)
-    handed_before = handed_over(disaggregated)
-    answer = disaggregated.killed_while(PREFILL, lambda: ask(disaggregated, prompt))
-    assert answer.choices[0].text == expected(disaggregated, prompt)
-    assert handed_over(disaggregated) == handed_before
-    assert cached_tokens(answer) == 0
 
+    def check(answer: Any) -> None:
+        assert answer["choices"][0]["text"] == expected(disaggregated, prompt)
 
-@pytest.mark.long
-def test_a_killed_decode_replica_costs_no_answer(disaggregated: PipelineServer) -> None:
-    prompt = new_prompt(disaggregated, 200)
-    answer = disaggregated.killed_while(DECODE, lambda: ask(disaggregated, prompt))
-    assert answer.choices[0].text == expected(disaggregated, prompt)
+    body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS}
+    await scenario(ExampleWorld(disaggregated, "/v1/completions", body, check, 2), stage_id)
 
 
 @pytest.mark.long

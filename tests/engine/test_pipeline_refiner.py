@@ -9,10 +9,12 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from tests.pipeline.scenarios import cases
+
 from . import by_hand
 from .conftest import DEV_MODE, RUNTIME_LORA
 from .lora import make_lora
-from .pipelines import PipelineServer, shared_example
+from .pipelines import ExampleWorld, PipelineServer, shared_example
 from .server import MODEL, until
 from .servers import Servers
 
@@ -84,6 +86,15 @@ def test_the_answer_is_that_of_the_models_run_by_hand(refiner: PipelineServer, p
     assert extra["timings"].keys() == {"thinker", "refiner"}
     assert answer.usage is not None
     assert answer.usage.completion_tokens == ANSWER_TOKENS
+
+
+@pytest.mark.parametrize(("scenario", "stage_id"), cases([THINKER, REFINER]))
+async def test_what_happens_to_a_request(refiner: PipelineServer, scenario: Any, stage_id: int) -> None:
+    def check(answer: Any) -> None:
+        assert answer["choices"][0]["message"]["content"] == refined(refiner, PROMPTS[1])[1]
+
+    body = {"messages": [{"role": "user", "content": PROMPTS[1]}], "max_tokens": ANSWER_TOKENS}
+    await scenario(ExampleWorld(refiner, "/v1/chat/completions", body, check, 2), stage_id)
 
 
 def test_parameters_of_the_request_reach_the_transform(refiner: PipelineServer) -> None:

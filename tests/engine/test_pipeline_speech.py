@@ -14,9 +14,11 @@ import openai
 import pytest
 import soundfile
 
+from tests.pipeline.scenarios import cases
+
 from . import by_hand
-from .pipelines import EXAMPLES, PipelineServer, shared_example
-from .server import MODEL, until
+from .pipelines import EXAMPLES, ExampleWorld, PipelineServer, shared_example
+from .server import MODEL
 from .servers import Servers
 
 pytestmark = pytest.mark.timeout(600)
@@ -180,11 +182,16 @@ def test_the_speech_route_streams(speech: PipelineServer) -> None:
     assert_same_sound(b"".join(parts), sound_after(speech.models, PROMPT, FILE_TOKENS))
 
 
-def test_nothing_is_left_of_a_request_whose_client_leaves_during_the_second_stage(speech: PipelineServer) -> None:
-    with speech.suspended(TALKER), speech.client() as client, open_stream(client, FILE_TOKENS):
-        until(lambda: speech.in_flight(TALKER) == 1, "the talker has the request")
-    until(lambda: speech.in_flight(TALKER) == 0, "the talker is rid of the request")
-    speech.wait_until_idle()
+@pytest.mark.parametrize(("scenario", "stage_id"), cases([THINKER, TALKER, VOCODER], quick={"killed-2", "left-1"}))
+async def test_what_happens_to_a_request(speech: PipelineServer, scenario: Any, stage_id: int) -> None:
+    def check(answer: Any) -> None:
+        message = answer["choices"][0]["message"]
+        assert message["content"] == text_by_hand(speech)
+        assert_same_sound(pcm_of(base64.b64decode(message["audio"]["data"])), spoken(speech))
+
+    asked = [{"role": "user", "content": PROMPT}]
+    body = {"messages": asked, "max_tokens": ANSWER_TOKENS, "modalities": BOTH, "audio": VOICE}
+    await scenario(ExampleWorld(speech, "/v1/chat/completions", body, check, 3), stage_id)
 
 
 @pytest.mark.long
@@ -196,16 +203,7 @@ def test_a_headless_node_serves_the_vocoder(speech: PipelineServer) -> None:
     assert_same_sound(pcm_of(base64.b64decode(sound.data)), spoken(speech))
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(THINKER, marks=pytest.mark.long), pytest.param(TALKER, marks=pytest.mark.long), VOCODER]
-)
-def test_a_replica_killed_in_the_middle_of_a_request_costs_no_sound(speech: PipelineServer, stage: int) -> None:
-    answer = speech.killed_while(stage, lambda: ask(speech, modalities=BOTH, audio=VOICE))
-    message = answer.choices[0].message
-    assert message.content == text_by_hand(speech)
-    assert_same_sound(pcm_of(base64.b64decode(message.audio.data)), spoken(speech))
-
-
+@pytest.mark.long
 def test_a_vocoder_killed_in_the_middle_of_its_sound_repeats_none_of_it(speech: PipelineServer) -> None:
     # An answer may be over before its vocoder can be stopped; then the next one is tried.
     assert any(killed_in_its_sound(speech) for _ in range(5))

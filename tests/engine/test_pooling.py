@@ -10,6 +10,7 @@ from .conftest import TWO_REPLICAS
 from .server import MODEL, Server
 from .servers import Servers
 
+pytestmark = pytest.mark.long
 TEXTS = ["A head takes every request", "Nothing was lost", "One"]
 
 

@@ -65,6 +65,7 @@ def coordinator_and_heads(head: Server) -> list[float]:
     return [value for name in SESSION for value in head.metrics(name).values()]
 
 
+@pytest.mark.long
 def test_a_replica_drained_at_one_takes_nothing_of_the_other(nodes: NodeFleet, second: Server) -> None:
     with second.operator() as http:
         assert http.post("/omni/replicas/0.0/drain").status_code == httpx.codes.NO_CONTENT

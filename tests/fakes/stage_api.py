@@ -171,6 +171,11 @@ class PlayedLink(FakeLink):
                 del self.attempts[engine_request_id]
         self.output(engine_request_id, *new, finish_reason="stop" if finish else None)
 
+    def left(self, engine_request_id: str) -> int:
+        """Tokens of the current turn that are still to come."""
+        attempt = self.attempts[engine_request_id]
+        return len(self._answer(attempt)) - attempt.said
+
     def tell(self, engine_request_id: str, *tokens: int, finish_reason: str | None = None, **fields: Any) -> None:
         """Send an output with tokens chosen by the test."""
         self.say(

@@ -75,7 +75,7 @@ async def test_a_request_whose_prefill_has_begun_is_refused_no_more_however_long
             await fleet.submit(name, prompt=LONG, priority=1)
             await prefilled(fleet, name)
         fleet.now = 5.0
-        fleet.orchestrator._tick()
+        fleet.orchestrator.tick()
         await submit_all(fleet, "efg", prompt=LONG, priority=0)
         assert await refusals(fleet) == {}
         assert (sent(fleet, PREFILL), sent(fleet, DECODE)) == ("abcdef", "ab")
@@ -157,7 +157,7 @@ async def test_of_several_stages_that_begin_with_the_request_one_alone_may_refus
         await fleet.submit("c", terms=SOON)
         assert (sent(fleet, 0), sent(fleet, 1)) == ("abc", "ab")
         fleet.now = 1.1
-        fleet.orchestrator._tick()
+        fleet.orchestrator.tick()
         await fleet.finish()
         assert fleet.ends == [("a", "stop"), ("b", "stop"), ("c", "stop")]
 
@@ -166,7 +166,7 @@ async def left(fleet: FakePipelineFleet) -> tuple[int, int]:
     """Requests that wait, and that count as in flight of a tenant."""
     await fleet.settle()
     admission = fleet.orchestrator.admission
-    return admission.backlog.requests, sum(account.in_flight for account in admission._accounts)
+    return admission.backlog.requests, admission.tenant_reports()[1].in_flight
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "lose"])

@@ -39,7 +39,7 @@ async def answered(dies_at: int | None, returns: bool = False) -> tuple[FakePipe
                 fleet.lose(REFINER, deaths[-1])
                 if returns:
                     fleet.join(fleet.pools[REFINER].member(deaths[-1]))
-            fleet.orchestrator._tick()
+            fleet.orchestrator.tick()
             await fleet.settle()
         assert fleet.states == {}
         return fleet, deaths

@@ -55,6 +55,10 @@ class Played:
         call = self.call = PlayedCall(self, await self.submit())
         while (call.name, stage_id) not in (at_work := set(self.fleet.at_work([call.name]))):
             await self.fleet.step(*min(at_work))
+        link, attempt = self.fleet.attempt(call.name, stage_id)
+        if link.left(attempt) > 1:
+            # In the middle of what the client has begun to get.
+            await self.fleet.step(call.name, stage_id)
         yield call
 
     async def kill(self, stage_id: int) -> None:

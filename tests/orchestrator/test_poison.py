@@ -69,7 +69,7 @@ class Engines:
             fleet.join(fleet.pool.member(self._returns.pop(0)[1]))
         for member in list(fleet.pool.serving):
             self._compute(member.replica_id)
-        fleet.orchestrator._tick()
+        fleet.orchestrator.tick()
         await fleet.read()
 
     def lose(self, replica_id: int) -> None:
@@ -250,7 +250,7 @@ async def test_a_request_that_waited_in_vain_for_its_two_replicas_is_not_reporte
             await fleet.submit(name, affinity=0)
         await crash_twice(fleet, late="a")
         fleet.now = 61.0
-        fleet.orchestrator._tick()
+        fleet.orchestrator.tick()
         ended = [(name, type(error)) for name, error in await fleet.read() if error is not None]
         assert ended == [("a", QueryOfDeathError), ("p", QueryOfDeathError)]
         [event] = [event for event in fleet.orchestrator.events.after() if event.kind == "query_of_death"]

@@ -95,7 +95,7 @@ class History:
             if replica_id not in self._returns:
                 self._compute(replica_id)
         for fleet in self._heads:
-            fleet.orchestrator._tick()
+            fleet.orchestrator.tick()
             self.ends |= {name: end for name, end in await fleet.read() if end is not None}
 
     def _start(self, replica_id: int) -> None:

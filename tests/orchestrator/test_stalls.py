@@ -35,7 +35,7 @@ def wait(fleet: FakeFleet | Node, seconds: float) -> None:
     """Time passes, in steps short enough that the head is never late."""
     for _ in range(round(seconds / 0.5)):
         fleet.now += 0.5
-        fleet.orchestrator._tick()
+        fleet.orchestrator.tick()
 
 
 def stalled(fleet: FakeFleet | Node) -> list[int]:
@@ -185,7 +185,7 @@ async def test_an_engine_that_carries_out_a_long_call_of_another_head_has_not_st
 async def test_a_head_that_was_late_itself_takes_nothing_for_stalled(fleet: FakeFleet) -> None:
     await only_first(fleet, "a")
     fleet.now += 10 * TIMEOUT_S
-    fleet.orchestrator._tick()
+    fleet.orchestrator.tick()
     assert stalled(fleet) == []
     wait(fleet, TIMEOUT_S)
     assert stalled(fleet) == [0]
@@ -263,7 +263,7 @@ async def test_a_replica_that_still_computes_nothing_is_left_and_tried_again_lat
             monkeypatch.setattr(stalls, "timeout", 0.0)
         member = first(fleet)
         fleet.now += TIMEOUT_S
-        fleet.orchestrator._tick()
+        fleet.orchestrator.tick()
         await eventually(lambda: len(fleet.pauses) == 4, "more attempts")
         assert fleet.pauses == [FIRST_STALL_PAUSE_S * factor for factor in (1, 2, 4, 8)]
         assert all(each.closed for each in fleet.attachments[2:5])

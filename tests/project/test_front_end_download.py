@@ -86,7 +86,7 @@ def take(index: Index, folder: Path, *, machine: str = "", sha256: str = "") -> 
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
 
 

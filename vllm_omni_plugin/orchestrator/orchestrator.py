@@ -345,7 +345,7 @@ class Orchestrator:
             self.events.record(EventKind.OLD_WEIGHTS, f"stage {pool.stage_id} {WEIGHTS_REMEDY}", stage=pool.stage_id)
 
     def _wake_at(self, time: float) -> None:
-        """Schedule `_tick` for this time, or earlier."""
+        """Schedule `tick` for this time, or earlier."""
         if self._closed:
             return
         loop = asyncio.get_running_loop()
@@ -355,9 +355,10 @@ class Orchestrator:
             if due <= at:
                 return
             handle.cancel()
-        self._timer = at, loop.call_at(at, self._tick)
+        self._timer = at, loop.call_at(at, self.tick)
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """Handle what has become due; its timer calls this."""
         self._timer = None
         for stage_id, dispatcher in enumerate(self._dispatchers):
             self._runs_ended(stage_id, dispatcher.tick())

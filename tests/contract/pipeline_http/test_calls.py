@@ -63,10 +63,3 @@ async def test_an_error_of_the_answer_is_raised_also_if_its_last_request_ends_in
     async with asyncio.timeout(10):
         with pytest.raises(ValueError, match="vLLM says no"):
             await call()
-
-
-def test_an_event_for_a_loop_that_has_ended_is_dropped() -> None:
-    async def begin() -> ActivePipelineCall:
-        return ActivePipelineCall(wanted, list)
-
-    asyncio.run(begin()).call.put(ENDED)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.pipeline_http.app import Model, PipelineApp, Step, classified, samples, spoken
+from tests.contract.pipeline_http.app import Model, PipelineApp, Step, samples, spoken
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
@@ -83,21 +83,6 @@ async def test_outputs_of_other_stages_and_times_are_returned_on_request(model: 
     (call,) = app.engine.calls
     assert call is not None
     assert (call.sampling, call.params) == ({"talker": {"seed": 1}}, {"a": 1})
-
-
-async def test_scores_stand_beside_the_text(model: Model) -> None:
-    verdict = StageEvent("guard", StageOutput(tensor=torch.tensor([0.25, 0.75])))
-    app = PipelineApp(model, classified(), ("Hello.", "stop"), verdict, PipelineCallEnded(None))
-    answer = await app.answer(app.chat(modalities=["text", "scores"]))
-    assert message(answer)["content"] == "Hello."
-    assert answer["omni"] == {"outputs": {"guard": {"scores": [0.25, 0.75]}}}
-
-
-async def test_completions_show_outputs_too(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, *SPEAKING)
-    answer = await app.answer(app.post("/v1/completions", prompt="Hello", omni={"outputs": ["thinker"]}))
-    assert answer["choices"][0]["text"] == "Hello."
-    assert answer["omni"] == {"outputs": {"thinker": {"text": "Hello."}}}
 
 
 async def test_a_stage_that_fails_after_the_text_fails_the_request(model: Model, speech: Pipeline) -> None:

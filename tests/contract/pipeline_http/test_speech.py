@@ -44,14 +44,6 @@ async def test_a_text_is_spoken(model: Model, speech: Pipeline) -> None:
     assert app.engine.aborted == []
 
 
-async def test_a_file_of_several_parts_has_its_true_length(model: Model, speech: Pipeline) -> None:
-    client = speak(PipelineApp(model, speech, samples(0.5), samples(0.25, last=True), ("", "stop"), ENDED))
-    assert await client.status() == 200
-    assert client.headers["content-length"] == "48"
-    with wave.open(io.BytesIO(client.body)) as file:
-        assert (file.getnframes(), file.readframes(2)) == (2, b"\x00\x40\x00\x20")
-
-
 async def test_a_streamed_file_of_unknown_length_is_read_to_its_end(model: Model, speech: Pipeline) -> None:
     rest = asyncio.Event()
     app = PipelineApp(model, speech, samples(0.5), rest, samples(0.25, last=True), ("", "stop"), ENDED)
@@ -72,13 +64,6 @@ async def test_speech_as_events(model: Model, speech: Pipeline) -> None:
     assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
     assert b"".join(b64decode(delta["audio"]) for delta in deltas) == b"\x00\x40\x00\x20"
     assert done == {"type": "speech.audio.done", "usage": {"input_tokens": 3, "output_tokens": 0, "total_tokens": 3}}
-
-
-async def test_an_answer_without_audio_is_an_empty_file(model: Model, speech: Pipeline) -> None:
-    client = speak(PipelineApp(model, speech, ("", "stop"), ENDED))
-    assert await client.status() == 200
-    with wave.open(io.BytesIO(client.body)) as file:
-        assert file.getnframes() == 0
 
 
 @pytest.mark.parametrize(
@@ -132,13 +117,6 @@ async def test_a_stage_that_fails_later_cuts_the_file_or_ends_the_events_with_it
     assert await client.status() == 200
     last = json.loads(client.body.decode().strip().split("\n\n")[-1].removeprefix("data: "))
     assert last["error"]["message"] == "Stage 'vocoder': it broke"
-
-
-async def test_a_stage_that_fails_later_gives_a_status_instead_of_a_whole_file(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, samples(0.5), PipelineCallEnded(StageError("Stage 'vocoder': it broke")))
-    client = speak(app)
-    assert await client.status() == 500
-    assert client.error["message"] == "Stage 'vocoder': it broke"
 
 
 @pytest.mark.parametrize("heard", [False, True])

@@ -62,29 +62,11 @@ async def test_audio_that_comes_after_the_text_comes_before_its_end(model: Model
     assert app.engine.aborted == []
 
 
-async def test_audio_alone_has_no_content_and_ends_all_the_same(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, spoken("Hi."), samples(0.5, last=True), ("", "stop"), ENDED)
-    body = await stream(app, modalities=["audio"], stream=True, stream_options={"include_usage": True})
-    first, *rest = deltas(body)
-    assert (first["role"], first["content"], first["audio"]["transcript"]) == ("assistant", None, "Hi.")
-    assert rest[0] == {"audio": {"data": "AEA="}}
-    assert not any(delta.get("content") for delta in rest)
-    assert finish_reasons(body)[-2:] == ["stop", ""]
-
-
 async def test_requested_outputs_of_other_stages_come_last(model: Model, speech: Pipeline) -> None:
     app = PipelineApp(model, speech, spoken("Hello."), ("Hello.", "stop"), ENDED)
     body = await stream(app, stream=True, omni={"outputs": ["thinker"], "timings": True})
     assert events(body)[-1]["omni"] == {"outputs": {"thinker": {"text": "Hello."}}, "timings": {"talker": {"run": 0.5}}}
     assert events(body)[-2]["choices"][0]["finish_reason"] == "stop"
-
-
-async def test_completions_stream_it_too(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, ("Hello.", "stop"), spoken("Hello."), ENDED)
-    client = app.post("/v1/completions", prompt="Hi", stream=True, omni={"outputs": ["thinker"]})
-    assert await client.status() == 200
-    *_, last = events(client.body)
-    assert (last["object"], last["omni"]) == ("text_completion", {"outputs": {"thinker": {"text": "Hello."}}})
 
 
 async def test_n_answers_with_parameters_for_a_stage_stream_as_vllm_streams_them(
@@ -105,13 +87,6 @@ async def test_a_stage_that_fails_ends_the_stream_with_its_error(model: Model, s
     assert events(body)[-1]["error"]["message"] == str(error)
     assert events(body)[-1]["error"]["code"] == 400
     await eventually(lambda: bool(app.engine.given_up), "the end of the text")
-
-
-async def test_an_error_of_vllm_is_reported_once_and_ends_all_stages(model: Model, speech: Pipeline) -> None:
-    app = PipelineApp(model, speech, ("Hel", None), ("", "error"))
-    body = await stream(app, **BOTH)
-    assert [event["error"]["code"] for event in events(body) if "error" in event] == [500]
-    assert len(app.engine.aborted) == 1
 
 
 async def test_audio_of_a_stream_is_little_endian_pcm(model: Model, speech: Pipeline) -> None:
