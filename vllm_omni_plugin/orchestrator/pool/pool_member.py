@@ -61,6 +61,8 @@ class PoolMember:
         in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
             send and removed at the request's end, it makes the count exact and a second release impossible.
         ledger: the replica's load.
+        queue_length: unfinished requests as the ledger has them: this head's, which are exact, and those of other heads
+            as they were reported. An attribute, since policies read it of all replicas.
         progress: the signs that its engine computes.
         dispatches: requests assigned to the replica so far.
         restarts: how often its engine was restarted.
@@ -90,6 +92,7 @@ class PoolMember:
     client: StageClient | None = None
     in_flight: dict[str, StageRun] = field(default_factory=dict)
     ledger: LoadLedger = field(default_factory=LoadLedger)
+    queue_length: int = 0
     progress: Progress = field(default_factory=Progress)
     dispatches: int = 0
     restarts: int = 0
@@ -111,11 +114,6 @@ class PoolMember:
     def __post_init__(self) -> None:
         self.engine_index = engine_index(self.stage_id, self.replica_id)
         self.name = f"{self.stage_id}.{self.replica_id}"
-
-    @property
-    def queue_length(self) -> int:
-        """Unfinished requests: this head's, which are exact, and those of other heads as they were reported."""
-        return self.ledger.requests
 
     @property
     def load(self) -> ReplicaLoad:

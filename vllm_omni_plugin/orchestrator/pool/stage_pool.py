@@ -157,10 +157,10 @@ class StagePool:
     ) -> bool:
         """The replica takes requests over this client from now on, unless it is cordoned. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
-        member.ledger, member.progress = LoadLedger(size), Progress(self._clock())
+        member.ledger, member.queue_length, member.progress = LoadLedger(size), 0, Progress(self._clock())
         self.promised_length.keep(size.max_model_len, member.starts_with_head)
         if self.exchange is not None:
-            member.ledger.set_peer_work(self.exchange.add_member(member))
+            self.set_peer_work(member, self.exchange.add_member(member))
         return self._enter_service(member)
 
     def others_at(self, member: PoolMember) -> int:
@@ -175,7 +175,7 @@ class StagePool:
         self.flow.dropped(self._clock(), sum(not run.has_output for run in orphans))
         served, member.client = member.client is not None, None
         self._set_status(member, status)
-        member.ledger = LoadLedger()
+        member.ledger, member.queue_length = LoadLedger(), 0
         if served:
             self._policy.notify("replica_lost", member)
             if self.exchange is not None:
@@ -283,8 +283,7 @@ class StagePool:
         member.ledger.charge(run, run.charged_at)
         self._unreported.in_flight += 1
         self.flow.entered(run.charged_at)
-        if self.exchange is not None:
-            self.exchange.changed(member)
+        self._load_changed(member)
         self._policy.notify("dispatched", run.task, member, run.decision)
 
     def add_first_output(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
@@ -292,14 +291,14 @@ class StagePool:
         now = self._clock()
         member.ledger.add_first_output(run, now)
         self.flow.first_output(now, run.prompt_tokens, cached_tokens, _in_engine_s(run, now))
-        if self.exchange is not None:
-            self.exchange.changed(member)
+        self._load_changed(member)
         self._policy.notify("began", run.task, member, cached_tokens)
 
     def report(self, member: PoolMember, report: LoadReport) -> None:
         """The engine reported its load; the outputs of the same message were accepted before."""
         member.progress.report(self._clock(), report.kv_usage)
         member.ledger.report(report)
+        member.queue_length = member.ledger.requests
 
     def restart_silence(self) -> None:
         """That engines have been silent until now says nothing: an operator's call kept them from computing."""
@@ -316,8 +315,7 @@ class StagePool:
         member.ledger.release(run, now)
         if not run.has_output:
             self.flow.dropped(now, in_engine_s=_in_engine_s(run, now))
-        if self.exchange is not None:
-            self.exchange.changed(member)
+        self._load_changed(member)
         if run.ended and not run.sent and run.decision.by_policy:
             self._policy.notify("dispatch_cancelled", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]
@@ -334,6 +332,7 @@ class StagePool:
     def set_peer_work(self, member: PoolMember, others: Work | None) -> None:
         """Other heads have charged this work to a replica; None: they do not report it, see `LoadLedger`."""
         member.ledger.set_peer_work(others)
+        member.queue_length = member.ledger.requests
 
     def cache_changed(self, member: PoolMember, change: CacheChange) -> None:
         """The replica's engine reported a change of its cache. Ignored once the replica is lost."""
@@ -343,6 +342,12 @@ class StagePool:
     def cache_cleared(self, member: PoolMember) -> None:
         if member.client is not None:
             self._policy.notify("cache_cleared", member)
+
+    def _load_changed(self, member: PoolMember) -> None:
+        """This head's own part of a load has changed."""
+        member.queue_length = member.ledger.requests
+        if self.exchange is not None:
+            self.exchange.changed(member)
 
     def _enter_service(self, member: PoolMember) -> bool:
         self._set_status(member, ReplicaStatus.DRAINING if member.cordons else ReplicaStatus.UP)
