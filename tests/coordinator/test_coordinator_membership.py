@@ -1,9 +1,12 @@
 """The membership table, transition by transition; no clock but the argument."""
 
+import math
+from dataclasses import dataclass
+
 import pytest
 from coordinator_support import make_event
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator import (
@@ -12,6 +15,7 @@ from vllm_omni_plugin.coordinator import (
     ReplicaStatus,
 )
 from vllm_omni_plugin.coordinator.state.membership_table import (
+    FORGET_AFTER_TIMEOUTS,
     Change,
     Liveness,
     Member,
@@ -20,6 +24,7 @@ from vllm_omni_plugin.coordinator.state.membership_table import (
 )
 
 TIMEOUT = 10.0
+FORGET_AFTER = FORGET_AFTER_TIMEOUTS * TIMEOUT
 UP, DOWN, ERROR, DRAINING = ReplicaStatus
 
 
@@ -75,72 +80,11 @@ def test_what_one_event_changes(
         assert (row(table).event, row(table).last_event_at) == (event, 3.0)
 
 
-def test_error_then_up_under_a_new_incarnation_joins_anew() -> None:
-    table = table_of(make_event(incarnation=1, sequence=9))
-    table.apply(make_event(status=ERROR, incarnation=1, sequence=10), 1.0)
-    assert not row(table).takes_new_work
-    assert not row(table).may_finish_work
-    change = table.apply(make_event(incarnation=2, sequence=1), 2.0)
-    assert alters_list(change)
-    assert row(table).registered_at == 2.0
-    assert row(table).takes_new_work
-    assert table.apply(make_event(status=ERROR, incarnation=1, sequence=11), 3.0) is None
-
-
 def test_same_address_in_two_stages_is_two_replicas() -> None:
     table = table_of(make_event(stage_id=0), make_event(stage_id=1))
     table.apply(make_event(stage_id=1, status=DOWN), 1.0)
     assert len(table) == 2
     assert row(table).takes_new_work
-
-
-def test_authoritative_removal_needs_no_numbers_and_replays_stay_refused() -> None:
-    table = table_of(make_event(incarnation=5, sequence=7))
-    assert alters_list(table.apply(make_event(status=DOWN), 1.0, authoritative=True))
-    assert row(table).liveness is Liveness.LEFT
-    assert table.apply(make_event(incarnation=5, sequence=7), 2.0) is None
-    assert alters_list(table.apply(make_event(incarnation=5, sequence=8), 3.0))
-    assert row(table).registered_at == 3.0
-
-
-def test_replica_that_left_does_not_become_dead() -> None:
-    table = table_of(make_event())
-    assert alters_list(table.apply(make_event(status=DOWN), 1.0))
-    assert alters_list(table.apply(make_event(status=DOWN), 2.0)) is False
-    assert row(table).liveness is Liveness.LEFT
-    assert table.expire(1.0 + 2 * TIMEOUT) == []
-    assert row(table).liveness is Liveness.LEFT
-
-
-def test_silent_replica_is_late_before_it_is_dead() -> None:
-    table = table_of(make_event())
-    assert table.expire(4.99) == []
-    assert livenesses(table.expire(5.0)) == [Liveness.LATE]
-    assert (row(table).takes_new_work, row(table).may_finish_work) == (False, True)
-    assert table.expire(9.99) == []
-    assert livenesses(table.expire(10.0)) == [Liveness.DEAD]
-    assert (row(table).takes_new_work, row(table).may_finish_work) == (False, False)
-
-
-@pytest.mark.parametrize("silent_for", [6.0, TIMEOUT], ids=["late", "dead"])
-def test_silent_replica_that_sends_a_new_event_recovers(silent_for: float) -> None:
-    table = table_of(make_event(incarnation=1, sequence=1))
-    table.expire(silent_for)
-    assert table.apply(make_event(incarnation=1, sequence=1), 11.0) is None
-    assert alters_list(table.apply(make_event(incarnation=1, sequence=2), 12.0))
-    assert (row(table).liveness, row(table).registered_at) == (Liveness.ALIVE, 0.0)
-    assert table.expire(16.0) == []
-
-
-def test_dead_and_left_rows_are_forgotten_later() -> None:
-    table = table_of(make_event("dead"), make_event("left"))
-    table.apply(make_event("left", status=DOWN), 0.0)
-    table.expire(TIMEOUT)
-    forgotten = table.expire(TIMEOUT * 5)
-    assert [change.forgotten for change in forgotten] == [change.member for change in forgotten]
-    assert len(forgotten) == 2
-    assert not any(change.alters_list for change in forgotten)
-    assert (len(table), table.next_deadline()) == (0, None)
 
 
 def test_late_coordinator_extends_deadlines_instead_of_expiring_everyone() -> None:
@@ -168,50 +112,102 @@ def test_full_table_refuses_a_new_row_unless_it_can_replace_one_that_has_left() 
     assert row(table, "a").takes_new_work
 
 
-table_events = st.builds(
-    make_event,
-    st.sampled_from("bcdefgh"),
-    status=st.sampled_from(ReplicaStatus),
-    queue_length=st.integers(0, 3),
-    incarnation=st.integers(0, 3),
-    sequence=st.integers(0, 3),
-)
-steps = st.lists(st.tuples(table_events | st.none(), st.floats(0, 8)), max_size=60)
+@dataclass
+class Row:
+    """What the table should know of a replica."""
+
+    incarnation: int
+    sequence: int
+    status: ReplicaStatus
+    joined_at: float
+    heard_at: float
+    liveness: Liveness = Liveness.ALIVE
+    gone_at: float = math.inf
+
+    def leave(self, liveness: Liveness, now: float) -> None:
+        self.liveness, self.gone_at = liveness, now
+
+    def deadline(self) -> float:
+        silence = {Liveness.ALIVE: TIMEOUT / 2, Liveness.LATE: TIMEOUT}.get(self.liveness)
+        return self.gone_at + FORGET_AFTER if silence is None else self.heard_at + silence
 
 
-@given(steps)
-def test_table_stays_consistent_over_any_history(history: list[tuple[ReplicaEvent | None, float]]) -> None:
-    table = table_of(max_replicas=4)
-    now = 0.0
-    for event, pause in history:
-        now += pause
-        if event is not None:
-            try:
-                table.apply(event, now)
-            except TableFullError:
-                assert all(member.liveness in (Liveness.ALIVE, Liveness.LATE) for member in table)
-        table.expire(now)
-        keys = [ReplicaKey.of(member.event) for member in table]
-        assert len(keys) == len(set(keys)) == len(table) <= 4
-        deadline = table.next_deadline()
-        assert (deadline is None) == (len(table) == 0)
-        assert deadline is None or deadline > now
-        for member in table:
-            silent_too_long = now - member.last_event_at >= TIMEOUT / 2
-            assert not (member.takes_new_work and silent_too_long)
+class Histories(RuleBasedStateMachine):
+    """Replicas report in any order, leave and fall silent. The table knows of each what it should."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = table_of()
+        self.rows: dict[str, Row] = {}
+        self.now = 0.0
 
-@given(steps)
-def test_sleeping_until_the_next_deadline_misses_no_change(history: list[tuple[ReplicaEvent | None, float]]) -> None:
-    table = table_of()
-    now = 0.0
-    for event, pause in history:
-        deadline = table.next_deadline()
-        until = now + pause if deadline is None else min(now + pause, deadline)
-        if deadline is None or until < deadline:
-            assert table.expire(until) == []
+    @rule(
+        name=st.sampled_from("ab"),
+        status=st.sampled_from(ReplicaStatus),
+        incarnation=st.integers(0, 2),
+        sequence=st.integers(0, 3),
+        authoritative=st.booleans(),
+    )
+    def report(self, name: str, status: ReplicaStatus, incarnation: int, sequence: int, authoritative: bool) -> None:
+        event = make_event(name, status=status, incarnation=incarnation, sequence=sequence)
+        change = self.table.apply(event, self.now, authoritative=authoritative)
+        row = self.rows.get(name)
+        if row is None:
+            assert (change is None) is (status is DOWN)
+            if change:
+                self.rows[name] = Row(incarnation, sequence, status, self.now, self.now)
+            return
+        if authoritative and not incarnation:
+            incarnation, sequence = row.incarnation, row.sequence
         else:
-            assert table.expire(until) != []
-        now = until
-        if event is not None:
-            table.apply(event, now)
+            is_newer = (incarnation, sequence) > (row.incarnation, row.sequence)
+            repeats = incarnation == row.incarnation and sequence == row.sequence == 0
+            assert (change is not None) is (is_newer or repeats)
+            if change is None:
+                return
+        left = row.liveness is Liveness.LEFT
+        if status is DOWN:
+            if not left:
+                row.heard_at = self.now
+                row.leave(Liveness.LEFT, self.now)
+        else:
+            row.joined_at = self.now if left or incarnation != row.incarnation else row.joined_at
+            row.heard_at, row.liveness = self.now, Liveness.ALIVE
+        row.incarnation, row.sequence, row.status = incarnation, sequence, status
+
+    @rule(seconds=st.floats(0.01, 60), at_deadline=st.booleans())
+    def pass_time(self, seconds: float, at_deadline: bool) -> None:
+        """By any time, or to the next deadline: then something changes."""
+        deadline = self.table.next_deadline()
+        assert deadline == min((row.deadline() for row in self.rows.values()), default=None)
+        self.now = deadline if at_deadline and deadline is not None else self.now + seconds
+        changes = self.table.expire(self.now)
+        assert bool(changes) is (deadline is not None and deadline <= self.now)
+        for name, row in list(self.rows.items()):
+            if row.gone_at + FORGET_AFTER <= self.now and row.liveness in (Liveness.DEAD, Liveness.LEFT):
+                del self.rows[name]
+            if row.liveness is Liveness.ALIVE and row.deadline() <= self.now:
+                row.liveness = Liveness.LATE
+            if row.liveness is Liveness.LATE and row.deadline() <= self.now:
+                row.leave(Liveness.DEAD, self.now)
+
+    @invariant()
+    def each_row_is_as_it_should_be(self) -> None:
+        known = {member.event.input_addr: member for member in self.table}
+        assert len(self.table) == len(known) == len(self.rows)
+        for name, row in self.rows.items():
+            member = known[f"tcp://{name}:1"]
+            assert (member.liveness, member.registered_at, member.last_event_at) == (
+                row.liveness,
+                row.joined_at,
+                row.heard_at,
+            )
+            event = member.event
+            assert (event.incarnation, event.sequence, event.status) == (row.incarnation, row.sequence, row.status)
+            present = row.liveness in (Liveness.ALIVE, Liveness.LATE)
+            assert member.takes_new_work is (row.liveness is Liveness.ALIVE and row.status is UP)
+            assert present or member.changed_at == row.gone_at
+            assert member.may_finish_work is (present and row.status in (UP, DRAINING) and not member.takes_new_work)
+
+
+TestHistories = Histories.TestCase
