@@ -2,20 +2,17 @@
 
 import asyncio
 import gc
-from concurrent.futures import Future
 
 import pytest
 
 from tests.fakes.conditions import eventually
 from tests.orchestrator.head_bus import FakeHead, HeadBus
 from tests.orchestrator.test_fleet_calls import PAUSED
-from vllm_omni_plugin.coordinator import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.call_effects import ABORT_CLIENT_REQUESTS
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.orchestrator.fleet_state import call_session
 from vllm_omni_plugin.orchestrator.fleet_state.call_session import SentCall
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCall
-from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 
 @pytest.mark.parametrize("when", ["at once", "while others follow"])
@@ -24,15 +21,11 @@ async def test_closing_answers_an_operator_whose_action_other_heads_have_not_fol
 ) -> None:
     caplog.set_level("WARNING")
     bus.delayed.add("b")
-    reply: Future[None] = Future()
-    reply.set_running_or_notify_cancel()
-    member = heads[0].pool.member(1)
-    heads[0].fleet_calls.share_replica_action("drain", ReplicaKey(0, member.input_addr, member.output_addr), reply)
-    if when == "while others follow":
-        await eventually(lambda: heads[2].pool.member(1).cordons)
-    await heads[0].fleet_calls.close()
-    with pytest.raises(QueueClosedError, match="about to end"):
-        reply.result(timeout=0)
+    managing = asyncio.create_task(heads[0].manage("drain", 1))
+    await eventually(lambda: heads[0 if when == "at once" else 2].pool.member(1).cordons)
+    heads[0].orchestrator.close_queues()
+    with pytest.raises(asyncio.CancelledError):
+        await managing
     assert caplog.records == []
 
 

@@ -105,12 +105,12 @@ async def test_a_pipelines_request_that_cannot_be_begun_fails_alone(monkeypatch:
 
 
 async def test_an_action_that_fails_halfway_is_answered() -> None:
-    def delayed(*_: object) -> None:
+    async def delayed(*_: object) -> None:
         raise KeyError("gone")
 
     async with FakeFleet() as fleet:
         fleet.pool.member(0).remote = True
-        fleet.fleet_calls.share_replica_action = delayed  # type: ignore[method-assign]
+        fleet.fleet_calls.manage = delayed  # type: ignore[method-assign]
         with pytest.raises(KeyError, match="gone"):
             await fleet.manage("drain", 0)
 

@@ -60,15 +60,16 @@ class FleetControl:
             await self._fleet_calls.close()
 
     async def _serve(self) -> None:
-        """Run each operator call as a task; handle all other messages at once, in order."""
-        replies: dict[asyncio.Task[None], Future[list[Any]]] = {}
+        """Do what operators want in tasks, begun in order; handle all other messages at once."""
+        replies: dict[asyncio.Task[None], Future[Any]] = {}
         try:
             while True:
                 for message in await self._orchestrator.rpc_async_queue.get_batch():
-                    if not isinstance(message, CallReplicas):
+                    if not isinstance(message, CallReplicas | ManageReplica):
                         self._handle(message)
                         continue
-                    task = asyncio.create_task(self._serve_call(message), name=f"omni-call-{message.method}")
+                    name = message.method if isinstance(message, CallReplicas) else message.action
+                    task = asyncio.create_task(self._answer(message), name=f"omni-call-{name}")
                     replies[task] = message.reply
                     task.add_done_callback(replies.pop)
         except QueueClosedError:
@@ -78,52 +79,23 @@ class FleetControl:
                 task.cancel()
                 reply.cancel()
 
-    async def _serve_call(self, message: CallReplicas) -> None:
+    async def _answer(self, message: CallReplicas | ManageReplica) -> None:
+        reply: Future[Any] = message.reply
+        result = None
         try:
-            stages = range(len(self._pools)) if message.stages is None else message.stages
-            results = await self._fleet_calls.call(message.method, message.args, stages)
+            if isinstance(message, CallReplicas):
+                stages = range(len(self._pools)) if message.stages is None else message.stages
+                result = await self._fleet_calls.call(message.method, message.args, stages)
+            else:
+                await self._manage(message)
         except Exception as error:
-            if message.reply.set_running_or_notify_cancel():
-                message.reply.set_exception(error)
-        else:
-            if message.reply.set_running_or_notify_cancel():
-                message.reply.set_result(results)
-
-    def _handle(
-        self,
-        message: RegisterRemoteReplica
-        | UnregisterRemoteReplica
-        | ManageReplica
-        | Explain
-        | ReplaceAdmission
-        | CoordinatorMessage,
-    ) -> None:
-        reply = message.reply if isinstance(message, Explain | ManageReplica | ReplaceAdmission) else None
-        if reply is not None and not reply.set_running_or_notify_cancel():
-            return
-        try:
-            match message:
-                case Explain():
-                    message.reply.set_result(self._orchestrator.explain(message))
-                case ManageReplica():
-                    self._manage(message)
-                case ReplaceAdmission():
-                    admission = self._orchestrator.admission
-                    assert admission is not None
-                    before = admission.config
-                    admission.replace(message.config)
-                    message.reply.set_result(config_changes(before, message.config))
-                case RegisterRemoteReplica() | UnregisterRemoteReplica():
-                    self._update_remote(message)
-                case _:
-                    self._handle_coordinator_message(message)
-        except Exception as error:
-            if reply is None or not isinstance(error, OmniError):
-                logger.exception("A message could not be handled: %r", message)
-            if reply is not None and not reply.done():
+            if reply.set_running_or_notify_cancel():
                 reply.set_exception(error)
+        else:
+            if reply.set_running_or_notify_cancel():
+                reply.set_result(result)
 
-    def _manage(self, message: ManageReplica) -> None:
+    async def _manage(self, message: ManageReplica) -> None:
         try:
             member = self._pools[message.stage_id].member(message.replica_id)
         except LookupError:
@@ -139,9 +111,34 @@ class FleetControl:
             assert member.leave is not None
             member.leave()
         if member.remote:
-            self._fleet_calls.share_replica_action(message.action, key, message.reply)
-        else:
-            message.reply.set_result(None)
+            await self._fleet_calls.manage(message.action, key)
+
+    def _handle(
+        self,
+        message: RegisterRemoteReplica | UnregisterRemoteReplica | Explain | ReplaceAdmission | CoordinatorMessage,
+    ) -> None:
+        reply = message.reply if isinstance(message, Explain | ReplaceAdmission) else None
+        if reply is not None and not reply.set_running_or_notify_cancel():
+            return
+        try:
+            match message:
+                case Explain():
+                    message.reply.set_result(self._orchestrator.explain(message))
+                case ReplaceAdmission():
+                    admission = self._orchestrator.admission
+                    assert admission is not None
+                    before = admission.config
+                    admission.replace(message.config)
+                    message.reply.set_result(config_changes(before, message.config))
+                case RegisterRemoteReplica() | UnregisterRemoteReplica():
+                    self._update_remote(message)
+                case _:
+                    self._handle_coordinator_message(message)
+        except Exception as error:
+            if reply is None or not isinstance(error, OmniError):
+                logger.exception("A message could not be handled: %r", message)
+            if reply is not None and not reply.done():
+                reply.set_exception(error)
 
     def _update_remote(self, message: RegisterRemoteReplica | UnregisterRemoteReplica) -> None:
         if self._remote_replicas is None:

@@ -29,7 +29,6 @@ from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElse
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCall
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CoordinatorMessage
-from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.requests.pause_state import PAUSE_CALLS
 
 logger = init_logger(__name__)
@@ -132,23 +131,6 @@ class FleetCalls:
         await self._check_allowed()
         told = FleetCall(0, REMOVE, [list(key)]) if action == REMOVE else FleetCall(0)
         await self._share(told, partial(self._document.after_action, action, key), (), repeat=True)
-
-    def share_replica_action(self, action: str, key: ReplicaKey, reply: "Future[None]") -> None:
-        """`manage`, and answer `reply` then."""
-
-        async def share() -> None:
-            try:
-                await self.manage(action, key)
-            except Exception as error:
-                reply.set_exception(error)
-            else:
-                reply.set_result(None)
-
-        def answer_if_closed(_: "asyncio.Task[None]") -> None:
-            if not reply.done():
-                reply.set_exception(QueueClosedError("The server is about to end."))
-
-        self._spawn(share()).add_done_callback(answer_if_closed)
 
     def handle(self, message: CoordinatorMessage) -> None:
         """Handle a message of the coordinator about other heads or their calls."""
