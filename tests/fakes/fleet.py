@@ -12,8 +12,9 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (

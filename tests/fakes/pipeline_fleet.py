@@ -13,8 +13,9 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState, PipelineRequestState
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ChosenReplicas,
     PipelineCall,

@@ -26,7 +26,8 @@ from vllm_omni_plugin.balancing import (
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.pool import stage_pool
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient
 from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport

@@ -11,7 +11,8 @@ from typing import Any, cast
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt, Task
 from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaStatus, ReplicaWork, SessionLost, Welcome
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.client.stage_client import StageClient

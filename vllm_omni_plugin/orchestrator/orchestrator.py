@@ -23,10 +23,11 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import (
     CORDON_REASONS,
     STALL_CORDON,
     WEIGHTS_CORDON,
+    PoolMember,
     stage_and_replica,
 )
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
-from vllm_omni_plugin.orchestrator.pool.stage_pool import WEIGHTS_REMEDY, PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import WEIGHTS_REMEDY, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (

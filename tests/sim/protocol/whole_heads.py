@@ -19,7 +19,8 @@ from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError

@@ -12,7 +12,8 @@ from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME, PREFIX
 from vllm_omni_plugin.admission import Admission
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 
 

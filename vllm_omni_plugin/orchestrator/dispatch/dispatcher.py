@@ -35,7 +35,8 @@ from vllm_omni_plugin.orchestrator.dispatch.stage_situation import StageSituatio
 from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
 from vllm_omni_plugin.orchestrator.dispatch.suspects import MAX_APART_WAIT_S, Suspects
 from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import Choice, WaitingRuns, WaitReason, deadline
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import WaitingCounts, count_reason
 from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded, StageRun
 from vllm_omni_plugin.vllm_api.requests.engine_types import Move

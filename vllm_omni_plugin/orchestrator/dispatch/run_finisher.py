@@ -8,7 +8,8 @@ from vllm_omni_plugin.errors import OmniError, ReplicaError, RequestLostError, R
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RequestPhase, RunEnded, StageRun
 

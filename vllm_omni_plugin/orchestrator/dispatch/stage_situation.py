@@ -6,7 +6,8 @@ from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import Choice
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 RETURN_INTERVAL_S = 1.0
