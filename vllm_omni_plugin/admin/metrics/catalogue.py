@@ -65,7 +65,7 @@ METRICS = (
     ),
     _gauge(
         "requests_queued{class}",
-        "This head's requests in the wait queue, by the classes of `--omni-admission`; a part of `requests_waiting`.",
+        "This head's requests in the wait queue; a part of `requests_waiting`.",
     ),
     _gauge(
         "class_expected_wait_seconds{class}",
@@ -75,12 +75,11 @@ METRICS = (
     _counter(
         "requests_refused{stage,reason,status}",
         "Requests refused on arrival or while they waited. `in_flight`, `token_rate`: a limit of the tenant; "
-        "`queue_full`, `pushed_out`: others had precedence; `deadline`: too late. 429 is due to the tenant, 503 "
-        "to the fleet.",
+        "`queue_full`, `pushed_out`: others had precedence; `deadline`: too late.",
     ),
     _counter(
         "reserve_bubbles",
-        "Times a replica had begun all requests it had received while requests waited at the head.",
+        "Times a replica had begun all its requests while requests waited at the head.",
     ),
     _gauge(
         "tenant_requests_waiting{tenant}",
@@ -137,10 +136,7 @@ METRICS = (
     ),
     _counter(
         "decisions{stage,policy,reason}",
-        "Requests that were assigned to a replica, by the reason of the decision. `bound`: only this replica was "
-        "possible; `apart`: kept away from requests that may have crashed an engine, or such a request itself; "
-        "`room`: to a replica that had room, since the one of the policy had none; `unexplained`: the policy gives no "
-        "reasons.",
+        "Requests assigned to a replica, by the reason of the decision.",
     ),
     _counter(
         "decision_fallbacks{stage,policy,fallback}",
@@ -156,8 +152,8 @@ METRICS = (
     ),
     _gauge(
         "requests_held{where}",
-        "Requests that the head holds. Because no replica can serve: `http` before they are accepted, `fleet` after; "
-        "`move`: their replica is lost and they wait to be moved; `paused`: engines are paused.",
+        "Requests that wait: because no replica serves, `http` before they are accepted, `fleet` after; `move`: "
+        "their replica is lost; `paused`: engines are paused.",
     ),
     _counter(
         "request_moves{way}",
@@ -167,8 +163,7 @@ METRICS = (
     _counter("replays_diverged", "Replays that did not repeat the delivered tokens."),
     _counter(
         "requests_failed{reason}",
-        "Requests that ended with an error of the fleet: `replica_lost`; `no_replica`, also if the head is "
-        "ending; `query_of_death`: two engines seem to have crashed because of them.",
+        "Requests that ended with an error of the fleet: `replica_lost`, `no_replica`, `query_of_death`.",
     ),
     _gauge(
         "coordinator_connected",
