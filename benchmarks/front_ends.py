@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from processes import STARTUP, Process, free_port, start_server, tool
+from processes import PYTHON_PATH, Process, free_port, start_server, tool
 from setups import sleeping
 
 RUST = {"VLLM_USE_RUST_FRONTEND": "1"}
@@ -137,7 +137,7 @@ def _smg(engines: Engines, model: Path, logs: Path, smg: Path) -> Served:
     command += ["--data-parallel-size", str(engines.number), "--host", "127.0.0.1", "--port", port]
     command += ["--worker-base-port", str(free_port()), "--router-prometheus-port", str(free_port())]
     command += ["--router-log-level", "warn", "--model", str(model), "--router-model-path", str(model), *engines.flags]
-    environment = {"PYTHONPATH": f"{STARTUP}:{smg}", "SMG_ZMQ_SOCKET_DIR": str(sockets)}
+    environment = {"PYTHONPATH": f"{PYTHON_PATH}:{smg}", "SMG_ZMQ_SOCKET_DIR": str(sockets)}
     process = Process("SMG", command, logs / "smg.log", VLLM_LOGGING_LEVEL="WARNING", **environment)
     return Served("SMG", str(model), f"http://127.0.0.1:{port}", "", [process])
 

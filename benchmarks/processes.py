@@ -22,8 +22,8 @@ TOKENS_PER_WORD = 2.4
 START_S = 240.0
 STOP_S = 20.0
 COMMON = ("--served-model-name", MODEL_NAME, "--enforce-eager", "--max-model-len", "4096")
-STARTUP = Path(__file__).with_name("startup")
-"""Folder of what Python processes do first; see there."""
+PYTHON_PATH = f"{Path(__file__).with_name('startup')}:{Path(__file__).parents[1]}"
+"""Has the folder of what Python processes do first, and this project for the executor of engines that sleep."""
 
 
 class Process:
@@ -40,7 +40,7 @@ class Process:
         self.name = name
         self.log = log
         fixed = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        fixed["PYTHONPATH"] = f"{STARTUP}:{Path(__file__).parents[1]}"
+        fixed["PYTHONPATH"] = PYTHON_PATH
         with log.open("wb") as output:
             self.popen = subprocess.Popen(
                 command,

@@ -68,7 +68,6 @@ def test_the_help_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None
     assert "--against HOST:PORT" in capsys.readouterr().out
 
 
-SCRIPT = Path(sys.executable).with_name("vllm-omni-plugin")
 WITHOUT_VLLM = """
 import sys
 sys.modules.update(vllm=None, torch=None, transformers=None)

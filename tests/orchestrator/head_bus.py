@@ -67,10 +67,6 @@ class HeadBus:
                 if member.remote and member.input_addr == address:
                     head.orchestrator.stage_calls[0].told_elsewhere(member, told)
 
-    def overflow(self, head: "FakeHead") -> None:
-        """The queue to a head is full; it is resynced when the next frame has arrived."""
-        self._sessions.mark_out_of_sync(head.peer)
-
     def connect(self, head: "FakeHead") -> None:
         self._connections += 1
         self._heads = {peer: other for peer, other in self._heads.items() if other is not head}
