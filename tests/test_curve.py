@@ -132,13 +132,12 @@ UNAUTHENTICATED = {
 
 
 @pytest.mark.parametrize("client", UNAUTHENTICATED.values(), ids=UNAUTHENTICATED.keys())
-def test_an_unauthenticated_peer_is_refused_counted_and_logged(
+def test_an_unauthenticated_peer_is_refused_and_logged(
     site: Site, client: Callable[[Socket], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = site.serve()
     assert not site.admits(server, client)
-    eventually(lambda: site.zap_handler.refused == 1)
-    assert "Refused a connection at the test socket: " in caplog.text
+    eventually(lambda: "Refused a connection at the test socket: " in caplog.text)
     assert site.admits(server, holder(Secrets([OLD])))
 
 
@@ -147,8 +146,7 @@ def test_a_peer_that_ends_in_the_handshake_is_not_said_to_have_another_secret(
 ) -> None:
     with raw_peer(port_of(site.serve())):
         pass
-    eventually(lambda: site.zap_handler.refused == 1)
-    assert "it ended the connection or did not answer" in caplog.text
+    eventually(lambda: "it ended the connection or did not answer" in caplog.text)
 
 
 def test_a_peer_that_is_ahead_in_a_rotation_is_not_said_to_have_another_secret_only(
@@ -156,8 +154,7 @@ def test_a_peer_that_is_ahead_in_a_rotation_is_not_said_to_have_another_secret_o
 ) -> None:
     server, both = site.serve(), Secrets([NEW, OLD])
     assert [site.admits(server, holder(both, attempt=attempt)) for attempt in range(2)] == [False, True]
-    eventually(lambda: site.zap_handler.refused == 1)
-    assert "it used another secret than this end's first one" in caplog.text
+    eventually(lambda: "it used another secret than this end's first one" in caplog.text)
     assert "during a rotation a peer may do so before it uses its other one" in caplog.text
 
 
@@ -175,8 +172,8 @@ def test_client_key_that_is_not_admitted_is_refused(site: Site, caplog: pytest.L
     own = zmq.curve_keypair()
     event, _ = site.connect(site.serve(), with_keys(Secrets([OLD]).server_keys("test").public, *own))
     assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    eventually(lambda: site.zap_handler.refused == 1)
-    assert "Refused a connection at the test socket: its key or password is not admitted there" in caplog.text
+    told = "Refused a connection at the test socket: its key or password is not admitted there"
+    eventually(lambda: told in caplog.text)
 
 
 def test_secured_socket_admits_no_peer_without_a_zap_handler(sites: OpenSite) -> None:
@@ -211,7 +208,6 @@ def test_leased_password_is_admitted_without_a_secret(sites: OpenSite) -> None:
     assert not site.admits(server, with_password("y" * 40))
     assert not site.admits(server, with_password("x" * 40, "another user"))
     assert not site.admits(server, holder(None))
-    eventually(lambda: site.zap_handler.refused == 3)
 
 
 def test_admissions_may_change_in_any_thread_while_peers_connect(sites: OpenSite) -> None:
@@ -254,7 +250,6 @@ def test_authenticated_peer_may_send_large_messages_at_once(site: Site, mechanis
         for _ in range(10):
             client.send(bytes(2**20))
         assert [len(server.recv_multipart()[1]) for _ in range(10)] == [2**20] * 10
-    assert site.zap_handler.refused == 0
 
 
 def test_sockets_may_open_and_close_while_the_zap_handler_runs(site: Site) -> None:
@@ -287,4 +282,3 @@ def test_a_reason_is_logged_once_a_minute_for_each_socket(caplog: pytest.LogCapt
     log.record("a", "x")
     logged = [record.args[:2] for record in caplog.records if isinstance(record.args, tuple)]
     assert logged == [("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")]
-    assert log.count == 5

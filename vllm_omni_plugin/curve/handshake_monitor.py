@@ -1,4 +1,4 @@
-"""Counts refused connections and logs them at a bounded rate; cuts those for which no descriptor is left."""
+"""Logs refused connections at a bounded rate, and cuts those for which no descriptor is left."""
 
 import math
 import struct
@@ -32,26 +32,23 @@ _UNFINISHED = (
 
 
 class RefusalLog:
-    """Counts refused connections. Logs the same socket and reason at most once in `LOG_INTERVAL`."""
+    """Logs refused connections: the same socket and reason at most once in `LOG_INTERVAL`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._logged_at: dict[tuple[str, str], float] = {}
-        self.count = 0
 
     def record(self, where: str, why: str) -> None:
-        """Count a connection that was refused at the socket named ``where``."""
+        """Log that the socket named ``where`` refused a connection."""
         now = self._clock()
         if self._logged_at.get((where, why), -math.inf) + LOG_INTERVAL <= now:
             self._logged_at[where, why] = now
             logger.warning(
-                "Refused a connection at the %s socket: %s; more of them within %.0f s are counted, not logged",
+                "Refused a connection at the %s socket: %s; more of them within %.0f s are not logged",
                 where,
                 why,
                 LOG_INTERVAL,
             )
-        # After the log line, so that a reader of the count finds that line.
-        self.count += 1
 
 
 class HandshakeMonitor:

@@ -49,11 +49,6 @@ class ZapHandler:
         self._thread = threading.Thread(target=self._serve, name="omni-zap", daemon=True)
         self._thread.start()
 
-    @property
-    def refused(self) -> int:
-        """Number of connections that watched sockets have refused."""
-        return self._refusals.count
-
     def admit_secret_holders(self, domain: str) -> None:
         """Admit clients of `secure_client` with the role ``domain`` and any of the secrets."""
         if self._secrets is not None:
@@ -66,7 +61,7 @@ class ZapHandler:
             self._admitted.setdefault(domain, set()).add(credential.encode())
 
     def watch(self, socket: Socket, name: str, on_last_disconnect: Callable[[], object] | None = None) -> None:
-        """Log and count the refused connections of a socket, and cut those for which no descriptor is left.
+        """Log the refused connections of a socket, and cut those for which no descriptor is left.
 
         Call before bind, in the thread that owns the socket. Close the socket before the ZAP handler, unless the
         context is terminated then: libzmq blocks a monitored socket whose events nobody reads.

@@ -122,11 +122,6 @@ class OmniCoordinator:
         with self._lock:
             return self._drops.counts
 
-    @property
-    def refused_connections(self) -> int:
-        """Number of connections refused for a wrong secret or a malformed handshake."""
-        return self._sockets.zap_handler.refused
-
     def add_new_replica(self, event: ReplicaEvent) -> None:
         """Register a replica. Raises `WireError`, `TableFullError`, or RuntimeError once closed."""
         self._apply_local(event)
