@@ -1,5 +1,8 @@
 """Requests that may not come in or cannot start in time, over real HTTP and two API servers: clients are told so by the
-status, also of streams."""
+status, also of streams.
+
+vLLM's Rust front end has no second API server: for it see `test_deadlines`.
+"""
 
 import os
 import signal
