@@ -8,7 +8,12 @@ import msgspec
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_omni_plugin.vllm_api.requests.scheduler_reports import fleet_report, has_single_values, with_earlier_counts
+from vllm_omni_plugin.vllm_api.requests.scheduler_reports import (
+    fleet_levels,
+    fleet_report,
+    has_single_values,
+    with_earlier_counts,
+)
 
 LEVELS = {
     "num_running_reqs",
@@ -70,7 +75,7 @@ def test_one_engine_stands_for_the_fleet_with_all_levels_and_its_own_counts() ->
         running_lora_adapters={"a": 2},
     )
     before = deepcopy((one, two))
-    merged = fleet_report(two, [one, two])
+    merged = fleet_report(two, fleet_levels([one, two]))
     assert merged == SchedulerStats(
         11,
         22,
@@ -89,7 +94,7 @@ def test_one_engine_stands_for_the_fleet_with_all_levels_and_its_own_counts() ->
 def test_a_report_that_lacks_fields_on_the_wire_has_them_all() -> None:
     # As Python stages send it. The Rust front end needs fields of which msgspec writes only those that were read.
     short = msgspec.msgpack.decode(msgspec.msgpack.encode({"num_running_reqs": 2}), type=SchedulerStats)
-    whole = msgspec.msgpack.decode(msgspec.msgpack.encode(fleet_report(short, [short])))
+    whole = msgspec.msgpack.decode(msgspec.msgpack.encode(fleet_report(short, fleet_levels([short]))))
     assert whole == msgspec.to_builtins(SchedulerStats(num_running_reqs=2))
 
 

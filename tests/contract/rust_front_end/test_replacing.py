@@ -18,7 +18,6 @@ from vllm.v1.engine import FinishReason
 
 from tests.fakes.conditions import eventually
 from tests.fakes.free_ports import free_port
-from vllm_omni_plugin.errors import OmniError
 
 from .head import HERE, Head, answers_itself, is_running, started_head
 
@@ -40,12 +39,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 async def head(tiny_model: Path, sockets: Path) -> AsyncIterator[Head]:
     async with started_head(tiny_model) as head:
         yield head
-
-
-async def test_it_serves(head: Head) -> None:
-    answers_itself(head.fleet)
-    answer = await head.ask(max_tokens=3)
-    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 3)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
@@ -150,15 +143,6 @@ async def test_time_in_which_the_head_did_not_run_does_not_count(
         time.sleep(1)  # noqa: ASYNC251
         await eventually((tmp_path / "asked-3").exists, "the next question")
         assert len(head.processes) == 2
-
-
-async def test_wrong_arguments_are_an_error_before_engines_serve(
-    tiny_model: Path, sockets: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(OmniError, match=r"\(process \d+\) .* 2 .*before it served"):
-        async with started_head(tiny_model, "--response-role", "other") as head:
-            await head.running
-    assert "response_role" in capfd.readouterr().err
 
 
 async def test_stop_refuses_new_connections_and_lets_requests_finish(head: Head) -> None:

@@ -211,10 +211,11 @@ async def test_it_fails_with_an_engine_that_does_not_start(start: Any) -> None:
             await head.ends()
 
 
-async def test_it_fails_with_wrong_arguments_while_engines_load(start: Any) -> None:
+async def test_it_fails_with_wrong_arguments_while_engines_load(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
     async with start("--response-role", "other") as head:
-        with pytest.raises(OmniError, match="before it served"):
+        with pytest.raises(OmniError, match=r"\(process \d+\) .* 2 .*before it served"):
             await head.ends()
+    assert "response_role" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])

@@ -36,7 +36,7 @@ from tests.fakes.links import refuse_calls
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, StageInputError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed
 from vllm_omni_plugin.vllm_api.protocol.front_end_codec import as_only_engine
-from vllm_omni_plugin.vllm_api.requests.scheduler_reports import fleet_report
+from vllm_omni_plugin.vllm_api.requests.scheduler_reports import fleet_levels, fleet_report
 
 from .head import Head, answers_itself, started_head
 from .played import READY
@@ -198,8 +198,8 @@ SHORT = msgspec.convert({"num_running_reqs": 1, "num_waiting_reqs": 2}, Schedule
     [
         pytest.param(SchedulerStats(), id="empty"),
         pytest.param(FULL, id="full"),
-        pytest.param(fleet_report(FULL, [FULL, SchedulerStats(num_running_reqs=3)]), id="of a fleet"),
-        pytest.param(fleet_report(SHORT, [SHORT]), id="of a Python stage"),
+        pytest.param(fleet_report(FULL, fleet_levels([FULL, SchedulerStats(num_running_reqs=3)])), id="of a fleet"),
+        pytest.param(fleet_report(SHORT, fleet_levels([SHORT])), id="of a Python stage"),
         pytest.param(SchedulerStats(kv_connector_stats={"NixlConnector": {"other": 1}}), id="of a connector"),
         pytest.param(SchedulerStats(num_running_reqs=1, num_waiting_reqs=-1), id="below 0"),
         pytest.param(SchedulerStats(prefix_cache_stats=PrefixCacheStats(False, 1, 10, -5)), id="hits below 0"),

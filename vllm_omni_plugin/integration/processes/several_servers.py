@@ -7,11 +7,11 @@ import ipaddress
 import multiprocessing
 import signal
 import socket
-import sys
 from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ from vllm.v1.utils import run_api_server_worker_proc
 from vllm_omni_plugin.admin.admin_keys import publish_local_key
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import new_secret
-from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.command_line import FLEET_ADDRESS, patch_engine_args
 from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, own_numbers, stage_plans
-from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, exit_usage_error
+from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG
+from vllm_omni_plugin.integration.options.exit_status import exit_status_of
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
@@ -45,7 +45,6 @@ from vllm_omni_plugin.integration.processes.headless import replica_servers
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
-from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.server.server_settings import ReplicaIdentity
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
@@ -53,8 +52,6 @@ from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
 
 _SLOT = SharedAdmissionStats.COUNTERS_PER_SLOT
-_EXIT_OK = 0
-_EXIT_FAILED = 1
 _LOOPBACK = "127.0.0.1"
 
 
@@ -131,43 +128,26 @@ def _serve_http(
 
 def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
     """Run several API servers and, unless they join a fleet, its coordinator and replicas; returns the exit status."""
-    _on_signals(_exit)
+    return exit_status_of(partial(_serve_all, args, options))
+
+
+def _serve_all(args: argparse.Namespace, options: OmniConfig, resources: ExitStack) -> None:
     forbid_fork()
     use_socket_folder()
     setup_multiprocess_prometheus()
     listen_address, listening = setup_server(args, reuse_port=True)
-    with ExitStack() as resources:
-        resources.callback(_stop_listening, listening, args.uds)
-        engine_args = read_engine_args(args)
-        try:
-            plans = () if options.join else _plans(engine_args, args.api_server_count, options)
-            raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
-            local_options = options if options.join else open_fleet(options, plans, resources)
-            reaper = resources.enter_context(closing(Reaper()))
-            joined = _joined(args, local_options)
-            if options.admin_key_file is None and not args.uds:
-                setattr(joined, LOCAL_ADMIN_KEY, publish_local_key(args.host, args.port))
-            processes = ApiServerLauncher(args.api_server_count, listen_address, listening, joined, reaper.watch)
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(local_options, plans, processes, reaper, engine_args.shutdown_timeout))
-        except ConfigError as error:
-            exit_usage_error(error)
-        except OmniError as error:
-            sys.stderr.write(f"vllm serve: error: {error}\n")
-            return _EXIT_FAILED
-        finally:
-            # The remaining cleanup is short, and must not be interrupted.
-            _on_signals(signal.SIG_IGN)
-    return _EXIT_OK
-
-
-def _on_signals(handler: Any) -> None:
-    for signum in SIGNALS:
-        signal.signal(signum, handler)
-
-
-def _exit(signum: int, frame: Any) -> None:
-    raise SystemExit(_EXIT_OK)
+    resources.callback(_stop_listening, listening, args.uds)
+    engine_args = read_engine_args(args)
+    plans = () if options.join else _plans(engine_args, args.api_server_count, options)
+    raise_limits(sum(plan.replicas for plan in plans), args.api_server_count)
+    local_options = options if options.join else open_fleet(options, plans, resources)
+    reaper = resources.enter_context(closing(Reaper()))
+    joined = _joined(args, local_options)
+    if options.admin_key_file is None and not args.uds:
+        setattr(joined, LOCAL_ADMIN_KEY, publish_local_key(args.host, args.port))
+    processes = ApiServerLauncher(args.api_server_count, listen_address, listening, joined, reaper.watch)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(local_options, plans, processes, reaper, engine_args.shutdown_timeout))
 
 
 def _stop_listening(listening: socket.socket, path: str | None) -> None:

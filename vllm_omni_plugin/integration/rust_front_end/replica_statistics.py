@@ -4,7 +4,7 @@ Behind the Rust front end no AsyncLLM records them. Metrics of requests (time to
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,7 +16,12 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 from vllm_omni_plugin.integration.engine_client.output_guard import guard_statistics
 from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
-from vllm_omni_plugin.vllm_api.requests.scheduler_reports import has_single_values, with_earlier_counts
+from vllm_omni_plugin.vllm_api.requests.scheduler_reports import (
+    fleet_levels,
+    fleet_report,
+    has_single_values,
+    with_earlier_counts,
+)
 
 REQUEST_METRICS = frozenset(
     f"vllm:{name}"
@@ -162,6 +167,40 @@ class ReplicaStatistics:
         self._labels = StatLabels(self._manager)
         # Last, since the loggers and their labels use all metrics.
         _leave_out(REQUEST_METRICS)
+
+
+class FleetReports:
+    """Makes the reports of all replicas those of the one engine that the front end sees.
+
+    Lives on the orchestrator's loop.
+
+    Args:
+        statistics: takes the reports, too.
+    """
+
+    def __init__(self, statistics: ReplicaStatistics) -> None:
+        self._statistics = statistics
+        self._last: dict[int, SchedulerStats] = {}
+
+    def keep(self, reports: Sequence[tuple[int, SchedulerStats]]) -> Iterator[SchedulerStats]:
+        """Keep reports, each with its engine index; returns what the only engine of the front end reports instead."""
+        counts: SchedulerStats | None = None
+        whole: list[SchedulerStats] = []
+        for index, report in reports:
+            self._statistics.record(index, report)
+            self._last[index] = report
+            if has_single_values(report):
+                whole.append(report)
+            else:
+                counts = report if counts is None else with_earlier_counts(report, counts)
+        levels = fleet_levels(self._last.values())
+        for report in whole if counts is None else [*whole, counts]:
+            yield fleet_report(report, levels)
+
+    def left(self, index: int) -> None:
+        """A replica serves no longer."""
+        self._last.pop(index, None)
+        self._statistics.left(index)
 
 
 @dataclass

@@ -9,9 +9,8 @@ import asyncio
 import copy
 import gc
 import signal
-import sys
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,19 @@ from vllm.entrypoints.launchers.api_server.entry import setup_server
 from vllm.entrypoints.launchers.launcher import create_server_socket
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
-from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
 from vllm_omni_plugin.admin.http_admission import tenant_headers
 from vllm_omni_plugin.config import FLAGS, OmniConfig
-from vllm_omni_plugin.errors import SHUTTING_DOWN, ConfigError, OmniError
+from vllm_omni_plugin.errors import SHUTTING_DOWN, OmniError
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
-from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
+from vllm_omni_plugin.integration.options.exit_status import exit_status_of
 from vllm_omni_plugin.integration.rust_front_end.admin_server import AdminServer
 from vllm_omni_plugin.integration.rust_front_end.client_terms import terms_reader
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndLink, FrontEndRules
 from vllm_omni_plugin.integration.rust_front_end.process import ListeningSockets, RustFrontEnd
+from vllm_omni_plugin.integration.rust_front_end.replica_statistics import FleetReports
 from vllm_omni_plugin.integration.rust_front_end.unsupported import refuse_unsupported_stages
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
@@ -40,13 +39,10 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Replica
 from vllm_omni_plugin.replicas.server.node import SIGNALS
 from vllm_omni_plugin.vllm_api.protocol.front_end_codec import as_only_engine
 from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
-from vllm_omni_plugin.vllm_api.requests.scheduler_reports import fleet_report, has_single_values, with_earlier_counts
 from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
 
 logger = init_logger(__name__)
 
-_EXIT_OK = 0
-_EXIT_FAILED = 1
 _GRACE_S = 10.0
 """Seconds that the front end may take to end, in addition to the time for requests."""
 _BACKLOG = 2048
@@ -56,37 +52,26 @@ _FAILED = "the orchestrator has failed; the log says why"
 
 def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
     """Run the fleet and vLLM's Rust front end; returns the exit status of the process."""
-    # Until the loop has its handlers.
-    for signum in SIGNALS:
-        signal.signal(signum, _exit)
-    with ExitStack() as resources:
-        listening = _listen(args, resources)
-        engine_args = read_engine_args(args)
-        vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-        try:
-            fleet = Fleet(
-                options,
-                vllm_config,
-                Executor.get_class(vllm_config),
-                not engine_args.disable_log_stats,
-                make_front_end=FrontEndLink,
-            )
-            resources.callback(fleet.close, 0.0)
-            args.shutdown_timeout = engine_args.shutdown_timeout
-            server = Server(fleet, args, options, listening, vllm_config)
-            # uvloop, which the orchestrator's thread has, keeps SIGCHLD for itself.
-            with asyncio.Runner() as runner:
-                runner.run(server.run())
-        except ConfigError as error:
-            exit_usage_error(error)
-        except OmniError as error:
-            sys.stderr.write(f"vllm serve: error: {error}\n")
-            return _EXIT_FAILED
-        finally:
-            # The remaining cleanup is short, and must not be interrupted.
-            for signum in SIGNALS:
-                signal.signal(signum, signal.SIG_IGN)
-    return _EXIT_OK
+    return exit_status_of(partial(_serve, args, options))
+
+
+def _serve(args: argparse.Namespace, options: OmniConfig, resources: ExitStack) -> None:
+    listening = _listen(args, resources)
+    engine_args = read_engine_args(args)
+    vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    fleet = Fleet(
+        options,
+        vllm_config,
+        Executor.get_class(vllm_config),
+        not engine_args.disable_log_stats,
+        make_front_end=FrontEndLink,
+    )
+    resources.callback(fleet.close, 0.0)
+    args.shutdown_timeout = engine_args.shutdown_timeout
+    server = Server(fleet, args, options, listening, vllm_config)
+    # uvloop, which the orchestrator's thread has, keeps SIGCHLD for itself.
+    with asyncio.Runner() as runner:
+        runner.run(server.run())
 
 
 class Server:
@@ -117,7 +102,7 @@ class Server:
         self._admin = AdminServer(
             fleet, args, options, vllm_config, self.drain, lambda: self._ending, lambda: link.adapters.in_fleet
         )
-        self._reports: dict[int, SchedulerStats] = {}
+        self._reports = FleetReports(self._admin.statistics)
         self._vllm_config = vllm_config
         # `apply_ready_responses` adds numbers of KV blocks up, so it is called once.
         self._configured = False
@@ -125,7 +110,7 @@ class Server:
         self._rules = FrontEndRules(
             self._why_closed,
             read_terms,
-            self._keep_statistics,
+            self._reports.keep,
             self._replica_changed,
             self._front_end.adapters_changed,
             watermarks=vllm_config.watermark_config is not None,
@@ -210,23 +195,10 @@ class Server:
             raise OmniError(_FAILED)
         serving.result()
 
-    def _keep_statistics(self, reports: Sequence[tuple[int, SchedulerStats]]) -> Iterator[SchedulerStats]:
-        counts: SchedulerStats | None = None
-        for index, report in reports:
-            self._admin.statistics.record(index, report)
-            self._reports[index] = report
-            if has_single_values(report):
-                yield fleet_report(report, self._reports.values())
-            else:
-                counts = report if counts is None else with_earlier_counts(report, counts)
-        if counts is not None:
-            yield fleet_report(counts, self._reports.values())
-
     def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
         index = engine_index(change.stage_id, change.replica_id)
         if isinstance(change, ReplicaLeft):
-            self._reports.pop(index, None)
-            self._admin.statistics.left(index)
+            self._reports.left(index)
             return
         if change.stage_id == self._fleet.stages.prompt_stage and not self._configured:
             self._configured = True
@@ -255,10 +227,6 @@ class Server:
         if self._ending:
             return SHUTTING_DOWN
         return DRAINING if self.drain.active else ""
-
-
-def _exit(signum: int, frame: Any) -> None:
-    raise SystemExit(_EXIT_OK)
 
 
 def _listen(args: argparse.Namespace, resources: ExitStack) -> ListeningSockets:

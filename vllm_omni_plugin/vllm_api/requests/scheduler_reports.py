@@ -12,13 +12,8 @@ from typing import Any
 from vllm.v1.metrics.stats import SchedulerStats
 
 
-def fleet_report(report: SchedulerStats, last: Collection[SchedulerStats]) -> SchedulerStats:
-    """The counts of one engine's report with the levels of the whole fleet, for a front end that sees one engine.
-
-    Args:
-        report: is not changed.
-        last: the last report of each replica that serves, including `report`.
-    """
+def fleet_levels(last: Collection[SchedulerStats]) -> dict[str, Any]:
+    """The levels of a fleet, as fields of `SchedulerStats`; `last`: the last report of each replica that serves."""
     running = waiting = skipped = 0
     usage = 0.0
     for each in last:
@@ -26,14 +21,21 @@ def fleet_report(report: SchedulerStats, last: Collection[SchedulerStats]) -> Sc
         waiting += each.num_waiting_reqs
         skipped += each.num_skipped_waiting_reqs
         usage += each.kv_cache_usage
+    return {
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_skipped_waiting_reqs": skipped,
+        "kv_cache_usage": usage / len(last) if last else 0.0,
+        "num_kv_fetch_reqs_by_stage": _sums([each.num_kv_fetch_reqs_by_stage for each in last]),
+        "waiting_lora_adapters": _sums([each.waiting_lora_adapters for each in last]),
+        "running_lora_adapters": _sums([each.running_lora_adapters for each in last]),
+    }
+
+
+def fleet_report(report: SchedulerStats, levels: dict[str, Any]) -> SchedulerStats:
+    """The counts of one engine's report with the levels of the whole fleet, for a front end that sees one engine."""
     # Unlike `copy`, it sets the fields that a Python stage does not send; others would be missing in what is sent on.
-    merged = replace(report)
-    merged.num_running_reqs, merged.num_waiting_reqs, merged.num_skipped_waiting_reqs = running, waiting, skipped
-    merged.kv_cache_usage = usage / len(last) if last else 0.0
-    merged.num_kv_fetch_reqs_by_stage = _sums([each.num_kv_fetch_reqs_by_stage for each in last])
-    merged.waiting_lora_adapters = _sums([each.waiting_lora_adapters for each in last])
-    merged.running_lora_adapters = _sums([each.running_lora_adapters for each in last])
-    return merged
+    return replace(report, **levels)
 
 
 def has_single_values(report: SchedulerStats) -> bool:
