@@ -23,7 +23,7 @@ from .late_fleet import LATE
 
 REPLICAS = 3
 CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
-NAMES = [f"r{number}" for number in range(6)]
+NAMES = [f"r{number}" for number in range(10)]
 ABORT_ONLY = "abort-only"
 """A request that its client has given up before it was submitted; whatever comes of it, nobody waits."""
 
@@ -36,6 +36,8 @@ class Histories(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.open: set[str] = set()
         self.stale: list[tuple[FakeLink, str]] = []
+        self.drained: dict[int, tuple[FakeLink, int]] = {}
+        """Replicas that drain, and how many requests each had got before."""
         self.made: dict[str, int] = {}
         """Tokens that an engine has made of each attempt. The tokens of every answer are 0, 1, 2 ..."""
 
@@ -57,6 +59,9 @@ class Histories(RuleBasedStateMachine):
 
     def run(self, step: Coroutine[Any, Any, Any]) -> None:
         self.loop.run_until_complete(step)
+        # A send that fails reports the loss in the next turn, and so may those that follow it.
+        for _ in range(2 * REPLICAS):
+            self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.run_until_complete(self.read())
 
     async def read(self) -> None:
@@ -141,22 +146,24 @@ class Histories(RuleBasedStateMachine):
     async def announce(self, replica_id: int) -> None:
         self.fleet.lose(replica_id)
 
-    @rule(replica_id=st.integers(0, REPLICAS - 1))
-    def drain_and_resume(self, replica_id: int) -> None:
+    @rule(replica_id=st.integers(0, REPLICAS - 1), drains=st.booleans())
+    def drain_or_resume(self, replica_id: int, drains: bool) -> None:
         self.remember_attempts()
-        self.run(self.cordon(replica_id))
+        self.drained.pop(replica_id, None)
+        self.run(self.cordon(replica_id, drains))
+        if drains:
+            link = self.fleet.links[replica_id]
+            self.drained[replica_id] = link, len(link.added)
 
-    async def cordon(self, replica_id: int) -> None:
-        member = self.fleet.pool.member(replica_id)
-        self.fleet.orchestrator.cordon(member, ADMIN_CORDON)
-        self.fleet.orchestrator.uncordon(member, ADMIN_CORDON)
+    async def cordon(self, replica_id: int, drains: bool) -> None:
+        member, orchestrator = self.fleet.pool.member(replica_id), self.fleet.orchestrator
+        (orchestrator.cordon if drains else orchestrator.uncordon)(member, ADMIN_CORDON)
         # What an abort has made room for is sent in a later turn of the loop.
         await asyncio.sleep(0)
 
     @rule(replica_id=st.integers(0, REPLICAS - 1))
     def join(self, replica_id: int) -> None:
-        member = self.fleet.pool.member(replica_id)
-        if member not in self.fleet.pool.serving:
+        if self.fleet.pool.member(replica_id).client is None:
             self.run(self.rejoin(replica_id))
 
     async def rejoin(self, replica_id: int) -> None:
@@ -191,17 +198,25 @@ class Histories(RuleBasedStateMachine):
         return not serving & (state.runs[0].confined_to or serving)
 
     @invariant()
-    def nobody_waits_for_a_replica_that_has_nothing_to_begin(self) -> None:
+    def nobody_waits_while_a_replica_has_nothing_to_begin(self) -> None:
         if hasattr(self, "fleet"):
             self.loop.run_until_complete(asyncio.sleep(0))
-            for member in self.fleet.pool.members:
-                tries = any(run.crash_losses for run in member.in_flight.values())
-                assert member.ledger.pending or not member.ledger.unsent or tries
+            metrics = self.fleet.orchestrator.metrics
+            if not metrics.held and not metrics.moves_waiting:
+                runs = [state.runs[0] for state in self.fleet.orchestrator.request_states.values()]
+                waits = any(run.replica_id is None and run.affinity_key is None for run in runs)
+                assert not waits or all(member.ledger.pending for member in self.fleet.pool.serving)
 
     @invariant()
-    def replicas_that_do_not_serve_are_charged_with_nothing(self) -> None:
+    def a_replica_that_drains_gets_no_request(self) -> None:
+        for replica_id, (link, added) in self.drained.items():
+            now = self.fleet.links[replica_id]
+            assert len(now.added) == (added if now is link else 0)
+
+    @invariant()
+    def lost_replicas_are_charged_with_nothing(self) -> None:
         if hasattr(self, "fleet"):
-            idle = [member for member in self.fleet.pool.members if member not in self.fleet.pool.serving]
+            idle = [member for member in self.fleet.pool.members if member.client is None]
             assert all(member.queue_length == 0 for member in idle)
 
     @invariant()
@@ -236,7 +251,7 @@ def test_long_histories_with_many_moves(seed: int) -> None:
     wait, most = draw.choice([0.0, 600.0]), draw.choice([None, 1, 2])
     history.begin(limit=3, seed=seed, wait=wait, late=draw.random() < 0.5, most=most)
     for _ in range(80):
-        step = draw.choices(("submit", "advance", "lose", "join", "abort"), (3, 8, 2, 3, 1))[0]
+        step = draw.choices(("submit", "advance", "lose", "join", "abort", "drain"), (6, 8, 1, 3, 1, 2))[0]
         names, replica_id = draw.sample(NAMES, 2), draw.randrange(REPLICAS)
         if step == "submit":
             history.submit(set(names) - history.open, None, draw.choice(["resume", "replay"]), draw.randrange(2))
@@ -246,8 +261,11 @@ def test_long_histories_with_many_moves(seed: int) -> None:
             history.lose(replica_id, announced=draw.random() < 0.5)
         elif step == "join":
             history.join(replica_id)
+        elif step == "drain":
+            history.drain_or_resume(replica_id, draw.random() < 0.5)
         else:
             history.abort(names[:1])
         history.the_charges_are_the_open_requests()
+        history.a_replica_that_drains_gets_no_request()
         history.no_engine_sees_an_id_twice()
     history.teardown()

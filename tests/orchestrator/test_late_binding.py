@@ -136,6 +136,27 @@ async def test_requests_that_wait_while_the_only_replica_drains_are_held_for_the
         assert got(fleet.links[1]) == "c"
 
 
+async def test_a_replica_that_drains_gets_nothing_that_waits_while_another_serves() -> None:
+    async with late(replicas=2) as fleet:
+        await submit_all(fleet, "abcdef")
+        assert fleet.in_flight == [2, 2]
+        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
+        for attempt in [*fleet.links[0].added]:
+            fleet.links[0].output(attempt, 1, finish_reason="stop")
+        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([0, 2], 2)
+
+
+async def test_an_abort_at_a_replica_that_is_lost_then_sends_nothing_there() -> None:
+    async with late(replicas=2) as fleet:
+        await submit_all(fleet, "abcdef")
+        await fleet.abort(next(name for name in "abcd" if fleet.home(name) == 0))
+        fleet.kill(0)
+        await eventually(lambda: fleet.orchestrator.metrics.queued == 3, "the move")
+        fleet.orchestrator.tick()
+        assert await fleet.read() == []
+        assert fleet.in_flight == [0, 2]
+
+
 async def test_a_replica_with_room_gets_what_waits() -> None:
     async with late(replicas=2) as fleet:
         fleet.pool.cordon(fleet.pool.member(1), ADMIN_CORDON)

@@ -8,6 +8,7 @@ import pytest
 from tests.admission.fakes import admission
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, Ticket
 from vllm_omni_plugin.balancing import Decision
+from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.dispatch.next_step import Action, next_step, on_arrival
 from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import Choice, WaitingRuns, WaitReason
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
@@ -46,7 +47,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         for member in self.members:
-            member.ledger = LoadLedger(SIZE)
+            member.ledger, member.status = LoadLedger(SIZE), ReplicaStatus.UP
         self.serving = self.members
         self.rules = admission(AdmissionConfig(classes=CLASSES))
 
@@ -271,3 +272,13 @@ def test_a_run_that_comes_is_sent_where_there_is_room_for_it(
         stage.waits("behind", QUEUED, priority=1)
     _, action, choice = on_arrival(stage.waiting, stage, run, stage.cached(0, cached))
     assert (action, choice and choice[0].replica_id) == expected
+
+
+def test_a_replica_that_drains_gets_only_what_can_go_nowhere_else() -> None:
+    stage = Stage(room=(0,))
+    stage.chooses = stage.cached(1, 0)
+    stage.members[0].status = ReplicaStatus.DRAINING
+    stage.waits("a", QUEUED)
+    assert stage.step(freed=0) is None
+    stage.waits("pinned", QUEUED, wants=stage.cached(0, 0))
+    assert stage.step(freed=0) == ("pinned", SEND, 0)

@@ -122,6 +122,7 @@ class Dispatcher:
     def stop_waiting_for(self, member: PoolMember) -> Sequence[RunEnded]:
         """A replica is cordoned: the runs that wait for it go to other replicas, or wait until one serves."""
         self._place_again(member)
+        self._take_steps()
         return self.finisher.take_ended()
 
     def move(self, runs: Sequence[StageRun], lost: PoolMember, loss: Loss, engine_failed: bool) -> Sequence[RunEnded]:

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 from vllm_omni_plugin.balancing import Decision
+from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import MAX_GROUPS, Choice, WaitingRuns, WaitReason, deadline
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import short_prefill_tokens
@@ -155,8 +156,11 @@ def _next_without_room(waiting: WaitingRuns, stage: StageNow) -> StageRun | None
 
 
 def _next_queued(waiting: WaitingRuns, stage: StageNow, member: PoolMember) -> Step | None:
+    serves = member.status is ReplicaStatus.UP
     for _, run in waiting.queued_for(member):
         wants = waiting.place(run).wants
+        if wants is None and not serves:
+            continue
         tokens = run.prompt_tokens - (0 if wants is None else wants[1].matched_tokens)
         if not stage.has_room(run, member, tokens):
             if not stage.is_over_share(run):
@@ -164,7 +168,7 @@ def _next_queued(waiting: WaitingRuns, stage: StageNow, member: PoolMember) -> S
                 return None
         elif not stage.avoids(run, member):
             return _send_or_wait(stage, run, member) if wants is None else Step(run, Action.SEND, wants)
-    if member.ledger.prefill_tokens or member not in stage.serving:
+    if member.ledger.prefill_tokens or not serves:
         return None
     # It computes no prompt now: it begins one that is cached elsewhere, if that is less than what is to compute there.
     for _, run in waiting.queued_for(member, others=True):
