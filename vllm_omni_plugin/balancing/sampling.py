@@ -14,6 +14,7 @@ Source: the supermarket model (Mitzenmacher, 2001): with d samples, the share of
 as load^((d^k - 1)/(d - 1)), so eight of many are nearly as good as all.
 """
 
+_MOST_SCANNED = 256
 _BESIDE_THE_SHORTEST = 3
 """Random replicas that are compared with the shortest queue. More did not help in simulations of 16 and 64
 replicas."""
@@ -24,7 +25,7 @@ def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random) ->
     total = len(replicas)
     if total <= MOST_COMPARED:
         return list(range(total))
-    chosen, draw = [shortest_queue(replicas, rng)], rng.random
+    chosen, draw = [_short_queue(replicas, rng)], rng.random
     while len(chosen) <= _BESIDE_THE_SHORTEST:
         position = int(draw() * total)
         if position not in chosen:
@@ -32,10 +33,15 @@ def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random) ->
     return chosen
 
 
-def shortest_queue(replicas: Sequence[ReplicaView], rng: random.Random) -> int:
-    """Position of a shortest queue, see `pick_lowest`."""
+def _short_queue(replicas: Sequence[ReplicaView], rng: random.Random) -> int:
+    """Position of a shortest queue of up to 256 replicas, of more of 256 neighbours at random; see `pick_lowest`."""
+    total, start = len(replicas), 0
+    arrivals = expected_arrivals(replicas, min(total, _MOST_SCANNED))
+    if total > _MOST_SCANNED:
+        start = int(rng.random() * total)
+        replicas = (*replicas[start : start + _MOST_SCANNED], *replicas[: max(0, start + _MOST_SCANNED - total)])
     lengths = [replica.queue_length for replica in replicas]
-    return pick_lowest(lengths, rng, expected_arrivals(replicas, len(lengths)))
+    return (start + pick_lowest(lengths, rng, arrivals)) % total
 
 
 def has_other_heads(replicas: Sequence[ReplicaView]) -> bool:
