@@ -1,8 +1,6 @@
 """Heads at a live coordinator over real sockets."""
 
-import os
 import random
-import signal
 from collections.abc import Callable
 
 import msgspec
@@ -181,30 +179,6 @@ def test_coordinator_that_is_not_there_yet_is_no_error(keep: Keep) -> None:
     assert not head.client.send(CALL)
     keep(OmniCoordinator(address, ANY))
     eventually(lambda: head.resyncs)
-
-
-def test_replicas_keep_their_ids_at_another_coordinator(keep: Keep, connect: Connect) -> None:
-    runtime = keep(OmniCoordinatorRuntime(settle_time=2.0, first_replica_ids={0: 2}))
-    (head,) = connect(runtime.router_address, "head")
-
-    def announce(name: str) -> OmniCoordClientForStage:
-        addresses = (f"tcp://{name}:1", f"tcp://{name}:2")
-        return keep(OmniCoordClientForStage(runtime.router_address, *addresses, 0, heartbeat_interval=0.2))
-
-    announce("a")
-    eventually(lambda: numbers(head.replicas) == {"tcp://a:1": 2})
-    # Its node learns the id from the heads that attach.
-    announce("b").set_replica_id(3)
-    eventually(lambda: numbers(head.replicas) == {"tcp://a:1": 2, "tcp://b:1": 3})
-    announce("z").set_replica_id(4)
-    eventually(lambda: numbers(head.replicas).get("tcp://z:1") == 4)
-    wanted = head.resyncs
-    assert runtime.process_id is not None
-    os.kill(runtime.process_id, signal.SIGKILL)
-    eventually(lambda: head.resyncs > wanted)
-    announce("0")
-    eventually(lambda: len(numbers(head.replicas)) == 4)
-    assert numbers(head.replicas) == {"tcp://0:1": 2, "tcp://a:1": 5, "tcp://b:1": 3, "tcp://z:1": 4}
 
 
 def test_the_first_list_of_a_new_coordinator_has_replicas_that_register_after_a_head(

@@ -23,6 +23,7 @@ class Reader(Mirror):
             if part is None:
                 return number
             self.cursor, change = part
+            assert len(change.stored) + len(change.removed) <= cache_log.MAX_PART
             self.apply(change)
         return parts
 

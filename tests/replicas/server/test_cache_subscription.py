@@ -15,9 +15,8 @@ from tests.replicas.server.heads import Head
 from vllm_omni_plugin.balancing import Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.control.cache_polling import unpack_keys
 from vllm_omni_plugin.replicas.control.lease_messages import CacheChanges, Expired, PollCache
-from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, MAX_PART, Cursor
+from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, Cursor
 
 SECRET = Secrets(["a secret that both ends know"])
 TOKENS = list(range(8))
@@ -75,21 +74,6 @@ async def test_two_heads_receive_changes_independently(
             await eventually(lambda: not first.keys and not second.keys)
 
 
-async def test_a_large_cache_is_sent_in_parts(
-    start_node: StartNode, make_head: MakeHead, publisher: FakePublisher, launcher: ServedFakeLauncher
-) -> None:
-    blocks = 2 * MAX_PART + 10
-    launcher.ready = publisher.ready_response(blocks)
-    node = await start_node()
-    publisher.publish(stored(list(range(blocks * BLOCK_SIZE)), *range(blocks)))
-    said: list[int] = []
-    async with make_head().attached(await node.up()) as replica:
-        await eventually(lambda: publisher.asked)
-        replica.subscribe_cache(lambda change: said.append(len(change.stored)))
-        await eventually(lambda: sum(said) == blocks)
-    assert [count for count in said if count] == [MAX_PART, MAX_PART, 10]
-
-
 async def test_a_head_that_attaches_again_receives_all_blocks_again(
     publisher: FakePublisher, node: Node, make_head: MakeHead
 ) -> None:
@@ -133,18 +117,6 @@ async def test_an_engine_without_cache_events_is_logged_and_attached(
         assert await replica.client.call("is_sleeping") is False
     assert mirror.restarts == 0
     assert "Replica 0.0 does not report what its prefix cache holds." in caplog.text
-
-
-async def test_a_poll_is_answered_when_there_are_changes(publisher: FakePublisher, head: Head) -> None:
-    await follow(head, BEGINNING)
-    beginning = await changes(head)
-    assert (beginning.since, beginning.restart, beginning.stored) == (BEGINNING, True, b"")
-    await follow(head, beginning.cursor)
-    # Answered at once, so the question before it is not.
-    await head.renew()
-    publisher.publish(stored(TOKENS, 1, 2))
-    change = await changes(head)
-    assert (change.since, change.restart, unpack_keys(change.stored)) == (beginning.cursor, False, tuple(KEYS))
 
 
 async def test_a_head_receives_no_changes_after_its_lease(publisher: FakePublisher, head: Head) -> None:

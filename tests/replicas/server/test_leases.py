@@ -18,18 +18,6 @@ def test_a_slot_is_free_only_after_its_cleanup() -> None:
     assert granted(leases, "b") == 0
 
 
-def test_a_lease_id_is_never_reused() -> None:
-    leases = Leases(1, 10.0)
-    numbers = []
-    for _ in range(3):
-        granted(leases, "a")
-        lease = leases.current[0]
-        numbers.append(lease.lease_id)
-        leases.end(lease)
-        leases.free_all()
-    assert len(set(numbers)) == 3
-
-
 def test_leases_are_extended_by_the_delay_of_the_server() -> None:
     leases = Leases(1, 10.0)
     granted(leases, "a")
