@@ -227,7 +227,7 @@ BAD_FRAMES = {
     "negative-session": HELLO.replace(b'"session":5', b'"session":-5'),
     "short-row": WORK.replace(b",500]", b"]"),
     "negative-work": WORK.replace(b"500", b"-500"),
-    "too-many-rows": b'{"type":"work","full":true,"work":[%s]}' % b",".join([msgspec.json.encode(ROW)] * 401),
+    "too-many-rows": b'{"type":"work_report","full":true,"work":[%s]}' % b",".join([msgspec.json.encode(ROW)] * 401),
     "no-utf8": RPC.replace(b"greet", b"\xff\xfe"),
     "deep": RPC.replace(b"[1]", b"[" * 5000 + b"]" * 5000),
     "deep-enough-to-be-read-here-only": RPC.replace(b"[1]", b"[" * 960 + b"]" * 960),

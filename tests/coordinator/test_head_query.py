@@ -133,10 +133,10 @@ def test_an_older_head_does_not_answer_and_refuses_nobody(impatient: None, route
     assert "older version" in answer.problem
     assert not answer.refused
     _, question = router.recv_multipart()
-    assert json.loads(question) == {"type": "question", "stage_id": 0}
+    assert json.loads(question) == {"type": "head_query", "stage_id": 0}
 
 
-@pytest.mark.parametrize("answer_frame", [b"", b"[]", b"\xff\x00", b'[{"type":"facts"}]', b"[" * 100_000])
+@pytest.mark.parametrize("answer_frame", [b"", b"[]", b"\xff\x00", b'[{"type":"head_info"}]', b"[" * 100_000])
 def test_an_invalid_answer_is_reported_as_a_problem(router: zmq.Socket[bytes], answer_frame: bytes) -> None:
     with ThreadPoolExecutor(1) as executor:
         asking = executor.submit(query_head, router.get_string(zmq.LAST_ENDPOINT), 0, None)
@@ -147,20 +147,12 @@ def test_an_invalid_answer_is_reported_as_a_problem(router: zmq.Socket[bytes], a
     assert (result.info, result.refused) == (None, False)
 
 
-def test_a_node_of_a_version_that_had_its_ports_tested_gets_the_answer(serve: Serve, dealer: OpenDealer) -> None:
-    asking = dealer(serve(None))
-    asking.send(b'{"type":"question","stage_id":0,"listening":["tcp://127.0.0.1:1"],"nonce":"x"}')
-    assert json.loads(asking.recv()) == [
-        {"type": "facts", "timestamp": NOW, "stages": [], "fingerprint": {}, "numbers": []}
-    ]
-
-
 @pytest.mark.parametrize(
     "frame",
     [
-        b'{"type":"question"}',
-        b'{"type":"question","stage_id":-1}',
-        b'{"type":"question","stage_id":0,"host_slots":[""]}',
+        b'{"type":"head_query"}',
+        b'{"type":"head_query","stage_id":-1}',
+        b'{"type":"head_query","stage_id":0,"host_slots":[""]}',
     ],
 )
 def test_a_malformed_question_is_counted_and_others_are_answered(

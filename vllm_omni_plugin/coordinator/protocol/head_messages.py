@@ -90,7 +90,7 @@ class Beat(Struct, frozen=True, tag="beat"):
     """
 
 
-class WorkReport(Struct, frozen=True, tag="work"):
+class WorkReport(Struct, frozen=True, tag="work_report"):
     """Work in flight of a head: all of it (``full``), or the rows that changed. The first of a session is full.
 
     If lost: only with its session; the first report of the next one is full.
@@ -100,7 +100,7 @@ class WorkReport(Struct, frozen=True, tag="work"):
     work: Annotated[list[ReplicaWork], Meta(max_length=ROWS_PER_FRAME)]
 
 
-class FleetCall(Struct, frozen=True, tag="call", omit_defaults=True):
+class FleetCall(Struct, frozen=True, tag="fleet_call", omit_defaults=True):
     """A call of an operator, which engines have accepted. The other heads do their part, and send `CallDone`.
 
     Attributes:
@@ -144,7 +144,7 @@ class Bye(Struct, frozen=True, tag="bye"):
     """
 
 
-class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
+class HeadQuery(Struct, frozen=True, tag="head_query", omit_defaults=True):
     """Sent by a node before it loads a model. It needs no session. Older coordinators do not answer.
 
     If lost: it is not repeated; `Attach` compares the configurations later.
@@ -156,7 +156,7 @@ class HeadQuery(Struct, frozen=True, tag="question", omit_defaults=True):
     host_slots: Annotated[tuple[HostSlot, ...], Meta(max_length=MAX_HOST_SLOTS)] = ()
 
 
-class HeadInfo(Struct, frozen=True, tag="facts"):
+class HeadInfo(Struct, frozen=True, tag="head_info"):
     """The answer to `HeadQuery`.
 
     If lost: as `HeadQuery`.
@@ -179,6 +179,7 @@ class Welcome(Struct, frozen=True, tag="welcome"):
     heads: list[HeadId]
 
 
+# The same in all versions, so that a head of another one can read the reason.
 class SessionRefused(Struct, frozen=True, tag="refused"):
     """This head gets no session. It answers each `Hello`.
 
@@ -204,7 +205,7 @@ class ListDelta(ReplicaList, frozen=True, tag="list_delta", kw_only=True):
     removed: list[ReplicaKey]
 
 
-class PeerWork(Struct, frozen=True, tag="work"):
+class PeerWork(Struct, frozen=True, tag="peer_work"):
     """Work in flight of a head: all of it (``full``), or the rows that changed. The head itself gets it, too.
 
     If lost: resync.

@@ -49,7 +49,7 @@ class Attach(Struct, frozen=True, tag="attach"):
     replica_id: OptionalReplicaId = -1
 
 
-class RenewLease(Struct, frozen=True, tag="beat"):
+class RenewLease(Struct, frozen=True, tag="renew_lease"):
     """Head to server, every heartbeat interval: renews the lease. The server answers with `Status`.
 
     If lost: the next one serves.
@@ -71,7 +71,7 @@ class Detach(Struct, frozen=True, tag="detach"):
     lease: int
 
 
-class DrainReplica(Struct, frozen=True, tag="leave"):
+class DrainReplica(Struct, frozen=True, tag="drain_replica"):
     """Head to server, for an operator: drain the replica, stop its engine and do not restart it.
 
     If lost: each attached head sends one. Without any the engine runs on, unused.
@@ -80,7 +80,7 @@ class DrainReplica(Struct, frozen=True, tag="leave"):
     lease: int
 
 
-class StateTold(Struct, frozen=True, tag="told"):
+class StateTold(Struct, frozen=True, tag="state_told"):
     """Head to server: what the engine was told. The server keeps it, and passes it on to the other heads.
 
     If lost: the next head tells the engine again.
@@ -90,7 +90,7 @@ class StateTold(Struct, frozen=True, tag="told"):
     told: ReplicaState
 
 
-class PollCache(Struct, frozen=True, tag="follow"):
+class PollCache(Struct, frozen=True, tag="poll_cache"):
     """Head to server: requests the changes of the engine's prefix cache after a cursor.
 
     If lost: it is repeated with each `RenewLease`, from the last cursor.
@@ -132,6 +132,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     incarnation: Annotated[int, Meta(ge=0)] = 0
 
 
+# The same in all versions, so that a head of another one can read the reason.
 class AttachRefused(Struct, frozen=True, tag="refused"):
     """Server to head: refuses a lease.
 
