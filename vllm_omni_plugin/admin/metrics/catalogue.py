@@ -59,7 +59,7 @@ METRICS = (
     _gauge("requests_running{stage}", "This head's requests that an engine works on."),
     _gauge(
         "expected_wait_seconds{stage}",
-        "Seconds until an engine would begin a new request: `requests_waiting` by the rate at which requests "
+        "Seconds until an engine would begin a new request: `requests_waiting` divided by the rate at which requests "
         "leave the queue. Missing before a first output.",
         "livemax",
     ),
