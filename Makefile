@@ -21,7 +21,7 @@ LANES := --dist loadgroup --no-loadscope-reorder
 NEWEST := 0.33
 SAME_ANSWERS := tests/engine/test_same_answers.py
 # Of these only what is for vLLM's Rust front end.
-BEHIND_RUST := tests/engine/test_hung_engine.py tests/engine/test_nodes_faults.py
+BEHIND_RUST := tests/engine/test_hung_engine.py tests/engine/test_nodes_faults.py tests/engine/test_whole_engine_lora.py
 
 .PHONY: help setup lint types suite check-suite check test test-long newest release-check demo docs monitoring clean
 
@@ -59,7 +59,7 @@ test-long: .venv/long-test-requirements.txt ## tests that take long and repeat i
 	$(PY) -m pip install -q --no-deps --disable-pip-version-check -r $<
 	cp $< $@
 
-newest: setup ## contract tests, "same answers", and faults behind the Rust front end with the newest vLLM
+newest: setup ## contract tests, "same answers", faults and adapters behind the Rust front end with the newest vLLM
 	@VLLM=$(NEWEST) .ci/setup
 	.venv-$(NEWEST)/bin/python -m pytest -n 2 $(LANES) $(PYTEST_ARGS) tests/contract $(SAME_ANSWERS) $(BEHIND_RUST) \
 		-k "contract or $(basename $(notdir $(SAME_ANSWERS))) or vllm-rs"
