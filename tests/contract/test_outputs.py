@@ -12,6 +12,7 @@ from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics, Schedu
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.vllm_api.protocol.front_end_arrays import find_unreadable
 from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 from .test_output_guard import logprobs, prompt_logprobs
@@ -75,13 +76,20 @@ def test_the_answer_to_a_call_is_decoded() -> None:
         {"spec_decode_metrics": RequestSpecDecodeMetrics(1, [2, -1])},
         {"routed_experts": np.array(["text"])},
         {"routed_experts": np.ones((1, 1), np.complex64)},
-        {"pooling_output": torch.ones(1, dtype=torch.complex64)},
     ],
     ids=repr,
 )
 def test_numbers_that_a_front_end_cannot_read_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(WireError):
         EngineApi().decode_outputs(sent(EngineCoreOutput("r", [1], **fields)))
+
+
+def test_a_tensor_that_only_python_stages_read_is_decoded_and_not_for_the_rust_front_end() -> None:
+    for kind, unreadable in ((torch.float16, []), (torch.complex64, ["pooling_output"])):
+        message = sent(EngineCoreOutput("r", [], pooling_output=torch.ones(1, dtype=kind)))
+        outputs = EngineApi().decode_outputs(message).outputs
+        assert outputs[1].pooling_output.dtype is kind
+        assert [field for _, field in find_unreadable(outputs)] == unreadable
 
 
 def test_prompt_tokens_below_0_are_none() -> None:

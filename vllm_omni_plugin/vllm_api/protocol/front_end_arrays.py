@@ -17,7 +17,7 @@ def find_unreadable(outputs: Iterable[EngineCoreOutput]) -> list[tuple[EngineCor
     unreadable = []
     for output in outputs:
         # Most outputs are a token, and nothing else.
-        if output.new_logprobs is output.new_prompt_logprobs_tensors is None and (
+        if output.new_logprobs is output.new_prompt_logprobs_tensors is output.pooling_output is None and (
             output.kv_transfer_params is output.ec_transfer_params is None
         ):
             continue
@@ -31,6 +31,9 @@ def _unreadable_field(output: EngineCoreOutput) -> str:
         return "new_logprobs"
     if output.new_prompt_logprobs_tensors is not None and not _are_rows(output.new_prompt_logprobs_tensors):
         return "new_prompt_logprobs_tensors"
+    # Python stages may send such tensors to each other.
+    if output.pooling_output is not None and output.pooling_output.is_complex():
+        return "pooling_output"
     for field in ("kv_transfer_params", "ec_transfer_params"):
         if not _is_json(getattr(output, field)):
             return field

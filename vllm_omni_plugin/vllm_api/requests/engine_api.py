@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Meta
 from vllm.sampling_params import _SAMPLING_EPS
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType, FinishReason
@@ -206,8 +205,6 @@ class _OutputsDecoder(MsgpackDecoder):  # type: ignore[misc]
         array = super().dec_hook(type_, value)
         if isinstance(array, np.ndarray) and array.dtype.kind not in _NUMBERS:
             raise ValueError(f"an array of {array.dtype}")
-        if isinstance(array, torch.Tensor) and array.is_complex():
-            raise ValueError(f"a tensor of {array.dtype}")
         return array
 
 
