@@ -35,8 +35,8 @@ def test_random_picks_every_replica_equally_often() -> None:
 @pytest.mark.parametrize("size", [4, 40])
 def test_the_shortest_queue_wins_and_ties_are_broken_uniformly(size: int) -> None:
     balancer = LeastQueueLengthBalancer(random.Random(1))
-    lengths = [2, *[1] * (size - 1)]
-    picks = Counter(balancer.select({}, with_queues(*lengths)) for _ in range(1000 * (size - 1)))
+    replicas = with_queues(2, *[1] * (size - 1))
+    picks = Counter(balancer.select({}, replicas) for _ in range(1000 * (size - 1)))
     assert picks.keys() == set(range(1, size))
     assert all(850 <= count <= 1150 for count in picks.values()), picks
 
