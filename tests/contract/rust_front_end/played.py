@@ -25,14 +25,15 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from tests.fakes.conditions import eventually
 from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
-from vllm_omni_plugin.admission import RequestTerms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink, FrontEndRules
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
 from vllm_omni_plugin.vllm_api.protocol.sim_protocol import EngineCoreCodec
@@ -125,11 +126,25 @@ class RustFleet(PlayedFleet):
 
     stages = FleetStages(None, [None])
 
-    def __init__(self, replicas: int = 2, replica_wait: float = 0.0) -> None:
-        self.pool = StagePool(0, LeastQueueLengthBalancer(random.Random(0)), clock=time.monotonic)
+    def __init__(
+        self,
+        replicas: int = 2,
+        replica_wait: float = 0.0,
+        admission: AdmissionConfig | None = None,
+        ready_response: bytes = READY,
+    ) -> None:
+        self._ready_response = ready_response
+        traits = PoolTraits(send_window=SendWindow(limited=admission is not None))
+        self.pool = StagePool(0, LeastQueueLengthBalancer(random.Random(0)), clock=time.monotonic, traits=traits)
         self.link = FrontEndLink()
         self.orchestrator = Orchestrator(
-            [self.pool], [EngineApi()], 3, time.monotonic, replica_wait, front_end=self.link
+            [self.pool],
+            [EngineApi()],
+            3,
+            time.monotonic,
+            replica_wait,
+            admission_config=admission,
+            front_end=self.link,
         )
         self.links: dict[int, EngineLink] = {}
         self.why_closed = ""
@@ -168,7 +183,7 @@ class RustFleet(PlayedFleet):
 
     def join(self, member: PoolMember) -> EngineLink:
         link = self.links[member.replica_id] = EngineLink(f"replica-{member.replica_id}")
-        self.serve(member, link, EngineApi(), READY)
+        self.serve(member, link, EngineApi(), self._ready_response)
         return link
 
     def run_of(self, request_id: str) -> tuple[EngineLink, str]:

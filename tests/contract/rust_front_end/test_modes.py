@@ -8,11 +8,12 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from vllm.v1.engine import EngineCoreReadyResponse
+from vllm.v1.engine import EngineCoreOutput, EngineCoreReadyResponse, FinishReason
 
 from tests.fakes.adapter_files import write_adapter
+from tests.fakes.conditions import eventually
 from vllm_omni_plugin.admin.http_admission import tenant_headers
-from vllm_omni_plugin.admission import RequestTerms
+from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms
 from vllm_omni_plugin.integration.rust_front_end.client_terms import terms_reader
 
 from .head import Head, answers_itself, started_head
@@ -138,3 +139,22 @@ async def test_tenants_and_deadlines_arrive_and_engines_do_not_see_them(head: He
     assert asked.sampling_params.extra_args is None
     refused = await head.ask(vllm_xargs={"X-Request-Timeout": "soon"})
     assert (refused.status_code, "X-Request-Timeout" in refused.json()["error"]["message"]) == (400, True)
+
+
+async def test_requests_of_a_class_of_lower_priorities_start_first(tiny_model: Path, sockets: Path) -> None:
+    plan = AdmissionConfig(classes=(RequestClass(name="interactive", priority_at_most=0), RequestClass(name="batch")))
+    one_sequence = msgspec.msgpack.encode(msgspec.msgpack.decode(READY) | {"max_num_seqs": 1})
+    fleet = RustFleet(replicas=1, admission=plan, ready_response=one_sequence)
+    async with started_head(tiny_model, fleet=fleet) as head:
+        [link] = fleet.links.values()
+        asking = [head.ask_later(priority=5) for _ in range(8)]
+        await head.requested(8)
+        before = len(link.added)
+        assert before < 8
+        asking.append(head.ask_later(priority=0))
+        await head.requested(9)
+        for number in range(9):
+            await eventually(lambda number=number: len(link.added) > number, "the next request")
+            link.say_outputs(outputs=[EngineCoreOutput(link.added[number], [5], finish_reason=FinishReason.LENGTH)])
+        assert [(await answer).status_code for answer in asking] == [200] * 9
+        assert [request.priority for request in link.requests.values()] == [5] * before + [0] + [5] * (8 - before)
