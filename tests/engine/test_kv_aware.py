@@ -13,9 +13,10 @@ import pytest
 
 from tests.fakes.free_ports import free_port
 
+from .both_replicas import dispatches
 from .conftest import ADAPTER, AS_ADMIN, BLOCK, KV_AWARE, SMALL_CACHE
 from .nodes import NodeFleet
-from .server import MODEL, START_S, Server, until
+from .server import FRONT_ENDS, MODEL, START_S, Server, until
 from .servers import Servers
 
 STORY = (
@@ -23,6 +24,8 @@ STORY = (
     "Nothing was lost, nothing came twice, and every stream ended exactly once with a reason for finishing. "
 )
 _numbers = itertools.count()
+
+pytestmark = pytest.mark.both_front_ends
 
 
 class Hit(NamedTuple):
@@ -87,9 +90,11 @@ class Fleet:
         return int(self.head.total(f"vllm_omni_fleet:{name}_tokens_total"))
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        before = dispatches(self.head)
         response = self._http.post(path, json={"temperature": 0, **body})
         assert response.status_code == 200, response.text
-        return response.headers["X-Omni-Replica"], response.json()
+        (replica,) = (replica for replica, count in dispatches(self.head).items() if count > before[replica])
+        return f"0.{replica}", response.json()
 
 
 @pytest.fixture
@@ -176,17 +181,17 @@ def test_after_a_replica_was_restarted_predictions_are_right(
     assert_predicted(aware, at_least=6 * 2 * BLOCK)
 
 
-def start_alone(servers: Servers, name: str, model: Path, keys: Path, *flags: str) -> Server:
+def start_alone(servers: Servers, name: str, model: Path, keys: Path, front_end: str, *flags: str) -> Server:
     """A head with one replica, whose engine is one that may not report."""
-    one = ("--omni-dp-size-local", "1", "--omni-admin-key-file", str(keys))
-    return servers.get(name, model, *KV_AWARE, *one, *SMALL_CACHE, *flags, engines=1)
+    flags = (*KV_AWARE, "--omni-dp-size-local", "1", "--omni-admin-key-file", str(keys), *SMALL_CACHE, *flags)
+    return servers.get(f"kv-aware-{name}-{front_end}", model, *flags, engines=1, **FRONT_ENDS[front_end])
 
 
 @pytest.mark.long
 def test_without_a_prefix_cache_requests_are_served_and_the_policy_says_why(
-    servers: Servers, tiny_model: Path, admin_keys: Path
+    servers: Servers, tiny_model: Path, admin_keys: Path, front_end: str
 ) -> None:
-    head = start_alone(servers, "kv-aware-uncached", tiny_model, admin_keys, "--no-enable-prefix-caching")
+    head = start_alone(servers, "uncached", tiny_model, admin_keys, front_end, "--no-enable-prefix-caching")
     aware = Fleet(head)
     assert aware.explain(STORY)["fallback"] == "no-events"
     with head.http(60.0) as http:
@@ -198,7 +203,9 @@ def test_without_a_prefix_cache_requests_are_served_and_the_policy_says_why(
 
 
 @pytest.mark.long
-def test_a_users_own_publisher_is_left_alone_and_followed(servers: Servers, tiny_model: Path, admin_keys: Path) -> None:
+def test_a_users_own_publisher_is_left_alone_and_followed(
+    servers: Servers, tiny_model: Path, admin_keys: Path, front_end: str
+) -> None:
     port, replay = free_port(), free_port()
     own = {
         "enable_kv_cache_events": True,
@@ -207,7 +214,7 @@ def test_a_users_own_publisher_is_left_alone_and_followed(servers: Servers, tiny
         "replay_endpoint": f"tcp://*:{replay}",
         "topic": "mine",
     }
-    head = start_alone(servers, "kv-aware-own", tiny_model, admin_keys, "--kv-events-config", json.dumps(own))
+    head = start_alone(servers, "own", tiny_model, admin_keys, front_end, "--kv-events-config", json.dumps(own))
     aware = Fleet(head)
     until(lambda: not aware.explain(STORY)["fallback"], "the engine has reported")
     for _ in range(3):
