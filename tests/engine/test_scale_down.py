@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,31 +11,42 @@ from tests.fakes.free_ports import free_port
 
 from .load import constant_load
 from .nodes import Node
-from .server import START_S, Server, serve_command, until, write_secret
+from .server import FRONT_ENDS, RUST, START_S, Server, serve_command, until, write_secret
 
 CLIENTS = 12
 TOKENS = 100
 """A second's work of a simulated engine."""
 IN_TIME_S = 2 * START_S
 """Up to six nodes start together."""
-IMAGES = {"repository": "registry/vllm", "tag": "v1", "headSpec": {"tag": "v1-cpu"}}
-MODEL_OF_CHART = {"name": "llama", "modelURL": "llama", **IMAGES}
-VALUES = {"servingEngineSpec": {"fleetSecret": "in a file of its own here", "modelSpec": [MODEL_OF_CHART]}}
+
+
+def values(front_end: str) -> dict[str, Any]:
+    """Those of the chart."""
+    head = {"tag": "v1-cpu", "rustFrontend": front_end == RUST}
+    model = {"name": "llama", "modelURL": "llama", "repository": "registry/vllm", "tag": "v1", "headSpec": head}
+    key = {"adminKey": "in a file of its own here"} if front_end == RUST else {}
+    return {"servingEngineSpec": {"fleetSecret": "in a file of its own here", "modelSpec": [model], **key}}
 
 
 class SimulatedFleet:
     """What the Helm chart runs, with its arguments, as processes: two heads, and nodes with a simulated engine."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, keys: Path, front_end: str) -> None:
         self._model = model
         self._folder = folder
         self._secret = write_secret(folder / "fleet.secret")
         self._port = free_port()
-        self._chart = render(VALUES)
+        self._keys = keys
+        self._chart = render(values(front_end))
         self._started = 0
         self.nodes: list[Node] = []
         self.heads = [
-            Server(model, folder / f"{name}.log", *self._arguments("Deployment", f"fleet-llama-{name}"))
+            Server(
+                model,
+                folder / f"{name}.log",
+                *self._arguments("Deployment", f"fleet-llama-{name}"),
+                **FRONT_ENDS[front_end],
+            )
             for name in ("head", "heads")
         ]
 
@@ -66,10 +78,11 @@ class SimulatedFleet:
             "$(POD_IP)": "127.0.0.1",
             "7500": str(self._port),
             "/run/vllm-omni/fleet.secret": str(self._secret),
+            "/run/vllm-omni/admin.keys": str(self._keys),
         }
         words = [here.get(word, word) for word in self._chart.command(kind, name)[3:]]
         # A head of the tests has them already.
-        for flag in {"--host", "--port"}.intersection(words):
+        for flag in {"--host", "--port", "--omni-admin-port"}.intersection(words):
             del words[words.index(flag) : words.index(flag) + 2]
         return words
 
@@ -81,10 +94,13 @@ class SimulatedFleet:
         return Node(command, self._folder / f"node-{self._started}.log")
 
 
+@pytest.mark.both_front_ends
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_nodes_that_come_and_go_under_load_cost_no_request(tiny_model: Path, tmp_path: Path) -> None:
-    fleet = SimulatedFleet(tiny_model, tmp_path)
+def test_nodes_that_come_and_go_under_load_cost_no_request(
+    tiny_model: Path, tmp_path: Path, admin_keys: Path, front_end: str
+) -> None:
+    fleet = SimulatedFleet(tiny_model, tmp_path, admin_keys, front_end)
     try:
         fleet.scale(2)
         with constant_load(fleet.heads, CLIENTS, TOKENS) as outcomes:
