@@ -23,7 +23,7 @@ from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
 
 PROMPT_TOKENS = 4096
@@ -80,7 +80,7 @@ class Service:
         self._pool = StagePool(0, build_load_balancer_factory(policy)(), policy=policy)
         for replica_id in range(replicas):
             # Nothing is sent: the pool only asks whether there is a client.
-            client = cast(StageClient, object())
+            client = cast(EngineClient, object())
             address = f"tcp://10.0.0.1:{replica_id}"
             self._pool.serve(self._pool.add(replica_id), client, address, address, EngineSize(50_000, BLOCK_SIZE))
         self._limit = replicas * REQUESTS_PER_REPLICA

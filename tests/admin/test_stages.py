@@ -18,7 +18,7 @@ from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 
 PIPELINE = Pipeline(
     (
@@ -42,7 +42,7 @@ def orchestrator() -> Orchestrator:
 
 def serve(orchestrator: Orchestrator, stage_id: int) -> None:
     pool = orchestrator.stage_pools[stage_id]
-    client = StageClient(FakeLink(), FakeEngineApi(), "", lambda outputs: None, lambda reason: None)
+    client = EngineClient(FakeLink(), FakeEngineApi(), "", lambda outputs: None, lambda reason: None)
     pool.serve(pool.members[0], client, "", "")
 
 

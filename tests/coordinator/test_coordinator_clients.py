@@ -55,7 +55,7 @@ def info(name: str, stage_id: int) -> ReplicaInfo:
     return ReplicaInfo(f"tcp://{name}:1", f"tcp://{name}:2", stage_id, ReplicaStatus.UP, 0, 1.0, 1.0)
 
 
-def test_stage_client_announces_up_at_once(fake_coordinator: FakeCoordinator, client: OmniCoordClientForStage) -> None:
+def test_engine_client_announces_up_at_once(fake_coordinator: FakeCoordinator, client: OmniCoordClientForStage) -> None:
     received = fake_coordinator.receive()
     assert received.pop("incarnation") > 0
     assert received == {
@@ -148,7 +148,7 @@ def test_restarted_replica_counts_as_newer(coordinator: OmniCoordinator) -> None
     eventually(lambda: names(coordinator.get_active_replicas()) == [])
 
 
-def test_stage_client_started_first_registers_when_the_coordinator_comes() -> None:
+def test_engine_client_started_first_registers_when_the_coordinator_comes() -> None:
     address = free_address()
     client = stage_client(address, interval=0.05)
     for queue_length in range(1, 501):

@@ -20,7 +20,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ManageReplica,
     SubmitRequest,
 )
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 
 
 class PlayedFleet:
@@ -45,7 +45,7 @@ class PlayedFleet:
         await self._running
 
     def serve(self, member: PoolMember, link: Any, api: Any, ready_response: bytes) -> None:
-        client = StageClient(
+        client = EngineClient(
             link,
             api,
             member.name,
@@ -86,7 +86,7 @@ class PlayedFleet:
         if link is None:
             link = FakeLink("joiner")
             link.on_call = answer_calls
-        client = StageClient(link, FakeEngineApi(), "joiner", lambda outputs: None, lambda reason: None)
+        client = EngineClient(link, FakeEngineApi(), "joiner", lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(10):
             member = PoolMember(0, stage_id)

@@ -25,7 +25,7 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 
@@ -196,7 +196,7 @@ class FakeHead(FakeFleet):
         member = self.pool.add(replica_id)
         member.told = told
         member.remote, member.input_addr, member.output_addr = True, link.input_addr, link.output_addr
-        client = StageClient(link, FakeEngineApi(), str(replica_id), lambda outputs: None, lambda reason: None)
+        client = EngineClient(link, FakeEngineApi(), str(replica_id), lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(10):
             await self.fleet_calls.wait_synced()

@@ -13,8 +13,8 @@ from vllm_omni_plugin.coordinator import ReplicaInfo
 from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 from vllm_omni_plugin.replicas.client.remote import AttachSettings, OnOutputs, OnStatus
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
 
 
 class Attachment:
@@ -42,7 +42,7 @@ class Attachment:
         self.on_told: Callable[[ReplicaState], None] = lambda told: None
         self.on_busy: Callable[[bool], None] = lambda busy: None
         self.told = told
-        self.client = StageClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end)
+        self.client = EngineClient(self.link, FakeEngineApi(), replica_id, on_outputs, self._end)
         self.client.start()
         self.drain_requested = self.closed = False
 

@@ -13,7 +13,7 @@ from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 from vllm_omni_plugin.replicas.links.link import IpcLink
 
 
@@ -53,7 +53,7 @@ async def idle_with_two_replicas(selector: NotingSelector, folder: Path) -> list
         sockets[-2].send(b"ready")
         receive(link.input_socket)
         received = partial(orchestrator.outputs_received, member)
-        client = StageClient(link, FakeEngineApi(), replica_id, received, lambda reason: None)
+        client = EngineClient(link, FakeEngineApi(), replica_id, received, lambda reason: None)
         client.start()
         pool.serve(member, client, link.input_addr, link.output_addr)
         clients.append(client)

@@ -29,13 +29,13 @@ from vllm_omni_plugin.orchestrator.pool import stage_pool
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
 
 
 def serve(pool: StagePool, member: PoolMember) -> None:
     link = FakeLink(str(member.replica_id))
-    client = StageClient(link, FakeEngineApi(), member.replica_id, lambda outputs: None, lambda reason: None)
+    client = EngineClient(link, FakeEngineApi(), member.replica_id, lambda outputs: None, lambda reason: None)
     pool.serve(member, client, link.input_addr, link.output_addr)
 
 

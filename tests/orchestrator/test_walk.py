@@ -44,7 +44,7 @@ async def test_a_request_reaches_its_replica_in_25_calls_and_an_output_comes_bac
         with Calls() as calls:
             await fleet.submit("a", prompt=[1, 2])
         # The link's own `send` is one call more.
-        way_in = calls.between("ThreadQueue.get_batch", "StageClient._send")
+        way_in = calls.between("ThreadQueue.get_batch", "EngineClient._send")
         assert len(way_in) + 1 <= 25, "\n".join(way_in)
         fleet.say("a", 1)
         with Calls() as calls:

@@ -15,7 +15,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 
 PROMPT_TOKENS = 100
 
@@ -65,7 +65,7 @@ class WorkingHead:
         member = known[0] if known else self.pool.add(replica)
         member.remote, member.incarnation = remote, incarnation
         # Nothing is sent: the pool only asks whether there is a client.
-        self.pool.serve(member, cast(StageClient, object()), f"in-{replica}", f"out-{replica}")
+        self.pool.serve(member, cast(EngineClient, object()), f"in-{replica}", f"out-{replica}")
         return member
 
     def lose(self, member: PoolMember) -> None:

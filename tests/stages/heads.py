@@ -10,7 +10,7 @@ from typing import Any
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import InputPart, StageInput, StageOutput
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.python_stage import PythonStage
@@ -58,7 +58,7 @@ class Head:
         return self.replicas[-1]
 
     @property
-    def client(self) -> StageClient:
+    def client(self) -> EngineClient:
         """Its client."""
         return self.replica.client
 

@@ -47,7 +47,7 @@ from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.orchestrator.serving_signal import ServingSignal
 from vllm_omni_plugin.orchestrator.single_stage import SingleStageRequests
 from vllm_omni_plugin.pipeline import Modality
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 
 if TYPE_CHECKING:
     # Imports vLLM; the modules of this package must not.
@@ -203,7 +203,7 @@ class Orchestrator:
     async def prepare_replica(
         self,
         member: PoolMember,
-        client: StageClient,
+        client: EngineClient,
         ready_response: bytes,
         sleeps: bool = False,
     ) -> None:
@@ -241,7 +241,7 @@ class Orchestrator:
         self.stage_pools[member.stage_id].promised_length.check(size.max_model_len, member.starts_with_head)
 
     def replica_serves(
-        self, member: PoolMember, client: StageClient, input_addr: str, output_addr: str, ready_response: bytes
+        self, member: PoolMember, client: EngineClient, input_addr: str, output_addr: str, ready_response: bytes
     ) -> None:
         """A replica takes requests from now on, over this client, unless it is cordoned."""
         member.changed_at = self._clock()
@@ -374,7 +374,7 @@ class Orchestrator:
             for member, reason in stalled:
                 self.distrust(member, reason)
 
-    async def _try_stalled(self, member: PoolMember, client: StageClient, sleeps: bool) -> None:
+    async def _try_stalled(self, member: PoolMember, client: EngineClient, sleeps: bool) -> None:
         """Return once the engine has computed a request, if it may; raises `ReplicaError` if it does not."""
         is_halted = sleeps or self.stage_calls[member.stage_id].is_halted()
         if member.request_to_try is not None and not is_halted:

@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.sim.protocol.whole_heads import WholeHead, open_site
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 
 
 async def call(head: WholeHead, method: str, *args: Any) -> list[Any]:
@@ -24,14 +24,14 @@ async def test_an_engine_gets_each_call_once_and_stays_paused_without_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[str] = []
-    own_call = StageClient.call
+    own_call = EngineClient.call
 
-    async def noted(client: StageClient, method: str, *args: Any) -> Any:
+    async def noted(client: EngineClient, method: str, *args: Any) -> Any:
         if method in ("pause_scheduler", "resume_scheduler"):
             told.append(method)
         return await own_call(client, method, *args)
 
-    monkeypatch.setattr(StageClient, "call", noted)
+    monkeypatch.setattr(EngineClient, "call", noted)
     async with open_site() as new_head:
         async with AsyncExitStack() as stack:
             first, second = [await stack.enter_async_context(new_head()) for _ in range(2)]

@@ -81,7 +81,7 @@ class StallWatch:
         return stalled
 
     def request_to_try(self, member: PoolMember) -> Any | None:
-        """A request of a stalled replica with which it can be tried again, see `StageClient.try_request`.
+        """A request of a stalled replica with which it can be tried again, see `EngineClient.try_request`.
 
         One that got tokens there, if there is one: it has not made the engine stall by its kind.
         """

@@ -12,7 +12,7 @@ from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, Repl
 from vllm_omni_plugin.orchestrator.pool.progress import Progress
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 
 ADMIN_CORDON = "admin"
 """An operator drains the replica."""
@@ -89,7 +89,7 @@ class PoolMember:
     input_addr: str = ""
     output_addr: str = ""
     status: ReplicaStatus = ReplicaStatus.DOWN
-    client: StageClient | None = None
+    client: EngineClient | None = None
     in_flight: dict[str, StageRun] = field(default_factory=dict)
     ledger: LoadLedger = field(default_factory=LoadLedger)
     queue_length: int = 0

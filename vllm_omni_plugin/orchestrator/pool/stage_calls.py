@@ -13,7 +13,7 @@ from vllm_omni_plugin.errors import AdapterFilesError, NotAllowedError, ReplicaE
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import ASLEEP_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.replicas.client.stage_client import LONG_CALLS, StageClient
+from vllm_omni_plugin.replicas.client.engine_client import LONG_CALLS, EngineClient
 from vllm_omni_plugin.vllm_api.requests.adapter import adapter_mismatch
 from vllm_omni_plugin.vllm_api.requests.pause_state import PAUSE_CALLS, EngineCall
 
@@ -25,7 +25,7 @@ class CalledReplica(NamedTuple):
 
     member: PoolMember
     engine_key: int
-    client: StageClient
+    client: EngineClient
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +117,7 @@ class StageCalls:
         """Whether an operator's call keeps the engines from computing requests: a long one, a pause or a sleep."""
         return self._halting > 0 or self.state.is_paused or any(member.is_busy for member in self.members)
 
-    async def bring_up_to_date(self, member: PoolMember, client: StageClient, is_resting: bool) -> bool:
+    async def bring_up_to_date(self, member: PoolMember, client: EngineClient, is_resting: bool) -> bool:
         """Make the calls that an attaching replica, which was told `PoolMember.told`, has missed.
 
         Args:
@@ -288,7 +288,7 @@ def _told(wanted: ReplicaState, weights: str) -> ReplicaState:
     return replace(wanted, state=replace(wanted.state, weights=weights))
 
 
-async def _call_engine(client: StageClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:
+async def _call_engine(client: EngineClient, remote: bool, method: str, args: tuple[Any, ...]) -> Any:
     """Call an engine. Adapter files of a local engine are checked first, as a replica server does for a remote one."""
     if method == "add_lora" and not remote and (why := await asyncio.to_thread(adapter_mismatch, args[0])):
         raise AdapterFilesError(why)

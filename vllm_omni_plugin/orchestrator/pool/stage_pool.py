@@ -33,7 +33,7 @@ from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE, LoadLedger, Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explanation
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
 
 logger = init_logger(__name__)
@@ -150,7 +150,7 @@ class StagePool:
     def serve(
         self,
         member: PoolMember,
-        client: StageClient,
+        client: EngineClient,
         input_addr: str,
         output_addr: str,
         size: EngineSize = UNKNOWN_SIZE,

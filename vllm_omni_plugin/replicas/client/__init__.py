@@ -1,4 +1,4 @@
 """The client of one replica in a head.
 
-Imports `replicas.links`, `replicas.control` and `replicas.kv_events`. Start with `stage_client`.
+Imports `replicas.links`, `replicas.control` and `replicas.kv_events`. Start with `engine_client`.
 """

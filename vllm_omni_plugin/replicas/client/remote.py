@@ -14,8 +14,8 @@ from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.client.engine_client import Codec, EngineClient
 from vllm_omni_plugin.replicas.client.remote_link import DataCredential, RemoteLink
-from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
 from vllm_omni_plugin.replicas.client.unreachable import why_unreachable
 from vllm_omni_plugin.replicas.control.cache_polling import CachePollClient
 from vllm_omni_plugin.replicas.control.control_link import ControlClient, open_control_link
@@ -97,7 +97,7 @@ class AttachSettings:
     """Settings of all attachments of one head.
 
     Attributes:
-        codecs: by stage; see `StageClient`.
+        codecs: by stage; see `EngineClient`.
         head_id: unique id of this process, for servers and their logs.
         fingerprints: by stage, see `vllm_api.launch.model_fingerprint`.
         heartbeat_interval: seconds between renewals of a lease.
@@ -133,7 +133,7 @@ class RemoteReplica:
             replaced.
     """
 
-    client: StageClient
+    client: EngineClient
     ready_response: bytes
     told: ReplicaState
     sleeps: bool
@@ -198,7 +198,7 @@ class RemoteReplica:
         self.ready_response, self.told = lease.ready_response, lease.told
         # The head's row may be older, if the coordinator was away when the server registered a new one.
         self.incarnation = max(self.incarnation, lease.incarnation)
-        self.client = StageClient(
+        self.client = EngineClient(
             self._link,
             settings.codecs[self._info.stage_id],
             self._name,
@@ -356,7 +356,7 @@ async def attach_remote(
     """Attach to a replica; returns when its engine has answered.
 
     Args:
-        on_outputs: see `StageClient`; times are converted to our clock.
+        on_outputs: see `EngineClient`; times are converted to our clock.
         on_status: called with UP or DRAINING when the server reports it.
 
     Raises:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
+from vllm_omni_plugin.replicas.client.engine_client import Codec, EngineClient
 from vllm_omni_plugin.replicas.engine.engine_start import (
     Launcher,
     Process,
@@ -51,7 +51,7 @@ class Engine:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._resources = ExitStack()
         self._listener: CacheListener | None = None
-        self.client = StageClient(link, codec, name, on_outputs, self._end, client_index)
+        self.client = EngineClient(link, codec, name, on_outputs, self._end, client_index)
         self.client.start()
         self._watching = True
         asyncio.get_running_loop().add_reader(process.sentinel, self._exited)
@@ -120,7 +120,7 @@ async def start_local_engine(
     on_outputs: Callable[[Any], None],
     stage_id: int = 0,
 ) -> Engine:
-    """Start an engine that only this process uses. Arguments and errors as `start_engine` and `StageClient`."""
+    """Start an engine that only this process uses. Arguments and errors as `start_engine` and `EngineClient`."""
     link = IpcLink(new_ipc_address(), new_ipc_address(), launcher.identity(replica_id))
     try:
         process, ready_response = await start_engine(

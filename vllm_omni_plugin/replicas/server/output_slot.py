@@ -6,7 +6,7 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.replicas.client.stage_client import Codec, StageClient
+from vllm_omni_plugin.replicas.client.engine_client import Codec, EngineClient
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket
 from vllm_omni_plugin.replicas.links.link import Link
 from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
@@ -55,7 +55,7 @@ class OutputSlot:
     def __init__(
         self, link: SlotLink, codec: Codec, name: str, index: int, on_dead: Callable[[str, bool], None]
     ) -> None:
-        self.client = StageClient(
+        self.client = EngineClient(
             link,
             codec,
             name,

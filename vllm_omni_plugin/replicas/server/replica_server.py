@@ -9,7 +9,7 @@ from functools import partial
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.client.stage_client import Codec
+from vllm_omni_plugin.replicas.client.engine_client import Codec
 from vllm_omni_plugin.replicas.control.control_link import ControlServer
 from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing, finish
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
@@ -30,7 +30,7 @@ class ReplicaServer:
     """One replica of a node. Lives on the event loop on which it was made.
 
     Args:
-        codec: see `StageClient`; not shared with other servers.
+        codec: see `EngineClient`; not shared with other servers.
         executor: runs blocking steps, at most two at the same time.
         identity: announced to the coordinator.
         first_starts: shared by all replicas of the stage on this node.

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import zmq
 
-from vllm_omni_plugin.replicas.client.stage_client import Codec
+from vllm_omni_plugin.replicas.client.engine_client import Codec
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address

@@ -47,7 +47,7 @@ class Codec(Protocol):
     def is_engine_dead(self, frames: Frames) -> bool: ...
 
 
-class StageClient:
+class EngineClient:
     """Talks to one engine replica. Lives on one event loop.
 
     Args:
@@ -101,7 +101,7 @@ class StageClient:
 
     def __repr__(self) -> str:
         state = self._dead_reason or "alive"
-        return f"<StageClient replica {self._name} {self._link.input_addr}: {state}, {len(self._calls)} calls>"
+        return f"<EngineClient replica {self._name} {self._link.input_addr}: {state}, {len(self._calls)} calls>"
 
     def start(self) -> None:
         """Begin to read the replica's outputs on the running loop."""

@@ -11,7 +11,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutputs, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.client.stage_client import StageClient
+from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 
 
 class Peer:
@@ -22,7 +22,7 @@ class Peer:
         self.outputs: list[FakeOutputs] = []
         self.deaths: list[str] = []
         self.fault: Exception | None = None
-        self.client = StageClient(self.link, FakeEngineApi(), 7, self._on_outputs, self.deaths.append, grace=grace)
+        self.client = EngineClient(self.link, FakeEngineApi(), 7, self._on_outputs, self.deaths.append, grace=grace)
         self.client.start()
 
     def _on_outputs(self, outputs: FakeOutputs) -> None:
