@@ -66,7 +66,9 @@ class _BoundedQueues(NamedTuple):
 
 
 class WaitQueue:
-    """One `ClassQueue` for each class of a config, in order. Each operation is O(log n) and O(classes).
+    """What waits, by class in the order of a config. Each operation is O(log n) and O(classes).
+
+    It counts only: the order of the requests is that of `WaitingRuns`.
 
     Only the orchestrator's loop may change it; any thread may call methods that change nothing.
     """

@@ -81,7 +81,7 @@ class DrainReplica(Struct, frozen=True, tag="drain_replica"):
 
 
 class StateTold(Struct, frozen=True, tag="state_told"):
-    """Head to server: what the engine was told. The server keeps it, and passes it on to the other heads.
+    """Head to server, and server to the other heads: what the engine was told. The server keeps it.
 
     If lost: the next head tells the engine again.
     """

@@ -125,7 +125,7 @@ class EngineKeeper(Generic[E]):
         suspend: takes the engine out of service; gets the reason and whether the engine hangs. Called at once, but not
             while the engine is shut down.
         on_restart: called before a restart with the pause in seconds and the reason.
-        must_start: whether an engine that cannot start, before any has, is not tried again; called after each attempt.
+        must_start: whether the error of a failed first start ends the keeper; called after each attempt.
 
     Attributes:
         ready: the first engine, once it is in service. This and the others exist after `begin`.
