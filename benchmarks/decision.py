@@ -23,8 +23,8 @@ from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
 
 PROMPT_TOKENS = 4096
 SHARED_TOKENS = 3072

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.adapter_files import write_adapter
-from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import adapter_digest
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import GracefulHTTPError
 
-from vllm_omni_plugin.integration.engine_client.graceful_shutdown import GracefulShutdown
+from vllm_omni_plugin.integration.core_client.graceful_shutdown import GracefulShutdown
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 
 

@@ -17,7 +17,7 @@ from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, ex
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 
 class Scripted:

@@ -26,7 +26,7 @@ from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.http.app import patch_app
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, store_options
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -37,7 +37,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RequestMessage,
     SubmitRequest,
 )
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
 MODEL = "tiny"

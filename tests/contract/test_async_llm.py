@@ -11,7 +11,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration import async_llm, command_line
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.options.additional_config import store_options
 
 

@@ -30,12 +30,12 @@ from vllm_omni_plugin.replicas.kv_events import cache_listener
 from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
 from vllm_omni_plugin.replicas.kv_events.cached_blocks import CachedBlocks
 from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import (
     remove_event_sockets,
     turn_on_cache_events,
     why_no_cache_events,
 )
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 from .configs import vllm_config, write_model
 

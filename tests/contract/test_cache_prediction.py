@@ -19,7 +19,7 @@ from tests.balancing.pool import PooledReplica
 from vllm_omni_plugin.balancing import KvAwareBalancer, ReplicaLoad
 from vllm_omni_plugin.replicas.kv_events.cached_blocks import CachedBlocks
 from vllm_omni_plugin.replicas.kv_events.engine_events import decode_events
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 SIZE = 4
 BLOCKS = 60

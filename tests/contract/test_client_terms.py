@@ -18,8 +18,8 @@ from vllm_omni_plugin.integration.rust_front_end.client_terms import terms_reade
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink, FrontEndRules
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestMessage, SubmitRequest
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
-from vllm_omni_plugin.vllm_api.protocol.front_end_codec import IDENTITY, VALIDATION_ERROR
-from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
+from vllm_omni_plugin.vllm_api.codecs.front_end_codec import IDENTITY, VALIDATION_ERROR
+from vllm_omni_plugin.vllm_api.engine_messages.request_building import build_engine_core_request_from_tokens
 from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
 
 READ = terms_reader(tenant_headers(None, "admission.yaml"))

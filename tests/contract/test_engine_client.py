@@ -24,8 +24,8 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_response
 from vllm_omni_plugin.errors import ReplicaError, RequestRefusedError
-from vllm_omni_plugin.integration.engine_client import fleet_client
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client import fleet_client
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -33,7 +33,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     SubmitRequest,
 )
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 STORY = LoRARequest("story", 7, "/loras/story")
 CHECKSUMS = [{"of worker 0": "1"}, {"of worker 1": "2"}, {"of worker 0": "3"}]

@@ -9,7 +9,7 @@ import pytest
 from vllm.config import MultiModalConfig
 
 from tests.contract.configs import LLAMA, vllm_config, write_model
-from vllm_omni_plugin.replicas.server.attached_heads import differences
+from vllm_omni_plugin.replicas.replica_server.attached_heads import differences
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 
 COMMIT, OTHER = "0a1b" * 10, "2c3d" * 10

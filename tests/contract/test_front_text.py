@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from vllm_omni_plugin.integration.engine_client.fleet_events import decode_with
+from vllm_omni_plugin.integration.core_client.fleet_events import decode_with
 
 from .stage_models import source
 

@@ -11,12 +11,12 @@ from vllm.v1.engine.utils import CoreEngine
 
 from tests.engine.experts import MIXTRAL
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.engine_messages.ready import apply_ready_responses
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher
 from vllm_omni_plugin.vllm_api.launch.group_launch import GroupLauncher, new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
-from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
-from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
 
 from .configs import vllm_config, write_model
 from .test_node_shares import platform

@@ -15,10 +15,10 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.fakes.adapter_files import write_adapter
 from tests.fakes.hostile_frames import hostile_message
 from vllm_omni_plugin.errors import NOT_ALLOWED
-from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS, ALLOWED_WORKER_CALLS, reject
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest, adapter_of
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.engine_types import ENGINE_SHUTTING_DOWN
+from vllm_omni_plugin.vllm_api.codecs.message_filter import ALLOWED_CALLS, ALLOWED_WORKER_CALLS, reject
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter, adapter_digest, adapter_of
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import ENGINE_SHUTTING_DOWN
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 API = EngineApi()

@@ -16,10 +16,10 @@ from vllm.v1.pool.late_interaction import build_late_interaction_doc_params, bui
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-from vllm_omni_plugin.vllm_api.requests import moving
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.engine_types import Move
-from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
+from vllm_omni_plugin.vllm_api.engine_messages import moving
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
+from vllm_omni_plugin.vllm_api.engine_messages.request_building import build_engine_core_request_from_tokens
 
 PROMPT = [1, 2, 3]
 GREEDY: dict[str, Any] = {"temperature": 0.0}

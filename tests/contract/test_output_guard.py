@@ -14,15 +14,15 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.output_guard import guard_outputs, guard_statistics
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.output_guard import guard_outputs, guard_statistics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     OutputUnusable,
     ReplicaJoined,
     RequestMessage,
 )
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 from .stage_models import source
 

@@ -12,8 +12,8 @@ from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics, Schedu
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.protocol.front_end_arrays import find_unreadable
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.codecs.front_end_arrays import find_unreadable
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 from .test_output_guard import logprobs, prompt_logprobs
 

@@ -18,13 +18,13 @@ from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator.protocol.call_effects import FORGET_LORA, HEAD_CALLS, encode, leaves_state
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, ReplicaError, StageError, StageInputError
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.request_failures import to_http
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, store_options
+from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
@@ -33,10 +33,10 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
 )
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS
-from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.codecs.message_filter import ALLOWED_CALLS
+from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ready_response
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 PIPELINE = Pipeline(

@@ -14,7 +14,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.metrics.stats import IterationStats
 
 from vllm_omni_plugin.balancing import Decision
-from vllm_omni_plugin.integration.engine_client.request_tracing import RequestSpans
+from vllm_omni_plugin.integration.core_client.request_tracing import RequestSpans
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas, RequestStages, StageTimes
 
 from .stage_models import source

@@ -8,7 +8,7 @@ import msgspec
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_omni_plugin.vllm_api.requests.scheduler_reports import (
+from vllm_omni_plugin.vllm_api.engine_messages.scheduler_reports import (
     fleet_levels,
     fleet_report,
     has_single_values,

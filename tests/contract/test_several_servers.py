@@ -21,7 +21,7 @@ from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, s
 from vllm_omni_plugin.integration.processes import several_servers
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
 from vllm_omni_plugin.integration.processes.several_servers import ApiServerLauncher, serve_api_servers
-from vllm_omni_plugin.replicas.server.node import SIGNALS
+from vllm_omni_plugin.replicas.replica_server.node import SIGNALS
 
 from .pipeline_files import read, write_pipeline
 from .stage_models import model

@@ -16,7 +16,7 @@ from vllm.tokenizers import maybe_make_thread_pool
 from vllm.tokenizers.hf import get_cached_tokenizer
 
 from vllm_omni_plugin.pipeline import StageInput
-from vllm_omni_plugin.vllm_api.stages.stage_prompts import plain_encoder
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_prompts import plain_encoder
 
 from .stage_models import api, config, model, source
 

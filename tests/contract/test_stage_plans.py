@@ -17,8 +17,8 @@ from vllm_omni_plugin.integration.options.additional_config import store_options
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.integration.processes.headless import plan_node
 from vllm_omni_plugin.stages.stage_process import StageProcess
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import StageRequest
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
 
 from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline
 from .stage_models import model

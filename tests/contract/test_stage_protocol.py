@@ -16,9 +16,9 @@ from vllm.v1.engine import UtilityOutput as EngineUtilityOutput
 from vllm.v1.metrics.stats import SchedulerStats as EngineSchedulerStats
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder
 
-from vllm_omni_plugin.vllm_api.protocol import stage_protocol
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import StageCodec
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
+from vllm_omni_plugin.vllm_api.codecs import stage_protocol
+from vllm_omni_plugin.vllm_api.codecs.stage_codec import StageCodec
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import (
     OutputContent,
     SchedulerStats,
     WireOutput,

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline import Modality, StageInput
 from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
-from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 
 from .stage_models import CONTEXT, REVERSED, api, config, model, source
 

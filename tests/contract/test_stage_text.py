@@ -8,7 +8,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 
 from vllm_omni_plugin.pipeline import Modality
-from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 
 from .stage_models import api, config, model, source
 

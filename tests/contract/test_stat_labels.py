@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, MultiMod
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from tests.contract.configs import vllm_config, write_model
-from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
+from vllm_omni_plugin.integration.core_client.stat_labels import StatLabels
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 
 Sample = tuple[str, frozenset[tuple[str, str]]]

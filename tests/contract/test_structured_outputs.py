@@ -9,8 +9,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_omni_plugin.vllm_api.requests import structured_outputs
-from vllm_omni_plugin.vllm_api.requests.structured_outputs import fix_backend
+from vllm_omni_plugin.vllm_api.engine_messages import structured_outputs
+from vllm_omni_plugin.vllm_api.engine_messages.structured_outputs import fix_backend
 
 from .stage_models import config, model
 

@@ -16,10 +16,10 @@ from vllm.v1.pool.late_interaction import build_late_interaction_doc_params, bui
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
-from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import ready_response
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
+from vllm_omni_plugin.vllm_api.engine_messages.request_building import build_engine_core_request_from_tokens
 
 PROMPT = [5, 6, 7]
 

@@ -25,11 +25,14 @@ with warnings.catch_warnings():
     from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
 
 from tests.fakes.idle_fleet import IdleFleet
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.pipeline.graph import Pipeline
 from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
-from vllm_omni_plugin.vllm_api.requests.request_building import build_engine_core_request_from_tokens, drop_transfers
+from vllm_omni_plugin.vllm_api.engine_messages.request_building import (
+    build_engine_core_request_from_tokens,
+    drop_transfers,
+)
 
 PREFILL = Stage(0, "prefill", VLLM_ENGINE, Modality.KV_CACHE, "m")
 DECODE = Stage(1, "decode", VLLM_ENGINE, Modality.TEXT, "m", inputs=("prefill",), final=True)

@@ -8,8 +8,8 @@ from importlib.metadata import version
 import pytest
 from vllm.v1.engine import async_llm
 
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.utility_calls import UnknownCallError, UtilityCallClient
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.utility_calls import UnknownCallError, UtilityCallClient
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 

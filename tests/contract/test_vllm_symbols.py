@@ -10,10 +10,10 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
 import vllm_omni_plugin
 from vllm_omni_plugin.coordinator.protocol.call_effects import HEAD_CALLS
-from vllm_omni_plugin.integration.engine_client import utility_calls
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
-from vllm_omni_plugin.vllm_api.protocol.message_filter import ALLOWED_CALLS
+from vllm_omni_plugin.integration.core_client import utility_calls
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.vllm_api.codecs.message_filter import ALLOWED_CALLS
 from vllm_omni_plugin.vllm_api.versions import differences as differences_module
 from vllm_omni_plugin.vllm_api.versions.differences import Difference
 from vllm_omni_plugin.vllm_api.versions.supported import installed_release

@@ -21,7 +21,7 @@ from vllm_omni_plugin.coordinator.protocol.call_effects import (
 )
 from vllm_omni_plugin.coordinator.protocol.fleet_state import StageState
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 MODES = st.sampled_from(["abort", "wait", "keep"])
 

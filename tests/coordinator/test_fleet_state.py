@@ -26,7 +26,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
 )
 from vllm_omni_plugin.coordinator.state.relayed_calls import MAX_OPEN_CALLS, RelayedCalls
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 HEADS = ["a", "b", "c"]
 LAST = VERSIONS - 1

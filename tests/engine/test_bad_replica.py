@@ -17,7 +17,7 @@ import torch
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_omni_plugin import cli
-from vllm_omni_plugin.vllm_api.protocol import sim_protocol
+from vllm_omni_plugin.vllm_api.codecs import sim_protocol
 
 own_output = sim_protocol.output
 

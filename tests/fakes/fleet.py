@@ -24,7 +24,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RequestFailed,
     SubmitRequest,
 )
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 
 class FakeFleet(PlayedFleet):

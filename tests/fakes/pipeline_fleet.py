@@ -10,9 +10,9 @@ from tests.fakes.played_fleet import PlayedFleet
 from tests.fakes.stage_api import FakeStageApi, PlayedLink
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
+from vllm_omni_plugin.orchestrator.multi_stage.request_state import OrchestratorRequestState, PipelineRequestState
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState, PipelineRequestState
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool

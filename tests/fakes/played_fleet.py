@@ -20,7 +20,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ManageReplica,
     SubmitRequest,
 )
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 
 
 class PlayedFleet:

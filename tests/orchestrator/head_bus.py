@@ -25,8 +25,8 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 
 class HeadBus:

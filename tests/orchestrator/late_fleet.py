@@ -8,7 +8,7 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastTokensBalancer
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 LATE = SendWindow(limited=True, any_replica=True)
 """An engine of unknown size gets one request to begin and one behind it."""

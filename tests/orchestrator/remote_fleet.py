@@ -13,8 +13,8 @@ from vllm_omni_plugin.coordinator import ReplicaInfo
 from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
-from vllm_omni_plugin.replicas.client.remote import AttachSettings, OnOutputs, OnStatus
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
+from vllm_omni_plugin.replicas.remote.remote_replica import AttachSettings, OnOutputs, OnStatus
 
 
 class Attachment:

@@ -16,7 +16,7 @@ from tests.fakes.links import FakeLink, answer_calls, refuse_calls
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_effects import FORGET_LORA
 from vllm_omni_plugin.errors import NOT_ALLOWED, NoReplicaError, NotAllowedError, ReplicaError
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter, adapter_digest
 
 
 @pytest.fixture

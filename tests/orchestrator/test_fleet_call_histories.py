@@ -12,7 +12,7 @@ from tests.fakes.engine_model import EngineModel, RefusedError
 from tests.fakes.links import FakeLink
 from tests.fakes.virtual_time import VirtualTimeLoop
 from tests.orchestrator.head_bus import FakeHead, HeadBus
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 HEADS = "abc"
 AT_ONCE = "call at once with what follows"

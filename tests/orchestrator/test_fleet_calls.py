@@ -20,7 +20,7 @@ from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorUnavailableError, No
 from vllm_omni_plugin.orchestrator.fleet_state import call_session
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, WEIGHTS_CORDON
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 STORY = Adapter("story", 7, "/loras/story")
 OTHER = Adapter("other", 8, "/loras/other")

@@ -15,7 +15,7 @@ from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState, Stag
 from vllm_omni_plugin.coordinator.protocol.head_messages import FleetCall
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, WEIGHTS_CORDON
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 
 async def test_a_late_head_gets_the_whole_state(stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]) -> None:

@@ -9,7 +9,7 @@ from vllm_omni_plugin.balancing import LoadBalancer, PrefixBalancer, RoundRobinB
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import MAX_HELD_REQUESTS
 from vllm_omni_plugin.orchestrator.dispatch.stage_situation import RETURN_INTERVAL_S
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 LONG = 600.0
 SHORT = 0.02

@@ -15,9 +15,9 @@ from tests.fakes.pipeline_fleet import stage
 from tests.fakes.pipelines import CHAIN, FAN_OUT, SPEECH
 from tests.fakes.stage_api import FakeStageApi
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.orchestrator.pipeline.chunked_input import ChunkedInput, OutputChunk
-from vllm_omni_plugin.orchestrator.pipeline.input_builder import DaemonThreads, StageInputBuilder
-from vllm_omni_plugin.orchestrator.pipeline.request_state import PipelineRequestState, plan_request
+from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput, OutputChunk
+from vllm_omni_plugin.orchestrator.multi_stage.input_builder import DaemonThreads, StageInputBuilder
+from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState, plan_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 from vllm_omni_plugin.pipeline.transfer import StageOutput
@@ -157,7 +157,7 @@ async def test_closing_drops_queued_calls_and_lets_running_calls_end() -> None:
 def test_a_call_that_never_returns_does_not_keep_the_process_from_ending() -> None:
     script = (
         "import threading\n"
-        "from vllm_omni_plugin.orchestrator.pipeline.input_builder import DaemonThreads\n"
+        "from vllm_omni_plugin.orchestrator.multi_stage.input_builder import DaemonThreads\n"
         "threads = DaemonThreads(1, 'omni-test')\n"
         "begun = threading.Event()\n"
         "threads.submit(lambda: (begun.set(), threading.Event().wait()))\n"

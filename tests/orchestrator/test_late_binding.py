@@ -15,7 +15,7 @@ from vllm_omni_plugin.balancing import PrefixBalancer, Prompt, RoundRobinBalance
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, SubmitRequest
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 from .late_fleet import LATE, got, late, submit_all
 

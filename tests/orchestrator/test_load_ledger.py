@@ -8,7 +8,7 @@ from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaLoad, Task
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger, Work
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import LoadReport
 
 
 def charge(ledger: LoadLedger, task: Task, matched: int = 0, now: float = 0.0) -> StageRun:

@@ -22,8 +22,8 @@ from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState, Stag
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.pool import stage_calls
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas, RequestFailed
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest, adapter_mismatch
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter, adapter_digest, adapter_mismatch
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 UP, DOWN = ReplicaStatus.UP, ReplicaStatus.DOWN
 

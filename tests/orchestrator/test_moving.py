@@ -9,7 +9,7 @@ from tests.fakes.engine_api import VOCABULARY
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import RequestLostError
-from vllm_omni_plugin.vllm_api.requests.engine_types import Move
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 
 BEGUN = [11, 12, 13]
 

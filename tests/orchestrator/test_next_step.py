@@ -14,7 +14,7 @@ from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import Choice, WaitingR
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
 SIZE = EngineSize(step_tokens=16, sequences=1)

@@ -9,7 +9,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.observations import observed
 from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
-from vllm_omni_plugin.vllm_api.requests.engine_types import Move
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 
 
 async def test_a_request_is_charged_served_and_released(fleet: FakeFleet) -> None:

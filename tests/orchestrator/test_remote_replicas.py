@@ -26,8 +26,8 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplicaJoined,
     ReplicaLeft,
 )
-from vllm_omni_plugin.replicas.client.remote import AttachRefusedError
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+from vllm_omni_plugin.replicas.remote.remote_replica import AttachRefusedError
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 
 @pytest.fixture

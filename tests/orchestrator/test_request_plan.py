@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.pipeline_fleet import stage
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED, FAN_OUT, PYTHON, SPEECH
-from vllm_omni_plugin.orchestrator.pipeline.request_state import RequestPlan, plan_request
+from vllm_omni_plugin.orchestrator.multi_stage.request_state import RequestPlan, plan_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 

@@ -9,7 +9,7 @@ from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, StageRun, StreamingInputState
-from vllm_omni_plugin.vllm_api.requests.engine_types import Move
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 
 CHUNK = FakeRequest("r", resumable=True)
 LAST = FakeRequest("r")

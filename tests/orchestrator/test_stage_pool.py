@@ -29,8 +29,8 @@ from vllm_omni_plugin.orchestrator.pool import stage_pool
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
-from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import LoadReport
 
 
 def serve(pool: StagePool, member: PoolMember) -> None:

@@ -7,7 +7,7 @@ from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, SessionLost, Wel
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
-from vllm_omni_plugin.vllm_api.requests.engine_types import LoadReport
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import LoadReport
 
 
 def work(requests: int, prefill_tokens: int = 0, replica: int = 0, incarnation: int = 0) -> ReplicaWork:

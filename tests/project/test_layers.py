@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 import pytest
 
 from .import_scan import imported_names
-from .source_tree import PACKAGE, modules
+from .source_tree import PACKAGE, modules, packages
 
 LAYERS = (
     "entrypoints",
@@ -117,3 +117,19 @@ def folder_graph(imports: Imports, layer: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_folders_of_a_layer_import_each_other_in_no_cycle(layer: str) -> None:
     TopologicalSorter(folder_graph(imports(), layer)).prepare()
+
+
+def folders_of_one_name(packages: Iterable[str]) -> list[list[str]]:
+    """Return the packages that have their last name in common."""
+    by_name: dict[str, list[str]] = {}
+    for package in sorted(packages):
+        by_name.setdefault(package.rpartition(".")[2], []).append(package)
+    return [found for found in by_name.values() if len(found) > 1]
+
+
+def test_a_name_in_two_layers_is_found() -> None:
+    assert folders_of_one_name({"p", "p.a", "p.b", "p.a.c", "p.b.c"}) == [["p.a.c", "p.b.c"]]
+
+
+def test_no_folder_name_is_in_two_layers() -> None:
+    assert folders_of_one_name(packages()) == []

@@ -9,7 +9,12 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
-from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, AttachSettings, RemoteReplica, attach_remote
+from vllm_omni_plugin.replicas.remote.remote_replica import (
+    AttachRefusedError,
+    AttachSettings,
+    RemoteReplica,
+    attach_remote,
+)
 
 
 class RemoteHead:

@@ -1,6 +1,6 @@
 """Times of another clock, told in ours."""
 
-from vllm_omni_plugin.replicas.client.remote import ClockOffset
+from vllm_omni_plugin.replicas.remote.remote_replica import ClockOffset
 
 
 def test_the_fastest_message_gives_the_offset() -> None:

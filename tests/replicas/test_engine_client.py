@@ -11,7 +11,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi, FakeOutputs, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 
 
 class Peer:

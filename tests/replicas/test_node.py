@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from vllm_omni_plugin.errors import ConfigError, OmniError
-from vllm_omni_plugin.replicas.server.node import run_node
+from vllm_omni_plugin.replicas.replica_server.node import run_node
 
 HEAD = "tcp://192.0.2.1:5000"
 

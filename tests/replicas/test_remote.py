@@ -28,8 +28,6 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.replicas.client import remote as remote_module
-from vllm_omni_plugin.replicas.client.remote import AttachRefusedError
 from vllm_omni_plugin.replicas.control.lease_messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -41,6 +39,8 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     StateTold,
     Status,
 )
+from vllm_omni_plugin.replicas.remote import remote_replica as remote_module
+from vllm_omni_plugin.replicas.remote.remote_replica import AttachRefusedError
 
 OLD, NEW, FOREIGN = "an old secret of ours", "the new secret of ours", "a secret of others"
 

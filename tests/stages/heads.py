@@ -10,8 +10,8 @@ from typing import Any
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.pipeline.stage import Modality, Stage
 from vllm_omni_plugin.pipeline.transfer import InputPart, StageInput, StageOutput
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.python_stage import PythonStage
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher

@@ -16,7 +16,7 @@ from vllm_omni_plugin.balancing import LeastTokensBalancer, Task
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
 from vllm_omni_plugin.stages.stage_process import python_fingerprint
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import StageRequest
 
 API = api(stage(sampling={"voice": "low", "speed": 1, "pitch": 1}))
 

@@ -7,8 +7,8 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.fakes.hostile_frames import hostile_message
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import StageCodec
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
+from vllm_omni_plugin.vllm_api.codecs.stage_codec import StageCodec
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import StageRequest
 
 MESSAGES = 20_000
 

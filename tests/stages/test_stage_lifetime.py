@@ -23,7 +23,7 @@ from vllm_omni_plugin.replicas.links.link import IpcLink
 from vllm_omni_plugin.stages.compute_queue import ComputeQueue
 from vllm_omni_plugin.stages.stage_engine import StageEngine
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ADD, StageRequest
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import ADD, StageRequest
 
 OWNER = [
     sys.executable,

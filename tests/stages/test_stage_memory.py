@@ -17,7 +17,7 @@ from tests.fakes.mappings import descriptors, is_shared, mappings
 from tests.stages.heads import Head, open_head, stage
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.pipeline.transfer import StageInput
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import StageCodec
+from vllm_omni_plugin.vllm_api.codecs.stage_codec import StageCodec
 
 LARGE = 30 << 20
 """Bytes; there is room for four of them."""

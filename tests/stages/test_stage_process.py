@@ -10,7 +10,7 @@ from tests.stages.gate import Gate
 from tests.stages.heads import open_head, stage
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.pipeline.transfer import StageInput
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 
 async def test_a_request_is_answered_with_what_the_class_computes() -> None:

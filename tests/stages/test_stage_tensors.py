@@ -11,7 +11,7 @@ import torch
 
 from tests.stages.heads import Head, open_head, source, stage
 from vllm_omni_plugin.pipeline.transfer import StageInput
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import ReceivedTensor
+from vllm_omni_plugin.vllm_api.codecs.stage_codec import ReceivedTensor
 
 ROWS = 1 << 20
 """Of two float32: 8 MB."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from vllm_omni_plugin.stages.compute_queue import ComputeQueue
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import StageRequest
 
 
 def request(request_id: str, text: str = "", **fields: Any) -> StageRequest:

@@ -8,7 +8,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.http.app import patch_app
 from vllm_omni_plugin.integration.options.additional_config import exit_usage_error, options_of

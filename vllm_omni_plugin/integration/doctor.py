@@ -131,8 +131,8 @@ def _check_command_line(arguments: Sequence[str], answer: HeadQueryResult | None
     from vllm_omni_plugin.integration.command_line import parse_options
     from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
     from vllm_omni_plugin.integration.processes.headless import plan_node
-    from vllm_omni_plugin.vllm_api.stages.stage_arguments import DEFAULT_MODEL
     from vllm_omni_plugin.vllm_api.versions.serve_arguments import parse_headless_args
+    from vllm_omni_plugin.vllm_api.vllm_stages.stage_arguments import DEFAULT_MODEL
 
     args = parse_headless_args(arguments, _PROG, _DESCRIPTION, _EPILOG, lambda parser: None)
     try:

@@ -16,9 +16,9 @@ from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
-from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.pipeline.pipeline_requests import PipelineRequests
-from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
+from vllm_omni_plugin.orchestrator.multi_stage.pipeline_requests import PipelineRequests
+from vllm_omni_plugin.orchestrator.multi_stage.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.pool_member import (
     CORDON_REASONS,
     STALL_CORDON,
@@ -47,11 +47,11 @@ from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.orchestrator.serving_signal import ServingSignal
 from vllm_omni_plugin.orchestrator.single_stage import SingleStageRequests
 from vllm_omni_plugin.pipeline import Modality
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 
 if TYPE_CHECKING:
     # Imports vLLM; the modules of this package must not.
-    from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+    from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 logger = init_logger(__name__)
 _BAD_OUTPUTS_S = 60.0

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from vllm_omni_plugin.config import integer
-from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
+from vllm_omni_plugin.replicas.replica_server.descriptor_limits import raise_limits
 from vllm_omni_plugin.sim.model.engine_settings import DEFAULT_CONCURRENCY, EngineSettings
 
 _PROG = "vllm-omni-plugin sim"
@@ -92,7 +92,7 @@ def _launcher(
 ) -> Any:
     """Used in place of `new_launcher`. It spawns no process, so it does not call `on_spawn`."""
     from vllm_omni_plugin.sim.sim_launcher import SimLauncher
-    from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
+    from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ready_response
 
     settings = settings_of(vllm_config, args)
 

@@ -10,8 +10,8 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.sim.model.engine_model import EngineModel
 from vllm_omni_plugin.sim.model.sim_requests import SimOutput, to_request
 from vllm_omni_plugin.stages.socket_engine import LINGER_MS, SocketEngine
-from vllm_omni_plugin.vllm_api.protocol import sim_protocol
-from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ENGINE_DEAD, EngineCoreCodec, lora_id
+from vllm_omni_plugin.vllm_api.codecs import sim_protocol
+from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ENGINE_DEAD, EngineCoreCodec, lora_id
 
 logger = init_logger(__name__)
 

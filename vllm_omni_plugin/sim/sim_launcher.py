@@ -13,7 +13,7 @@ import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
-from vllm_omni_plugin.replicas.server.descriptor_limits import raise_socket_limit
+from vllm_omni_plugin.replicas.replica_server.descriptor_limits import raise_socket_limit
 from vllm_omni_plugin.sim.model.engine_model import EngineModel
 from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
 from vllm_omni_plugin.sim.sim_engine import SimulatedEngine

@@ -12,10 +12,10 @@ from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.stage import Stage
 from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
 from vllm_omni_plugin.stages.python_stage import PythonStage
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import CONTENT_KEY, STOP, OutputContent, StageRequest
-from vllm_omni_plugin.vllm_api.requests.engine_types import Move
-from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
+from vllm_omni_plugin.vllm_api.codecs.stage_codec import sendable
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import CONTENT_KEY, STOP, OutputContent, StageRequest
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_api import StageApi
 
 logger = init_logger(__name__)
 

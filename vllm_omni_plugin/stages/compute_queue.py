@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_omni_plugin.pipeline.transfer import StageInput
 from vllm_omni_plugin.stages.python_stage import StageJob
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import StageRequest
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import StageRequest
 
 
 @dataclass(slots=True, eq=False)

@@ -12,9 +12,9 @@ import zmq
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.links.link import SocketReader
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import Kind, StageCodec
-from vllm_omni_plugin.vllm_api.requests.engine_types import Frames
-from vllm_omni_plugin.vllm_api.requests.pause_state import PauseState, pause_mode
+from vllm_omni_plugin.vllm_api.codecs.stage_codec import Kind, StageCodec
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
+from vllm_omni_plugin.vllm_api.engine_messages.pause_state import PauseState, pause_mode
 
 logger = init_logger(__name__)
 

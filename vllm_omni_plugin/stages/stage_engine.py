@@ -12,8 +12,8 @@ from vllm_omni_plugin.stages.compute_queue import ComputeQueue, StageSession
 from vllm_omni_plugin.stages.python_stage import StageJob
 from vllm_omni_plugin.stages.socket_engine import SocketEngine
 from vllm_omni_plugin.stages.stage_runner import StageResult
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import StageCodec
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
+from vllm_omni_plugin.vllm_api.codecs.stage_codec import StageCodec
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import (
     ABORTED,
     CONTENT_KEY,
     ERROR,
@@ -22,7 +22,7 @@ from vllm_omni_plugin.vllm_api.protocol.stage_protocol import (
     StageRequest,
     WireOutput,
 )
-from vllm_omni_plugin.vllm_api.requests.engine_types import Frames
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
 
 logger = init_logger(__name__)
 

@@ -24,7 +24,7 @@ from vllm_omni_plugin.stages.socket_engine import LINGER_MS
 from vllm_omni_plugin.stages.stage_engine import StageEngine
 from vllm_omni_plugin.stages.stage_process import StageParameters
 from vllm_omni_plugin.stages.stage_runner import StageRunner
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import ready_response
 
 logger = init_logger("vllm_omni_plugin.stages.stage_main")
 

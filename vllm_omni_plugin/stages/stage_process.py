@@ -174,7 +174,7 @@ class PythonStageLauncher(Launcher):
 
 
 def python_fingerprint(stage: Stage) -> dict[str, str]:
-    """The fields that `replicas.server.attached_heads.differences` compares, as text for operators."""
+    """The fields that `replicas.replica_server.attached_heads.differences` compares, as text for operators."""
     options = msgspec.json.encode(stage.options, order="deterministic")
     return {
         "stage": str(stage.id),

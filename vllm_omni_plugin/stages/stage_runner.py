@@ -11,8 +11,8 @@ from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 from vllm_omni_plugin.stages.python_stage import PythonStage, StageJob
-from vllm_omni_plugin.vllm_api.protocol.stage_codec import sendable
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import OutputContent
+from vllm_omni_plugin.vllm_api.codecs.stage_codec import sendable
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import OutputContent
 
 logger = init_logger(__name__)
 

@@ -28,7 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.admin.asgi import Client
 from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, current_response
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import register_request
+from vllm_omni_plugin.integration.core_client.pipeline_calls import register_request
 from vllm_omni_plugin.integration.http.app import serve_pipeline
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline

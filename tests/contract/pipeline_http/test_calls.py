@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.contract.pipeline_http.app import spoken
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import ActivePipelineCall, register_request
+from vllm_omni_plugin.integration.core_client.pipeline_calls import ActivePipelineCall, register_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 
 ENDED = PipelineCallEnded(None)

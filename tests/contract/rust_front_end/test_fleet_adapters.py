@@ -14,7 +14,7 @@ from msgspec import msgpack
 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 from .head import MODEL, Head, answers_itself, is_running, started_head
 from .played import PATIENCE_S, READY, RustFleet

@@ -35,8 +35,8 @@ from tests.fakes.conditions import eventually
 from tests.fakes.links import refuse_calls
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, StageInputError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed
-from vllm_omni_plugin.vllm_api.protocol.front_end_codec import as_only_engine
-from vllm_omni_plugin.vllm_api.requests.scheduler_reports import fleet_levels, fleet_report
+from vllm_omni_plugin.vllm_api.codecs.front_end_codec import as_only_engine
+from vllm_omni_plugin.vllm_api.engine_messages.scheduler_reports import fleet_levels, fleet_report
 
 from .head import Head, answers_itself, started_head
 from .played import READY

@@ -14,11 +14,11 @@ from vllm.v1.executor import Executor
 from tests.contract.configs import vllm_config
 from tests.engine.experts import RANKS
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
-from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
 
 from .executor import EXECUTOR, additional_config
 from .heads import FINGERPRINT

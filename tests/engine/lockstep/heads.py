@@ -12,13 +12,13 @@ import zmq.asyncio
 
 from tests.engine.experts import RANKS
 from vllm_omni_plugin.coordinator import ReplicaInfo
-from vllm_omni_plugin.replicas.client.remote import (
+from vllm_omni_plugin.replicas.remote.remote_replica import (
     AttachRefusedError,
     AttachSettings,
     RemoteReplica,
     attach_remote,
 )
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 FINGERPRINT = {"model": "experts"}
 _ANSWER_S = 20.0

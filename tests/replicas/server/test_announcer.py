@@ -9,8 +9,8 @@ import pytest
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.coordinator import OmniCoordinator, query_head
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.server.announcer import Announcer
-from vllm_omni_plugin.replicas.server.server_settings import ReplicaIdentity, ServerSettings
+from vllm_omni_plugin.replicas.replica_server.announcer import Announcer
+from vllm_omni_plugin.replicas.replica_server.server_settings import ReplicaIdentity, ServerSettings
 
 IDENTITY = ReplicaIdentity(7, "node/3")
 ADDRESSES = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://127.0.0.1:3")

@@ -24,8 +24,8 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Status,
     encode,
 )
-from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
-from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
+from vllm_omni_plugin.replicas.replica_server.data_proxy import DataProxy
+from vllm_omni_plugin.replicas.replica_server.served_engine import HEAD_SLOTS
 
 SECRETS = Secrets(["a secret that both ends know"])
 TOLD = ReplicaState(3, "a", StageState(weight_version="v2"))

@@ -14,9 +14,9 @@ import zmq
 
 from vllm_omni_plugin.curve import PLAIN_USERNAME
 from vllm_omni_plugin.replicas.links.replica_ports import close_all, listen_on_ports
-from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
-from vllm_omni_plugin.replicas.server.served_engine import InputForwarder
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.replicas.replica_server.data_proxy import DataProxy
+from vllm_omni_plugin.replicas.replica_server.served_engine import InputForwarder
+from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
 
 SETTINGS = ServerSettings("127.0.0.1", None, "", 0, 1.0, 1000.0, 60.0, None, {})
 

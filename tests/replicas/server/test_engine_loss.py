@@ -14,8 +14,8 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Status
 from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
-from vllm_omni_plugin.replicas.server.announcer import Announcer
-from vllm_omni_plugin.replicas.server.attached_heads import AttachedHeads
+from vllm_omni_plugin.replicas.replica_server.announcer import Announcer
+from vllm_omni_plugin.replicas.replica_server.attached_heads import AttachedHeads
 
 
 async def test_an_engine_that_exits_is_reported_and_replaced_on_the_same_ports(head: Head, node: Node) -> None:

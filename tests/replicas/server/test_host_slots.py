@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.replicas.server import host_slots
-from vllm_omni_plugin.replicas.server.host_slots import HostSlots
+from vllm_omni_plugin.replicas.replica_server import host_slots
+from vllm_omni_plugin.replicas.replica_server.host_slots import HostSlots
 
 TAKE = f"""
 import sys

@@ -10,7 +10,7 @@ from tests.replicas.server.conftest import Node, StartNode
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused
-from vllm_omni_plugin.replicas.server import replica_server
+from vllm_omni_plugin.replicas.replica_server import replica_server
 
 
 async def test_a_draining_replica_waits_for_its_head_and_refuses_others(node: Node) -> None:

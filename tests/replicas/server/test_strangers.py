@@ -31,10 +31,10 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     Status,
     encode,
 )
-from vllm_omni_plugin.replicas.server import attached_heads
-from vllm_omni_plugin.replicas.server.data_proxy import DataProxy
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
-from vllm_omni_plugin.vllm_api.protocol.message_filter import Rejection
+from vllm_omni_plugin.replicas.replica_server import attached_heads
+from vllm_omni_plugin.replicas.replica_server.data_proxy import DataProxy
+from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
+from vllm_omni_plugin.vllm_api.codecs.message_filter import Rejection
 
 SECRETS = Secrets(["correct horse battery staple"])
 OTHERS = Secrets(["another secret of enough length"])

@@ -10,7 +10,7 @@ from tests.sim.drive import SETTINGS
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 FAST = replace(SETTINGS, step_s=0.001, prefill_token_s=0.0, sequence_s=0.0, max_model_len=64)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.sim.protocol.whole_heads import WholeHead, open_site
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 
 
 async def call(head: WholeHead, method: str, *args: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.sim.protocol.requests import request
 from tests.sim.protocol.whole_heads import NewHead, WholeHead, open_site
-from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
+from vllm_omni_plugin.replicas.replica_server.served_engine import HEAD_SLOTS
 
 AT_ONCE = 40
 HEADS = 3

@@ -16,8 +16,8 @@ from tests.sim.protocol.requests import LONG, request
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
 from vllm_omni_plugin.sim import sim_engine
-from vllm_omni_plugin.vllm_api.protocol import sim_protocol
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.codecs import sim_protocol
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 

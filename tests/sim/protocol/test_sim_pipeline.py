@@ -20,7 +20,7 @@ from tests.sim.drive import request as sim_request
 from tests.sim.protocol.heads import FAST
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.fleet_setup import fleet as fleet_module
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan
@@ -28,9 +28,9 @@ from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.sim.model.engine_model import EngineModel, Step
 from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher, SimProcess
+from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
-from vllm_omni_plugin.vllm_api.protocol.sim_protocol import ready_response
-from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 
 SETTINGS = replace(FAST, max_model_len=32, vocabulary_size=len(WORDS))
 THINKER = Stage(0, "thinker", VLLM_ENGINE, Modality.TEXT, "m", sampling={"max_tokens": 3, "temperature": 0})

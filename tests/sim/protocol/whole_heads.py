@@ -24,14 +24,14 @@ from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
-from vllm_omni_plugin.replicas.client.remote import AttachSettings
-from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
-from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
-from vllm_omni_plugin.replicas.server.server_settings import ServerSettings
+from vllm_omni_plugin.replicas.remote.remote_replica import AttachSettings
+from vllm_omni_plugin.replicas.replica_server.descriptor_limits import raise_limits
+from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
 from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher
-from vllm_omni_plugin.vllm_api.protocol.stage_protocol import ready_response
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.codecs.stage_protocol import ready_response
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 FINGERPRINT = {"model": "simulated"}
 INTERVAL, TIMEOUT = 0.1, 10.0

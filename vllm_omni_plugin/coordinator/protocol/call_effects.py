@@ -10,8 +10,8 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaKey
 from vllm_omni_plugin.coordinator.protocol.fleet_state import StageState
 from vllm_omni_plugin.coordinator.protocol.head_messages import require_flat
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
-from vllm_omni_plugin.vllm_api.requests.pause_state import EngineCall, PauseState
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.pause_state import EngineCall, PauseState
 
 FORGET_LORA = "forget_lora"
 """Changes the document only: like vLLM's, engines keep an adapter that requests can no longer name."""

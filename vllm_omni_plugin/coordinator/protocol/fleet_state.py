@@ -11,8 +11,8 @@ from msgspec import Meta, Struct
 
 from vllm_omni_plugin.coordinator.protocol.control_messages import MAX_STAGE_ID, ReplicaKey
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, AdapterId
-from vllm_omni_plugin.vllm_api.requests.pause_state import PauseState
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter, AdapterId
+from vllm_omni_plugin.vllm_api.engine_messages.pause_state import PauseState
 
 VERSIONS = 2**32
 """Versions count up to here and then begin again at 1. No number can be so large that none is left for later calls."""

@@ -8,7 +8,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import RefusedByHeadError
 from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.server.attached_heads import differences
+from vllm_omni_plugin.replicas.replica_server.attached_heads import differences
 
 logger = init_logger(__name__)
 

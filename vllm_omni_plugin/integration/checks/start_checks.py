@@ -12,7 +12,7 @@ from vllm_omni_plugin.integration.options.listening import bind_address
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.socket_folder import LONGEST_BASE, LONGEST_BASE_OF_FOLDERS, socket_base
 from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, PortRange, close_all, listen_on_ports
-from vllm_omni_plugin.replicas.server.descriptor_limits import check_limits, files_beside_own
+from vllm_omni_plugin.replicas.replica_server.descriptor_limits import check_limits, files_beside_own
 
 logger = init_logger(__name__)
 

@@ -27,22 +27,22 @@ from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
+from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pipeline.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
-from vllm_omni_plugin.replicas.client.remote import AttachSettings
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
+from vllm_omni_plugin.replicas.remote.remote_replica import AttachSettings
+from vllm_omni_plugin.vllm_api.engine_messages.structured_outputs import fix_backend
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import why_no_cache_events
-from vllm_omni_plugin.vllm_api.requests.structured_outputs import fix_backend
-from vllm_omni_plugin.vllm_api.stages.stage_api import StageApi
-from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_api import StageApi
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 
 logger = init_logger(__name__)
 

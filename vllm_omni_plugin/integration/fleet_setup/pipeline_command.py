@@ -15,8 +15,8 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.stage_checks import check_class, check_policy, check_transform
 from vllm_omni_plugin.integration.options.compatibility import refuse_unsupported
 from vllm_omni_plugin.pipeline import Pipeline, PipelineError, Stage, load_pipeline
-from vllm_omni_plugin.vllm_api.stages.stage_arguments import DEFAULT_MODEL, StageArgumentParser, read_engine_args
-from vllm_omni_plugin.vllm_api.stages.stage_params import check_sampling
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_arguments import DEFAULT_MODEL, StageArgumentParser, read_engine_args
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_params import check_sampling
 
 _ORIGINAL_ARGS = "omni_pipeline_original_args"
 """Attribute of the parsed arguments: a copy of them before the file was applied, for other processes."""

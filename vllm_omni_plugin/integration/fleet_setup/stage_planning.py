@@ -19,14 +19,14 @@ from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.python_stage import PythonStage, stage_class
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, python_fingerprint
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.moving import has_custom_logits_processors
 from vllm_omni_plugin.vllm_api.launch.engine_launch import assign_devices, divide_cores
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 from vllm_omni_plugin.vllm_api.launch.node_share import DeviceTurns, NodeShare
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.requests.moving import has_custom_logits_processors
-from vllm_omni_plugin.vllm_api.stages.stage_params import set_server_defaults
-from vllm_omni_plugin.vllm_api.stages.stage_requests import VllmStageApi
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_params import set_server_defaults
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 
 _SAMPLED = (Modality.TEXT, Modality.TOKENS)
 _GENERATE = "generate"

@@ -1,3 +1,3 @@
 """Our part of vLLM's HTTP server: routes, middleware, and the responses of pipelines.
 
-May import `integration.engine_client` and what that may import. Start with `app`."""
+May import `integration.core_client` and what that may import. Start with `app`."""

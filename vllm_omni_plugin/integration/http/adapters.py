@@ -3,10 +3,10 @@
 import asyncio
 from typing import Any
 
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.server_state_sync import AdapterIdCounter
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.server_state_sync import AdapterIdCounter
 from vllm_omni_plugin.integration.patching import patch_function
-from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import adapter_digest
 
 
 def patch_adapter_registry() -> None:

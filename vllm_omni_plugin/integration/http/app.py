@@ -23,8 +23,8 @@ from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.errors import SHUTTING_DOWN, OmniError, RequestRefusedError
-from vllm_omni_plugin.integration.engine_client.fleet_client import FleetClient
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort
+from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
+from vllm_omni_plugin.integration.core_client.pipeline_calls import Abort
 from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
 from vllm_omni_plugin.integration.http.operator_access import has_api_key, make_access, warn_of_open_access
 from vllm_omni_plugin.integration.http.operator_state import set_operator_state

@@ -18,8 +18,8 @@ from vllm_omni_plugin.admin.answers.audio import wav, wav_header
 from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
 from vllm_omni_plugin.admin.answers.stage_results import StageResults
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.integration.engine_client.pipeline_calls import Abort, ActivePipelineCall
-from vllm_omni_plugin.integration.engine_client.request_failures import to_http
+from vllm_omni_plugin.integration.core_client.pipeline_calls import Abort, ActivePipelineCall
+from vllm_omni_plugin.integration.core_client.request_failures import to_http
 from vllm_omni_plugin.integration.http.pipeline_handler import Create, once
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline.graph import Pipeline

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_omni_plugin.errors import ConfigError, OmniError
 from vllm_omni_plugin.integration.options.additional_config import exit_usage_error
-from vllm_omni_plugin.replicas.server.node import SIGNALS
+from vllm_omni_plugin.replicas.replica_server.node import SIGNALS
 
 _EXIT_OK = 0
 _EXIT_FAILED = 1

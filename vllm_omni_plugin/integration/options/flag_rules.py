@@ -12,7 +12,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.listening import bind_address, check_exposure
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
-from vllm_omni_plugin.replicas.server.served_engine import HEAD_SLOTS
+from vllm_omni_plugin.replicas.replica_server.served_engine import HEAD_SLOTS
 
 _LINK_FIELDS = ("lease_timeout", "secret_file", "insecure", "max_message_size")
 _BEATS_PER_TIMEOUT = 3

@@ -15,8 +15,8 @@ from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.engine_start import spawn
-from vllm_omni_plugin.replicas.server.node import task_group_with_signals
-from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.replica_server.node import task_group_with_signals
+from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
 
 logger = init_logger(__name__)
 

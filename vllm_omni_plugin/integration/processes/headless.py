@@ -33,14 +33,14 @@ from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
-from vllm_omni_plugin.replicas.server.host_slots import HostSlots
-from vllm_omni_plugin.replicas.server.node import run_node
-from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
-from vllm_omni_plugin.replicas.server.server_settings import ReplicaIdentity, ServerSettings
+from vllm_omni_plugin.replicas.replica_server.host_slots import HostSlots
+from vllm_omni_plugin.replicas.replica_server.node import run_node
+from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.replica_server.server_settings import ReplicaIdentity, ServerSettings
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher
-from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
-from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_arguments import read_engine_args
 
 logger = init_logger(__name__)
 

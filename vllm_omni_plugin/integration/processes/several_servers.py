@@ -44,12 +44,12 @@ from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, Ap
 from vllm_omni_plugin.integration.processes.headless import replica_servers
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
-from vllm_omni_plugin.replicas.server.descriptor_limits import raise_limits
-from vllm_omni_plugin.replicas.server.replica_server import ReplicaServer
-from vllm_omni_plugin.replicas.server.server_settings import ReplicaIdentity
+from vllm_omni_plugin.replicas.replica_server.descriptor_limits import raise_limits
+from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
+from vllm_omni_plugin.replicas.replica_server.server_settings import ReplicaIdentity
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK
-from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_arguments import read_engine_args
 
 _SLOT = SharedAdmissionStats.COUNTERS_PER_SLOT
 _LOOPBACK = "127.0.0.1"

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_omni_plugin.admin.http_admission import TIMEOUT_HEADER, request_terms
 from vllm_omni_plugin.admission import RequestTerms
-from vllm_omni_plugin.vllm_api.requests.request_building import take_extra_args
+from vllm_omni_plugin.vllm_api.engine_messages.request_building import take_extra_args
 
 
 def terms_reader(tenant_headers: Sequence[str]) -> Callable[[Any], RequestTerms | None]:

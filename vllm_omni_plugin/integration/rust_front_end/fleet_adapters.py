@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from vllm.lora.request import LoRARequest
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.integration.engine_client.server_state_sync import adapter_id
-from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter, adapter_digest
+from vllm_omni_plugin.integration.core_client.server_state_sync import adapter_id
+from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter, adapter_digest
 
 
 class FleetAdapters:

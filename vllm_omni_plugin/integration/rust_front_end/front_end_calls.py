@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import convert
 from vllm.lora.request import LoRARequest
 
-from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.rust_front_end.fleet_adapters import FleetAdapters
 
 

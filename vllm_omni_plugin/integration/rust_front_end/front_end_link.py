@@ -23,13 +23,13 @@ from vllm_omni_plugin.errors import (
     StageInputError,
     WireError,
 )
-from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.rust_front_end.fleet_adapters import FleetAdapters, complete
 from vllm_omni_plugin.integration.rust_front_end.front_end_calls import FrontEndCalls
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd
-from vllm_omni_plugin.orchestrator.pipeline.request_state import OrchestratorRequestState
+from vllm_omni_plugin.orchestrator.multi_stage.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     OutputUnusable,
@@ -40,9 +40,9 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     SubmitRequest,
 )
 from vllm_omni_plugin.replicas.links.link import Frames, SocketReader
-from vllm_omni_plugin.vllm_api.protocol.front_end_arrays import find_unreadable
-from vllm_omni_plugin.vllm_api.protocol.front_end_codec import IDENTITY, FrontEndCodec
-from vllm_omni_plugin.vllm_api.requests.request_building import drop_transfers
+from vllm_omni_plugin.vllm_api.codecs.front_end_arrays import find_unreadable
+from vllm_omni_plugin.vllm_api.codecs.front_end_codec import IDENTITY, FrontEndCodec
+from vllm_omni_plugin.vllm_api.engine_messages.request_building import drop_transfers
 
 logger = init_logger(__name__)
 

@@ -25,8 +25,8 @@ from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndA
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
 
 logger = init_logger(__name__)
 

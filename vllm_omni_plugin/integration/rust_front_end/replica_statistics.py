@@ -13,10 +13,10 @@ from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from vllm_omni_plugin.integration.engine_client.output_guard import guard_statistics
-from vllm_omni_plugin.integration.engine_client.stat_labels import StatLabels
+from vllm_omni_plugin.integration.core_client.output_guard import guard_statistics
+from vllm_omni_plugin.integration.core_client.stat_labels import StatLabels
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
-from vllm_omni_plugin.vllm_api.requests.scheduler_reports import (
+from vllm_omni_plugin.vllm_api.engine_messages.scheduler_reports import (
     fleet_levels,
     fleet_report,
     has_single_values,

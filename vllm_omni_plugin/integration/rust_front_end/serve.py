@@ -24,7 +24,7 @@ from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
 from vllm_omni_plugin.admin.http_admission import tenant_headers
 from vllm_omni_plugin.config import FLAGS, OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, OmniError
-from vllm_omni_plugin.integration.engine_client.utility_calls import UtilityCallClient
+from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.options.exit_status import exit_status_of
 from vllm_omni_plugin.integration.rust_front_end.admin_server import AdminServer
@@ -36,10 +36,10 @@ from vllm_omni_plugin.integration.rust_front_end.unsupported import refuse_unsup
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
-from vllm_omni_plugin.replicas.server.node import SIGNALS
-from vllm_omni_plugin.vllm_api.protocol.front_end_codec import as_only_engine
-from vllm_omni_plugin.vllm_api.requests.ready import apply_ready_responses
-from vllm_omni_plugin.vllm_api.stages.stage_arguments import read_engine_args
+from vllm_omni_plugin.replicas.replica_server.node import SIGNALS
+from vllm_omni_plugin.vllm_api.codecs.front_end_codec import as_only_engine
+from vllm_omni_plugin.vllm_api.engine_messages.ready import apply_ready_responses
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_arguments import read_engine_args
 
 logger = init_logger(__name__)
 

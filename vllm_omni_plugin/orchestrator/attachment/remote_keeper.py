@@ -22,7 +22,7 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import (
     STALL_CORDON,
     PoolMember,
 )
-from vllm_omni_plugin.replicas.client.remote import AttachRefusedError, RemoteReplica
+from vllm_omni_plugin.replicas.remote.remote_replica import AttachRefusedError, RemoteReplica
 
 logger = init_logger(__name__)
 

@@ -16,7 +16,7 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RegisterRemoteReplica, UnregisterRemoteReplica
-from vllm_omni_plugin.replicas.client.remote import (
+from vllm_omni_plugin.replicas.remote.remote_replica import (
     AttachRefusedError,
     AttachRemote,
     AttachSettings,

@@ -39,11 +39,11 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import WaitingCounts, count_reason
 from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded, StageRun
-from vllm_omni_plugin.vllm_api.requests.engine_types import Move
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 
 if TYPE_CHECKING:
     # It imports vLLM.
-    from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+    from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 MAX_HELD_REQUESTS = 4096
 """Requests that may wait for a replica to serve, or for the end of a pause. More would only be late after the gap, so

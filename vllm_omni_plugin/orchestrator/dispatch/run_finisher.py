@@ -15,7 +15,7 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RequestPh
 
 if TYPE_CHECKING:
     # It imports vLLM.
-    from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+    from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 logger = init_logger(__name__)
 

@@ -9,7 +9,7 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun, Streaming
 
 if TYPE_CHECKING:
     # It imports vLLM.
-    from vllm_omni_plugin.vllm_api.requests.engine_api import EngineApi
+    from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 _LATE_S = 1.0
 """A check that is later than this says that the head was late: outputs may have come that it has not read."""

@@ -29,7 +29,7 @@ from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElse
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCall
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CoordinatorMessage
-from vllm_omni_plugin.vllm_api.requests.pause_state import PAUSE_CALLS
+from vllm_omni_plugin.vllm_api.engine_messages.pause_state import PAUSE_CALLS
 
 logger = init_logger(__name__)
 

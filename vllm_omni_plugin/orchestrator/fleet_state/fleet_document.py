@@ -14,7 +14,7 @@ from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 
 class FleetDocument:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_plugin.vllm_api.requests.adapter import Adapter
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 _APPLY_TIMEOUT_S = 10.0
 

@@ -12,7 +12,7 @@ from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, Repl
 from vllm_omni_plugin.orchestrator.pool.progress import Progress
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 
 ADMIN_CORDON = "admin"
 """An operator drains the replica."""

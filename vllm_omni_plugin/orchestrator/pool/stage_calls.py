@@ -13,9 +13,9 @@ from vllm_omni_plugin.errors import AdapterFilesError, NotAllowedError, ReplicaE
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.pool.pool_member import ASLEEP_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.replicas.client.engine_client import LONG_CALLS, EngineClient
-from vllm_omni_plugin.vllm_api.requests.adapter import adapter_mismatch
-from vllm_omni_plugin.vllm_api.requests.pause_state import PAUSE_CALLS, EngineCall
+from vllm_omni_plugin.replicas.links.engine_client import LONG_CALLS, EngineClient
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import adapter_mismatch
+from vllm_omni_plugin.vllm_api.engine_messages.pause_state import PAUSE_CALLS, EngineCall
 
 logger = init_logger(__name__)
 

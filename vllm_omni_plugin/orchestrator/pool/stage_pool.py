@@ -33,11 +33,10 @@ from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE, LoadLedger, Work
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explanation
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.replicas.client.engine_client import EngineClient
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
+from vllm_omni_plugin.replicas.links.engine_client import EngineClient
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
 
 logger = init_logger(__name__)
-__all__ = ["BOUND", "PoolMember", "PoolTraits", "StagePool"]
 BOUND = "bound"
 """The reason of a decision without the policy: the request may go to one replica only."""
 WEIGHTS_REMEDY = (

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from prometheus_client import Histogram
 
 from vllm_omni_plugin.errors import QueryOfDeathError
-from vllm_omni_plugin.vllm_api.requests.engine_types import Move
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 
 _MAX_REASONS = 64
 """Distinct reasons that are counted. They label metrics, and a third-party policy may produce any number of them."""

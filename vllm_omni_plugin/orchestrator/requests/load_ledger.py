@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from vllm_omni_plugin.balancing import ReplicaLoad
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
-from vllm_omni_plugin.vllm_api.requests.engine_types import EngineSize, LoadReport
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
 
 _RATE_MEMORY_S = 30.0
 """Seconds of prefill after which an observation weighs 1/e in the prefill rate."""

@@ -11,7 +11,7 @@ from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, QueryOfDeathError, RequestLostError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas
-from vllm_omni_plugin.vllm_api.requests.engine_types import Move
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 
 
 class RequestPhase(Enum):

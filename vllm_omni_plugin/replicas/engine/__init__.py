@@ -1,4 +1,4 @@
 """Starts, probes, restarts and stops the engines of this node.
 
-Imports `replicas.client`. Start with `engine_keeper`.
+Imports `replicas.remote`. Start with `engine_keeper`.
 """

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.replicas.client.engine_client import Codec, EngineClient
 from vllm_omni_plugin.replicas.engine.engine_start import (
     Launcher,
     Process,
@@ -16,6 +15,7 @@ from vllm_omni_plugin.replicas.engine.engine_start import (
 )
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener, OnCacheChange, listen_to_cache
+from vllm_omni_plugin.replicas.links.engine_client import Codec, EngineClient
 from vllm_omni_plugin.replicas.links.link import IpcLink, Link
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
 

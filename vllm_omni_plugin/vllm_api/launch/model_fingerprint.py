@@ -12,8 +12,8 @@ import vllm
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from vllm_omni_plugin.vllm_api.requests.adapter import adapter_digest, digest, names_and_sizes
-from vllm_omni_plugin.vllm_api.requests.moving import PROCESSOR_PLUGINS
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import adapter_digest, digest, names_and_sizes
+from vllm_omni_plugin.vllm_api.engine_messages.moving import PROCESSOR_PLUGINS
 
 _HUB_CACHE_PREFIX = "models--"
 _HUB_SNAPSHOTS = "snapshots"
@@ -29,7 +29,7 @@ _LONGEST_TEXT = 200
 
 
 def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
-    """The fields that `replicas.server.attached_heads.differences` compares, as text for operators. Reads files.
+    """The fields that `attached_heads.differences` compares, as text for operators. Reads files.
 
     A model or tokenizer of the hub is identified by its name and commit, a local one by its content, since paths differ
     between nodes.

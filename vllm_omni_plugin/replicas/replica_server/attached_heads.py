@@ -1,0 +1,323 @@
+"""The heads attached to one replica: admission, leases, and the cleanup after a lease has ended."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+import zmq
+
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, is_later
+from vllm_omni_plugin.errors import ConfigError, ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.control.cache_polling import CachePollServer
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    MAX_TEXT_CHARS,
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    AttachRefused,
+    Detach,
+    DrainReplica,
+    Expired,
+    FromServer,
+    PollCache,
+    RenewLease,
+    StateTold,
+    Status,
+    ToServer,
+)
+from vllm_omni_plugin.replicas.control.leases import Lease, Leases
+from vllm_omni_plugin.replicas.links.replica_ports import Listener, close_all, listen_on_ports
+from vllm_omni_plugin.replicas.replica_server.data_proxy import DataProxy
+from vllm_omni_plugin.replicas.replica_server.served_engine import HEAD_SLOTS, ServedEngine
+from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
+
+logger = init_logger(__name__)
+
+_MAX_LOGGED_REFUSALS = 1024
+_NOTHING = "nothing"
+_DIFFERS = AttachRefused(
+    "its version or configuration differs; without a secret only the log of the replica names the difference", True
+)
+
+
+def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str]:
+    """The fields in which two fingerprints differ, sorted, each with both values."""
+    return [
+        f"{name}: head has {head.get(name, _NOTHING)}, replica {replica.get(name, _NOTHING)}"
+        for name in sorted(head.keys() | replica.keys())
+        if head.get(name) != replica.get(name)
+    ]
+
+
+class AttachedHeads:
+    """Handles the messages of the control connection and owns the leases. Lives on one event loop.
+
+    It outlives the engine: after a restart the new engine is set with `admit`.
+
+    Args:
+        first_ports: the announced ports (inputs, outputs) for slot 0, which stay bound. Other slots have ports only
+            while they are leased.
+        send: sends a message to a routing id of the control connection.
+        incarnation: returns the announced incarnation.
+        on_drain: called when a head requests a drain for its operator.
+        on_last_disconnect: called whenever the last lease has ended.
+        on_replica_id: called with the id by which an attached head knows the replica.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        first_ports: list[Listener],
+        send: Callable[[bytes, FromServer], None],
+        incarnation: Callable[[], int],
+        on_drain: Callable[[], None],
+        on_last_disconnect: Callable[[], None],
+        on_replica_id: Callable[[int], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._ports: dict[int, list[Listener]] = {0: first_ports}
+        self._send = send
+        self._incarnation = incarnation
+        self._on_drain = on_drain
+        self._on_last_disconnect = on_last_disconnect
+        self._on_replica_id = on_replica_id
+        self._clock = clock
+        self._engine: ServedEngine | None = None
+        self._status = ReplicaStatus.DOWN
+        self._reason = "its engine is not ready"
+        self._leases = Leases(HEAD_SLOTS, settings.heartbeat_timeout)
+        self._cache_polls = CachePollServer(send)
+        self._cleaning: set[asyncio.Task[None]] = set()
+        self._resetting = False
+        # What heads have told the engine.
+        self._told = NOTHING_TOLD
+        self._first_incarnation: int | None = None
+        self._last_lost: tuple[bytes, int] | None = None
+        self._logged_refusals: set[tuple[str, str]] = set()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def admit(self, engine: ServedEngine) -> None:
+        """Let heads attach to an engine: a new one, or one that hung and answers again."""
+        if self._first_incarnation is None:
+            self._first_incarnation = self._incarnation()
+        if engine is not self._engine:
+            self._engine, self._told = engine, NOTHING_TOLD
+            self._leases.free_all()
+            self._cache_polls.set_log(engine.cache_log)
+        self._status, self._reason = ReplicaStatus.UP, ""
+
+    def notify(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
+        """Send a status to all heads. Leases stay. New heads may attach only if the status is UP."""
+        self._status, self._reason = status, reason[:MAX_TEXT_CHARS]
+        for lease in self._leases.current:
+            self._send(lease.peer, Status(lease.lease_id, status, self._reason, engine_failed))
+
+    def detach_all(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
+        """Send a status to all heads and end their leases. No head may attach until `admit`."""
+        self.notify(status, reason, engine_failed)
+        for lease in self._leases.current:
+            self._end(lease, reason)
+
+    def release_engine(self) -> None:
+        """Stop using an engine that is about to be closed. There must be no lease."""
+        self._engine = None
+        for task in self._cleaning:
+            task.cancel()
+        self._resetting = False
+
+    async def expire_leases(self) -> None:
+        """End leases that are not renewed, until cancelled."""
+        interval = self._settings.heartbeat_interval
+        while True:
+            due_at = self._clock() + interval
+            await asyncio.sleep(interval)
+            try:
+                self._end_expired(due_at)
+            except Exception:
+                # If this task ended, lost heads would keep their leases for ever.
+                logger.exception("Expired leases could not be ended; this is tried again.")
+
+    def _end_expired(self, due_at: float) -> None:
+        now = self._clock()
+        late_by = now - due_at
+        for lease in self._leases.expired(now, late_by if late_by > self._settings.heartbeat_interval else 0.0):
+            self._send(lease.peer, Expired(lease.lease_id))
+            self._end(lease, f"it did not renew its lease for {self._settings.heartbeat_timeout:g} s")
+
+    def handle(self, peer: bytes, message: ToServer) -> None:
+        if isinstance(message, Attach):
+            answer = self._attach(peer, message)
+            if isinstance(answer, AttachRefused):
+                self._log_refusal(message.head_id, answer)
+                if answer.lasting and self._settings.secrets is None:
+                    # Any peer may send a request to an open port, and must not learn what runs here.
+                    answer = _DIFFERS
+            self._send(peer, answer)
+            return
+        lease = self._leases.find(message.lease, peer)
+        if lease is None:
+            if isinstance(message, DrainReplica) and (peer, message.lease) == self._last_lost:
+                # The head sent this before it knew that its data connection, and so its lease, was lost.
+                self._on_drain()
+            elif not isinstance(message, Detach):
+                self._send(peer, Expired(message.lease))
+            return
+        match message:
+            case RenewLease():
+                self._leases.renew(lease, self._clock())
+                assert self._engine is not None
+                self._engine.slots[lease.slot].is_busy = message.busy
+                self._send(peer, Status(lease.lease_id, self._status, self._reason, busy=self._engine.is_busy))
+            case PollCache():
+                self._cache_polls.poll(lease, message.cursor)
+            case StateTold():
+                self._engine_told(lease, message.told)
+            case Detach():
+                self._end(lease, "it detached")
+            case DrainReplica():
+                logger.info("Head %s requests a drain of this replica.", lease.head_id)
+                self._on_drain()
+
+    def _attach(self, peer: bytes, message: Attach) -> Attached | AttachRefused:
+        refusal = self._refusal(message)
+        if refusal is not None:
+            return refusal
+        for former in self._leases.superseded(peer, message.head_id):
+            self._end(former, "it attached again")
+        if self._engine is None or self._resetting:
+            return AttachRefused("the engine is still aborting requests of a former head", lasting=False)
+        lease = self._leases.grant(peer, message.head_id, self._clock())
+        if lease is None:
+            return AttachRefused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
+        try:
+            attached = self._attached(self._engine, lease, message.credential)
+        except (ConfigError, OSError, zmq.ZMQError) as error:
+            self._leases.end(lease)
+            self._leases.free(lease.slot)
+            self._close_ports(lease.slot)
+            return AttachRefused(str(error), lasting=False)
+        self._on_replica_id(message.replica_id)
+        return attached
+
+    def _refusal(self, message: Attach) -> AttachRefused | None:
+        if message.protocol != PROTOCOL_VERSION:
+            return AttachRefused(f"protocol: head has {message.protocol}, replica {PROTOCOL_VERSION}", lasting=True)
+        if differing := differences(message.fingerprint, self._settings.fingerprint):
+            return AttachRefused("; ".join(differing)[:MAX_TEXT_CHARS], lasting=True)
+        if self._status is not ReplicaStatus.UP:
+            return AttachRefused(f"it is {self._status}: {self._reason}", lasting=False)
+        # A head may not have got a newer row, for the coordinator may be away. A row from before the start of this
+        # process is of another replica, which had this port.
+        assert self._first_incarnation is not None
+        if not self._first_incarnation <= message.incarnation <= self._incarnation():
+            return AttachRefused(
+                f"incarnation: head has {message.incarnation}, replica {self._incarnation()}", lasting=False
+            )
+        return None
+
+    def _attached(self, engine: ServedEngine, lease: Lease, credential: str) -> Attached:
+        if lease.slot not in self._ports:
+            self._ports[lease.slot] = listen_on_ports(self._settings.host, self._settings.ports, 2)
+        inputs, outputs = self._ports[lease.slot]
+        new_proxy = partial(
+            DataProxy, inputs, outputs, credential, self._settings, partial(self._connection_lost, lease)
+        )
+        proxy = engine.slots[lease.slot].lease(new_proxy)
+        logger.info("Head %s is attached, on slot %d.", lease.head_id, lease.slot)
+        return Attached(
+            lease=lease.lease_id,
+            input_addr=inputs.address,
+            output_addr=outputs.address,
+            client_index=lease.slot,
+            identity=engine.identity,
+            ready_response=engine.ready_response,
+            max_message_bytes=self._settings.max_message_bytes,
+            data_key=proxy.data_key,
+            fingerprint=dict(self._settings.fingerprint),
+            told=self._told,
+            incarnation=self._incarnation(),
+        )
+
+    def _engine_told(self, lease: Lease, told: ReplicaState) -> None:
+        if is_later(told, self._told):
+            self._told = told
+            for other in self._leases.current:
+                if other is not lease:
+                    self._send(other.peer, StateTold(other.lease_id, told))
+
+    def _connection_lost(self, lease: Lease) -> None:
+        if self._leases.find(lease.lease_id, lease.peer) is not None:
+            reason = (
+                "its connection for outputs broke, did not read for too long, or perhaps got an output above its "
+                "--omni-max-message-size"
+            )
+            self._send(lease.peer, Status(lease.lease_id, ReplicaStatus.ERROR, reason))
+            self._end(lease, reason)
+            self._last_lost = (lease.peer, lease.lease_id)
+
+    def _end(self, lease: Lease, reason: str) -> None:
+        if not self._leases.end(lease):
+            return
+        self._cache_polls.remove(lease)
+        engine = self._engine
+        assert engine is not None
+        logger.info("Head %s is no longer attached: %s.", lease.head_id, reason)
+        try:
+            engine.slots[lease.slot].release()
+            self._close_ports(lease.slot)
+        except Exception as error:
+            # All other leases end with the engine. A new engine has all its outputs free.
+            engine.mark_lost(f"the output slot of head {lease.head_id} could not be released: {error}")
+            return
+        cleaning = self._run_cleanup(self._free_when_clean(engine, lease.slot))
+        if not self._leases:
+            # The engine stays as it was told, but a later head's fleet does not know the version.
+            self._resetting, self._told = True, ReplicaState(state=self._told.state)
+            self._run_cleanup(self._reset(engine, [*self._cleaning, cleaning]))
+            self._on_last_disconnect()
+
+    def _close_ports(self, slot: int) -> None:
+        if slot:
+            close_all(self._ports.pop(slot, ()))
+
+    async def _free_when_clean(self, engine: ServedEngine, slot: int) -> None:
+        output = engine.slots[slot]
+        try:
+            await output.wait_until_clean()
+        except ReplicaError as error:
+            engine.mark_lost(f"an output slot could not be cleaned: {error}")
+        else:
+            output.ended.add_done_callback(lambda _: self._free(engine, slot))
+
+    def _free(self, engine: ServedEngine, slot: int) -> None:
+        # All slots of a later engine are free from its start.
+        if engine is self._engine:
+            self._leases.free(slot)
+
+    async def _reset(self, engine: ServedEngine, cleaning: list["asyncio.Task[None]"]) -> None:
+        await asyncio.wait(cleaning)
+        try:
+            await engine.client.reset()
+        except ReplicaError as error:
+            engine.mark_lost(f"it could not be reset after its last head detached: {error}")
+        else:
+            self._resetting = False
+
+    def _run_cleanup(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+        return task
+
+    def _log_refusal(self, head_id: str, refusal: AttachRefused) -> None:
+        refused = (head_id, refusal.reason)
+        if refused not in self._logged_refusals and len(self._logged_refusals) < _MAX_LOGGED_REFUSALS:
+            self._logged_refusals.add(refused)
+            log = logger.warning if refusal.lasting else logger.info
+            log("Head %s may not attach: %s.", head_id, refusal.reason)

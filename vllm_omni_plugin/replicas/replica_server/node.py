@@ -1,0 +1,79 @@
+"""Runs and stops all replicas of one headless process."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.replicas.replica_server.descriptor_limits import raise_limits, with_advice
+from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@asynccontextmanager
+async def task_group_with_signals(on_signal: Callable[[int], None]) -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose first error is raised, with advice if no descriptor was left.
+
+    SIGTERM and SIGINT only call `on_signal` meanwhile.
+    """
+    loop = asyncio.get_running_loop()
+    for signum in SIGNALS:
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as failures:
+        raise with_advice(failures.exceptions[0]) from failures
+    finally:
+        for signum in SIGNALS:
+            loop.remove_signal_handler(signum)
+
+
+async def run_node(servers: Sequence[ReplicaServer], join_timeout: float, head: str) -> None:
+    """Run replicas until all have stopped. The first SIGTERM or SIGINT drains them, the second stops them at once.
+
+    Args:
+        join_timeout: seconds from the start of its engine in which each replica must reach the head; 0: no limit.
+        head: the head's address, for messages.
+
+    Raises:
+        ConfigError: the replicas need more open files than this process may have.
+        OmniError: a replica failed, or did not reach the head in time. All others have stopped too.
+    """
+    raise_limits(len(servers))
+    is_draining = False
+
+    def on_signal(signum: int) -> None:
+        nonlocal is_draining
+        for server in servers:
+            if is_draining:
+                server.stop_now(f"its node received a second {signal.Signals(signum).name}")
+            else:
+                server.drain()
+        is_draining = True
+
+    async with task_group_with_signals(on_signal) as tasks:
+        for server in servers:
+            joining = tasks.create_task(_join(server, join_timeout, head))
+            tasks.create_task(_run(server, joining))
+
+
+async def _run(server: ReplicaServer, joining: "asyncio.Task[None]") -> None:
+    try:
+        await server.run()
+    finally:
+        joining.cancel()
+
+
+async def _join(server: ReplicaServer, join_timeout: float, head: str) -> None:
+    await server.ready.wait()
+    try:
+        async with asyncio.timeout(join_timeout or None):
+            await server.joined.wait()
+    except TimeoutError:
+        raise OmniError(
+            f"no head answered at {head} within {join_timeout:g} s of the engine's start; check --omni-master-address, "
+            "--omni-master-port and --omni-secret-file, or wait for the head with --omni-join-timeout 0"
+        ) from None
