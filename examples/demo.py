@@ -110,7 +110,7 @@ def run_demo(*, once: bool, rust: bool) -> None:
             send_completions(client)
             stream_chat(client)
         asyncio.run(send_concurrently(server))
-        print_counts(dispatches_by_replica(server))
+        print_counts(assignments_by_replica(server))
         asyncio.run(kill_mid_stream(server, joining))
         if not once:
             with node(model, master_port):
@@ -299,14 +299,14 @@ async def stream_to_end(client: AsyncOpenAI, prompt: str, begun: asyncio.Event) 
     return text
 
 
-def dispatches_by_replica(server: Server) -> Counter[int]:
+def assignments_by_replica(server: Server) -> Counter[int]:
     """Number of requests of each replica, from the fleet's /metrics."""
     with DIRECT.open(f"{server.admin_url}/metrics", timeout=10) as response:
         text = response.read().decode()
     counts: Counter[int] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name == "vllm_omni_fleet:dispatches_total":
+            if sample.name == "vllm_omni_fleet:assignments_total":
                 counts[int(sample.labels["replica"])] += int(sample.value)
     return counts
 

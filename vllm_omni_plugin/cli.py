@@ -36,7 +36,7 @@ _REFRESH_S = 1.0
 _UNAVAILABLE = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
 """Statuses while there is no head, or while it has too many viewers."""
 _LOAD_FIELDS = ("requests", "prefill_tokens", "decode_tokens", "kv_usage")
-_COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "DISPATCHED", "RESTARTS", "SINCE", "HELD BACK", "ADDRESS")
+_COLUMNS = ("ID", "STATUS", "WHERE", "IN FLIGHT", "ASSIGNED", "RESTARTS", "SINCE", "CORDONS", "ADDRESS")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -391,10 +391,10 @@ def _row(replica: dict[str, Any]) -> tuple[str, ...]:
         replica["id"],
         replica["status"],
         "remote" if replica["remote"] else "local",
-        str(replica["in_flight"]),
-        str(replica["dispatched"]),
+        str(replica["total_in_flight"]),
+        str(replica["assigned"]),
         str(replica["restarts"]),
         "-" if since is None else f"{since:.0f} s",
-        ", ".join(replica["held_back"]) or "-",
+        ", ".join(replica["cordons"]) or "-",
         replica["input_addr"] or "-",
     )

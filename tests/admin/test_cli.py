@@ -19,30 +19,30 @@ REPLICAS = [
     {
         "id": "0.0",
         "status": "up",
-        "held_back": [],
+        "cordons": [],
         "remote": False,
         "input_addr": "ipc:///a",
-        "in_flight": 12,
-        "dispatched": 100,
+        "total_in_flight": 12,
+        "assigned": 100,
         "restarts": 0,
         "since_seconds": 61.4,
     },
     {
         "id": "0.10",
         "status": "draining",
-        "held_back": ["admin", "late"],
+        "cordons": ["admin", "late"],
         "remote": True,
         "input_addr": "",
-        "in_flight": 0,
-        "dispatched": 0,
+        "total_in_flight": 0,
+        "assigned": 0,
         "restarts": 3,
         "since_seconds": None,
     },
 ]
 TABLE = """\
-ID    STATUS    WHERE   IN FLIGHT  DISPATCHED  RESTARTS  SINCE  HELD BACK    ADDRESS
-0.0   up        local   12         100         0         61 s   -            ipc:///a
-0.10  draining  remote  0          0           3         -      admin, late  -
+ID    STATUS    WHERE   IN FLIGHT  ASSIGNED  RESTARTS  SINCE  CORDONS      ADDRESS
+0.0   up        local   12         100       0         61 s   -            ipc:///a
+0.10  draining  remote  0          0         3         -      admin, late  -
 """
 DECISION = {
     "policy": "kv-aware",

@@ -39,7 +39,7 @@ async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> No
     first_one, second = state["stages"][0]["replicas"]
     assert first_one["requests"] + second["requests"] == 3
     assert (first_one["heartbeat_seconds"], second["heartbeat_seconds"]) == (0.5, None)
-    assert (second["status"], second["held_back"]) == ("draining", ["late"])
+    assert (second["status"], second["cordons"]) == ("draining", ["late"])
     assert (second["tokens_per_second"], second["hit_rate"]) == (None, None)
 
 

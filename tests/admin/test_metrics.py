@@ -118,10 +118,10 @@ async def test_work_is_counted_per_replica() -> None:
             await fleet.submit(name)
         fleet.say("a", finish_reason="stop")
         fleet.pool.member(1).restarts = 3
-        assert by(fleet.orchestrator, "replica", "dispatches_total") == {"0": 2, "1": 2}
+        assert by(fleet.orchestrator, "replica", "assignments_total") == {"0": 2, "1": 2}
         assert sorted(by(fleet.orchestrator, "replica", "requests_in_flight").values()) == [1, 2]
         assert by(fleet.orchestrator, "replica", "replica_restarts_total") == {"0": 0, "1": 3}
-        assert by(fleet.orchestrator, "stage", "dispatches_total") == {"0": 2}
+        assert by(fleet.orchestrator, "stage", "assignments_total") == {"0": 2}
 
 
 async def test_the_counts_of_a_replica_that_left_stay_and_its_successor_goes_on_counting() -> None:
@@ -130,12 +130,12 @@ async def test_the_counts_of_a_replica_that_left_stay_and_its_successor_goes_on_
         fleet.pool.member(1).restarts = 3
         fleet.lose(1)
         fleet.orchestrator.replica_left(fleet.pool.member(1))
-        counts = [by(fleet.orchestrator, "replica", name) for name in ("dispatches_total", "replica_restarts_total")]
+        counts = [by(fleet.orchestrator, "replica", name) for name in ("assignments_total", "replica_restarts_total")]
         assert counts == [{"0": 1, "1": 1}, {"0": 0, "1": 3}]
         assert by(fleet.orchestrator, "replica", "requests_in_flight") == {"0": 1}
         fleet.join(fleet.pool.add(1))
         await fleet.submit("b", affinity=1)
-        assert by(fleet.orchestrator, "replica", "dispatches_total") == {"0": 1, "1": 2}
+        assert by(fleet.orchestrator, "replica", "assignments_total") == {"0": 1, "1": 2}
 
 
 async def test_moves_are_counted_by_way_and_losses_separately() -> None:
@@ -253,7 +253,7 @@ async def test_every_assignment_is_counted_once_by_reason() -> None:
         fleet.lose(0)
         reasons = by(fleet.orchestrator, "reason", "decisions_total")
         assert reasons["bound"] == 1
-        assert sum(reasons.values()) == sum(by(fleet.orchestrator, "replica", "dispatches_total").values())
+        assert sum(reasons.values()) == sum(by(fleet.orchestrator, "replica", "assignments_total").values())
         assert set(by(fleet.orchestrator, "policy", "decisions_total")) == {"LeastQueueLengthBalancer"}
         assert by(fleet.orchestrator, "fallback", "decision_fallbacks_total") == {}
 

@@ -80,14 +80,14 @@ def test_own_counts_are_summed_and_shared_values_are_not(process: Process) -> No
         process(
             pid,
             Told(
-                counter("vllm_omni_fleet:dispatches", r0=pid),
+                counter("vllm_omni_fleet:assignments", r0=pid),
                 gauge("vllm_omni_fleet:requests_in_flight", r0=10 * pid),
                 gauge("vllm_omni_fleet:replicas", up=3),
                 gauge("vllm_omni_fleet:kv_cache_usage_ratio", r0=0.1 * pid),
             ),
         )
     assert scrape() == {
-        "vllm_omni_fleet:dispatches_total": {"r0": 3},
+        "vllm_omni_fleet:assignments_total": {"r0": 3},
         "vllm_omni_fleet:requests_in_flight": {"r0": 30},
         "vllm_omni_fleet:replicas": {"up": 3},
         "vllm_omni_fleet:kv_cache_usage_ratio": {"r0": 0.2},
@@ -96,8 +96,8 @@ def test_own_counts_are_summed_and_shared_values_are_not(process: Process) -> No
 
 def test_a_process_with_a_reused_number_continues_the_counters(process: Process) -> None:
     for count in (5, 1):
-        process(1, Told(counter("vllm_omni_fleet:dispatches", r0=count)))
-    assert scrape() == {"vllm_omni_fleet:dispatches_total": {"r0": 6}}
+        process(1, Told(counter("vllm_omni_fleet:assignments", r0=count)))
+    assert scrape() == {"vllm_omni_fleet:assignments_total": {"r0": 6}}
 
 
 async def test_files_are_written_repeatedly_also_after_a_failure(process: Process) -> None:

@@ -29,7 +29,7 @@ async def replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 
 async def test_every_replica_is_listed_with_all_fields(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
     member = fleet.pool.member(1)
-    member.dispatches, member.restarts, member.remote, member.changed_at = 7, 2, True, 3.0
+    member.assignments, member.restarts, member.remote, member.changed_at = 7, 2, True, 3.0
     fleet.now = 10.5
     first, second = await replicas(client)
     assert first["id"] == "0.0"
@@ -38,14 +38,18 @@ async def test_every_replica_is_listed_with_all_fields(fleet: FakeFleet, client:
         "stage": 0,
         "replica": 1,
         "status": "up",
-        "held_back": [],
+        "cordons": [],
         "remote": True,
         "input_addr": member.input_addr,
         "output_addr": member.output_addr,
-        "in_flight": 0,
-        "dispatched": 7,
+        "total_in_flight": 0,
+        "assigned": 7,
         "restarts": 2,
         "since_seconds": 7.5,
+        # The names of version 0.1.
+        "held_back": [],
+        "in_flight": 0,
+        "dispatched": 7,
     }
 
 
@@ -64,7 +68,7 @@ async def test_a_drained_replica_gets_no_new_requests_until_it_is_resumed(
 ) -> None:
     for _ in range(2):
         assert (await client.post("/omni/replicas/0.1/drain")).status_code == 204
-    assert [(r["status"], r["held_back"]) for r in await replicas(client)] == [("up", []), ("draining", ["admin"])]
+    assert [(r["status"], r["cordons"]) for r in await replicas(client)] == [("up", []), ("draining", ["admin"])]
     assert [member.replica_id for member in fleet.pool.serving] == [0]
     assert (await client.post("/omni/replicas/0.1/resume")).status_code == 204
     assert [member.replica_id for member in fleet.pool.serving] == [0, 1]
@@ -74,7 +78,7 @@ async def test_only_a_drained_replica_can_be_resumed(fleet: FakeFleet, client: h
     fleet.pool.cordon(fleet.pool.member(1), "late")
     answer = await client.post("/omni/replicas/0.1/resume")
     assert answer.status_code == 409
-    assert answer.json()["detail"] == ("Replica 0.1 is not drained by an operator (it is draining, held back: late).")
+    assert answer.json()["detail"] == ("Replica 0.1 is not drained by an operator (it is draining, cordoned: late).")
 
 
 async def test_a_replica_that_is_deleted_is_ended_by_its_keeper(fleet: FakeFleet, client: httpx.AsyncClient) -> None:

@@ -19,7 +19,7 @@ from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
 
 TABLE = """\
 host: up, other heads 1, coordinator away  unfinished 3  queued 0  held 2  moved 5  lost 0  refused 2
-ID   STATUS    REQUESTS  WAIT  TOKENS  KV   TOKENS/S  HITS  BEAT   RESTARTS  HELD BACK
+ID   STATUS    REQUESTS  WAIT  TOKENS  KV   TOKENS/S  HITS  BEAT   RESTARTS  CORDONS
 0.1  draining  3         1     480     50%  100       -     0.2 s  0         admin
 """
 LOST = {"time": 0, "kind": "lost", "stage": 0, "replica": "0.1", "reason": "it died", "requests": 3}

@@ -45,8 +45,8 @@ class Pool:
         decision: Decision = self.policy.decide(task, self.replicas)
         replica = self.replicas[decision.position]
         self.assigned.append(replica)
-        if hasattr(self.policy, "dispatched"):
-            self.policy.dispatched(task, replica, decision)
+        if hasattr(self.policy, "assigned"):
+            self.policy.assigned(task, replica, decision)
         if not finish:
             prompt = task.get("prompt")
             replica.charge(1, len(prompt.token_ids) - decision.matched_tokens if prompt else 0)

@@ -32,7 +32,7 @@ class PeerRule:
         self.sent: dict[int, set[int]] = {}
         self.rng = random.Random(0)
 
-    def dispatched(self, task: Any, replica: Any, decision: Decision) -> None:
+    def assigned(self, task: Any, replica: Any, decision: Decision) -> None:
         self.sent.setdefault(replica.replica_id, set()).update(self._keys(task))
 
     def matched(self, task: Any, replica: Any) -> int:
@@ -83,7 +83,7 @@ def busiest_share(pool: Pool) -> float:
 
 def warm(pool: Pool, position: int, *prompts: list[int]) -> None:
     for prompt in prompts:
-        pool.policy.dispatched(prompt_task(prompt), pool.replicas[position], Decision(position, ""))
+        pool.policy.assigned(prompt_task(prompt), pool.replicas[position], Decision(position, ""))
 
 
 def test_a_shared_system_prompt_does_not_send_all_traffic_to_one_engine() -> None:

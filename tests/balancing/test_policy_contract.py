@@ -60,8 +60,8 @@ def test_a_decision_names_a_replica_that_was_given(policy: LoadBalancingPolicy, 
 def test_works_with_queue_lengths_only(policy: LoadBalancingPolicy) -> None:
     balancer, replicas = build(policy), with_queues(3, 0, 5)
     decision = balancer.decide(full_task(), replicas)
-    for hook in ("dispatched", "began", "ended"):
-        arguments = {"dispatched": (decision,), "began": (None,), "ended": (1.0, 5)}[hook]
+    for hook in ("assigned", "began", "ended"):
+        arguments = {"assigned": (decision,), "began": (None,), "ended": (1.0, 5)}[hook]
         getattr(balancer, hook, lambda *_: None)(full_task(), replicas[decision.position], *arguments)
     assert 0 <= balancer.select({}, replicas) < 3
 

@@ -23,6 +23,10 @@ class Dated(Last):
     def forgotten(self, replica):
         pass
 
+class Early(Last):
+    def dispatched(self, task, replica, decision):
+        pass
+
 class Deaf:
     pass
 
@@ -130,6 +134,7 @@ BAD_CLASSES = [
     pytest.param("acme_policies:Deaf", r"has no method select\(task, replicas\)", id="no select"),
     pytest.param("acme_policies:Numb", r"has no method select\(task, replicas\)", id="select is no method"),
     pytest.param("acme_policies:Dated", "has a hook forgotten, which is called replica_lost now", id="old hook"),
+    pytest.param("acme_policies:Early", "has a hook dispatched, which is called assigned now", id="older hook"),
     pytest.param("acme_policies:Needy", "cannot be built without arguments", id="needs an argument"),
     pytest.param("acme_policies:Failing", r"cannot be built without arguments \(OSError", id="constructor raises"),
     pytest.param(

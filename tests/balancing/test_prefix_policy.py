@@ -41,7 +41,7 @@ def reporting(*loads: ReplicaLoad, **options: Any) -> Pool:
 
 
 def is_sent(pool: Pool, position: int) -> None:
-    pool.policy.dispatched(prompt_task(PROMPT), pool.replicas[position], ANYWHERE)
+    pool.policy.assigned(prompt_task(PROMPT), pool.replicas[position], ANYWHERE)
 
 
 def is_reported(pool: Pool, position: int) -> None:
@@ -124,7 +124,7 @@ def test_a_request_is_cached_where_it_was_sent() -> None:
     pool = pool_of(policy(), 2)
     decision = pool.policy.decide(TASK, pool.replicas)
     bound = 1 - decision.position
-    pool.policy.dispatched(TASK, pool.replicas[bound], decision)
+    pool.policy.assigned(TASK, pool.replicas[bound], decision)
     assert pool.policy.select(TASK, pool.replicas) == bound
 
 
@@ -181,7 +181,7 @@ def test_an_unreported_prompt_counts_as_cached_until_its_last_request_ends() -> 
     pool = reporting(ReplicaLoad(), ReplicaLoad())
     first, second = prompt_task(PROMPT), prompt_task(PROMPT[:500])
     for task in (first, second):
-        pool.policy.dispatched(task, pool.replicas[0], ANYWHERE)
+        pool.policy.assigned(task, pool.replicas[0], ANYWHERE)
     assert matched(pool) == [ALL, 0]
     pool.policy.ended(first, pool.replicas[0], 1.0, 1)
     assert matched(pool) == [496, 0]
@@ -263,7 +263,7 @@ def test_a_large_fleet_compares_a_few_replicas_including_holders(made: Callable[
     for position in (17, 800):
         cached(pool, position)
     for position in range(100, 700):
-        pool.policy.dispatched(prompt_task(PROMPT[:100]), serving[position], ANYWHERE)
+        pool.policy.assigned(prompt_task(PROMPT[:100]), serving[position], ANYWHERE)
     decisions = [pool.policy.decide(TASK, serving) for _ in range(30)]
     assert {decision.position for decision in decisions} == {17, 800}
     for decision in decisions:

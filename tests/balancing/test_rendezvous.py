@@ -130,7 +130,7 @@ def test_a_busy_rendezvous_replica_is_passed_over() -> None:
 def test_a_known_match_has_precedence_over_rendezvous() -> None:
     balancer, replicas = policy(), fleet(heads=4)
     elsewhere = (balancer.decide(asks(1, 1), replicas).position + 1) % REPLICAS
-    balancer.dispatched(asks(1, 1), replicas[elsewhere], Decision(elsewhere, "test"))
+    balancer.assigned(asks(1, 1), replicas[elsewhere], Decision(elsewhere, "test"))
     decision = balancer.decide(asks(1, 2), replicas)
     assert (decision.position, decision.reason) == (elsewhere, "prefix")
 

@@ -126,5 +126,5 @@ def test_a_decision_counts_as_a_turn_when_it_is_dispatched() -> None:
     first = balancer.decide({}, replicas)
     assert [balancer.decide({}, replicas) for _ in range(3)] == [first] * 3
     assert (first.position, first.reason) == (0, "turn")
-    balancer.dispatched({}, replicas[0], first)
+    balancer.assigned({}, replicas[0], first)
     assert balancer.decide({}, replicas).position == 1

@@ -233,7 +233,7 @@ async def test_only_a_single_server_handles_a_second_signal(head: Head, servers:
 
 
 async def test_leaving_a_call_aborts_all_of_it_and_vllms_own_abort_what_answers(head: Head) -> None:
-    head.client.abort_call(["a", "b"])
+    head.client.abort_requests(["a", "b"])
     assert await head.told() == AbortRequests(("a", "b"), whole=True)
     await head.client.abort_requests_async(["a"])
     assert await head.told() == AbortRequests(("a",), whole=False)

@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 def answers_of_both(fleet: Server, send: Callable[[], T]) -> list[T]:
     """What `send` returns, called until each replica has had a request."""
-    before = dispatches(fleet)
+    before = assignments(fleet)
     answers = []
     for _ in range(MAX_SENDS):
         answers.append(send())
-        now = dispatches(fleet)
+        now = assignments(fleet)
         if all(now[replica] > before[replica] for replica in before):
             return answers
-    raise AssertionError(f"one replica got none of {MAX_SENDS} requests: {before} -> {dispatches(fleet)}")
+    raise AssertionError(f"one replica got none of {MAX_SENDS} requests: {before} -> {assignments(fleet)}")
 
 
-def dispatches(fleet: Server) -> dict[str, float]:
+def assignments(fleet: Server) -> dict[str, float]:
     """Requests each replica that serves got so far. The counts of those that left stay."""
     present = fleet.by_replica("vllm_omni_fleet:replica_info")
-    counts = fleet.by_replica("vllm_omni_fleet:dispatches_total")
+    counts = fleet.by_replica("vllm_omni_fleet:assignments_total")
     return {replica: count for replica, count in counts.items() if present.get(replica)}

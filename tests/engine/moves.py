@@ -161,7 +161,7 @@ def dispatch(server: Server, threads: ThreadPoolExecutor, row: Row) -> Future[An
     """Send a request and wait until replicas are charged with it, all samples of its `n`."""
     expected = server.total(IN_FLIGHT) + row.body.get("n", 1)
     answer = threads.submit(send, server, row)
-    until(lambda: server.total(IN_FLIGHT) == expected, f"{row} is dispatched")
+    until(lambda: server.total(IN_FLIGHT) == expected, f"{row} is assigned")
     return answer
 
 

@@ -78,9 +78,9 @@ class PipelineServer(Server):
     def in_flight(self, stage: int) -> float:
         return self.by_stage("vllm_omni_fleet:requests_in_flight")[stage]
 
-    def dispatched(self) -> dict[int, float]:
+    def assigned(self) -> dict[int, float]:
         """Requests that have been sent to replicas so far, by stage."""
-        return self.by_stage("vllm_omni_fleet:dispatches_total")
+        return self.by_stage("vllm_omni_fleet:assignments_total")
 
     def wait_for_replicas(self, count: int) -> None:
         """Return when exactly so many replicas of all stages take requests."""

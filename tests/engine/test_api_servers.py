@@ -22,7 +22,7 @@ QUICK = ("completion-greedy", "completion-stream", "completion-n", "chat-greedy"
 """The server's processes are all alike, and one alone is asked everything by `test_same_answers.py`."""
 STREAMS = 3
 TOKENS = 500
-DISPATCHES = "vllm_omni_fleet:dispatches_total"
+ASSIGNMENTS = "vllm_omni_fleet:assignments_total"
 IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
 RUNNING = "vllm:num_requests_running"
 
@@ -74,7 +74,7 @@ def test_either_answers_as_one_plain_engine(plain: Server, api_servers: ApiServe
             assert differences(expected, ask_by(client, case.path, case.body)) == []
 
 
-def all_dispatches(api_servers: ApiServers, threads: ThreadPoolExecutor) -> float:
+def all_assignments(api_servers: ApiServers, threads: ThreadPoolExecutor) -> float:
     """What the metrics count when they count all that was sent before.
 
     They are read from files that each process writes once a second: those that show a request show all before it.
@@ -86,14 +86,14 @@ def all_dispatches(api_servers: ApiServers, threads: ThreadPoolExecutor) -> floa
             until(lambda: api_servers.total(IN_FLIGHT) == len(BOTH), "both have written")
         for one in running:
             one.result()
-    return api_servers.total(DISPATCHES)
+    return api_servers.total(ASSIGNMENTS)
 
 
 def test_metrics_are_those_of_both_whichever_is_asked(api_servers: ApiServers, threads: ThreadPoolExecutor) -> None:
     def counts() -> tuple[float, float]:
-        return api_servers.total(DISPATCHES), api_servers.total("vllm:request_success_total")
+        return api_servers.total(ASSIGNMENTS), api_servers.total("vllm:request_success_total")
 
-    before = (all_dispatches(api_servers, threads), counts()[1])
+    before = (all_assignments(api_servers, threads), counts()[1])
     for number, requests in zip(BOTH, (2, 3), strict=True):
         with api_servers.connected(number) as client:
             for _ in range(requests):
@@ -109,7 +109,7 @@ def test_work_of_one_is_seen_by_the_other(api_servers: ApiServers, threads: Thre
 
         def seen() -> int:
             listed = second.get("/omni/replicas").json()["replicas"]
-            return sum(replica["in_flight"] for replica in listed)
+            return sum(replica["total_in_flight"] for replica in listed)
 
         with api_servers.engines_standing_still():
             done = threads.submit(complete, first)
@@ -124,7 +124,7 @@ def test_one_that_is_killed_takes_only_its_own_connections_with_it(
     prompts = [f"stream {number}" for number in range(STREAMS)]
     with api_servers.connected(1) as client:
         expected = [answer_text(client, prompt) for prompt in prompts]
-    counted = all_dispatches(api_servers, threads)
+    counted = all_assignments(api_servers, threads)
     pids = api_servers.pids
     with ExitStack() as connections:
         clients = {
@@ -154,7 +154,7 @@ def test_one_that_is_killed_takes_only_its_own_connections_with_it(
     with api_servers.connected(0) as client:
         assert answer_text(client, prompts[0]) == expected[0]
     until(
-        lambda: api_servers.total(DISPATCHES) >= counted + STREAMS + 1,
+        lambda: api_servers.total(ASSIGNMENTS) >= counted + STREAMS + 1,
         "what the killed one had counted, up to its last second, still counts",
     )
 

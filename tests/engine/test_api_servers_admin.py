@@ -95,14 +95,14 @@ def test_a_replica_drained_by_one_server_gets_nothing_from_the_other(both: tuple
     first, second = both
     assert first.post("/omni/replicas/0.1/drain").status_code == 204
     try:
-        assert replicas(second)["0.1"]["held_back"] == ["admin"]
-        before = replicas(second)["0.1"]["dispatched"]
+        assert replicas(second)["0.1"]["cordons"] == ["admin"]
+        before = replicas(second)["0.1"]["assigned"]
         for _ in range(4):
             text(second)
-        assert replicas(second)["0.1"]["dispatched"] == before
+        assert replicas(second)["0.1"]["assigned"] == before
     finally:
         assert second.post("/omni/replicas/0.1/resume").status_code == 204
-    assert replicas(first)["0.1"]["held_back"] == []
+    assert replicas(first)["0.1"]["cordons"] == []
 
 
 def test_both_servers_tell_the_configuration_of_one_plain_engine_and_no_secret(
@@ -140,12 +140,12 @@ def test_a_server_that_starts_again_knows_what_the_other_was_told(api_servers: A
         try:
             with api_servers.connected(1) as second:
                 assert ADAPTER in models(second)
-                assert replicas(second)["0.1"]["held_back"] == ["admin"]
+                assert replicas(second)["0.1"]["cordons"] == ["admin"]
                 assert text(second, ADAPTER) == expected
                 assert second.post("/omni/replicas/0.1/resume").status_code == 204
                 assert post(second, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200
             assert ADAPTER not in models(first)
-            assert replicas(first)["0.1"]["held_back"] == []
+            assert replicas(first)["0.1"]["cordons"] == []
         finally:
             first.post("/omni/replicas/0.1/resume")
             post(first, "/v1/unload_lora_adapter", lora_name=ADAPTER)

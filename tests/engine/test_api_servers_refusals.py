@@ -116,7 +116,7 @@ def test_a_file_that_is_read_while_they_serve_bounds_what_waits_at_both_api_serv
 
         def seen() -> set[int]:
             listed = [client.get("/omni/replicas").json()["replicas"] for client in clients]
-            return {sum(replica["in_flight"] for replica in replicas) for replicas in listed}
+            return {sum(replica["total_in_flight"] for replica in replicas) for replicas in listed}
 
         def ask(client: httpx.Client) -> httpx.Response:
             return client.post("/v1/completions", json=body(LONG))

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from .both_replicas import dispatches
+from .both_replicas import assignments
 from .server import MODEL, RUST, Server, until
 
 STREAMS = 200
@@ -77,7 +77,7 @@ async def read_stream(client: openai.AsyncOpenAI, number: int, leave_after: int 
 
 
 async def test_streams_end_once_while_others_are_abandoned(fleet: Server) -> None:
-    before = dispatches(fleet)
+    before = assignments(fleet)
     async with fleet.async_client() as client:
         seen = await asyncio.gather(
             *(read_stream(client, number, 3 if number % 3 == 0 else None) for number in range(STREAMS))
@@ -86,7 +86,7 @@ async def test_streams_end_once_while_others_are_abandoned(fleet: Server) -> Non
     assert {(counts["ends"], counts["tokens"]) for counts in stayed} == {(1, TOKENS)}
     assert {counts["chunks"] for number, counts in enumerate(seen) if number % 3 == 0} == {3}
     wait_until_idle(fleet)
-    after = dispatches(fleet)
+    after = assignments(fleet)
     share = {replica: after[replica] - before[replica] for replica in after}
     assert sum(share.values()) == STREAMS
     assert min(share.values()) > STREAMS / 3, share

@@ -103,7 +103,7 @@ def send(head: Server, threads: ThreadPoolExecutor, ask: Callable[[], httpx.Resp
 
     before = known()
     answer = threads.submit(ask)
-    until(lambda: known() > before, "it waits or is dispatched")
+    until(lambda: known() > before, "it waits or is assigned")
     return answer
 
 

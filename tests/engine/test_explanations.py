@@ -46,14 +46,14 @@ def client(head: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def dispatched(head: Server) -> dict[str, float]:
+def assigned(head: Server) -> dict[str, float]:
     """Return the requests that each replica ever got, by its name."""
-    return {f"0.{replica}": count for replica, count in head.by_replica("vllm_omni_fleet:dispatches_total").items()}
+    return {f"0.{replica}": count for replica, count in head.by_replica("vllm_omni_fleet:assignments_total").items()}
 
 
 def got_more(head: Server, before: dict[str, float]) -> list[str]:
     """The names of the replicas that have got requests since."""
-    return [replica for replica, count in dispatched(head).items() if count > before[replica]]
+    return [replica for replica, count in assigned(head).items() if count > before[replica]]
 
 
 def explain(head: Server, **query: str) -> Any:
@@ -70,14 +70,14 @@ def foreseen(head: Server, prompt: str) -> Any:
 
 
 def test_an_answer_names_the_replica_that_gave_it(head: Server, client: openai.OpenAI) -> None:
-    before = dispatched(head)
+    before = assigned(head)
     answer = client.completions.with_raw_response.create(model=MODEL, prompt="Once", max_tokens=4)
     assert got_more(head, before) == [answer.headers[HEADER]]
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMED, ids=[path for path, _ in STREAMED])
 def test_streams_of_every_kind_name_it_at_their_end_if_asked(head: Server, path: str, body: Mapping[str, Any]) -> None:
-    before = dispatched(head)
+    before = assigned(head)
     with head.http(60.0) as http:
         answer = http.post(path, json={"model": MODEL, "stream": True, **body}, headers={HEADER: "1"})
     (replica,) = got_more(head, before)
@@ -86,12 +86,12 @@ def test_streams_of_every_kind_name_it_at_their_end_if_asked(head: Server, path:
 
 
 def test_requests_of_one_answer_name_all_of_theirs(head: Server, client: openai.OpenAI) -> None:
-    before = dispatched(head)
+    before = assigned(head)
     answer = client.completions.with_raw_response.create(
         model=MODEL, prompt=[text(1), text(2), text(3)], n=2, max_tokens=4
     )
     assert len(answer.parse().choices) == 6
-    assert sum(dispatched(head).values()) - sum(before.values()) == 6
+    assert sum(assigned(head).values()) - sum(before.values()) == 6
     assert set(answer.headers[HEADER].split(", ")) == set(got_more(head, before))
 
 
@@ -99,11 +99,11 @@ def test_requests_of_one_answer_name_all_of_theirs(head: Server, client: openai.
 def test_an_explanation_foresees_where_a_request_goes_and_runs_nothing(head: Server, client: openai.OpenAI) -> None:
     fresh = explain(head, prompt=text(4))
     assert {candidate["matched_tokens"] for candidate in fresh["candidates"]} <= {0}
-    before = dispatched(head)
+    before = assigned(head)
     usage = client.completions.create(model=MODEL, prompt=text(4), max_tokens=4).usage
-    counts = dispatched(head), head.total("vllm_omni_fleet:decisions_total")
+    counts = assigned(head), head.total("vllm_omni_fleet:decisions_total")
     known = until(lambda: foreseen(head, text(4)), "the engine has reported what it cached")
-    assert (dispatched(head), head.total("vllm_omni_fleet:decisions_total")) == counts
+    assert (assigned(head), head.total("vllm_omni_fleet:decisions_total")) == counts
     assert (known["policy"], [known["chosen"]]) == ("kv-aware", got_more(head, before))
     assert usage is not None
     assert known["prompt_tokens"] == usage.prompt_tokens

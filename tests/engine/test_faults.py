@@ -101,7 +101,7 @@ def send_work(server: Server, load: Load) -> dict[str, Work]:
         before = server.by_replica(IN_FLIGHT)
         is_long = sent < 2 * RUNNING_EACH
         outcome = load.send(LONG if is_long else SHORT, stream=sent % 4 >= 2)
-        until(partial(counts_change, server, before), "the request is dispatched")
+        until(partial(counts_change, server, before), "the request is assigned")
         (replica,) = (replica for replica, count in server.by_replica(IN_FLIGHT).items() if count > before[replica])
         (work[replica].long if is_long else work[replica].short).append(outcome)
     return work

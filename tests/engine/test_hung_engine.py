@@ -9,7 +9,7 @@ from .suspended import keep_to_one_core
 
 STREAMS = 4
 LONG, SHORT = 900, 8
-DISPATCHES = "vllm_omni_fleet:dispatches_total"
+ASSIGNMENTS = "vllm_omni_fleet:assignments_total"
 IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
 
 
@@ -33,9 +33,9 @@ def test_streams_of_a_stopped_engine_go_on_elsewhere_and_it_serves_again_when_it
     assert fleet.total(MOVES) == moves + STREAMS / 2
     until(lambda: fleet.replicas_up() == 2, "the engine is taken back")
     assert fleet.engine_pids() == engines
-    before = fleet.by_replica(DISPATCHES)
+    before = fleet.by_replica(ASSIGNMENTS)
     with Load(fleet) as load:
         again = [load.send(SHORT, stream=True) for _ in range(STREAMS)]
     assert [outcome for outcome in again if not outcome.finished_whole] == []
-    assert all(count > before[replica] for replica, count in fleet.by_replica(DISPATCHES).items())
+    assert all(count > before[replica] for replica, count in fleet.by_replica(ASSIGNMENTS).items())
     assert set(fleet.by_replica(IN_FLIGHT).values()) == {0}

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.free_ports import free_port
 
-from .both_replicas import dispatches
+from .both_replicas import assignments
 from .conftest import ADAPTER, AS_ADMIN, BLOCK, KV_AWARE, SMALL_CACHE
 from .nodes import NodeFleet
 from .server import FRONT_ENDS, MODEL, START_S, Server, until
@@ -90,10 +90,10 @@ class Fleet:
         return int(self.head.total(f"vllm_omni_fleet:{name}_tokens_total"))
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        before = dispatches(self.head)
+        before = assignments(self.head)
         response = self._http.post(path, json={"temperature": 0, **body})
         assert response.status_code == 200, response.text
-        (replica,) = (replica for replica, count in dispatches(self.head).items() if count > before[replica])
+        (replica,) = (replica for replica, count in assignments(self.head).items() if count > before[replica])
         return f"0.{replica}", response.json()
 
 

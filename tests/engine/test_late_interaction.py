@@ -57,7 +57,7 @@ def rerank(server: Server, documents: list[str], query: str) -> tuple[int, Any]:
 
 @pytest.mark.long
 def test_documents_are_scored_where_their_query_is(scoring: Server) -> None:
-    before = scoring.by_replica("vllm_omni_fleet:dispatches_total")
+    before = scoring.by_replica("vllm_omni_fleet:assignments_total")
     engines = scoring.engine_pids()
     with ThreadPoolExecutor(len(QUERIES)) as threads:
         answers = list(threads.map(partial(rerank, scoring, FEW), QUERIES * 2))
@@ -67,7 +67,7 @@ def test_documents_are_scored_where_their_query_is(scoring: Server) -> None:
         assert (len(scores), len(set(scores)) > 1) == (len(FEW), True)
         assert scores == pytest.approx(answers[number % len(QUERIES)][1], rel=1e-5)
     sent = {
-        name: count - before[name] for name, count in scoring.by_replica("vllm_omni_fleet:dispatches_total").items()
+        name: count - before[name] for name, count in scoring.by_replica("vllm_omni_fleet:assignments_total").items()
     }
     assert sum(sent.values()) == len(answers) * (1 + len(FEW))
     # A query and its documents are not divided.

@@ -99,7 +99,7 @@ def test_a_stream_about_an_image_goes_on_elsewhere_when_its_engine_is_killed(vis
         engine.suspend()
     with ThreadPoolExecutor(1) as thread:
         text = thread.submit(stream, vision_fleet, image, begun)
-        busy = until(partial(busy_replica, vision_fleet), "the request is dispatched")
+        busy = until(partial(busy_replica, vision_fleet), "the request is assigned")
         while not begun.wait(1.0):
             engines[busy].run_for_a_moment()
         engines[busy].core.kill()

@@ -37,8 +37,8 @@ def test_a_drained_replica_gets_nothing_until_it_is_resumed(nodes: NodeFleet) ->
     finally:
         replicas(nodes, "resume", drained)
     assert all(answer.finished_whole for answer in answers)
-    assert after[drained]["dispatched"] == before[drained]["dispatched"]
-    assert after[other]["dispatched"] == before[other]["dispatched"] + REQUESTS  # type: ignore[operator]
+    assert after[drained]["assigned"] == before[drained]["assigned"]
+    assert after[other]["assigned"] == before[other]["assigned"] + REQUESTS  # type: ignore[operator]
     assert listed(nodes)[drained]["status"] == "up"
 
 

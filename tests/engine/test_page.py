@@ -175,7 +175,7 @@ def test_the_page_shows_the_fleet_as_it_changes_and_changes_it(guarded: SimFleet
     until(lambda: not browser.run("document.getElementById('confirm').open"), "Enter cancels")
     click(browser, "Drain replica 0.0")
     click_yes(browser)
-    until(lambda: row(browser, "0.0") == "draining, held back: admin", "the drain is shown")
+    until(lambda: row(browser, "0.0") == "draining, cordoned: admin", "the drain is shown")
     click(browser, "Resume replica 0.0")
     click_yes(browser)
     until(lambda: row(browser, "0.0") == "up", "the end of the drain is shown")

@@ -62,10 +62,10 @@ def handed_over(server: PipelineServer) -> float:
 @pytest.mark.parametrize("tokens", [MIN_PROMPT_TOKENS, 200])
 def test_a_long_prompt_is_computed_by_the_first_stage(disaggregated: PipelineServer, tokens: int) -> None:
     prompt = new_prompt(disaggregated, tokens)
-    before, handed_before = disaggregated.dispatched(), handed_over(disaggregated)
+    before, handed_before = disaggregated.assigned(), handed_over(disaggregated)
     answer = ask(disaggregated, prompt)
     assert answer.choices[0].text == expected(disaggregated, prompt)
-    assert disaggregated.dispatched() == {stage: number + 1 for stage, number in before.items()}
+    assert disaggregated.assigned() == {stage: number + 1 for stage, number in before.items()}
     # The connector hands over whole blocks, and leaves out the one with the last token.
     assert handed_over(disaggregated) - handed_before == (tokens - 2) // BLOCK * BLOCK
 
@@ -87,10 +87,10 @@ def test_cached_tokens_are_those_that_no_stage_had_to_compute(disaggregated: Pip
 
 def test_a_short_prompt_skips_the_first_stage(disaggregated: PipelineServer) -> None:
     prompt = new_prompt(disaggregated, MIN_PROMPT_TOKENS - 1)
-    before = disaggregated.dispatched()
+    before = disaggregated.assigned()
     answer = ask(disaggregated, prompt)
     assert answer.choices[0].text == expected(disaggregated, prompt)
-    assert disaggregated.dispatched() == before | {DECODE: before[DECODE] + 1}
+    assert disaggregated.assigned() == before | {DECODE: before[DECODE] + 1}
     assert cached_tokens(answer) == 0
 
 

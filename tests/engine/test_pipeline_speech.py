@@ -105,11 +105,11 @@ def ask(server: PipelineServer, **more: Any) -> Any:
 
 
 def test_a_request_for_text_skips_the_talker(speech: PipelineServer) -> None:
-    before = speech.dispatched()
+    before = speech.assigned()
     message = ask(speech).choices[0].message
     assert message.content == text_by_hand(speech)
     assert message.audio is None
-    assert speech.dispatched() == before | {THINKER: before[THINKER] + 1}
+    assert speech.assigned() == before | {THINKER: before[THINKER] + 1}
 
 
 def test_an_answer_comes_as_text_and_as_a_playable_file(speech: PipelineServer) -> None:
@@ -198,8 +198,8 @@ async def test_what_happens_to_a_request(speech: PipelineServer, scenario: Any, 
 def test_a_headless_node_serves_the_vocoder(speech: PipelineServer) -> None:
     with speech.node(VOCODER), speech.drained(VOCODER):
         sound = ask(speech, modalities=BOTH, audio=VOICE).choices[0].message.audio
-        dispatches = speech.by_replica_of(VOCODER, "vllm_omni_fleet:dispatches_total")
-    assert dispatches[1] == 1
+        assignments = speech.by_replica_of(VOCODER, "vllm_omni_fleet:assignments_total")
+    assert assignments[1] == 1
     assert_same_sound(pcm_of(base64.b64decode(sound.data)), spoken(speech))
 
 

@@ -109,7 +109,7 @@ def test_nodes_that_come_and_go_under_load_cost_no_request(
                 asked = len(outcomes)
                 until(lambda asked=asked: len(outcomes) > asked + 4 * CLIENTS, f"{count} nodes answer", 120)
                 if count == 8:
-                    busy = fleet.heads[0].by_replica("vllm_omni_fleet:dispatches_total")
+                    busy = fleet.heads[0].by_replica("vllm_omni_fleet:assignments_total")
         assert len([requests for requests in busy.values() if requests]) == 8
         assert [outcome for outcome in outcomes if not outcome.finished_whole] == []
         assert fleet.counted("vllm_omni_fleet:request_moves_total") == 0

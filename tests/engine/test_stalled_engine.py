@@ -41,15 +41,15 @@ def test_its_streams_go_on_elsewhere_and_it_serves_again_once_it_computes_a_requ
         assert [outcome for outcome in sent if not outcome.finished_whole] == []
         assert head.total(MOVES) > moves
         local, remote = replicas(head)
-        assert (local["status"], local["held_back"]) == ("up", [])
-        assert (remote["status"], remote["held_back"]) == ("error", ["stall"])
+        assert (local["status"], local["cordons"]) == ("up", [])
+        assert (remote["status"], remote["cordons"]) == ("error", ["stall"])
         assert head.by_replica(STALLS) == {**stalls, "1": stalls["1"] + 1}
     finally:
         file.unlink(missing_ok=True)
     until(lambda: head.replicas_up() == 2, "it serves again")
     assert engine.is_running()
-    before = replicas(head)[1]["dispatched"]
+    before = replicas(head)[1]["assigned"]
     with Load(head) as load:
         again = [load.send(SHORT, stream=True, prompt=f"{number} bears") for number in range(STREAMS)]
     assert [outcome for outcome in again if not outcome.finished_whole] == []
-    assert replicas(head)[1]["dispatched"] > before
+    assert replicas(head)[1]["assigned"] > before

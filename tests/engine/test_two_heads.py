@@ -70,14 +70,14 @@ def test_a_replica_drained_at_one_takes_nothing_of_the_other(nodes: NodeFleet, s
     with second.operator() as http:
         assert http.post("/omni/replicas/0.0/drain").status_code == httpx.codes.NO_CONTENT
         try:
-            assert replicas(nodes.head)["0.0"]["held_back"] == ["admin"]
-            before = replicas(nodes.head)["0.0"]["dispatched"]
+            assert replicas(nodes.head)["0.0"]["cordons"] == ["admin"]
+            before = replicas(nodes.head)["0.0"]["assigned"]
             for _ in range(3):
                 complete(nodes.head)
-            assert replicas(nodes.head)["0.0"]["dispatched"] == before
+            assert replicas(nodes.head)["0.0"]["assigned"] == before
         finally:
             assert http.post("/omni/replicas/0.0/resume").status_code == httpx.codes.NO_CONTENT
-    assert replicas(nodes.head)["0.0"]["held_back"] == []
+    assert replicas(nodes.head)["0.0"]["cordons"] == []
 
 
 @pytest.mark.parametrize("killed", [pytest.param("first", marks=pytest.mark.long), "second"])
@@ -91,7 +91,10 @@ def test_the_streams_of_one_go_on_when_the_other_is_killed(nodes: NodeFleet, sec
         assert all(outcome.started.wait(60) for outcome in lost)
         dying.kill()
         assert [answer.result() for answer in kept] == [expected, expected]
-    until(lambda: sum(row["in_flight"] for row in replicas(living).values()) == 0, "nothing of the dead one is counted")
+    until(
+        lambda: sum(row["total_in_flight"] for row in replicas(living).values()) == 0,
+        "nothing of the dead one is counted",
+    )
     until(lambda: coordinator_and_heads(living) == [killed == "second", 1], "it says that it is alone")
     assert complete(living, TOKENS) == expected
     if killed == "first":

@@ -33,14 +33,14 @@ class NotingPolicy:
         candidates = (Candidate(position, 1.0, self.matched_tokens),)
         return Decision(position, "noted", candidates, matched_tokens=self.matched_tokens)
 
-    def dispatched(self, task: Task, replica: Any, decision: Decision) -> None:
-        self._note("dispatched", replica, task["request_id"], decision.reason)
+    def assigned(self, task: Task, replica: Any, decision: Decision) -> None:
+        self._note("assigned", replica, task["request_id"], decision.reason)
 
     def began(self, task: Task, replica: Any, cached_tokens: int | None) -> None:
         self._note("began", replica, task["request_id"], cached_tokens)
 
-    def dispatch_cancelled(self, task: Task, replica: Any, decision: Decision) -> None:
-        self._note("dispatch_cancelled", replica, task["request_id"], decision.reason)
+    def assignment_cancelled(self, task: Task, replica: Any, decision: Decision) -> None:
+        self._note("assignment_cancelled", replica, task["request_id"], decision.reason)
 
     def ended(self, task: Task, replica: Any, seconds: float, output_tokens: int) -> None:
         self._note("ended", replica, task["request_id"], seconds, output_tokens, list(task["answer_ids"]))

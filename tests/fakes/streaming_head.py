@@ -15,7 +15,7 @@ _PAGE["/omni/page.css"] = ("page.css", "text/css")
 REPLICA: dict[str, Any] = {
     "id": "0.1",
     "status": "draining",
-    "held_back": ["admin"],
+    "cordons": ["admin"],
     "remote": True,
     "address": "tcp://10.0.0.1:7001",
     "requests": 3,
@@ -29,7 +29,7 @@ REPLICA: dict[str, Any] = {
     "heartbeat_seconds": 0.25,
     "since_seconds": 61.0,
     "restarts": 0,
-    "dispatched": 9,
+    "assigned": 9,
 }
 STAGE: dict[str, Any] = {"stage": 0, "policy": "prefix", "name": "", "level": 0, "inputs": [], "output": ""}
 STATE: dict[str, Any] = {

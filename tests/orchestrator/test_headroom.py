@@ -58,7 +58,7 @@ async def test_a_tenant_over_its_share_leaves_slots_for_other_tenants() -> None:
         for name in "12":
             await fleet.submit(name, prompt=[1, 2], terms=CALM)
             assert got(fleet.links[0])[-1] == name
-        assert fleet.orchestrator.metrics.reserve_bubbles == 0
+        assert fleet.orchestrator.metrics.idle_while_waiting == 0
 
 
 async def test_a_minute_after_the_last_request_of_others_no_slots_are_left_free() -> None:

@@ -35,7 +35,7 @@ async def test_the_next_request_is_sent_at_the_first_output_of_one_and_not_befor
         fleet.say("b", 1, finish_reason="stop")
         fleet.say("c", 1)
         assert got(link) == "abcde"
-        assert fleet.orchestrator.metrics.reserve_bubbles == 0
+        assert fleet.orchestrator.metrics.idle_while_waiting == 0
 
 
 async def test_an_engine_gets_prompts_for_two_steps_behind_the_one_that_it_computes() -> None:

@@ -47,7 +47,7 @@ async def test_hooks_follow_an_attempt() -> None:
         fleet.now = 5.0
         link.output(attempt, 8, 9, finish_reason="stop")
     assert policy.notes == [
-        ("dispatched", 1, "a", "noted"),
+        ("assigned", 1, "a", "noted"),
         ("began", 1, "a", 2),
         ("ended", 1, "a", 5.0, 3, [7, 8, 9]),
     ]
@@ -76,9 +76,9 @@ async def test_an_attempt_that_is_aborted_before_its_first_output_ends_without_b
         await fleet.submit("b")
         fleet.say("b", finish_reason="error")
     assert [(what, request) for what, _, request, *_ in policy.notes] == [
-        ("dispatched", "a"),
+        ("assigned", "a"),
         ("ended", "a"),
-        ("dispatched", "b"),
+        ("assigned", "b"),
         ("ended", "b"),
     ]
 
@@ -94,10 +94,10 @@ async def test_a_lost_replica_is_forgotten_before_its_requests_are_assigned_agai
         assert fleet.pool.member(1).load.prefill_tokens == 4
         link.output(attempt, 9, finish_reason="stop")
     assert policy.notes == [
-        ("dispatched", 0, "a", "noted"),
+        ("assigned", 0, "a", "noted"),
         ("began", 0, "a", None),
         ("replica_lost", 0),
-        ("dispatched", 1, "a", "noted"),
+        ("assigned", 1, "a", "noted"),
         ("began", 1, "a", None),
         ("ended", 1, "a", 0.0, 1, [9]),
     ]
@@ -131,7 +131,7 @@ async def test_a_policy_whose_hooks_fail_costs_no_request(
         assert [reason for _, reason in await fleet.read()] == [None, "stop"] * 3
         assert fleet.in_flight == [0, 0]
     assert [record.message.partition("`")[2].partition("`")[0] for record in caplog.records] == [
-        "dispatched",
+        "assigned",
         "began",
         "ended",
     ]
@@ -197,7 +197,7 @@ async def test_every_assignment_is_one_counted_decision() -> None:
         await fleet.submit("b", affinity=7)
         metrics = fleet.orchestrator.metrics
         assert metrics.decisions == {(0, "NotingPolicy", "noted"): 2, (0, "NotingPolicy", BOUND): 1}
-        assert sum(metrics.decisions.values()) == sum(member.dispatches for member in fleet.pool.members)
+        assert sum(metrics.decisions.values()) == sum(member.assignments for member in fleet.pool.members)
         state = fleet.orchestrator.request_states["b"].runs[0]
         assert state.decision == Decision(0, BOUND, by_policy=False)
 

@@ -61,7 +61,7 @@ def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
 def assign(pool: StagePool) -> PoolMember:
     member, decision = pool.decide({})
     state = StageRun("r", FakeRequest("r"), 0.0)
-    state.assign(member.replica_id, f"r-{member.dispatches}", {}, decision, 0.0)
+    state.assign(member.replica_id, f"r-{member.assignments}", {}, decision, 0.0)
     pool.charge(member, state)
     return member
 

@@ -26,29 +26,33 @@ class ReplicaReport:
     Attributes:
         id: `<stage>.<replica>`.
         status: `up`: takes requests; `draining`: attached without new requests; `down` or `error`: lost.
-        held_back: why it gets no new requests: `admin`: an operator drains it; `drain`: its own server is ending;
+        cordons: why it gets no new requests: `admin`: an operator drains it; `drain`: its own server is ending;
             `late`: its server answers late; `asleep`: it was found paused or asleep; `weights`: weights were updated
             before its engine started; `stall`: it answered and computed nothing, and serves again once a request that
             is tried there gets a token.
         remote: whether its engine belongs to another process.
         input_addr, output_addr: ZMQ addresses; empty before it has served, unless it is remote.
-        in_flight: unfinished requests of this head, and of other heads as reported.
-        dispatched: requests that this head has assigned to it so far.
+        total_in_flight: unfinished requests of this head, and of other heads as reported.
+        assigned: requests that this head has assigned to it so far.
         since_seconds: seconds since it last began to serve or was lost; None before it has served.
+        held_back, in_flight, dispatched: `cordons`, `total_in_flight` and `assigned` under the names of version 0.1.
     """
 
     id: str
     stage: int
     replica: int
     status: str
-    held_back: list[str]
+    cordons: list[str]
     remote: bool
     input_addr: str
     output_addr: str
-    in_flight: int
-    dispatched: int
+    total_in_flight: int
+    assigned: int
     restarts: int
     since_seconds: float | None
+    held_back: list[str]
+    in_flight: int
+    dispatched: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class FleetAdmin:
             raise UnknownReplicaError(f"There is no replica {replica}. There are: {', '.join(members) or 'none'}.")
         member = members[replica]
         if action == "resume" and ADMIN_CORDON not in member.cordons:
-            reasons = f", held back: {', '.join(sorted(member.cordons))}" if member.cordons else ""
+            reasons = f", cordoned: {', '.join(sorted(member.cordons))}" if member.cordons else ""
             state = f"it is {member.status.value}{reasons}"
             raise ReplicaError(f"Replica {replica} is not drained by an operator ({state}).")
         reply: Future[None] = Future()
@@ -94,17 +98,21 @@ class FleetAdmin:
 
 
 def _report(member: PoolMember, now: float) -> ReplicaReport:
+    cordons, total_in_flight, assigned = sorted(member.cordons), member.queue_length, member.assignments
     return ReplicaReport(
         id=member.name,
         stage=member.stage_id,
         replica=member.replica_id,
         status=member.status.value,
-        held_back=sorted(member.cordons),
+        cordons=cordons,
         remote=member.remote,
         input_addr=member.input_addr,
         output_addr=member.output_addr,
-        in_flight=member.queue_length,
-        dispatched=member.dispatches,
+        total_in_flight=total_in_flight,
+        assigned=assigned,
         restarts=member.restarts,
         since_seconds=now - member.changed_at if member.changed_at else None,
+        held_back=cordons,
+        in_flight=total_in_flight,
+        dispatched=assigned,
     )

@@ -163,21 +163,21 @@ class DecidingBalancer(LoadBalancer, Protocol):
         """Choose a replica and give the reason. Raises ValueError if `replicas` is empty.
 
         It may change no state except that of a random generator, because `POST /omni/explain` calls it without sending
-        a request. Record a choice in `PolicyHooks.dispatched` instead.
+        a request. Record a choice in `PolicyHooks.assigned` instead.
         """
 
 
 class PolicyHooks(Protocol):
     """Optional methods of a policy. Each is called on the orchestrator's loop, like `select`, if the policy has it.
 
-    For one attempt of a request the calls are `dispatched`, `began` (unless it ended before its first output) and
+    For one attempt of a request the calls are `assigned`, `began` (unless it ended before its first output) and
     `ended`. `replica_lost` ends all attempts of a replica, without `ended` for each.
     """
 
-    def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+    def assigned(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """A request is assigned to a replica. This need not be the chosen one: some requests are bound to a replica."""
 
-    def dispatch_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+    def assignment_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         """A request that this policy placed was refused or aborted before the engine received it; `ended` follows."""
 
     def began(self, task: Task, replica: ReplicaView, cached_tokens: int | None) -> None:

@@ -21,7 +21,12 @@ ENTRY_POINT_GROUP = "vllm_omni_plugin.lb_policies"
 _NO_OPTION = "rng"
 """By convention the argument for a source of randomness, in tests and simulations; it is not an option."""
 
-_RENAMED_HOOKS = {"forgotten": "replica_lost", "cleared": "cache_cleared"}
+_RENAMED_HOOKS = {
+    "dispatched": "assigned",
+    "dispatch_cancelled": "assignment_cancelled",
+    "forgotten": "replica_lost",
+    "cleared": "cache_cleared",
+}
 """Hooks of version 0.1, and what they are called now: under the old names they are never called."""
 
 _REMOVED = {"power-of-two": "least-queue-length", "cost-aware": "least-tokens"}

@@ -78,7 +78,7 @@ METRICS = (
         "`queue_full`, `pushed_out`: others had precedence; `deadline`: too late.",
     ),
     _counter(
-        "reserve_bubbles",
+        "idle_while_waiting",
         "Times a replica had begun all its requests while requests waited at the head.",
     ),
     _gauge(
@@ -106,9 +106,10 @@ METRICS = (
         "livemostrecent",
     ),
     _counter(
-        "dispatches{stage,replica}",
+        "assignments{stage,replica}",
         "Requests assigned to a replica.",
     ),
+    _counter("dispatches{stage,replica}", "`assignments_total` under its name of version 0.1, for this version only."),
     _gauge(
         "requests_in_flight{stage,replica}",
         "This head's requests charged to a replica; exact. May be summed over heads.",

@@ -131,8 +131,9 @@ class FleetCollector(Collector):
         # Read again: a replica may have come or left since, and no sum may fall.
         members += [member for pool in pools for member in pool.members]
         present = {(member.stage_id, member.replica_id): member.counts for member in members}
-        for position, name in enumerate(("dispatches", "replica_restarts", "replica_stalls")):
-            yield _family(name, [(labels, counts[position]) for labels, counts in (departed | present).items()])
+        for position, names in enumerate((("assignments", "dispatches"), ("replica_restarts",), ("replica_stalls",))):
+            for name in names:
+                yield _family(name, [(labels, counts[position]) for labels, counts in (departed | present).items()])
         for name, value in _BY_REPLICA:
             gauges = {(member.stage_id, member.replica_id): value(member) for pool in pools for member in pool.members}
             yield _family(name, gauges.items())
@@ -181,7 +182,7 @@ def _counts(metrics: OrchestratorMetrics) -> Iterator[tuple[str, Samples]]:
     yield "decisions", metrics.decisions.copy().items()
     yield "decision_fallbacks", metrics.decision_fallbacks.copy().items()
     for name, count in (
-        ("reserve_bubbles", metrics.reserve_bubbles),
+        ("idle_while_waiting", metrics.idle_while_waiting),
         ("tokens_swallowed", metrics.tokens_swallowed),
         ("replays_diverged", metrics.replays_diverged),
         ("matched_tokens", metrics.matched_tokens),

@@ -82,7 +82,7 @@ class FleetView:
         return {
             "id": member.name,
             "status": member.status.value,
-            "held_back": sorted(member.cordons),
+            "cordons": sorted(member.cordons),
             "remote": member.remote,
             "address": member.input_addr if member.remote else "",
             "requests": load.requests,
@@ -98,7 +98,7 @@ class FleetView:
             else max(0.0, now - client.answered_at),
             "since_seconds": now - member.changed_at if member.changed_at else None,
             "restarts": member.restarts,
-            "dispatched": member.dispatches,
+            "assigned": member.assignments,
         }
 
 

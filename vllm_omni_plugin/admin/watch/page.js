@@ -186,8 +186,8 @@ function showMeter({ meter, text }, value, most, words) {
 
 function showReplica(shown, replica, mostRequests, mostTokens) {
   shown.row.className = `replica ${replica.status}`;
-  const held = replica.held_back.length ? `, held back: ${replica.held_back.join(", ")}` : "";
-  write(shown.status, replica.status + held);
+  const cordoned = replica.cordons.length ? `, cordoned: ${replica.cordons.join(", ")}` : "";
+  write(shown.status, replica.status + cordoned);
   const [requests, tokens, kv] = shown.meters;
   showMeter(requests, replica.requests, mostRequests, `${number(replica.requests)}, ${number(replica.waiting)} wait`);
   showMeter(tokens, replica.tokens, replica.kv_tokens || mostTokens, number(replica.tokens));

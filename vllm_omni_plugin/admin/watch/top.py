@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from vllm_omni_plugin.errors import ServerUnavailableError
 
-_COLUMNS = ("ID", "STATUS", "REQUESTS", "WAIT", "TOKENS", "KV", "TOKENS/S", "HITS", "BEAT", "RESTARTS", "HELD BACK")
+_COLUMNS = ("ID", "STATUS", "REQUESTS", "WAIT", "TOKENS", "KV", "TOKENS/S", "HITS", "BEAT", "RESTARTS", "CORDONS")
 _REQUESTS = ("unfinished", "queued", "held", "moved", "lost", "refused")
 _EVENTS = 10
 _CLEAR = "\x1b[H\x1b[2J"
@@ -134,7 +134,7 @@ def _row(replica: Mapping[str, Any]) -> tuple[str, ...]:
         _format(replica["hit_rate"], "{:.0%}"),
         _format(replica["heartbeat_seconds"], "{:.1f} s"),
         str(replica["restarts"]),
-        ", ".join(replica["held_back"]) or "-",
+        ", ".join(replica["cordons"]) or "-",
     )
     return tuple(map(_printable, cells))
 

@@ -106,11 +106,11 @@ class PrefixBalancer(DecidingBalancer):
         fallback = self._fallback(task, fleet, positions)
         return Decision(position, reason, tuple(map(Candidate, positions, costs, matches)), fallback, matched)
 
-    def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+    def assigned(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         keys = prompt_keys(task.get("prompt", NO_PROMPT), block_size_of(replica))
         self._caches.send(self._bits.bit(replica), keys, capacity_of(replica))
 
-    def dispatch_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+    def assignment_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         size = block_size_of(replica)
         keys = prompt_keys(task.get("prompt", NO_PROMPT), size)
         self._caches.undo_estimate(self._bits.bit(replica), keys, decision.matched_tokens // size)

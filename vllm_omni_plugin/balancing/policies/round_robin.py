@@ -48,7 +48,7 @@ class RoundRobinBalancer(DecidingBalancer):
             identity = self._next(replicas)
             return Decision(self._live[identity], "turn")
 
-    def dispatched(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
+    def assigned(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
         # Also if the replica was not chosen by this policy.
         with self._lock:
             identity = identity_of(replica)

@@ -74,7 +74,7 @@ class FleetClient(UtilityCallClient):
         self._front_end = fleet.orchestrator.front_end
         self._fleet = fleet
         self.fleet_calls = fleet.fleet_calls
-        self._events = FleetEventHandler(fleet.stages, vllm_config, ready_responses, self.abort_call, self._send)
+        self._events = FleetEventHandler(fleet.stages, vllm_config, ready_responses, self.abort_requests, self._send)
         self._received: deque[Any] = deque()
         self._clock = clock
         self._next_yield = -math.inf
@@ -167,7 +167,7 @@ class FleetClient(UtilityCallClient):
         # A further part of a streaming session is not new, unless the orchestrator has not taken the first part yet.
         if self.graceful_shutdown.ending and request.request_id not in self.orchestrator.request_states:
             self.graceful_shutdown.refuse(request.request_id, call)
-            self.abort_call([request.request_id])
+            self.abort_requests([request.request_id])
             return
         chosen_replicas = new_chosen_replicas()
         spans = self._events.spans
@@ -194,9 +194,9 @@ class FleetClient(UtilityCallClient):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Abort requests. Of a pipeline call, abort only the stages that answer through vLLM's server."""
-        self.abort_call(request_ids, whole=False)
+        self.abort_requests(request_ids, whole=False)
 
-    def abort_call(self, request_ids: Sequence[str], whole: bool = True) -> None:
+    def abort_requests(self, request_ids: Sequence[str], whole: bool = True) -> None:
         """Abort these requests of AsyncLLM, if `whole` in all stages. Never blocks."""
         self.graceful_shutdown.outputs_processed()
         if request_ids:

@@ -189,7 +189,7 @@ class FleetEndpoints:
             options.max_buffered_bytes,
         )
         if fleet.stages.pipeline is not None:
-            serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_call)
+            serve_pipeline(self._app, fleet.stages.pipeline, fleet.abort_requests)
 
 
 def serve_pipeline(app: FastAPI, pipeline: Pipeline, abort: Abort) -> None:

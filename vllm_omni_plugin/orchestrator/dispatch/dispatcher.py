@@ -244,7 +244,7 @@ class Dispatcher:
             case Action.SEND:
                 assert choice is not None
                 ledger = choice[0].ledger
-                self._head.metrics.reserve_bubbles += not (ledger.pending or self._situation.is_over_share(run))
+                self._head.metrics.idle_while_waiting += not (ledger.pending or self._situation.is_over_share(run))
                 self._send_to(run, choice, self._request_of(run))
             case Action.ASSIGN:
                 if place.reason is WaitReason.MOVING:

@@ -23,7 +23,7 @@ UNEXPLAINED = "unexplained"
 """The reason of all decisions of a policy that has no method `decide`."""
 POLICY_FAULT = "policy-fault"
 """The fallback after an error or an invalid answer of the policy."""
-_HOOKS = ("dispatched", "dispatch_cancelled", "began", "ended", "replica_lost", "cache_cleared", "cache_changed")
+_HOOKS = ("assigned", "assignment_cancelled", "began", "ended", "replica_lost", "cache_cleared", "cache_changed")
 
 
 class PolicyGuard:

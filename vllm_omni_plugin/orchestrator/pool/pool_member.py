@@ -64,14 +64,14 @@ class PoolMember:
         queue_length: unfinished requests as the ledger has them: this head's, which are exact, and those of other heads
             as they were reported. An attribute, since policies read it of all replicas.
         progress: the signs that its engine computes.
-        dispatches: requests assigned to the replica so far.
+        assignments: requests assigned to the replica so far.
         restarts: how often its engine was restarted.
         stalls: how often its engine answered and computed nothing, see `StallWatch`.
         bad_output_at: monotonic seconds at which it last sent an output that the front end could not process.
         request_to_try: what it gets after a stall, before it serves again; None: nothing.
         remote: whether its engine belongs to another process, which this head attaches to.
         incarnation: the incarnation that this head is or was attached to, of a remote replica.
-        cordons: the reasons for which the replica gets no new requests; users see them as `held_back`. Replaced and
+        cordons: the reasons for which the replica gets no new requests; JSON has them. Replaced and
             never changed, since other threads read it.
         changed_at: monotonic seconds at which the replica last began to serve or was lost.
         leave: removes the replica for good, moves its requests and frees its id. Returns at once; raises
@@ -94,7 +94,7 @@ class PoolMember:
     ledger: LoadLedger = field(default_factory=LoadLedger)
     queue_length: int = 0
     progress: Progress = field(default_factory=Progress)
-    dispatches: int = 0
+    assignments: int = 0
     restarts: int = 0
     stalls: int = 0
     bad_output_at: float = -inf
@@ -122,8 +122,8 @@ class PoolMember:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """What the metrics count of it: dispatches, restarts and stalls."""
-        return self.dispatches, self.restarts, self.stalls
+        """What the metrics count of it: assignments, restarts and stalls."""
+        return self.assignments, self.restarts, self.stalls
 
     @property
     def starts_with_head(self) -> bool:

@@ -125,7 +125,7 @@ class StagePool:
             raise ValueError(f"stage {self.stage_id} has a replica {replica_id} already")
         member = self._by_id[replica_id] = PoolMember(replica_id, self.stage_id)
         counts = dict(self.departed)
-        member.dispatches, member.restarts, member.stalls = counts.pop(replica_id, (0, 0, 0))
+        member.assignments, member.restarts, member.stalls = counts.pop(replica_id, (0, 0, 0))
         self.departed = counts
         self.members = _in_order((*self.members, member))
         return member
@@ -278,12 +278,12 @@ class StagePool:
 
     def charge(self, member: PoolMember, run: StageRun) -> None:
         member.in_flight[run.engine_request_id] = run
-        member.dispatches += 1
+        member.assignments += 1
         member.ledger.charge(run, run.charged_at)
         self._unreported.in_flight += 1
         self.flow.entered(run.charged_at)
         self._load_changed(member)
-        self._policy.notify("dispatched", run.task, member, run.decision)
+        self._policy.notify("assigned", run.task, member, run.decision)
 
     def add_first_output(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
         """An attempt's first output came; `cached_tokens` is None if the engine did not report them."""
@@ -316,7 +316,7 @@ class StagePool:
             self.flow.dropped(now, in_engine_s=_in_engine_s(run, now))
         self._load_changed(member)
         if run.ended and not run.sent and run.decision.by_policy:
-            self._policy.notify("dispatch_cancelled", run.task, member, run.decision)
+            self._policy.notify("assignment_cancelled", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]
         self._policy.notify("ended", run.task, member, now - run.charged_at, run.output_tokens)
         member.notify_if_idle()

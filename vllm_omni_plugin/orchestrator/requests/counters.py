@@ -54,7 +54,7 @@ class OrchestratorMetrics:
         queued_in: by stage, returns how many of its requests wait at this head for room at a replica.
         decisions: assignments by stage, policy and reason.
         decision_fallbacks: assignments where a policy could not apply its main rule, by stage, policy and fallback.
-        reserve_bubbles: times a replica had begun all its requests while others waited here.
+        idle_while_waiting: times a replica had begun all its requests while others waited here.
         requests_refused: requests refused by admission, by stage, reason and HTTP status.
         requests_refused_before_accept: those whose refusal was clear before they were accepted.
         matched_tokens: prompt tokens that policies expected in the caches of the chosen replicas. Counts only attempts
@@ -80,7 +80,7 @@ class OrchestratorMetrics:
         self.decision_fallbacks: dict[tuple[int, str, str], int] = {}
         self.requests_refused: dict[tuple[int, str, str], int] = {}
         self.requests_refused_before_accept: dict[tuple[int, str, str], int] = {}
-        self.reserve_bubbles = 0
+        self.idle_while_waiting = 0
         self.matched_tokens = 0
         self.cached_tokens = 0
         self.coordinator_connected: bool | None = None
