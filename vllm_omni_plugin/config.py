@@ -70,8 +70,6 @@ class Flag:
 
 
 def integer(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
-    """An argparse type for integers from `minimum` to `maximum`."""
-
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -86,7 +84,6 @@ def integer(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """An argparse type for durations of zero or more seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -99,14 +96,12 @@ def seconds(text: str) -> float:
 
 
 def header_name(text: str) -> str:
-    """An argparse type for names of HTTP headers."""
     if not _HEADER_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a valid name of an HTTP header")
     return text
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """An argparse type for JSON objects."""
     try:
         value = json.loads(text)
     except ValueError as error:

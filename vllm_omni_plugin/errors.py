@@ -50,11 +50,7 @@ class NoReplicaError(OmniError):
 class RequestRefusedError(OmniError):
     """Admission control refused the request. It never reached an engine, so the client may retry it.
 
-    Args:
-        status: HTTP status: 429 if the tenant is over its share or limits, 503 if the fleet is full.
-        reason: label in metrics.
-        message: for the client.
-        retry_after_s: for the `Retry-After` header.
+    The HTTP status is 429 if the tenant is over its share or limits, 503 if the fleet is full; `reason` is for metrics.
     """
 
     def __init__(self, status: int, reason: str, message: str, retry_after_s: int) -> None:

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 
 class Backoff:
-    """Pauses between restarts, in seconds. Each pause is twice the previous one, from `first` to `longest`.
+    """Pauses between restarts in seconds: each twice the previous one, from `first` to `longest`.
 
     After `healthy_after` seconds in service the pauses start with `first` again.
     """

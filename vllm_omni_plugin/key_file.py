@@ -12,12 +12,8 @@ _MAX_FILE_BYTES = 65_536
 def read_key_file(path: str | Path, place: str, private: bool = False) -> list[str]:
     """Return the lines of a UTF-8 file, stripped and without empty ones.
 
-    Args:
-        place: Where the path was given, for errors.
-        private: Refuse a file that belongs to, or can be accessed by, other users.
-
-    Raises:
-        ConfigError: The file is unreadable, not regular, larger than 64 KiB, not UTF-8, or not private.
+    A `private` file must belong to this user alone. Raises ConfigError, which names the `place` where the path was
+    given, if the file is unreadable, not regular, larger than 64 KiB, not UTF-8, or not private.
     """
     # Non-blocking, because opening a named pipe would wait for a writer.
     try:
@@ -37,7 +33,6 @@ def read_key_file(path: str | Path, place: str, private: bool = False) -> list[s
 
 
 def _fault(found: os.stat_result, private: bool) -> str:
-    """Return the reason to refuse a file, or an empty string."""
     if not stat.S_ISREG(found.st_mode):
         return "it is not a regular file"
     if private and found.st_uid != os.geteuid():

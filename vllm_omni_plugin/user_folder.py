@@ -57,7 +57,6 @@ class UserFolder:
         os.rename(self._write_draft(text), name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
         os.unlink(name, dir_fd=self._descriptor)
 
     def _write_draft(self, text: str) -> str:
@@ -72,10 +71,7 @@ class UserFolder:
 def open_user_folder(path: Path, create: bool = False) -> Iterator[UserFolder]:
     """The folder at one of `folder_paths`.
 
-    Raises:
-        FileNotFoundError: There is none, and it is not to be created.
-        PermissionError: It is not a folder of this user's that only he can access.
-        OSError: It cannot be opened or created.
+    Raises FileNotFoundError if there is none, PermissionError if it is not this user's alone, or another OSError.
     """
     if create:
         with suppress(FileExistsError):

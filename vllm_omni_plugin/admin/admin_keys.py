@@ -65,13 +65,10 @@ def publish_local_key(host: str | None, port: int) -> str:
 
 
 def publish_head(host: str | None, port: int, head: LocalHead) -> None:
-    """Make `find_head` find this until this process ends.
+    """Make `find_head` find this until this process ends. `host` and `port` are those of the head's flags.
 
     It is in each usable folder of `folder_paths`: a command may not have the head's environment, and a run-time
     directory may go when its user logs out.
-
-    Args:
-        host, port: where the head listens, as its flags say it.
     """
     text = "\n".join(head)
     names = [_file_name(address, port) for address in local_addresses(host)]

@@ -16,11 +16,7 @@ logger = init_logger(__name__)
 
 
 class AdmissionFile:
-    """Reloads the file and passes its config to the orchestrator. Lives on the server's event loop.
-
-    Args:
-        reload_others: makes the other API servers of this command reload the file.
-    """
+    """Reloads the file, here and by `reload_others` in other API servers. Lives on the server's event loop."""
 
     def __init__(self, path: str, orchestrator: Orchestrator, reload_others: Callable[[], None]) -> None:
         self._path = path
@@ -30,14 +26,9 @@ class AdmissionFile:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def reload(self) -> list[str]:
-        """Reload the file, here and in the other API servers. Waiting requests keep their places.
+        """Reload the file, here and in the other API servers; returns the changed values, one line each.
 
-        Returns:
-            The changed values, one line each.
-
-        Raises:
-            ConfigError: the file has an error. The previous config stays in use.
-            QueueClosedError: the server is about to exit.
+        Waiting requests keep their places. Raises ConfigError if the file has an error; the previous config then stays.
         """
         changes = await self._load()
         self._reload_others()

@@ -58,7 +58,7 @@ async def explain(
     tenant: str = "",
     priority: int | None = None,
 ) -> DecisionReport:
-    """Ask the policy, on the orchestrator's loop, where a completion of `prompt` would go, without running it."""
+    """Ask the policy, on the orchestrator's loop, where a completion of `prompt` would go."""
     read = await read_prompt(prompt, model)
     task: Task = {"request_id": "explain", "prompt": read, "session": session, "max_tokens": None}
     reply: Future[Explanation] = Future()

@@ -18,7 +18,6 @@ class HeadDrain:
 
     @property
     def active(self) -> bool:
-        """Whether new requests are refused."""
         return bool(self._flag[0])
 
     def use_shared_flag(self, flag: MutableSequence[int]) -> None:
@@ -26,13 +25,11 @@ class HeadDrain:
         self._flag = flag
 
     def begin(self) -> None:
-        """Take no new requests. Idempotent."""
         if not self.active:
             self._flag[0] = 1
             self._events.record(EventKind.DRAIN, CORDON_REASONS[ADMIN_CORDON][0])
 
     def end(self) -> None:
-        """Take new requests again. Idempotent."""
         if self.active:
             self._flag[0] = 0
             self._events.record(EventKind.RESUME, CORDON_REASONS[ADMIN_CORDON][1])

@@ -59,19 +59,11 @@ class Hold:
         return bool(self.closed_reason()) or not self.orchestrator.can_serve
 
     async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]], has_key: bool) -> bool:
-        """Wait until the fleet can serve or the client has disconnected.
+        """Wait until the fleet can serve or the client has disconnected; returns whether it is still connected.
 
-        Args:
-            disconnected: returns when the client has disconnected, or raises an error that ends the wait; cancelled
-                when the wait ends.
-            has_key: whether the request may wait: it has a valid API key, or the server needs none.
-
-        Returns:
-            Whether the client is still connected.
-
-        Raises:
-            NoReplicaError: the time is up, too many requests or bytes wait, the server shuts down or is drained, or the
-                request may not wait.
+        `disconnected` returns when the client has disconnected, or raises an error that ends the wait. Raises
+        NoReplicaError if the time is up, too many requests or bytes wait, the server takes no requests, or this one has
+        no valid key.
         """
         if reason := self.closed_reason():
             raise self._refuse(reason)
@@ -107,7 +99,6 @@ class Hold:
             raise self._refuse_without_replica(f"the bodies of waiting requests have more than {limit}")
 
     def release(self, size: int) -> None:
-        """These bytes are no longer those of a held request."""
         self.orchestrator.metrics.held_bytes_before_accept -= size
 
     def _refuse_without_replica(self, reason: str) -> NoReplicaError:
@@ -125,17 +116,11 @@ def unavailable(orchestrator: Orchestrator) -> NoReplicaError:
 
 
 class HoldMiddleware:
-    """Holds POST requests to inference paths by `app.state.omni_hold`; all other requests pass at once.
+    """Holds POST requests to inference paths by `app.state.omni_hold`; says why a health check fails.
 
-    It also answers a health check that fails, because vLLM's answer does not say why.
-
-    A refusal is a 503 with `Retry-After`, in the format of OpenAI's errors. Any other 503 of these paths gets the same
-    header, because vLLM's error handlers set none.
-
-    Args:
-        paths: the inference paths, below the root path.
-        has_key: whether the headers have a valid API key, or the server needs none. vLLM does not check the keys of all
-            paths, and requests without a key must not take the places of requests with one.
+    A refusal is a 503 with `Retry-After` in the format of OpenAI's errors. Any other 503 of these paths gets the same
+    header, because vLLM's error handlers set none. `has_key` is asked since vLLM does not check the keys of all paths,
+    and requests without a key must not take the places of requests with one.
     """
 
     def __init__(self, app: ASGIApp, paths: frozenset[str], has_key: Callable[[Headers], bool]) -> None:
@@ -178,8 +163,7 @@ class HoldMiddleware:
 class BufferedRequest:
     """Reads a request before the application does, because a disconnect is seen only after the body.
 
-    Attributes:
-        kept: bytes of the body that `until_disconnect` has buffered.
+    `kept` counts the bytes of the body that `until_disconnect` has buffered.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -190,11 +174,7 @@ class BufferedRequest:
         self._pending: asyncio.Future[Message] | None = None
 
     async def until_disconnect(self, keep: Callable[[int], None]) -> None:
-        """Buffer messages; return when the client has disconnected.
-
-        Args:
-            keep: called with the size of each part of the body; an error that it raises is raised.
-        """
+        """Buffer messages until the client has disconnected. `keep` gets the size of each part, and may raise."""
         while not self._messages or self._messages[-1]["type"] != "http.disconnect":
             self._pending = asyncio.ensure_future(self._receive())
             message = await asyncio.shield(self._pending)
@@ -205,7 +185,7 @@ class BufferedRequest:
             keep(size)
 
     async def body(self) -> bytes | None:
-        """Read and buffer the whole body; None if the client has disconnected."""
+        """The whole body, buffered; None if the client has disconnected."""
         while not self._messages or self._messages[-1].get("more_body", False):
             self._messages.append(await self._receive())
         if self._messages[-1]["type"] == "http.disconnect":
@@ -213,7 +193,6 @@ class BufferedRequest:
         return b"".join(message.get("body", b"") for message in self._messages)
 
     async def receive(self) -> Message:
-        """The next message for the application: buffered ones first."""
         if self._messages:
             return self._messages.popleft()
         if self._pending is not None:

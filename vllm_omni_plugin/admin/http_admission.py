@@ -44,13 +44,10 @@ class BadTimeoutError(OmniError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HttpAdmission:
-    """What the middleware needs of a fleet.
+    """What the middleware needs of a fleet: two methods of `Admission`, and the rest.
 
-    Attributes:
-        expected_refusal: see `Admission.expected_refusal`.
-        may_refuse: see `Admission.may_refuse`.
-        count: called for each refusal before the application sees the request.
-        tenant_headers: headers that may name the tenant, in this order. Empty: requests have no tenants.
+    `count` gets each refusal before the application sees the request. Without `tenant_headers`, which are tried in this
+    order, requests have no tenants.
     """
 
     expected_refusal: Callable[[RequestTerms, int | None, float], RequestRefusedError | None]
@@ -61,12 +58,7 @@ class HttpAdmission:
 
 
 def request_terms(headers: Headers, tenant_headers: Sequence[str], has_key: bool = True) -> RequestTerms:
-    """Read the tenant and the timeout of a request. Raises `BadTimeoutError`.
-
-    Args:
-        tenant_headers: see `HttpAdmission`.
-        has_key: see `AdmissionMiddleware`.
-    """
+    """Read the tenant and the timeout of a request. Raises `BadTimeoutError`."""
     text = headers.get(_TIMEOUT)
     timeout_s = None if text is None else _seconds(text.decode("latin-1"))
     if not has_key:
@@ -104,17 +96,9 @@ def _tenant(headers: Headers, names: Sequence[str]) -> str:
 class DeferredResponse:
     """A response whose start may be held back, made by one or several requests to the fleet.
 
-    If its requests may be refused while they wait, the start is buffered until a request was submitted and then
-    something follows the start. Until then a refusal can still replace the response.
-
-    Args:
-        arrived: monotonic seconds of the client's request.
-        send: sends a message to the client.
-        deferred: whether the start is buffered.
-
-    Attributes:
-        request_ids: of the requests submitted to the fleet for this response.
-        refusal: what the client gets instead of this response.
+    If its requests may be refused while they wait (`deferred`), the start is buffered until a request was submitted and
+    then something follows the start. Until then a `refusal` can still replace the response. `arrived` is in monotonic
+    seconds.
     """
 
     def __init__(self, terms: RequestTerms, arrived: float, send: Send, deferred: bool) -> None:
@@ -140,7 +124,6 @@ class DeferredResponse:
         return self.refusal is not None
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Send or buffer a message of the application."""
         return self._send(message) if self._buffered is None else self._buffer(self._buffered, message)
 
     async def _buffer(self, buffered: list[Message], message: Message) -> None:
@@ -153,7 +136,6 @@ class DeferredResponse:
             await self.release()
 
     async def release(self) -> None:
-        """Send what is buffered, and buffer nothing from now on."""
         buffered, self._buffered = self._buffered or (), None
         for message in buffered:
             await self._send(message)
@@ -171,13 +153,9 @@ class AdmissionMiddleware:
     """Refuses requests before the application sees them, and turns later refusals into the correct status.
 
     vLLM starts a stream before an engine has any output. This middleware holds the start back, so that a request that
-    is refused while it waits gets 429 or 503 with `Retry-After`, also for a stream. It handles POST requests to the
-    inference paths if `app.state.omni_admission` exists.
-
-    Args:
-        paths: the inference paths, below the root path.
-        has_key: whether the headers have a valid API key, or the server needs none. vLLM does not check the keys of all
-            paths, and a client without a key must not take the place of a tenant.
+    is refused while it waits gets 429 or 503 with `Retry-After`, also for a stream. It needs
+    `app.state.omni_admission`. vLLM does not check the keys of all paths, so a client for whom `has_key` is false
+    counts for no tenant.
     """
 
     def __init__(self, app: ASGIApp, paths: frozenset[str], has_key: Callable[[RequestHeaders], bool]) -> None:

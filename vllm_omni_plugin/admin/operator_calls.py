@@ -60,10 +60,8 @@ class OperatorCallMiddleware:
 class AbortEverywhereMiddleware:
     """Aborts the requests of other servers by `app.state.omni_abort_elsewhere`, then lets vLLM abort its own.
 
-    If the other servers cannot be notified, the answer is a 503 with `Retry-After`, and vLLM does not see the call.
-
-    Args:
-        abort_all_paths: the paths where a call without ids aborts all requests.
+    If the other servers cannot be notified, the answer is a 503 with `Retry-After`, and vLLM does not see the call. A
+    call without ids aborts all requests at `abort_all_paths` only.
     """
 
     def __init__(self, app: ASGIApp, abort_all_paths: Collection[str]) -> None:

@@ -75,10 +75,7 @@ class FleetAdmin:
     async def manage(self, replica: str, action: Action) -> None:
         """Drain, resume or remove the replica with this `ReplicaReport.id`. Returns when all heads have begun that.
 
-        Raises:
-            UnknownReplicaError: no replica has this id.
-            ReplicaError: the replica is in the wrong state.
-            QueueClosedError: the server is about to end.
+        Raises UnknownReplicaError, ReplicaError for its state, QueueClosedError if the server is about to end.
         """
         members = {member.name: member for member in self._members()}
         if replica not in members:

@@ -33,8 +33,6 @@ Socket = zmq.Socket[Any]
 
 
 class KeyPair(NamedTuple):
-    """One CURVE key pair in Z85, 40 characters each."""
-
     public: bytes
     secret: bytes
 
@@ -70,18 +68,15 @@ class Secrets:
 
     @property
     def count(self) -> int:
-        """Number of secrets."""
         return len(self._masters)
 
     def server_keys(self, role: str) -> KeyPair:
         return self._keys(0, "server", role)
 
     def peer_server_key(self, role: str, attempt: int) -> bytes:
-        """Return the public key of a server that uses the secret number ``attempt`` (modulo `count`)."""
         return self._keys(attempt, "server", role).public
 
     def client_keys(self, role: str, attempt: int) -> KeyPair:
-        """Return the keys of a client that uses the secret number ``attempt`` (modulo `count`)."""
         return self._keys(attempt, "client", role)
 
     def _keys(self, attempt: int, end: str, role: str) -> KeyPair:

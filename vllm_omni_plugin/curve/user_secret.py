@@ -16,10 +16,7 @@ _NAME = "loopback.secret"
 
 
 def user_secret() -> str:
-    """Return this user's secret as a path, see `keep_in_memory`. Creates the secret if there is none.
-
-    It is in the first usable folder of `folder_paths`. Raises `ConfigError` without a usable folder.
-    """
+    """Return this user's secret, created if there is none, as a path (see `keep_in_memory`). Raises `ConfigError`."""
     problems: list[str] = []
     usable: list[Path] = []
     for path in folder_paths():
@@ -51,10 +48,7 @@ def new_secret() -> str:
 
 @cache
 def keep_in_memory(secret: str) -> str:
-    """Return a path at which this user's processes can read the secret while this process lives.
-
-    The file in the run-time or temporary directory may be deleted while the process runs.
-    """
+    """Return a path, for this user's processes, of a copy that nobody can delete while this process lives."""
     descriptor = os.memfd_create("omni-secret")
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, secret.encode())

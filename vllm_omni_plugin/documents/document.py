@@ -22,13 +22,7 @@ Place = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """The content of a YAML file.
-
-    Attributes:
-        source: the file's name.
-        data: mappings with string keys, lists, strings, numbers, booleans and None.
-        root: the same content as PyYAML's nodes, which have line numbers.
-    """
+    """The content of a YAML file: plain ``data``, and in ``root`` the same as PyYAML's nodes, with line numbers."""
 
     source: str
     data: Any
@@ -98,11 +92,7 @@ def _fault(node: yaml.Node, message: str) -> ConstructorError:
 
 
 def read(path: Path) -> Document:
-    """Read and parse a YAML file.
-
-    Raises:
-        ConfigError: the file cannot be read or parsed. One line that names the file.
-    """
+    """Read and parse a YAML file. Raises ConfigError: one line that names the file."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
@@ -119,11 +109,7 @@ def read(path: Path) -> Document:
 
 
 def parse(text: str, source: str) -> Document:
-    """Parse YAML with anchors and merge keys. Nothing in it is executed.
-
-    Raises:
-        ConfigError: empty, not YAML, a repeated key, or a type that JSON does not have. One line with the line number.
-    """
+    """Parse YAML with anchors and merge keys. Nothing in it is executed. Raises ConfigError with the line number."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()

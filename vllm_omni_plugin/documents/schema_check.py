@@ -22,13 +22,9 @@ _TYPES = {
 
 
 def validate(document: Document, schema: Mapping[str, Any], out_of_place: Mapping[str, str] | None = None) -> None:
-    """Check a file against its JSON Schema (2020-12). Numbers must be finite, whatever the schema says.
+    """Check a file against its JSON Schema (2020-12); raises ConfigError for the first error. Numbers must be finite.
 
-    Args:
-        out_of_place: messages by key, for keys that the schema excludes by `not` because of other keys beside them.
-
-    Raises:
-        ConfigError: the first error in the file.
+    `out_of_place` has messages by key, for keys that the schema excludes by `not` because of other keys beside them.
     """
     # jsonschema is slow to import, and most processes read no file.
     from jsonschema import Draft202012Validator

@@ -25,11 +25,7 @@ _OURS = re.compile(r"--omni[^=]*")
 
 
 def add_omni_flags(arg_utils: Any) -> None:
-    """Make vLLM's parser accept our flags, and `EngineArgs` read them. Idempotent.
-
-    Args:
-        arg_utils: the module `vllm.engine.arg_utils`.
-    """
+    """Make the parser of `vllm.engine.arg_utils` accept our flags, and `EngineArgs` read them. Idempotent."""
     patch_function(arg_utils.EngineArgs, "add_cli_args", _add_cli_args)
     patch_engine_args(arg_utils.EngineArgs)
     patch_parser(arg_utils.FlexibleArgumentParser)
@@ -99,11 +95,7 @@ def add_group(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_fleet_flags(arguments: Sequence[str], prog: str) -> tuple[dict[str, Any], list[str]]:
-    """Parse only our flags, without vLLM, whose import takes seconds. Exits like argparse on an error.
-
-    Returns:
-        The fields of `OmniConfig` that are given, and all other arguments.
-    """
+    """Parse only our flags, without vLLM's slow import; returns `OmniConfig`'s given fields and all other arguments."""
     parser = argparse.ArgumentParser(prog=prog, usage="%(prog)s ...", add_help=False)
     for flag in FLAGS:
         about: dict[str, Any] = {"type": flag.type} if flag.takes_value else {"action": "store_const", "const": True}

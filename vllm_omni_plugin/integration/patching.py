@@ -9,11 +9,9 @@ _PATCHED = "_vllm_omni_plugin_patched"
 
 
 def patch_function(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a function of vLLM by `replacement`, which gets the original function as its first argument. Idempotent.
+    """Replace a function of a module or class by `replacement`, which gets the original first. Idempotent.
 
-    Args:
-        owner: the module or class that has the function.
-        name: of the function. For a class method, `replacement` gets the unbound function, and then the class.
+    For a class method, `replacement` gets the unbound function, and then the class.
     """
     attribute = getattr_static(owner, name)
     original = attribute.__func__ if isinstance(attribute, classmethod | staticmethod) else attribute

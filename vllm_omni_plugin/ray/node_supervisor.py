@@ -110,9 +110,7 @@ class NodeSupervisor:
     def run(self) -> bool:
         """Return when all nodes have ended: True after a signal, False if a node's command line was refused.
 
-        Raises:
-            OmniError: Ray has ended, and all nodes with it.
-            Exception: an unexpected error, after all nodes have drained.
+        Raises OmniError if Ray has ended with all nodes; any other error after all nodes have drained.
         """
         try:
             return self._run()

@@ -56,7 +56,6 @@ class RayNodes:
             self._call(number, method)
 
     def drain(self, number: int) -> None:
-        """Make a node finish its requests and end."""
         self._actors[number].end.remote()
 
     def kill(self, number: int) -> None:

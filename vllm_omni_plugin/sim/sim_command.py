@@ -23,7 +23,6 @@ _DESCRIPTORS_PER_ENGINE = 70
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the simulation."""
     group = parser.add_argument_group("SimConfig", "Simulated engines.")
     group.add_argument("--replicas", type=integer(1), default=1, metavar="N", help="Replicas to start.")
     group.add_argument(

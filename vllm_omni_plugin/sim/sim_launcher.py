@@ -99,12 +99,7 @@ class SimProcess:
 
 @dataclass(eq=False)
 class SimLauncher(Launcher):
-    """Starts simulated engines.
-
-    Attributes:
-        ready_response: returns the ready response of an engine, by replica id.
-        processes: the latest engine of each replica, by replica id.
-    """
+    """Starts simulated engines; `processes` has the latest one of each replica."""
 
     host: EngineHost
     settings: EngineSettings

@@ -61,7 +61,6 @@ class MetricFiles:
             self._written = values | gone
 
     def close(self) -> None:
-        """Write a last time, and stop."""
         self._closed.set()
         self._thread.join()
 

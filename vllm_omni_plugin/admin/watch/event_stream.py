@@ -21,10 +21,7 @@ connections are open."""
 
 
 class EventStreamResponse(StreamingResponse):
-    """Sends server-sent events, and closes the connection if the viewer does not read them.
-
-    It raises an `HTTPException` if `broadcast` is full. It always closes the generator `chunks`.
-    """
+    """Sends server-sent events; closes the connection of a viewer who does not read them. Always closes `chunks`."""
 
     media_type = MEDIA_TYPE
 

@@ -57,12 +57,10 @@ class FleetBroadcast:
         return self._producer is not None and not self._producer.done()
 
     def state(self) -> dict[str, Any]:
-        """The current state, for a single request."""
         self._view.rates.read()
         return self._view.state()
 
     def events(self, after: str = "") -> list[FleetEvent]:
-        """The kept events after the event with id `after`, oldest first."""
         return self._log.after(after)
 
     async def stream(self, after: str = "", *, with_state: bool = False) -> AsyncGenerator[bytes]:

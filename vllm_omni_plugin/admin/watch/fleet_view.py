@@ -57,7 +57,6 @@ class FleetView:
         }
 
     def sample(self) -> dict[str, Any]:
-        """One point of the page's history."""
         metrics = self.orchestrator.metrics
         members = [member for pool in self.orchestrator.stage_pools for member in pool.members]
         return {

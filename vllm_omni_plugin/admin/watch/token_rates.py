@@ -30,11 +30,7 @@ class TokenCounts(NamedTuple):
 
 
 class TokenRates:
-    """Computes rates from repeated readings of the counters, which are missing if vLLM's statistics are off.
-
-    Args:
-        before_reading: brings the counters up to date.
-    """
+    """Computes rates from readings of vLLM's counters, if there are any. `before_reading` brings them up to date."""
 
     def __init__(
         self,

@@ -21,21 +21,12 @@ OUTBOX_FRAMES = 64
 class OmniCoordClientForStage:
     """Registers one replica: UP at once, then an event for each change, and heartbeats.
 
-    One thread owns the socket; all methods are thread-safe. A coordinator that is away is no error: it
-    gets the registration as soon as there is a connection.
+    One thread owns the socket; all methods are thread-safe. A coordinator that is away is no error: it gets the
+    registration as soon as there is a connection. See `ReplicaEvent` for the fields. `heartbeat_interval` must be less
+    than a third of the coordinator's timeout. The client's thread calls `on_unreachable`, which must not block, with
+    each new reason, and with "" once the coordinator is reached.
 
-    Args:
-        coord_zmq_addr: The coordinator's ROUTER address.
-        heartbeat_interval: Seconds; must be less than a third of the coordinator's timeout.
-        control_addr: Address on which heads attach; empty for a replica without attachment.
-        number, host_slot: See `ReplicaEvent`.
-        secrets: Secrets of the fleet, tried in turn; None without encryption.
-        on_unreachable: Called in the client's thread with the reason whenever the coordinator is unreachable for a new
-            reason, and with "" once it is reached. Must not block.
-
-    Raises:
-        ConfigError: ``coord_zmq_addr`` is no address, or the interval is not positive.
-        WireError: The coordinator would refuse this registration.
+    Raises `ConfigError` for an unusable address or interval, `WireError` if the registration would be refused.
     """
 
     def __init__(
@@ -78,13 +69,11 @@ class OmniCoordClientForStage:
 
     @property
     def incarnation(self) -> int:
-        """The replica's current incarnation."""
         with self._lock:
             return self._last.incarnation
 
     @property
     def connected(self) -> bool:
-        """Whether there is an authenticated connection."""
         return self._link.connected
 
     def update_info(
@@ -94,13 +83,9 @@ class OmniCoordClientForStage:
         *,
         new_incarnation: bool = False,
     ) -> None:
-        """Send a new status, a new queue length (waiting requests), or both; None means unchanged.
+        """Send what is given; with ``new_incarnation`` the replica has restarted, and heads must attach again.
 
-        ``new_incarnation``: the replica has restarted, and heads must attach again.
-
-        Raises:
-            ValueError: There is nothing to send, or (`WireError`) a value is out of range.
-            RuntimeError: The client is closed.
+        Raises ValueError if there is nothing to send or a value is out of range, RuntimeError if the client is closed.
         """
         if status is None and queue_length is None and not new_incarnation:
             raise ValueError("at least one of status and queue_length must be given")

@@ -29,17 +29,9 @@ CLOSE_GRACE = 1.0
 class CoordinatorLink:
     """Owns one socket, and opens a new one after a failed handshake, which libzmq may never repeat.
 
-    All methods except `wake` belong to one thread.
-
-    Args:
-        secrets: Tried in turn. When all were refused, they are tried again after 1 s.
-        on_change: Called with the reason whenever the connection is missing for a new reason, and with "" when there is
-            a connection.
-
-    Attributes:
-        connected: Whether the current connection is authenticated.
-        refused: Whether the handshakes with all secrets have failed.
-        invalid_frames: Number of invalid frames and messages from the coordinator, all of them dropped.
+    All methods except `wake` belong to one thread. The secrets are tried in turn, and all again after 1 s; ``refused``:
+    all handshakes have failed. ``on_change`` gets each new reason why there is no authenticated connection, and "" when
+    there is one.
     """
 
     def __init__(
@@ -74,7 +66,6 @@ class CoordinatorLink:
         self._wakeup.set()
 
     def send_all(self, frames: deque[bytes]) -> bool:
-        """Send ``frames`` and remove the sent ones. Returns whether all were sent."""
         try:
             # Only while connected: the frames in a socket are lost if another secret must be tried.
             while frames and self.connected:
@@ -85,7 +76,7 @@ class CoordinatorLink:
         return not frames
 
     def send_rest(self, frames: deque[bytes]) -> None:
-        """Send the remaining frames before `close`. Waits up to 1 s."""
+        """Send the remaining frames before `close`, for up to 1 s."""
         deadline = time.monotonic() + CLOSE_GRACE
         while not self.send_all(frames) and time.monotonic() < deadline:
             self.wait(deadline, zmq.POLLOUT if self.connected else 0)
@@ -97,10 +88,7 @@ class CoordinatorLink:
             logger.warning("Dropped a frame from the coordinator: %r; further ones are counted, not logged", str(error))
 
     def wait(self, until: float | None, events: int) -> bool:
-        """Sleep until ``until`` (monotonic seconds), `wake`, one of the socket's ``events`` or a monitor event.
-
-        Returns whether one of the events came.
-        """
+        """Sleep until ``until`` (monotonic seconds) or an event; returns whether it was one of ``events``."""
         self._poller.register(self.socket, events)
         deadlines = [deadline for deadline in (until, self._reopen_at) if deadline is not None]
         ready = dict(self._poller.poll(poll_ms(min(deadlines) - time.monotonic()) if deadlines else None))

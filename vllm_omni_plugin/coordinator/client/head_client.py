@@ -28,20 +28,11 @@ BATCH_FRAMES = 64
 class OmniCoordClientForHead:
     """Exchanges the replica list, work in flight and operator calls between this head, the coordinator and other heads.
 
-    One thread owns the socket; all methods are thread-safe. A coordinator that is away is no error: the last list
-    remains valid, and the work of the other heads is unknown.
+    One thread owns the socket; all methods are thread-safe. It calls ``on_event``, after a `Welcome` of which the head
+    must report its work in full, and ``on_unreachable``, with the reason while there is no session and "" once there is
+    one. Neither may block. A coordinator that is away is no error: the last list remains valid.
 
-    Args:
-        coord_zmq_addr: The coordinator's ROUTER address.
-        head_id: Unique among all heads; at most 128 characters.
-        on_event: Called in the client's thread with each event. Must not block. After a `Welcome` the head must report
-            its work in full.
-        heartbeat_interval: Seconds; more than 1 counts as 1.
-        on_unreachable: Called with the reason while there is no session, and with "" once there is one.
-
-    Raises:
-        ConfigError: ``coord_zmq_addr`` is no address, or the interval is not positive.
-        WireError: The coordinator would refuse ``head_id``.
+    Raises `ConfigError` for an address or interval that cannot be used, `WireError` for such a ``head_id``.
     """
 
     def __init__(
@@ -70,7 +61,6 @@ class OmniCoordClientForHead:
 
     @property
     def invalid_frames(self) -> int:
-        """Number of invalid frames and messages from the coordinator, all of them dropped."""
         return self._link.invalid_frames
 
     def report_work(self, work: Sequence[ReplicaWork], *, full: bool) -> None:

@@ -50,10 +50,7 @@ def query_head(
     *,
     wall_clock: Callable[[], float] = time.time,
 ) -> HeadQueryResult:
-    """Query the coordinator at a ZMQ address about a stage. Raises `ConfigError` only if it is no address.
-
-    ``host_slots``: see `HeadQuery`; the head numbers the first 1,024 of them.
-    """
+    """Query the coordinator about a stage; numbers the first 1,024 ``host_slots``. Raises only `ConfigError`."""
     deadline = time.monotonic() + TIMEOUT_S
     problems: list[str] = []
     link = CoordinatorLink(address, open_head_dealer, secrets, problems.append)

@@ -58,7 +58,6 @@ class HeadSession:
         self._send_hello()
 
     def disconnected(self) -> None:
-        """The connection is lost: send nothing until `open`."""
         self._is_open = False
 
     def beat(self) -> None:
@@ -75,7 +74,6 @@ class HeadSession:
                 self._add(WorkReport(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))
 
     def send(self, message: CallMessageFromHead) -> bool:
-        """Send a message. Returns False without a session."""
         if self._is_open:
             self._add(message)
         return self._is_open

@@ -39,7 +39,6 @@ class OmniCoordClientForHub:
 
     @property
     def invalid_frames(self) -> int:
-        """Number of dropped frames that were no list."""
         return self._link.invalid_frames
 
     def get_replica_list(self) -> ReplicaList:
@@ -47,7 +46,6 @@ class OmniCoordClientForHub:
         return self._latest
 
     def get_replicas_for_stage(self, stage_id: int) -> ReplicaList:
-        """Return the rows of one stage in the last list."""
         latest = self.get_replica_list()
         return ReplicaList(
             replicas=[replica for replica in latest.replicas if replica.stage_id == stage_id],

@@ -22,10 +22,7 @@ Answer = tuple[str, str] | str
 
 
 class ChildArguments(msgspec.Struct, frozen=True):
-    """Arguments for `OmniCoordinator` in the child: one line of JSON on standard input.
-
-    They are not on the command line, because every user can read that.
-    """
+    """Arguments for `OmniCoordinator`: one line on standard input, since every user can read a command line."""
 
     router_zmq_addr: str
     pub_zmq_addr: str
@@ -39,11 +36,7 @@ class ChildArguments(msgspec.Struct, frozen=True):
 
 
 class CoordinatorProcess:
-    """One child process, which ends with its standard input and so with its parent.
-
-    Create it in a thread that lives as long as the child should: the child's ``PR_SET_PDEATHSIG`` signal comes at the
-    end of that thread, not of the process.
-    """
+    """One child process. It ends with its standard input, and with the thread that creates it (`_die_with_parent`)."""
 
     def __init__(self, arguments: ChildArguments) -> None:
         command = [sys.executable, "-m", _CHILD_MODULE]
@@ -69,12 +62,7 @@ class CoordinatorProcess:
         self.pid = self._popen.pid
 
     def wait_ready(self, timeout: float) -> tuple[str, str]:
-        """Block until the coordinator runs; return the addresses of its ROUTER and its PUB.
-
-        Raises:
-            ConfigError: It cannot start with these arguments.
-            OmniError: It ended otherwise, or is not ready after ``timeout`` seconds.
-        """
+        """Block until the coordinator runs; return its addresses. Raises `ConfigError` or `OmniError`."""
         if not self._poll.poll(timeout * 1000):
             raise OmniError(f"the coordinator process was not ready after {timeout} s")
         line = self._stdout.readline()
@@ -90,11 +78,7 @@ class CoordinatorProcess:
         return answer
 
     def is_alive(self, timeout: float) -> bool:
-        """Block until the next `ALIVE_BYTE` and return True, or False if the child has ended.
-
-        Raises:
-            TimeoutError: Neither happened within ``timeout`` seconds.
-        """
+        """Block until the next `ALIVE_BYTE`; False if the child has ended. Raises TimeoutError after ``timeout`` s."""
         # In two halves: after parent and child were stopped together and continue, the child still has the second half.
         if self._poll.poll(timeout * 500) or self._poll.poll(timeout * 500):
             return bool(self._stdout.read(4096))
@@ -108,7 +92,6 @@ class CoordinatorProcess:
         return status
 
     def stop(self) -> None:
-        """Request an orderly shutdown."""
         self._stdin.close()
 
     def kill(self) -> None:

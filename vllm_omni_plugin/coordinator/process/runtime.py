@@ -32,19 +32,11 @@ STABLE_AFTER = 10.0
 class OmniCoordinatorRuntime:
     """Owns a coordinator process, and restarts it on the same ports when it ends or hangs.
 
-    `OmniCoordinator` explains the other arguments.
+    Arguments as of `OmniCoordinator`; without ``settle_time`` it is the time, at most 5 s, in which replicas register
+    again: they may have run with the coordinator of a head that this one replaces. Each new process reads
+    ``secret_file`` again. Subscribers get a free port of 127.0.0.1.
 
-    Args:
-        host: Name or address to bind for replicas and heads, IPv6 without brackets.
-        port: Port for them; 0 for any free port. Subscribers always get a free port of 127.0.0.1.
-        secret_file: Path of the fleet's secrets. Each new process reads it again.
-        settle_time: None: time in which each replica connects again and sends a heartbeat, at most 5 s. The replicas
-            may have run with the coordinator of a head that this one replaces.
-        answer_timeout: Seconds after which a process that does not answer is killed and restarted.
-
-    Raises:
-        ConfigError: The coordinator cannot bind, the timeout is not positive, or the secret file is refused.
-        OmniError: The process ended, or did not answer in time, before it was ready.
+    Raises `ConfigError` for its arguments or the secret file, `OmniError` if the first process fails otherwise.
     """
 
     def __init__(

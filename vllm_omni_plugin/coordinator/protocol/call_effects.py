@@ -49,10 +49,7 @@ _WEIGHT_UPDATES = frozenset(
 
 
 def encode(method: str, args: Sequence[Any]) -> list[Any] | None:
-    """Return the arguments as plain JSON, or None if other heads need not or cannot make the call.
-
-    They need not make queries. They cannot get arguments that are nested too deeply or too large, or no JSON.
-    """
+    """Return the arguments as plain JSON; None if other heads need not make the call, or cannot be sent it."""
     is_known = method in _CHANGES or method in _WITHOUT_STATE or method in _TYPES
     if not is_known or method == FORGET_LORA or (method == "collective_rpc" and args[0] in _OF_ONE_REQUEST):
         return None
@@ -66,10 +63,7 @@ def encode(method: str, args: Sequence[Any]) -> list[Any] | None:
 
 
 def decode(method: str, arguments: list[Any]) -> tuple[Any, ...]:
-    """Return the arguments that `encode` wrote. Raises `WireError` if they cannot be those of this call.
-
-    What only an engine reads is left to the engine, which answers a wrong argument with an error.
-    """
+    """Return the arguments that `encode` wrote. Raises `WireError`. What only an engine reads is left to the engine."""
     if method not in _TYPES:
         if method not in _CHANGES and method not in _WITHOUT_STATE:
             raise WireError(f"not an operator's call: {method}")
@@ -82,16 +76,13 @@ def decode(method: str, arguments: list[Any]) -> tuple[Any, ...]:
 
 
 def leaves_state(method: str, args: Sequence[Any]) -> bool:
-    """Whether a call changes the document."""
     return method in _CHANGES and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)
 
 
 def changed(state: StageState, method: str, args: Sequence[Any], weights: str, all_fresh: bool) -> StageState:
     """The state after a call that some engine accepted.
 
-    Args:
-        weights: names the weights after the call, if it updates them.
-        all_fresh: no engine that is called had the weights of `state`.
+    ``weights`` names the weights after an update; ``all_fresh``: no engine that is called had those of ``state``.
     """
     if method == "collective_rpc":
         return _with_new_weights(state, args, weights, all_fresh)
@@ -101,10 +92,8 @@ def changed(state: StageState, method: str, args: Sequence[Any], weights: str, a
 def calls_between(told: StageState, wanted: StageState, is_resting: bool) -> list[EngineCall]:
     """The calls that bring an engine from the state that it was told to another one, but for the weights.
 
-    No call undoes an adapter: an engine may keep it. No call ends a pause that no operator has ended.
-
-    Args:
-        is_resting: the engine says that it is paused or asleep.
+    No call undoes an adapter: an engine may keep it. No call ends a pause that no operator has ended. ``is_resting``:
+    the engine says that it is paused or asleep.
     """
     calls: list[EngineCall] = [("add_lora", (adapter,)) for adapter in wanted.adapters if adapter not in told.adapters]
     calls += [("pin_lora", (lora_id,)) for lora_id in wanted.pinned if lora_id not in told.pinned]

@@ -97,7 +97,6 @@ class ReplicaKey(NamedTuple):
 
     @classmethod
     def of(cls, source: HasReplicaAddress) -> "ReplicaKey":
-        """Return the key of the replica that ``source`` describes."""
         return cls(source.stage_id, source.input_addr, source.output_addr)
 
 
@@ -150,7 +149,6 @@ def decode_event(frame: bytes) -> ReplicaEvent:
 
 
 def encode_replica_list(replicas: ReplicaList) -> bytes:
-    """Return the frame of ``replicas``."""
     return _encoder.encode(replicas)
 
 

@@ -72,10 +72,7 @@ _LINK_EVENTS = LINK_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONN
 
 
 def bind_router(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
-    """Return the bound ROUTER for replicas and heads. Raises `ConfigError`.
-
-    Sending raises `zmq.ZMQError`: EAGAIN if the peer's queue is full, EHOSTUNREACH if the peer is not connected.
-    """
+    """Return the bound ROUTER. Sending raises EAGAIN if the peer's queue is full, EHOSTUNREACH if the peer is gone."""
     router = context.socket(zmq.ROUTER)
     router.maxmsgsize = MAX_HEAD_FRAME_BYTES
     router.rcvhwm = RECEIVE_QUEUE_FRAMES
@@ -88,7 +85,6 @@ def bind_router(context: Context, address: str, secrets: Secrets | None, zap_han
 
 
 def bind_pub(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
-    """Return the bound XPUB for lists, from which subscriptions can be read. Raises `ConfigError`."""
     pub = context.socket(zmq.XPUB)
     pub.maxmsgsize = MAX_SUBSCRIPTION_BYTES
     pub.rcvhwm = RECEIVE_QUEUE_FRAMES
@@ -100,7 +96,6 @@ def bind_pub(context: Context, address: str, secrets: Secrets | None, zap_handle
 
 
 def open_dealer(context: Context) -> Socket:
-    """Return the unconnected DEALER of a replica."""
     dealer = context.socket(zmq.DEALER)
     # The coordinator sends nothing except its handshake.
     dealer.maxmsgsize = HANDSHAKE_FRAME_BYTES
@@ -117,7 +112,6 @@ def open_head_dealer(context: Context) -> Socket:
 
 
 def open_sub(context: Context) -> Socket:
-    """Return the unconnected SUB of a subscriber."""
     sub = context.socket(zmq.SUB)
     sub.maxmsgsize = MAX_REPLICA_LIST_BYTES
     sub.rcvhwm = LIST_QUEUE_FRAMES
@@ -126,10 +120,7 @@ def open_sub(context: Context) -> Socket:
 
 
 def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attempt: int) -> Socket:
-    """Connect with the secret number ``attempt`` and return the socket's monitor. Raises `ConfigError`.
-
-    The monitor must be read while the socket is open, or libzmq blocks.
-    """
+    """Connect with the secret number ``attempt``; return the monitor, which must be read while the socket is open."""
     socket.ipv6 = "[" in address
     socket.heartbeat_ivl = LINK_CHECK_MS
     socket.heartbeat_ttl = LINK_TTL_MS

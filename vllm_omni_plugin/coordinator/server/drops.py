@@ -13,8 +13,6 @@ MAX_LOGGED_PEERS = 1024
 
 
 class DropReason(StrEnum):
-    """Why a frame was dropped."""
-
     MULTIPART = "multipart"
     MALFORMED = "malformed"
     STALE = "stale"
@@ -41,11 +39,9 @@ class DropLog:
 
     @property
     def counts(self) -> dict[str, int]:
-        """A copy of the counts, with all reasons."""
         return {reason.value: self._counts[reason] for reason in DropReason}
 
     def record(self, reason: DropReason, peer: str, detail: str) -> None:
-        """Count one dropped frame of a peer, given by its network address."""
         self._counts[reason] += 1
         if (peer, reason) in self._logged or len(self._logged) >= self._max_peers:
             return

@@ -21,10 +21,7 @@ from vllm_omni_plugin.errors import WireError
 
 
 class HeadFrames:
-    """Connects the ROUTER with `ConnectedHeads`. For the coordinator's thread only.
-
-    ``head_info`` returns the answer to a query.
-    """
+    """Connects the ROUTER with `ConnectedHeads`. For the coordinator's thread. ``head_info`` answers a query."""
 
     def __init__(
         self,

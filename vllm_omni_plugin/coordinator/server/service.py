@@ -65,21 +65,13 @@ class OmniCoordinator:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Bind both addresses (port 0 or ``*``: any free port) and start.
+        """Bind both addresses (port 0 or ``*``: any free port) and start. Raises `ConfigError`.
 
-        Args:
-            heartbeat_timeout: Seconds of silence after which a replica is dead. After half of it, it is late.
-            settle_time: Seconds without publishing. A new coordinator gives replicas time to register again, so that
-                heads get no list without them.
-            first_replica_ids: By stage, the lowest replica id. Lower ids are the head's own engines, which do not
-                register.
-            reserved_numbers: How many of the lowest numbers (see `ReplicaEvent`) are those of the head's own engines.
-            secrets: Only their holders can connect; None admits everybody, without encryption.
-            fingerprints: By stage, the configuration that all its replicas share. Nodes can query it if there are
-                secrets.
-
-        Raises:
-            ConfigError: An address cannot be bound, or the timeout is not positive.
+        A replica is dead after ``heartbeat_timeout`` seconds of silence, and late after half of it. Nothing is
+        published for ``settle_time`` seconds, so that heads get no list before replicas had time to register again. The
+        head's own engines do not register: they have the ids of a stage below ``first_replica_ids`` and the numbers
+        below ``reserved_numbers``. None as ``secrets`` admits everybody, without encryption. Nodes can query the
+        ``fingerprints`` of stages if there are secrets.
         """
         if not heartbeat_timeout > 0:
             raise ConfigError(f"heartbeat_timeout must be positive, got {heartbeat_timeout}")
@@ -140,10 +132,7 @@ class OmniCoordinator:
             return self._snapshot(self._clock())
 
     def publish_replica_list_update(self) -> bool:
-        """Request that the list is published; return whether this is done at once.
-
-        False when closed, or when the last list is less than 0.1 s old: then one more list follows 0.1 s after it.
-        """
+        """Request that the list is published. False if closed, or not at once, since the last is under 0.1 s old."""
         with self._lock:
             if self._closing:
                 return False

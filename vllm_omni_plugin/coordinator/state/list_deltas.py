@@ -72,10 +72,7 @@ class ListDeltas:
 
 
 def replica_list(members: Iterable[Member], replica_ids: ReplicaIds, now: float, wall_now: float) -> ReplicaList:
-    """Return the list to publish, in the stable order of `ReplicaKey`.
-
-    ``now`` and ``wall_now`` are the same moment in monotonic and in wall-clock seconds.
-    """
+    """Return the list to publish, in the order of `ReplicaKey`. Both times are the same moment, see `ListDeltas`."""
     replicas: list[ReplicaInfo] = []
     no_new_work: list[ReplicaInfo] = []
     for member in sorted(members, key=lambda member: ReplicaKey.of(member.event)):
@@ -108,10 +105,7 @@ KEEP_ALIVE_INTERVAL = 5.0
 
 
 class PublishSchedule:
-    """Coalesces requests to publish: at most one list per interval, at least one per `KEEP_ALIVE_INTERVAL`.
-
-    Nothing is published before ``quiet_until``. Times are monotonic seconds.
-    """
+    """At most one list per interval, at least one per `KEEP_ALIVE_INTERVAL`, none before ``quiet_until``. Seconds."""
 
     def __init__(self, now: float, quiet_until: float, min_interval: float = MIN_INTERVAL) -> None:
         self._min_interval = min_interval
@@ -121,7 +115,6 @@ class PublishSchedule:
 
     @property
     def due_at(self) -> float:
-        """When the next list must be published."""
         return self._allowed_at if self._requested else self._keep_alive_at
 
     def request(self, now: float) -> bool:

@@ -119,10 +119,7 @@ class MembershipTable:
         return Change(member, alters_list=member.liveness is not row.liveness or event != unchanged)
 
     def end_former(self, event: ReplicaEvent, now: float) -> Change | None:
-        """End the row that had the host slot of a replica that has registered now; return the change.
-
-        The process of that row has ended, since two processes never have the same host slot.
-        """
+        """End the row that had the host slot of a newly registered replica: two processes never have the same."""
         key = ReplicaKey.of(event)
         former_key = self._slots.get(event.host_slot, key)
         former = self.get(former_key)

@@ -64,14 +64,12 @@ class NumberBook:
         return self._numbers[scoped]
 
     def release(self, key: ReplicaKey) -> None:
-        """A replica is gone. Its number is remembered."""
         scoped = self._claimed.pop(key, None)
         if scoped is not None:
             del self._holders[scoped]
             self._set_absent(scoped)
 
     def number_of(self, key: ReplicaKey) -> int | None:
-        """Return the number of a present replica; None if it claimed none."""
         scoped = self._claimed.get(key)
         return None if scoped is None else self._numbers[scoped]
 
@@ -135,10 +133,7 @@ class ReplicaNumbers:
 
 
 class ReplicaIds:
-    """The ids of replicas in their stages. ``first``: the lowest id by stage, where it is not 0.
-
-    A replica keeps its id while it is present.
-    """
+    """The ids of replicas in their stages, kept while present. ``first``: by stage, the lowest id, where not 0."""
 
     def __init__(self, first: Mapping[int, int] | None = None) -> None:
         self._first = dict(first or {})

@@ -25,8 +25,7 @@ OutgoingMessages = list[tuple[str, CallMessageToHead]]
 class RelayedCalls:
     """Passes calls on to all heads, and tells the caller when all others have done their part or left.
 
-    Attributes:
-        state: the document. A head that changes it must have known this one; the head is told otherwise.
+    ``state`` is the document. A head that changes it must have known this one; the head is told otherwise.
     """
 
     def __init__(self) -> None:

@@ -17,18 +17,13 @@ LARGEST_CLOCK_DIFFERENCE_S = 5.0
 
 
 def query_head_for_node(coordinator: str, options: OmniConfig, host_slots: Sequence[str] = ()) -> HeadQueryResult:
-    """Query the head at the ZMQ address `coordinator`. Blocks for up to 1.5 s.
-
-    Args:
-        options: of the node, from `with_secret`.
-        host_slots: of the replicas, to ask for their numbers.
-    """
+    """Query the head for a node with these options, from `with_secret`. Blocks for up to 1.5 s."""
     secrets = Secrets.from_file(options.secret_file) if options.secret_file else None
     return query_head(coordinator, options.stage_id, secrets, host_slots)
 
 
 def require_fitting_head(coordinator: str, options: OmniConfig, host_slots: Sequence[str]) -> HeadQueryResult:
-    """Query the head as `query_head_for_node` does, and log the results. Returns the answer, for `require_same_model`.
+    """Query the head as `query_head_for_node` does, log the results, and return the answer for `require_same_model`.
 
     Raises RefusedByHeadError if the head would refuse the node's replicas, whatever their model is. A head that does
     not answer is no error, since it may start later.
@@ -61,7 +56,6 @@ def _log(result: CheckResult) -> None:
 
 
 def check_head(answer: HeadQueryResult, stage_id: int) -> Iterator[CheckResult]:
-    """Check everything in the head's answer except the model."""
     if answer.refused:
         yield CheckResult(
             Level.ERROR,
@@ -84,7 +78,6 @@ def check_head(answer: HeadQueryResult, stage_id: int) -> Iterator[CheckResult]:
 
 
 def check_model(answer: HeadQueryResult, stage_id: int, fingerprint: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Compare the node's fingerprint with the one in the head's answer."""
     if answer.info is None:
         return
     if not answer.info.stages:

@@ -40,12 +40,7 @@ def check_machine() -> Iterator[CheckResult]:
 
 
 def check_plugin(installed: Mapping[str, str], allowed: str | None) -> CheckResult:
-    """Check whether vLLM loads this package.
-
-    Args:
-        installed: the entry points of `vllm.general_plugins`, by name.
-        allowed: the value of VLLM_PLUGINS.
-    """
+    """Check whether vLLM loads this package, from the entry points by name and the value of VLLM_PLUGINS."""
     if not installed.get(_OWN, "").startswith(_OWN_MODULE):
         return CheckResult(
             Level.ERROR,
@@ -59,7 +54,6 @@ def check_plugin(installed: Mapping[str, str], allowed: str | None) -> CheckResu
 
 
 def check_conflicts() -> Iterator[CheckResult]:
-    """Check whether a package is installed that conflicts with this one."""
     for name, trouble in _CONFLICTS.items():
         with suppress(PackageNotFoundError):
             distribution(name)
@@ -67,14 +61,7 @@ def check_conflicts() -> Iterator[CheckResult]:
 
 
 def check_processor(machine: str, features: Set[str], version: str, tile_trouble: str) -> CheckResult:
-    """Check whether the processor can run vLLM, if that is a build for CPUs.
-
-    Args:
-        machine: the processor's architecture.
-        features: its features, as Linux names them.
-        version: of vLLM.
-        tile_trouble: see `request_amx`.
-    """
+    """Check whether the processor can run vLLM, if that is a build for CPUs. `tile_trouble`: see `request_amx`."""
     of_use = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if name in features]
     state = f"processor: {machine} {' '.join(of_use)}".rstrip()
     if "cpu" not in version.partition("+")[2]:

@@ -34,13 +34,7 @@ def check_or_exit(options: OmniConfig, replicas: int, workers: int, headless: bo
 
 
 def check_start(options: OmniConfig, replicas: int, workers: int, headless: bool) -> Iterator[CheckResult]:
-    """Check whether this machine has what a command line needs.
-
-    Args:
-        options: of the command line, already checked.
-        replicas: number that this process will run itself.
-        workers: number of worker processes that vLLM will start for them.
-    """
+    """Check whether this machine has what a checked command line needs, with so many worker processes of vLLM."""
     yield check_node_files(replicas) if headless else check_head_files(replicas)
     if headless:
         yield from _ports(options, replicas)
@@ -59,7 +53,6 @@ def check_node_files(replicas: int) -> CheckResult:
 
 
 def check_head_files(replicas: int) -> CheckResult:
-    """Check the limit of open files, which the head's own replicas and the connections of its clients need."""
     try:
         left = files_beside_own(replicas)
     except ConfigError as error:
@@ -74,7 +67,6 @@ def check_head_files(replicas: int) -> CheckResult:
 
 
 def check_socket_folder() -> CheckResult:
-    """Check the folder for the unix sockets between this process and its engines."""
     try:
         base = socket_base()
         with tempfile.TemporaryDirectory(dir=base):
@@ -97,7 +89,6 @@ def check_socket_folder() -> CheckResult:
 
 
 def check_shared_memory(workers: int) -> CheckResult:
-    """Check whether the shared memory is enough for the worker processes of vLLM."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:

@@ -50,16 +50,9 @@ _NO_ELASTIC_EP = "Elastic expert parallelism does not apply to a fleet of --omni
 class FleetClient(UtilityCallClient):
     """Implements vLLM's engine-core client for all replicas. Used on AsyncLLM's event loop, except where stated.
 
-    Args:
-        fleet: already started. The client owns it from now on.
-        vllm_config: of AsyncLLM. The values that engines determine at their start (KV blocks, ...) are set in it.
-        ready_responses: of the local engines that serve, by stage.
-
-    Attributes:
-        engine_ranks_managed: engine indexes of the local replicas, for the labels of vLLM's metrics. Labels of other
-            replicas are added when they join.
-        resources: `resources.engine_dead` means to AsyncLLM that nothing will ever be served again. It stays False when
-            all replicas are lost, since they come back.
+    It owns the started fleet, and sets the values that engines determine at their start (KV blocks, ...) in AsyncLLM's
+    `vllm_config`. Labels of replicas that join later are added to `engine_ranks_managed`. With `resources.engine_dead`,
+    AsyncLLM never serves again; it stays False when all replicas are lost, since they come back.
     """
 
     def __init__(
@@ -93,7 +86,6 @@ class FleetClient(UtilityCallClient):
         self._finalizer = weakref.finalize(self, fleet.close)
 
     def bind(self, output_processor: Any, logger_manager: Any) -> None:
-        """Pass the parts of AsyncLLM that are created after this client."""
         self.graceful_shutdown.bind(output_processor)
         self._events.bind(output_processor, logger_manager, [pool.policy for pool in self.orchestrator.stage_pools])
 
@@ -158,7 +150,6 @@ class FleetClient(UtilityCallClient):
             self._next_yield = self._clock() + _YIELD_EVERY_S
 
     async def add_request_async(self, request: Any) -> None:
-        """Submit a request."""
         call = None
         if self.stages.pipeline is not None:
             # Only the pipeline sets the parameters of KV transfers.

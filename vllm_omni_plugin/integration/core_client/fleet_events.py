@@ -43,17 +43,9 @@ FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, Engine
 class FleetEventHandler:
     """Applies events of the orchestrator to AsyncLLM's parts. Used on AsyncLLM's loop.
 
-    Args:
-        vllm_config: see `FleetClient`.
-        ready_responses: see `FleetClient`.
-        abort: aborts requests, by AsyncLLM's ids.
-        report_unusable: reports an output that cannot be processed to the orchestrator.
-
-    Attributes:
-        kv_event_sources: by engine index.
-        spans: None without tracing.
-        responses: HTTP responses by request id. The handler of the response holds the only strong reference.
-        sender: index of the engine of the outputs that AsyncLLM processes now.
+    `abort` takes AsyncLLM's ids; `report_unusable` reports an output that cannot be processed to the orchestrator.
+    `sender` is the engine index of the outputs that AsyncLLM processes now. The handlers of `responses`, by request id,
+    hold the only strong references to them. `spans` is None without tracing.
     """
 
     def __init__(
@@ -80,12 +72,7 @@ class FleetEventHandler:
             self._configure(stage_id, responses)
 
     def bind(self, output_processor: Any, logger_manager: Any, policies: Sequence[str]) -> None:
-        """Pass the parts of AsyncLLM that are created after this object.
-
-        Args:
-            logger_manager: None if statistics are off.
-            policies: names of the policies, by stage.
-        """
+        """Pass AsyncLLM's parts, and the policies' names by stage. `logger_manager` is None if statistics are off."""
         self._output_processor = output_processor
         guard_outputs(output_processor, self._output_failed)
         if self._stages.answer_tokenizer is not None:
@@ -101,7 +88,6 @@ class FleetEventHandler:
             self._labels = StatLabels(logger_manager)
 
     def handle(self, item: Any) -> None:
-        """Handle one of `FLEET_EVENTS`."""
         try:
             match item:
                 case RequestFailed():

@@ -18,11 +18,8 @@ _ANSWER_S = 1.0
 class GracefulShutdown:
     """Lets requests finish. Aborts those that do not finish in time, with the finish reason "abort" as vLLM does.
 
-    New requests fail with 503. `wait_for_requests`, `cancel_wait` and `abort_all` are called in the thread that shuts
-    the fleet down, everything else on AsyncLLM's loop.
-
-    Attributes:
-        ending: whether new requests are refused.
+    New requests fail with 503 once it is `ending`. `wait_for_requests`, `cancel_wait` and `abort_all` are called in the
+    thread that shuts the fleet down, everything else on AsyncLLM's loop.
     """
 
     def __init__(self) -> None:
@@ -34,7 +31,6 @@ class GracefulShutdown:
 
     @property
     def loop_in_other_thread(self) -> bool:
-        """Whether AsyncLLM's loop runs in another thread than this one."""
         if self._loop is None or not self._loop.is_running():
             return False
         try:
@@ -55,7 +51,6 @@ class GracefulShutdown:
             await self._ending_event.wait()
 
     def refuse(self, request_id: str, call: PipelineCall | None) -> None:
-        """Fail a new request, and its pipeline call."""
         self._abort([request_id], started=False)
         if call is not None:
             call.put(PipelineCallEnded(NoReplicaError(SHUTTING_DOWN)))
@@ -68,11 +63,9 @@ class GracefulShutdown:
             self._all_processed.set()
 
     def wait_for_requests(self, finish: Callable[[float], float], timeout: float | None) -> float | None:
-        """Refuse new requests, and give the others `timeout` seconds to finish. Blocks; returns the seconds left.
+        """Refuse new requests, and give the others `timeout` seconds, if any, to finish. Returns the seconds left.
 
-        Args:
-            finish: waits that long until replicas have finished, and returns the seconds left.
-            timeout: 0 or None means not to wait.
+        Blocks. `finish` waits that long until replicas have finished, and returns the seconds left.
         """
         self.ending = True
         loop_in_other_thread = self.loop_in_other_thread
@@ -88,7 +81,6 @@ class GracefulShutdown:
         return left
 
     def cancel_wait(self) -> None:
-        """Make `wait_for_requests` stop waiting for AsyncLLM."""
         self._all_processed.set()
 
     def abort_all(self) -> None:

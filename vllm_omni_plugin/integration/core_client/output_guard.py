@@ -11,11 +11,7 @@ logger = init_logger(__name__)
 
 
 def guard_outputs(output_processor: Any, fail: Callable[[str, BaseException], None]) -> None:
-    """Make an output that vLLM's `OutputProcessor` cannot process fail only its own request.
-
-    Args:
-        fail: called with the request id and the error.
-    """
+    """Make an output that vLLM's `OutputProcessor` cannot process `fail` only its own request."""
     original = output_processor.process_outputs
     states = output_processor.request_states
 

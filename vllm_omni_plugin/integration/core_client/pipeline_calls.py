@@ -33,14 +33,7 @@ def register_request(request_id: str) -> PipelineCall | None:
 
 
 class ActivePipelineCall:
-    """One HTTP call to a pipeline, on the loop of the HTTP handler.
-
-    Args:
-        make_call: creates the `PipelineCall` for the orchestrator, given the callback for its events.
-
-    Attributes:
-        request_ids: the requests that vLLM has made for this call so far.
-    """
+    """One HTTP call to a pipeline, on the handler's loop, with the `request_ids` that vLLM has made for it so far."""
 
     def __init__(self, make_call: Callable[[Put], PipelineCall], abort: Abort) -> None:
         self.call = make_call(self._put)
@@ -55,10 +48,8 @@ class ActivePipelineCall:
         """Merge the chunks of vLLM's response and the events of the stages, each as it comes.
 
         Ends when both have ended; closing it aborts both. Items are buffered, so that a slow client does not slow down
-        stages. What stages can put out for one call bounds the buffer.
-
-        Args:
-            chunks: of vLLM's response. They are made in a context of their own, in which vLLM submits the requests.
+        stages. What stages can put out for one call bounds the buffer. Chunks are made in a context of their own, in
+        which vLLM submits the requests.
         """
         context = copy_context()
         context.run(_current.set, self)

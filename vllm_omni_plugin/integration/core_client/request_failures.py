@@ -16,13 +16,10 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Request
 
 
 def fail_request(output_processor: Any, failure: RequestFailed) -> list[str]:
-    """Make AsyncLLM's `generate` raise the error, and end all samples of the request's `n`.
+    """Make AsyncLLM's `generate` raise the error; end all samples of the request's `n`, and return the others' ids.
 
     vLLM's finish reason "error" would become "Internal server error". AsyncLLM raises a `GracefulHTTPError` unchanged,
     with its status and message, also in streams.
-
-    Returns:
-        Ids of the other samples, which still run in engines.
     """
     state = output_processor.request_states.get(failure.request_id)
     if state is None:

@@ -32,9 +32,6 @@ class RequestSpans:
     several stages these are the values of the last replica in each stage, separated by commas, and the sum of the
     tokens. In a pipeline each stage gets a span `omni.stage` with `omni.stage`, `omni.stage_id` and
     `omni.<part>_seconds`. vLLM starts and ends its span in one call when the response ends; stages may end later.
-
-    Args:
-        policies: names of the policies, by stage.
     """
 
     def __init__(self, output_processor: Any, policies: Sequence[str]) -> None:

@@ -16,11 +16,7 @@ _ID_BITS = 53
 
 
 class ServerStateSync:
-    """Updates vLLM's LoRA registry and sleep metrics after calls through other heads. Used on AsyncLLM's loop.
-
-    Attributes:
-        loggers: vLLM's `StatLoggerManager`, or None.
-    """
+    """Updates vLLM's LoRA registry and sleep metrics after calls through other heads. Used on AsyncLLM's loop."""
 
     def __init__(self) -> None:
         self.loggers: Any = None
@@ -33,10 +29,9 @@ class ServerStateSync:
         models.lora_id_counter = AdapterIdCounter()
 
     def missing(self, modules: Iterable[Any]) -> Iterator[Any]:
-        """The `--lora-modules` whose names are not registered yet; each is checked when it is reached.
+        """The `--lora-modules` whose names are not registered when they are reached: other servers load them, too.
 
-        Other servers load the same modules at the same time. A name that is given twice is yielded twice, so that vLLM
-        refuses it.
+        A name that is given twice is yielded twice, so that vLLM refuses it.
         """
         own: set[str] = set()
         for module in modules:
@@ -59,12 +54,9 @@ class ServerStateSync:
 class AdapterIdCounter:
     """Replaces the counter of vLLM's registry. Different adapters get different ids, also in different servers.
 
-    vLLM counts from 1 in each server, and an engine treats adapters with equal ids as the same adapter.
-
-    Args:
-        modules: name, path and digest of the adapters to load first. Their ids are hashes, equal in all servers. With
-            the digest, an engine that outlives a head does not confuse changed files with those it has loaded.
-        random: source of the ids of later adapters.
+    vLLM counts from 1 in each server, and an engine treats adapters with equal ids as the same adapter. The ids of the
+    first `modules` (name, path, digest) are hashes, equal in all servers; with the digest, an engine that outlives a
+    head does not confuse changed files with those it has loaded. Later ids are random.
     """
 
     def __init__(self, modules: Iterable[tuple[str, str, str]] = (), random: Random | None = None) -> None:
@@ -72,7 +64,6 @@ class AdapterIdCounter:
         self._random = random or SystemRandom()
 
     def inc(self, num: int = 1) -> int:
-        """The id of the next adapter."""
         return self._first.popleft() if self._first else self._random.randrange(1, 1 << _ID_BITS)
 
 

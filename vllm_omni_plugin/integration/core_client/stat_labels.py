@@ -28,12 +28,9 @@ Slot = tuple[dict[int, Any], Make]
 class StatLabels:
     """Adds engines to the loggers of a `StatLoggerManager` and removes them. Used on AsyncLLM's loop.
 
-    Searches the loggers once for everything they keep by engine index, by the entry of the first engine. So it does not
-    depend on the names of loggers and metrics.
-
-    Args:
-        manager: just constructed. Its list of engine indexes, which its loggers and engine client share, is changed in
-            place.
+    Searches the loggers of the new manager once for everything they keep by engine index, by the entry of the first
+    engine. So it does not depend on the names of loggers and metrics. The list of engine indexes, which loggers and
+    engine client share, is changed in place.
     """
 
     def __init__(self, manager: StatLoggerManager) -> None:
@@ -61,7 +58,6 @@ class StatLabels:
             )
 
     def add(self, index: int) -> None:
-        """Add the engine with this index, if it is unknown."""
         kept, self._kept = self._kept, None
         if index not in self._known:
             self._add(index)

@@ -53,10 +53,7 @@ _IDS_PER_CALL = 128
 
 
 class UnknownCallError(OmniError, AttributeError, NotImplementedError):
-    """vLLM calls a method that this version of the plugin does not know.
-
-    It is an `AttributeError`, so that vLLM can test for the method with `hasattr`.
-    """
+    """vLLM calls a method that this version of the plugin does not know. `hasattr` tests for it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -130,11 +127,7 @@ class UtilityCallClient(AsyncMPClient):  # type: ignore[misc]
         return {adapter.lora_name: adapter for stage in stages for adapter in stage.state.adapters}
 
     async def abort_elsewhere(self, request_ids: Sequence[str]) -> None:
-        """Abort requests of all other heads by their clients' ids; without ids, all of them.
-
-        Raises:
-            CoordinatorUnavailableError: the other heads cannot be notified.
-        """
+        """Abort requests of all other heads by clients' ids; without ids all. Raises CoordinatorUnavailableError."""
         for begin in range(0, max(1, len(request_ids)), _IDS_PER_CALL):
             await self.call_utility_async(ABORT_CLIENT_REQUESTS, list(request_ids[begin : begin + _IDS_PER_CALL]))
 

@@ -15,15 +15,7 @@ def start_coordinator(
     port: int,
     first_replica_ids: Mapping[int, int] | None = None,
 ) -> OmniCoordinatorRuntime:
-    """Start the coordinator process, and log how nodes and heads join.
-
-    Args:
-        port: 0 for any free one, if no other node joins.
-        first_replica_ids: see `OmniCoordinator`.
-
-    Raises:
-        ConfigError: it cannot listen on the address.
-    """
+    """Start the coordinator process, and log how nodes and heads join, unless the port is 0. Raises ConfigError."""
     warn_if_insecure(options, address)
     coordinator = OmniCoordinatorRuntime(
         address,

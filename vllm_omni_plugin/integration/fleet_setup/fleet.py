@@ -50,16 +50,8 @@ logger = init_logger(__name__)
 class Fleet:
     """Owns the coordinator process, this head's session with it, and the orchestrator thread with the local replicas.
 
-    A head that joins a fleet has a session with the coordinator of another process, and no local replicas. Each of
-    several API servers is such a head.
-
-    Raises ConfigError if a stage cannot be served as configured, or the coordinator cannot listen on its address.
-
-    Args:
-        make_front_end: called once the stages are known.
-
-    Attributes:
-        coordinator: None in a fleet that no other process can join, and in a head that has joined a fleet.
+    A head that joins a fleet, as each of several API servers does, has a session with another process's coordinator and
+    no local replicas. Raises ConfigError if a stage cannot be served as configured, or the coordinator cannot listen.
     """
 
     def __init__(
@@ -96,7 +88,7 @@ class Fleet:
         self._client: OmniCoordClientForHead | None = None
 
     def start(self) -> list[list[bytes]]:
-        """Start the local replicas, and let others join. Blocks; returns the local ready responses, by stage.
+        """Start the local replicas, let others join, and return the local ready responses by stage. Blocks.
 
         Raises ReplicaError if a local replica does not start; then nothing is left running.
         """

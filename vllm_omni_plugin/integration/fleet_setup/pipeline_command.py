@@ -45,7 +45,6 @@ def pipeline_of(options: OmniConfig) -> Pipeline | None:
 
 
 def local_engines(options: OmniConfig, headless: bool) -> int:
-    """The number of vLLM engines that this process runs itself."""
     pipeline = None if headless else pipeline_of(options)
     if pipeline is None or options.join:
         return options.dp_size_local

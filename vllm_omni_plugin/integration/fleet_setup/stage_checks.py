@@ -22,7 +22,6 @@ def _located_at(key: str) -> Iterator[None]:
 
 
 def check_policy(pipeline: Pipeline, stage: Stage) -> None:
-    """Build the load-balancing policy of a stage."""
     with _located_at("policy"):
         build_load_balancer_factory(stage.policy)
     with _located_at("policy_config"):
@@ -30,7 +29,6 @@ def check_policy(pipeline: Pipeline, stage: Stage) -> None:
 
 
 def check_transform(pipeline: Pipeline, stage: Stage) -> None:
-    """Import the transform of a stage."""
     if stage.transform is not None:
         with _located_at("transform"):
             resolve_transform(stage.transform)

@@ -67,19 +67,15 @@ class StagePlan:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"'{self.stage.name}'" if self.stage is not None else str(self.stage_id)
 
 
 def stage_plans(options: OmniConfig, vllm_config: Any, executor_class: Any, log_stats: bool) -> tuple[StagePlan, ...]:
     """The plans of all stages, in the order of their ids; without a pipeline, of one stage. Starts nothing.
 
-    Raises ConfigError if a stage's engine cannot be configured, or needs devices that do not exist.
-
-    Args:
-        vllm_config: of AsyncLLM, that is, of the stage that answers the prompt. Its default sampling parameters become
-            those of the stage to which the client's parameters apply.
-        log_stats: whether engines report scheduler statistics.
+    The default sampling parameters in AsyncLLM's `vllm_config`, which is of the stage that answers the prompt, become
+    those of the stage to which the client's apply. Raises ConfigError if an engine cannot be configured, or lacks
+    devices.
     """
     command = loaded_pipeline(options)
     if command is None:
@@ -137,11 +133,7 @@ def model_plan(
     log_stats: bool,
     launcher: Callable[..., Launcher] = new_launcher,
 ) -> StagePlan:
-    """The plan of the replicas of one model, of a head or a node; arguments as of `stage_plans`.
-
-    Args:
-        launcher: called like `new_launcher`; the arguments from the fifth on are those of a `MakeLauncher`.
-    """
+    """The plan of the replicas of one model. `launcher` has the arguments of `new_launcher`."""
     engine_config, ranks = split_ranks(vllm_config)
     replicas = options.dp_size_local * ranks
     model_config = vllm_config.model_config
@@ -250,7 +242,6 @@ class FleetStages:
 
     @classmethod
     def of(cls, plans: Sequence[StagePlan]) -> Self:
-        """The stages of these plans, which are in the order of stage ids."""
         configs = [plan.vllm_config for plan in plans]
         numbers = tuple(own_numbers(plans))
         stages = tuple(plan.stage for plan in plans if plan.stage is not None)

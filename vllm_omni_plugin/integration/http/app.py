@@ -140,7 +140,6 @@ class FleetEndpoints:
             app.user_middleware.append(Middleware(WorldSizeMiddleware))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Give routes and middleware the fleet, if the server has one."""
         fleet = getattr(engine_client, "engine_core", None)
         if not isinstance(fleet, FleetClient):
             return
@@ -193,11 +192,7 @@ class FleetEndpoints:
 
 
 def serve_pipeline(app: FastAPI, pipeline: Pipeline, abort: Abort) -> None:
-    """Wrap vLLM's handlers of chat and completions, and add the speech route if the pipeline has audio output.
-
-    Args:
-        app: its state has vLLM's serving objects, and None for what the model does not support.
-    """
+    """Wrap vLLM's handlers of chat and completions, and add the speech route if the pipeline has audio output."""
     from vllm_omni_plugin.integration.http.pipeline_handler import PipelineHandler
     from vllm_omni_plugin.integration.http.pipeline_speech import SpeechHandler, build_speech_router
 

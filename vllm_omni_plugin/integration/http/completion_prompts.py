@@ -10,17 +10,7 @@ from vllm_omni_plugin.balancing import Prompt
 
 
 async def read_prompt(state: Any, prompt: str | list[int], model: str | None) -> Prompt:
-    """Tokenise a prompt with the server's own tokenizer and limits.
-
-    Args:
-        state: of vLLM's application.
-        prompt: a text or token ids.
-        model: the name of the model or of an adapter; None means the model.
-
-    Raises:
-        BadPromptError: the server could not complete this prompt.
-        UnknownModelError: the server has no such model.
-    """
+    """Tokenise a prompt with the tokenizer and limits of the server with this state. As `PromptReader`."""
     models, lora_name = state.openai_serving_models, ""
     if model and not models.is_base_model(model):
         if (lora := models.lora_requests.get(model)) is None:

@@ -32,14 +32,7 @@ def has_api_key(args: Any) -> KeyCheck:
 def make_access(
     args: Any, has_key: KeyCheck, local_key: Callable[[], str | None], *, unix_socket: bool = False
 ) -> Access:
-    """Who may use the routes of operators.
-
-    Args:
-        args: of `vllm serve`.
-        has_key: see `has_api_key`.
-        local_key: makes the key for commands of this user, or None. Called without `--omni-admin-key-file` only.
-        unix_socket: see `Access`.
-    """
+    """Who may use the routes of operators. Where no file has keys, `local_key` makes one for this user's commands."""
     if args.omni_admin_key_file:
         keys = read_admin_keys(args.omni_admin_key_file, ADMIN_KEY_FLAG)
         return Access(has_key, has_one_of(keys), has_key_file=True)

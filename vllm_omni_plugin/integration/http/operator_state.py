@@ -50,15 +50,11 @@ def set_operator_state(
     reload_others: Callable[[], None] = lambda: None,
     record_statistics: Callable[[], None] = lambda: None,
 ) -> None:
-    """Set what `build_router` and `build_watch_router` use in the state of an application, and handle SIGHUP.
+    """Set what the routes of operators use in an application's state, and handle SIGHUP, on the main thread's loop.
 
-    Called on the loop of the main thread.
-
-    Args:
-        is_ending: whether the head shuts down: it takes no new requests.
-        is_over: whether streams must end, because the server closes.
-        reload_others: makes the other API servers of this command read the admission file.
-        record_statistics: is called before vLLM's metrics are read.
+    `is_ending`: the head takes no new requests; `is_over`: streams must end, because the server closes. `reload_others`
+    makes the other API servers of this command read the admission file. `record_statistics` is called before vLLM's
+    metrics are read.
     """
     orchestrator = fleet.orchestrator
     state.omni_explain = partial(explain, orchestrator, read_prompt, fleet.stages.prompt_stage)
@@ -75,7 +71,6 @@ def set_operator_state(
 
 
 def _head() -> dict[str, str]:
-    """Name and versions of this head."""
     from vllm import __version__
 
     name = f"{socket.gethostname()}, process {os.getpid()}"

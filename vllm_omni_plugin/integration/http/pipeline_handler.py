@@ -36,10 +36,7 @@ class ResponseStream:
     """The server-sent events of one streamed response.
 
     Audio is sent at once. The finish reason is sent after all stages have ended, because clients stop reading there.
-
-    Args:
-        envelope: `id`, `object`, `created` and `model` for events before vLLM's first event.
-        error_event: formats an error as vLLM's server does in a stream.
+    `envelope` has the common fields of events before vLLM's first event.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class ResponseStream:
             yield from self._split_last(chunk)
 
     def _split_last(self, chunk: dict[str, Any]) -> Iterator[str]:
-        """Send the last text now, and keep the finish reason."""
         (choice,) = chunk["choices"]
         end = {key: choice.pop(key) for key in ("finish_reason", "stop_reason") if key in choice}
         self._finish = chunk | {"choices": [{"index": 0, "delta": {}, **end}]}
@@ -156,13 +152,7 @@ def _event(data: str) -> str:
 
 @dataclass(frozen=True)
 class PipelineHandler:
-    """Wraps one of vLLM's handlers.
-
-    Attributes:
-        serving: vLLM's serving object, which formats errors and knows the names of the model.
-        create: vLLM's handler.
-        chat: whether it is the handler of chat completions; only these can have audio.
-    """
+    """Wraps `create`, one of vLLM's handlers, and its serving object. Only the handler of chat has audio."""
 
     serving: Any
     create: Create

@@ -61,12 +61,7 @@ class SpeechRequest(BaseModel):
 
 @dataclass(frozen=True)
 class SpeechHandler:
-    """Handles requests for speech, with a pipeline that has audio output.
-
-    Attributes:
-        serving: vLLM's serving object of completions, which formats errors.
-        create: its handler; the text is the prompt of a completion.
-    """
+    """Handles requests for speech: the text is the prompt of a completion, which vLLM's `create` makes."""
 
     serving: Any
     create: Create
@@ -129,12 +124,7 @@ class _RefusedError(Exception):
 async def _samples(
     results: StageResults, items: AsyncGenerator[Any, None], usage: dict[str, int]
 ) -> AsyncGenerator[tuple[bytes, bool], None]:
-    """The samples of each part of the audio that has some, and whether the part is the last one.
-
-    Args:
-        items: of `ActivePipelineCall.run`.
-        usage: is filled with the numbers of tokens, as in OpenAI's last event of speech.
-    """
+    """The samples of each part of the audio that has some, and whether it is the last. Counts tokens in `usage`."""
     async with aclosing(items):
         async for item in items:
             match item:
@@ -164,7 +154,6 @@ async def _audio(
 
 
 def build_speech_router(handler: SpeechHandler) -> APIRouter:
-    """The speech route."""
     router = APIRouter()
     # Wrapped like vLLM's own routes: the handler is cancelled if the client disconnects before the first audio.
     endpoint = with_cancellation(load_aware_call(handler.handle))

@@ -12,11 +12,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def admin_address(options: OmniConfig, args: argparse.Namespace) -> tuple[str, int]:
-    """The address and port: loopback, unless the operator gave keys.
-
-    Args:
-        args: of `vllm serve`: `--host` and `--port`.
-    """
+    """The address and port: loopback, unless the operator gave keys."""
     host = args.host or "0.0.0.0" if options.admin_key_file is not None else _LOOPBACK
     return host, args.port + 1 if options.admin_port is None else options.admin_port
 

@@ -87,12 +87,9 @@ def _refuse_behind_rust(args: argparse.Namespace) -> None:
 
 
 def prepare_engine_args(engine_args: Any, engines: int) -> None:
-    """Set the number by which vLLM knows that this process serves several engines.
+    """Set the number by which vLLM knows that this process runs several engines, in all stages.
 
     vLLM then does not cache processed multimodal inputs as if one engine had seen them all, and divides the cores of a
     CPU between the engines.
-
-    Args:
-        engines: number of engines that this process runs itself, in all stages.
     """
     engine_args._api_process_count = max(engines, 2)

@@ -21,10 +21,7 @@ _KEY_IN_PIPELINE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "d
 
 
 def check(options: OmniConfig, given: Collection[str], headless: bool, api_servers: int = 1) -> None:
-    """Check the options against each other and against this machine. Raises ConfigError naming the flag and the reason.
-
-    `given` has the fields of `OmniConfig` whose flags were given.
-    """
+    """Check the options against each other and this machine; `given` are fields. Raises ConfigError naming the flag."""
     _check_side(given, headless)
     _check_join(options, given)
     if not headless:

@@ -31,11 +31,8 @@ _GRACE_S = 10.0
 class ApiServerSupervisor:
     """Starts API server processes, and restarts each when it ends. Used on one event loop.
 
-    Args:
-        connections: number of open connections of each server, in shared memory; `NOT_ACCEPTING` if it does not serve.
-        start: starts the process with this index. Called in another thread, since it may block.
-        on_end: called with index and process id of each process that has ended, before it is restarted.
-        delay: sleeps between restarts.
+    Shared memory has the number of open `connections` of each server; `NOT_ACCEPTING` if it does not serve. `start` is
+    called in another thread, since it may block. `on_end` gets index and process id of each process that has ended.
     """
 
     def __init__(
@@ -93,7 +90,6 @@ class ApiServerSupervisor:
                 os.kill(process.pid, signum)
 
     def kill(self) -> None:
-        """Kill all servers, after `stop` has been called."""
         self._killing = True
         for process in self._running.values():
             process.kill()

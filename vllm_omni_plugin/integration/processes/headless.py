@@ -58,12 +58,7 @@ def serve_replicas(
     launcher: Callable[..., Launcher] = new_launcher,
     program: str = "vllm serve",
 ) -> int:
-    """Run this node's replicas until they have left the fleet; returns the exit status of the process.
-
-    Args:
-        launcher: see `model_plan`; not used for a Python stage.
-        program: the command that the user typed, for errors.
-    """
+    """Run this node's replicas until they have left; returns the exit status. Errors name the `program`."""
     forbid_fork()
     use_socket_folder()
     with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -95,16 +90,10 @@ def replica_servers(
     executor: Executor,
     first_incarnation: int = 0,
 ) -> list[ReplicaServer]:
-    """The servers of a node's replicas, not started.
+    """The servers of a node's replicas, not started; `identities` are in the order of the plans.
 
-    Args:
-        identities: of all replicas, in the order of the plans.
-        options: of this node, from `with_secret`.
-        address: on which the servers listen.
-        coordinator: ZMQ address.
-        on_spawn: called with the id of each started process.
-        executor: for blocking steps. A replica uses two threads: one ends the old engine, the other starts the new one.
-        first_incarnation: see `EngineLauncher`.
+    `options` come from `with_secret`. A replica uses two threads of `executor`: one ends the old engine, the other
+    starts the new one.
     """
     servers: list[ReplicaServer] = []
     remaining = iter(identities)
@@ -167,7 +156,6 @@ async def serve_node(
     coordinator: str,
     reaper: Reaper,
 ) -> None:
-    """Run the replicas of a node until they have stopped."""
     with ThreadPoolExecutor(2 * plan.replicas, thread_name_prefix="omni-engine") as executor:
         # A node that is started again must not repeat its samples while the rest of the fleet goes on.
         incarnation = time.time_ns()

@@ -58,16 +58,7 @@ _LOOPBACK = "127.0.0.1"
 class ApiServerLauncher:
     """Starts API server processes, which share a listening socket and some memory.
 
-    Args:
-        count: number of processes.
-        listen_address: for their logs.
-        listening: the socket.
-        args: the parsed command line of each.
-        on_spawn: called with each process id.
-
-    Attributes:
-        connections: see `ApiServerSupervisor`.
-        admitted: counters for vLLM's `--max-num-queued-reqs`, which limits the sum of all servers.
+    `connections`: see `ApiServerSupervisor`. `admitted` counts for `--max-num-queued-reqs`, a limit of all servers.
     """
 
     def __init__(
@@ -107,7 +98,6 @@ class ApiServerLauncher:
         return process
 
     def clear_counts(self, index: int, pid: int) -> None:
-        """Remove the counts of a process that has ended."""
         self.admitted[index * _SLOT] = 0
         multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
 

@@ -42,18 +42,8 @@ class AdminServer:
     """Serves operators on the running loop, which must be that of the main thread, from `start` to `close`.
 
     `/health` is 200 while the head takes requests, else 503 with the reason as text. That of vLLM's Rust front end is
-    200 while it has its engine, which is always.
-
-    Args:
-        fleet: need not be started yet. Then there are no replicas.
-        args: of `vllm serve`.
-        vllm_config: of the server; see `ReplicaStatistics`.
-        drain: whether an operator drains this head. Whoever takes new requests must refuse them while it is `active`.
-        is_ending: whether the head shuts down: it takes no new requests.
-        adapters: returns the names of the LoRA adapters that requests can name.
-
-    Attributes:
-        statistics: takes what schedulers report. The orchestrator's thread uses it.
+    200 while it has its engine, which is always. The fleet need not be started yet. Whoever takes new requests must
+    refuse them while `drain` is active. The orchestrator's thread gives `statistics` what schedulers report.
     """
 
     def __init__(
@@ -160,7 +150,6 @@ class AdminServer:
             publish_head(self._args.host, self._args.port, LocalHead(key, self._url(self._own_address())))
 
     def _own_address(self) -> str:
-        """An address under which commands on this machine reach the server."""
         host, _ = admin_address(self._options, self._args)
         return next(iter(local_addresses(host)), host)
 

@@ -12,9 +12,7 @@ def terms_reader(tenant_headers: Sequence[str]) -> Callable[[Any], RequestTerms 
     """Return a function that reads the terms of an `EngineCoreRequest`. It raises `BadTimeoutError`.
 
     It removes what it reads: an engine may not continue the work of another one on a request with custom arguments.
-
-    Args:
-        tenant_headers: see `HttpAdmission`; the custom arguments have the same names. Without any, none is read.
+    These have the names of the headers; without `tenant_headers` none is read.
     """
     if not tenant_headers:
         return lambda request: None

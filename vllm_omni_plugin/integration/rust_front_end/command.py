@@ -18,10 +18,7 @@ def front_end_command(
 ) -> list[str]:
     """The command of a front end that serves one engine, as vLLM's `RustFrontendProcessManager` would start it.
 
-    Args:
-        args: parsed command line of `vllm serve`.
-        http: descriptor of the bound socket for HTTP; `grpc` likewise, None without it.
-        requests: of the listening socket of its ROUTER; `outputs`: of its PULL.
+    The numbers are descriptors: bound sockets of HTTP and gRPC, listening sockets of its ROUTER and its PULL.
     """
     settings: dict[str, Any] = jsonify_non_default_args(args, exclude=set(_NOT_ITS_OWN))
     settings["model_tag"] = getattr(args, "model_tag", None) or args.model

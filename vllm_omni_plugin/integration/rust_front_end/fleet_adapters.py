@@ -94,7 +94,6 @@ class FleetAdapters:
             return removed
 
     def has_loaded(self, own_id: int) -> bool:
-        """Whether the running front end has given this id to an adapter that it has."""
         return own_id in self._names
 
     @contextmanager

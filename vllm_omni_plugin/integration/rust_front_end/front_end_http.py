@@ -15,11 +15,7 @@ _LOCAL = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class FrontEndHttp:
-    """Asks whoever accepts connections on the listening socket, or will do so; what is asked waits meanwhile.
-
-    Args:
-        args: parsed command line of `vllm serve`.
-    """
+    """Asks whoever accepts connections on the listening socket, or will do so; what is asked waits meanwhile."""
 
     def __init__(self, listening: socket.socket, args: argparse.Namespace) -> None:
         self._listening = listening

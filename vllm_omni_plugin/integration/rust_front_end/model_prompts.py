@@ -10,13 +10,7 @@ from vllm_omni_plugin.integration.http.completion_prompts import prompt_tokens
 
 
 class ModelPrompts:
-    """Loads vLLM's tokenizer of the model when the first text is to be read. Token ids need none.
-
-    Args:
-        vllm_config: of the server.
-        models: the names of the model.
-        adapters: returns the names of the adapters that requests can name.
-    """
+    """Loads vLLM's tokenizer of the model when the first text is to be read. Token ids need none."""
 
     def __init__(self, vllm_config: Any, models: Collection[str], adapters: Callable[[], Collection[str]]) -> None:
         self._config = vllm_config

@@ -102,17 +102,8 @@ class RustFrontEnd:
     """Starts `vllm-rs`, and replaces it when it ends, is stopped, or does not answer. Lives on the main thread's loop.
 
     A start with a large tokenizer takes seconds, so a second one is started in advance. It leaves the listening sockets
-    alone until it is connected to the fleet.
-
-    Args:
-        binary: path of `vllm-rs`.
-        args: parsed command line of `vllm serve`, as `vllm-rs` shall read it.
-        watch: called with the id of each started process, see `Reaper`.
-        probe_interval: seconds between looks at `/health`.
-        probe_timeout: seconds without an answer after which it is replaced.
-
-    Attributes:
-        serving: the process that serves, or is about to.
+    alone until it is connected to the fleet. `args` are the command line as `vllm-rs` shall read it. Every
+    `probe_interval` seconds it is asked for `/health`, and replaced after `probe_timeout` seconds without an answer.
     """
 
     def __init__(
@@ -244,7 +235,6 @@ class RustFrontEnd:
             await process.end()
 
     async def _start_standby(self) -> None:
-        """Start one, unless one is there."""
         standby = self._standby
         if self._stopping.is_set() or (standby is not None and self._is_ready(standby)):
             return
@@ -300,7 +290,6 @@ class RustFrontEnd:
         return started
 
     async def _until_unwell(self, process: _Process) -> str:
-        """Return why it no longer serves."""
         while True:
             changed = asyncio.ensure_future(self._adapters_changed.wait())
             await asyncio.wait(

@@ -94,7 +94,6 @@ class ReplicaStatistics:
         self._counted: dict[int, _Counted] = {}
 
     def joined(self, engine_index: int) -> None:
-        """This replica has begun to serve."""
         with self._lock:
             self._serving.add(engine_index)
 
@@ -170,13 +169,7 @@ class ReplicaStatistics:
 
 
 class FleetReports:
-    """Makes the reports of all replicas those of the one engine that the front end sees.
-
-    Lives on the orchestrator's loop.
-
-    Args:
-        statistics: takes the reports, too.
-    """
+    """Makes the reports of all replicas those of one engine, and passes them on. For the orchestrator's loop."""
 
     def __init__(self, statistics: ReplicaStatistics) -> None:
         self._statistics = statistics
@@ -198,7 +191,6 @@ class FleetReports:
             yield fleet_report(report, levels)
 
     def left(self, index: int) -> None:
-        """A replica serves no longer."""
         self._last.pop(index, None)
         self._statistics.left(index)
 

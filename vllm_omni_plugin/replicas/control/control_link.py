@@ -35,15 +35,10 @@ _QUEUE_MESSAGES = 64
 
 
 class ControlClient:
-    """The head's end. Lives on the running event loop.
+    """The head's end, with the secret number `attempt`. Lives on the running event loop.
 
-    Args:
-        attempt: index of the secret to use.
-        on_lost: called when the connection breaks after it was established.
-        timeout: seconds without an answer of the server's machine after which the connection breaks.
-
-    Raises:
-        ReplicaError: the address is not valid.
+    `on_lost` is called when the connection breaks: after `timeout` seconds without an answer of the server's machine.
+    Raises ReplicaError if the address is not valid.
     """
 
     def __init__(

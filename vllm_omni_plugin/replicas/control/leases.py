@@ -6,13 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One head's right to use one output slot.
-
-    Attributes:
-        lease_id: never reused.
-        slot: index of the slot, which is the head's `client_index`.
-        peer: ZMQ routing id of the only control connection on which the lease is valid.
-    """
+    """One head's right to use one output slot, its `client_index`, by one control connection, the routing id `peer`."""
 
     lease_id: int
     slot: int
@@ -44,7 +38,6 @@ class Leases:
         return list(self._leases.values())
 
     def superseded(self, peer: bytes, head_id: str) -> list[Lease]:
-        """Leases of an earlier attachment of the same head."""
         return [lease for lease in self.current if lease.peer == peer or lease.head_id == head_id]
 
     def grant(self, peer: bytes, head_id: str, now: float) -> Lease | None:

@@ -24,11 +24,7 @@ _LONG_CALL_S = 300.0
 class Probe:
     """Probes an engine periodically, one probe at a time, and reports hangs and recoveries.
 
-    Args:
-        interval: seconds between an answer and the next probe.
-        timeout: least number of seconds that count as a hang; see `limit`.
-        on_hang: called with the reason when an answer is overdue.
-        on_answer: awaited when an overdue answer has arrived, before the next probe.
+    `on_hang` gets the reason when an answer is overdue, see `limit`. `on_answer` is awaited when that answer has come.
     """
 
     engine: Engine
@@ -117,20 +113,12 @@ class EngineKeeper(Generic[E]):
     """Starts an engine, probes it, and restarts it when it is lost.
 
     An engine that hangs is taken out of service but not killed, since a long step looks the same. It returns to service
-    when it answers.
+    when it answers. `serve` puts an engine into service; if it raises, the engine is restarted. `suspend` takes it out
+    at once, and gets the reason and whether it hangs. `on_restart` gets the pause and the reason. `must_start` says
+    whether the error of a failed first start ends the keeper.
 
-    Args:
-        serve: puts an engine into service that is new, or that hung and answers again. If it raises, the engine is
-            restarted.
-        suspend: takes the engine out of service; gets the reason and whether the engine hangs. Called at once, but not
-            while the engine is shut down.
-        on_restart: called before a restart with the pause in seconds and the reason.
-        must_start: whether the error of a failed first start ends the keeper; called after each attempt.
-
-    Attributes:
-        ready: the first engine, once it is in service. This and the others exist after `begin`.
-        tried: done when the first start has succeeded, or failed and is tried again.
-        running: done when the engine is not restarted any more, or with the error of a start that must succeed.
+    After `begin`: `ready` has the first engine that serves; `tried` is done when the first start has ended; `running`
+    when the engine is not restarted any more, or with the error of a start that must succeed.
     """
 
     name: str

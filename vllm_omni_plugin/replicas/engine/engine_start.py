@@ -30,13 +30,9 @@ class Process(Protocol):
         """
         ...
 
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        """Block until the engine has loaded its model."""
-        ...
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None: ...
 
-    def abandon(self) -> None:
-        """End a process that is not ready yet."""
-        ...
+    def abandon(self) -> None: ...
 
     def shutdown(self, timeout: float | None = None) -> None: ...
 
@@ -80,14 +76,8 @@ async def start_engine(
 ) -> tuple[Process, bytes]:
     """Spawn an engine when it is its turn, and wait until it is ready; return its process and its ready response.
 
-    Args:
-        replica_id: index of the engine among those of its stage on this node.
-        input_addr: bound ipc address for requests.
-        output_addrs: bound ipc addresses for outputs, by client index.
-        router: bound to `input_addr`. No other code may use it meanwhile.
-
-    Raises:
-        ReplicaError: the engine ended before it was ready, or was not ready in time. It is killed on any error.
+    The ipc addresses are bound; no other code may use `router`, bound to `input_addr`, meanwhile. Raises ReplicaError
+    if the engine ends or is not ready in time. It is killed on any error.
     """
     async with launcher.turn(replica_id):
         process = await spawn(executor, partial(launcher.start, replica_id), lambda process: process.abandon())

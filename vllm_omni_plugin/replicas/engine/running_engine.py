@@ -27,11 +27,8 @@ vLLM's processes exit with code 0 when they are shut down."""
 class Engine:
     """One engine. Made by `start_local_engine` or `start_served_engine`; lives on the loop that made it.
 
-    Attributes:
-        client: the engine is lost when its client is dead.
-        lost: done with the reason when the engine has exited, reported its death, or was marked lost. By then
-            `client.engine_failed` is set.
-        on_lost: called with the reason when `lost` is set; does nothing unless replaced.
+    When it has exited, reported its death, or was marked lost, its client is dead, `client.engine_failed` is set, and
+    `lost` is done with the reason, which `on_lost` gets; that does nothing unless replaced.
     """
 
     def __init__(
@@ -62,7 +59,6 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is open that may block the engine's main loop for long."""
         return self.client.is_busy
 
     def mark_lost(self, reason: str, engine_failed: bool = False) -> None:

@@ -33,9 +33,6 @@ class CacheListener:
     A publisher numbers its batches from 0 at the start of its engine, and a connection keeps their order. Batches may
     be missing from before the subscription, or because they were not read in time. The publisher keeps its last
     batches: at a gap the listener requests a replay from there on, and ignores other batches until the replay arrives.
-
-    Args:
-        name: name of the replica, for the log.
     """
 
     def __init__(self, source: CacheSource, on_change: OnCacheChange, name: str) -> None:

@@ -12,12 +12,7 @@ _SHORTEST_COMPACTED = 65_536
 
 
 class Cursor(NamedTuple):
-    """Position of a reader; a new reader starts at `BEGINNING`.
-
-    Attributes:
-        epoch: number of the log. Each log starts with all blocks that were cached at that time.
-        position: changes that were read.
-    """
+    """Position of a reader: a log, which starts with all blocks cached at that time, and how many changes were read."""
 
     epoch: int
     position: int
@@ -30,10 +25,7 @@ class CacheLog:
     """Starts a new log when the cache is cleared, when reports are lost, and to compact a long log.
 
     A reader of an older log gets the current log from the beginning, as a restart. A reader that had read all of a log
-    before it was compacted continues without a restart.
-
-    Attributes:
-        on_change: called after every change.
+    before it was compacted continues without a restart. `on_change` is called after every change.
     """
 
     def __init__(self) -> None:

@@ -29,15 +29,11 @@ class HandshakeRefusedError(ReplicaError):
 
 
 class Connection:
-    """Watches the only connection of a socket. Lives on the running event loop.
+    """Watches the only connection of a socket that is not connected yet. Lives on the running event loop.
 
-    Args:
-        socket: not connected yet. The caller closes the `Connection` before the socket.
-        on_lost: called once when the connection breaks after it was established.
-
-    Attributes:
-        established: done when the handshake succeeded, or raises the `ReplicaError` that ended it. If the socket
-            reconnects, it stays pending while the address does not answer.
+    `established` is done when the handshake succeeded, or raises the `ReplicaError` that ended it; if the socket
+    reconnects, it stays pending while the address does not answer. `on_lost` is called once when the connection breaks
+    after that.
     """
 
     def __init__(self, socket: Socket, on_lost: Callable[[], None]) -> None:

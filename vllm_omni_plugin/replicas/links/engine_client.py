@@ -48,23 +48,13 @@ class Codec(Protocol):
 
 
 class EngineClient:
-    """Talks to one engine replica. Lives on one event loop.
+    """Talks to one engine replica by an open link, which it closes. Lives on one event loop.
 
-    Args:
-        link: an open link; the client closes it.
-        name: name of the replica in errors and logs.
-        on_outputs: called with every `EngineCoreOutputs` that carries request outputs or statistics.
-        on_dead: called at most once, with the reason, when the replica is dead or has sent an invalid message; never
-            from inside a send.
-        client_index: the engine's output that belongs to the link, if several clients share the engine.
-        grace: seconds to wait for a `mark_dead` with a better reason, after the engine reported its own death or
-            `mark_dead_after_grace` was called.
-
-    Attributes:
-        engine_failed: the replica is dead because the engine crashed by itself or sent an invalid message.
-        answered_at: monotonic seconds of the last answer of the engine or its replica server, 0 before the first. Set
-            by the caller that probes.
-        is_interrupted: outputs of requests are dropped, from `interrupt` to `reset`.
+    `on_outputs` gets every `EngineCoreOutputs` with request outputs or statistics. `on_dead` is called at most once,
+    and never from inside a send, with the reason why the replica is dead; `engine_failed`: the engine crashed by itself
+    or sent an invalid message. `grace` are the seconds in which `mark_dead_after_grace` waits for a better reason.
+    `answered_at` is set by the caller that probes, in monotonic seconds. Outputs are dropped while it `is_interrupted`,
+    until `reset`.
     """
 
     def __init__(
@@ -104,7 +94,6 @@ class EngineClient:
         return f"<EngineClient replica {self._name} {self._link.input_addr}: {state}, {len(self._calls)} calls>"
 
     def start(self) -> None:
-        """Begin to read the replica's outputs on the running loop."""
         self._link.start_reading(self._receive)
 
     def add_request(self, request: Any, engine_request_id: str) -> None:
@@ -132,11 +121,7 @@ class EngineClient:
         await self._call_and_wait(self._probes, "is_sleeping", ())
 
     async def try_request(self, request: Any, timeout: float) -> None:
-        """Return when the engine has sent an output of a copy of a request, and abort the copy.
-
-        Raises:
-            ReplicaError: it sent none for `timeout` seconds, or is dead.
-        """
+        """Return when the engine has sent an output of a copy of a request; abort the copy. Raises `ReplicaError`."""
         engine_request_id = f"tried-{secrets.token_hex(8)}"
         first_output: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._tried[engine_request_id] = first_output

@@ -34,9 +34,7 @@ class Link(ABC):
     def send(self, frames: Frames) -> None:
         """Queue one message for the engine. Never blocks: the queue is unbounded, as in vLLM.
 
-        Raises:
-            MessageTooLargeError: the message is larger than the other end accepts. It was not sent.
-            ReplicaError: the engine is not connected, or the connection is broken.
+        Raises MessageTooLargeError if the other end would not accept it, ReplicaError if the engine is not connected.
         """
         try:
             self.input_socket.send_multipart((self.identity, *frames), zmq.NOBLOCK, copy=False)
@@ -61,7 +59,6 @@ class Link(ABC):
             self._reader.resume()
 
     def drain(self) -> None:
-        """Handle every message that has arrived now."""
         if self._reader is not None:
             self._reader.drain()
 

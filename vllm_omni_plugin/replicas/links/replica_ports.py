@@ -24,8 +24,6 @@ _EPHEMERAL = 0
 
 @dataclass(frozen=True)
 class PortRange:
-    """The ports from `first` to `last`, both included."""
-
     first: int
     last: int
 
@@ -69,11 +67,7 @@ class Listener:
 
 
 def listen_on_ports(host: str, ports: PortRange | None, count: int) -> list[Listener]:
-    """Bind the first `count` free ports of a range, or any free ports; binds all or none.
-
-    Raises:
-        ConfigError: the host is not an address of this machine that heads can connect to, or too few ports are free.
-    """
+    """Bind the first `count` free ports of a range, or any, all or none. Raises ConfigError if that cannot be."""
     family, address = _resolve(host)
     listeners: list[Listener] = []
     try:

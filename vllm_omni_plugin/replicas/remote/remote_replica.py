@@ -75,11 +75,7 @@ class ClockOffset:
 
 
 class AttachRefusedError(ReplicaError):
-    """The replica server refused the lease.
-
-    Attributes:
-        lasting: a retry will fail until the head or the server is restarted.
-    """
+    """The replica server refused the lease; `lasting`: until the head or the server is restarted."""
 
     def __init__(self, reason: str, lasting: bool) -> None:
         super().__init__(reason)
@@ -94,16 +90,10 @@ def _context_for_many() -> Context:
 
 @dataclass(frozen=True)
 class AttachSettings:
-    """Settings of all attachments of one head.
+    """Settings of all attachments of one head: codecs and fingerprints by stage, times in seconds.
 
-    Attributes:
-        codecs: by stage; see `EngineClient`.
-        head_id: unique id of this process, for servers and their logs.
-        fingerprints: by stage, see `vllm_api.launch.model_fingerprint`.
-        heartbeat_interval: seconds between renewals of a lease.
-        heartbeat_timeout: seconds without an answer after which a server is lost; also the limit for attaching.
-        lease_timeout: seconds without an answer of its machine after which a server is lost; after a third of them
-            without an answer of the server, the replica is late.
+    A server is lost after `heartbeat_timeout` without an answer, or `lease_timeout` without one of its machine; after a
+    third of the latter the replica is late.
     """
 
     codecs: Mapping[int, Codec]
@@ -121,16 +111,10 @@ class AttachSettings:
 class RemoteReplica:
     """A lease of one replica. Made by `attach_remote`; lives on the loop that made it.
 
-    Attributes:
-        sleeps: whether the engine was paused or asleep when it was attached to.
-        lost: done with the reason when the lease or the engine has ended.
-        on_lost: called with the reason when `lost` is set; does nothing unless replaced.
-        on_late: called with True when the replica is late, and with False when its server answers again; does nothing
-            unless replaced.
-        told: what its engine was told before.
-        on_told: called when another head has told it something; does nothing unless replaced.
-        on_busy: called when a head begins or ends a call that may block the engine for long; does nothing unless
-            replaced.
+    `lost` is done with the reason when the lease or the engine has ended. The callbacks do nothing unless replaced:
+    `on_lost` gets that reason, `on_late` whether the server answers late, `on_told` what another head has told the
+    engine, `on_busy` whether some head has a call open that may block the engine for long. `sleeps`: it was paused or
+    asleep when attached to.
     """
 
     client: EngineClient
@@ -232,7 +216,6 @@ class RemoteReplica:
         return f"its engine did not answer {seconds}"
 
     def report_told(self, told: ReplicaState) -> None:
-        """Tell the server what the engine was told."""
         if self._control is not None and self._lease is not None:
             self._control.send(StateTold(self._lease, told))
 
@@ -355,13 +338,8 @@ async def attach_remote(
 ) -> RemoteReplica:
     """Attach to a replica; returns when its engine has answered.
 
-    Args:
-        on_outputs: see `EngineClient`; times are converted to our clock.
-        on_status: called with UP or DRAINING when the server reports it.
-
-    Raises:
-        AttachRefusedError: the server refused the lease.
-        ReplicaError: the server cannot be reached, did not answer in time, refused the handshake, or was lost.
+    `on_outputs` gets times of our clock, `on_status` UP or DRAINING. Raises AttachRefusedError if the server refuses
+    the lease, ReplicaError if it is lost or cannot be reached.
     """
     replica = RemoteReplica(info, replica_id, settings, on_outputs, on_status)
     try:

@@ -18,13 +18,7 @@ _warned_at: dict[tuple[str, str], float] = {}
 
 
 class Announcer:
-    """Announces a replica, at first as UP. Lives on the loop that made it.
-
-    Args:
-        addresses: control, input and output address of the replica.
-        identity: of the replica.
-        joined: set once the coordinator has been reached.
-    """
+    """Announces a replica with its control, input and output address, at first as UP. For the loop that made it."""
 
     def __init__(
         self,

@@ -55,16 +55,10 @@ def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str
 class AttachedHeads:
     """Handles the messages of the control connection and owns the leases. Lives on one event loop.
 
-    It outlives the engine: after a restart the new engine is set with `admit`.
-
-    Args:
-        first_ports: the announced ports (inputs, outputs) for slot 0, which stay bound. Other slots have ports only
-            while they are leased.
-        send: sends a message to a routing id of the control connection.
-        incarnation: returns the announced incarnation.
-        on_drain: called when a head requests a drain for its operator.
-        on_last_disconnect: called whenever the last lease has ended.
-        on_replica_id: called with the id by which an attached head knows the replica.
+    It outlives the engine: after a restart the new engine is set with `admit`. `first_ports` (inputs, outputs) are
+    announced, for slot 0, and stay bound. Other slots have ports only while they are leased. `on_drain` is called when
+    a head requests a drain for its operator, `on_last_disconnect` when the last lease has ended, `on_replica_id` with
+    the id by which an attached head knows the replica.
     """
 
     def __init__(

@@ -21,18 +21,9 @@ class HostSlots:
     """The lowest slots of this machine that no other process of the fleet has, taken until `close`. A context manager.
 
     A slot is an abstract unix socket. Only one process of a network namespace can bind its name, whichever its user or
-    its files are, and the name is free as soon as the process has ended, however it ended.
-
-    Args:
-        count: number of slots.
-        address: at which heads reach this machine: machines and pods with the same hostname differ in it.
-        fleet: the coordinator's address. Nodes of other fleets that come and go here do not shift the slots.
-
-    Attributes:
-        names: unique in the fleet, see `ReplicaEvent.host_slot`.
-
-    Raises:
-        ConfigError: fewer than `count` slots are free.
+    its files are, and the name is free as soon as the process has ended, however it ended. Machines and pods with the
+    same hostname differ in `address`. Nodes of other fleets, with other coordinators, do not shift the slots. `names`
+    are unique in the fleet. Raises ConfigError if fewer than `count` are free.
     """
 
     def __init__(self, count: int, address: str, fleet: str) -> None:

@@ -34,13 +34,8 @@ async def task_group_with_signals(on_signal: Callable[[int], None]) -> AsyncIter
 async def run_node(servers: Sequence[ReplicaServer], join_timeout: float, head: str) -> None:
     """Run replicas until all have stopped. The first SIGTERM or SIGINT drains them, the second stops them at once.
 
-    Args:
-        join_timeout: seconds from the start of its engine in which each replica must reach the head; 0: no limit.
-        head: the head's address, for messages.
-
-    Raises:
-        ConfigError: the replicas need more open files than this process may have.
-        OmniError: a replica failed, or did not reach the head in time. All others have stopped too.
+    Each replica must reach the head within `join_timeout` seconds (0: no limit) of the start of its engine. Raises
+    OmniError if one fails, and ConfigError if they need more open files than allowed. All others have stopped then.
     """
     raise_limits(len(servers))
     is_draining = False

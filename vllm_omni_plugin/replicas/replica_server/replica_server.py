@@ -29,15 +29,9 @@ _LINGER_S = 0.2
 class ReplicaServer:
     """One replica of a node. Lives on the event loop on which it was made.
 
-    Args:
-        codec: see `EngineClient`; not shared with other servers.
-        executor: runs blocking steps, at most two at the same time.
-        identity: announced to the coordinator.
-        first_starts: shared by all replicas of the stage on this node.
-
-    Attributes:
-        ready: set once the engine is ready for the first time.
-        joined: set once the coordinator was reached for the first time.
+    The codec is not shared with other servers. `executor` runs at most two blocking steps of it at the same time.
+    `first_starts` are shared by all replicas of the stage on this node. `ready` is set once the engine is ready for the
+    first time, `joined` once the coordinator was reached.
     """
 
     def __init__(

@@ -11,12 +11,7 @@ from vllm_omni_plugin.vllm_api.codecs.message_filter import MessageFilter, rejec
 
 @dataclass(frozen=True)
 class ReplicaIdentity:
-    """What a replica keeps over its restarts.
-
-    Attributes:
-        number: unique in the fleet; -1: none.
-        host_slot: names its place on its machine; "": none.
-    """
+    """What a replica keeps over its restarts: its number, and the name of its place on its machine, if it has them."""
 
     number: int = -1
     host_slot: str = ""
@@ -29,17 +24,10 @@ NO_IDENTITY = ReplicaIdentity()
 class ServerSettings:
     """The same for all replicas of a node. Times are seconds.
 
-    Attributes:
-        host: address to bind and announce.
-        ports: range of ports to bind; None: any free ports.
-        coordinator_addr: ROUTER address of the head's coordinator.
-        heartbeat_interval: time between heartbeats, and between probes of an engine.
-        heartbeat_timeout: a head or engine that does not answer for this time is lost or hangs.
-        drain_timeout: how long a draining replica waits for its heads.
-        secrets: the fleet's secrets; None: no authentication.
-        message_filter: returns a rejection for forbidden messages of heads.
-        max_message_bytes: limit of one message of a head.
-        fingerprint: the configuration that heads must share, see `vllm_api.launch.model_fingerprint`.
+    `host` is bound and announced, with any free ports unless there is a range. `coordinator_addr` is the ROUTER of the
+    head's coordinator. Heartbeats and probes of an engine come every `heartbeat_interval`; a head or engine that does
+    not answer for `heartbeat_timeout` is lost or hangs. Heads must share the `fingerprint`, see
+    `vllm_api.launch.model_fingerprint`.
     """
 
     host: str

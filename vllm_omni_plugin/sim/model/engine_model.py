@@ -56,10 +56,8 @@ class EngineModel:
     def submit(self, request: SimRequest, now: float) -> None:
         """Queue a request for the next iteration.
 
-        Raises:
-            KeyError: the engine has a request with this id. vLLM's engine would die.
-            ValueError: the prompt is empty or too long.
-            OverflowError: a token id is not an unsigned 32-bit number.
+        Raises KeyError for an id that the engine has, of which vLLM's would die, ValueError for an empty or too long
+        prompt, OverflowError for a token id above 32 bits.
         """
         if request.request_id in self:
             raise KeyError(request.request_id)

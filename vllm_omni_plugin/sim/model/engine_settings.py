@@ -14,21 +14,11 @@ class EngineSettings:
     """Capacities and service times of one engine.
 
     An iteration takes `step_s + prefill tokens * prefill_token_s + decoding sequences * sequence_s`: the linear model
-    of continuous batching. The defaults resemble an 8B model on one accelerator.
+    of continuous batching. The defaults resemble an 8B model on one accelerator. Prompts longer than
+    `max_num_batched_tokens` are computed in chunks. `seed` is in place of the weights: engines with the same seed give
+    the same answers.
 
-    Attributes:
-        step_s: seconds of every iteration, for reading the weights.
-        prefill_token_s: seconds for each prompt token that is computed.
-        sequence_s: seconds for each sequence that gets its next token.
-        max_num_seqs: sequences in one iteration.
-        max_num_batched_tokens: tokens in one iteration; longer prompts are computed in chunks.
-        block_size: tokens in a block.
-        max_model_len: tokens of prompt and output together.
-        seed: in place of the weights: engines with the same seed give the same answers. Not vLLM's, which is for
-            sampling and differs between engines.
-
-    Raises:
-        ConfigError: the KV memory cannot hold one request of the maximum length.
+    Raises ConfigError if the KV memory cannot hold one request of the maximum length.
     """
 
     step_s: float = 0.010

@@ -48,16 +48,10 @@ def choose_token(value: int, vocabulary_size: int, allowed: Sequence[int], avoid
 
 
 class SimSequence:
-    """A request and its tokens.
+    """A request and its tokens. Raises the errors of `EngineModel.submit`.
 
-    Raises the errors of `EngineModel.submit`.
-
-    Attributes:
-        length: tokens of prompt and answer so far.
-        limit: the length at which it ends.
-        computed: number of tokens with KV entries.
-        keys: of all its complete blocks, computed or not.
-        allocation: its blocks, empty before its admission.
+    `length` is in tokens so far, and `limit` where it ends; `computed` have KV entries; `keys` are of all complete
+    blocks.
     """
 
     def __init__(self, request: SimRequest, settings: EngineSettings, queued_at: float) -> None:

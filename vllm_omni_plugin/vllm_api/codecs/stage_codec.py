@@ -56,10 +56,7 @@ class StageCodec:
         self._frames: list[Any] = []
 
     def decode(self, frames: Frames) -> tuple[Kind, Any]:
-        """Decode a `StageRequest` (its tensor is a `ReceivedTensor`), a list of ids to abort, or a `CallMessage`.
-
-        Raises WireError for other frames.
-        """
+        """Decode a `StageRequest` (with a `ReceivedTensor`), ids to abort, or a `CallMessage`. Raises WireError."""
         try:
             kind, body = bytes(frames[0]), frames[1]
             if kind == ADD:

@@ -16,10 +16,7 @@ _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_m
 
 
 def adapter_digest(path: str | Path) -> str:
-    """The digest of a LoRA adapter's configuration and of the name and size of its weights.
-
-    "" if vLLM could not read it on this node.
-    """
+    """The digest of a LoRA adapter's configuration and of its weights' name and size; "" if vLLM could not read it."""
     folder = Path(os.path.expanduser(path))
     config = folder / _ADAPTER_CONFIG
     try:

@@ -39,12 +39,7 @@ wakes the other ranks, so a head need not know the current wave. Other engines i
 class EngineApi:
     """Encodes messages to an engine, decodes its outputs, and reads and changes requests and outputs.
 
-    Not thread-safe, as vLLM's encoder is not: use one per event loop.
-
-    Args:
-        custom_processors: see `moving.has_custom_logits_processors`.
-        random: source of the seeds that `make_movable` sets.
-        vocabulary: number of the model's tokens; 0: unknown.
+    Not thread-safe, as vLLM's encoder is not: use one per event loop. `vocabulary` is 0 if unknown.
     """
 
     _wave: Mapping[str, int] = {"current_wave": _STALE_WAVE}

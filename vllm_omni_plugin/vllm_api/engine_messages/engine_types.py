@@ -19,15 +19,7 @@ class LoadReport(NamedTuple):
 
 
 class EngineSize(NamedTuple):
-    """What one engine holds and computes at once; zeros if unknown.
-
-    Attributes:
-        blocks: of KV memory.
-        block_size: tokens of a block.
-        step_tokens: tokens of its largest step.
-        sequences: sequences of its largest step.
-        max_model_len: tokens of prompt and answer of its longest request.
-    """
+    """KV blocks, their tokens, tokens and sequences of the largest step, tokens of the longest request; 0: unknown."""
 
     blocks: int = 0
     block_size: int = 0

@@ -23,10 +23,7 @@ def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
 
 
 class PauseState(Struct):
-    """The state in vLLM's engine core and executor after calls that pause, resume, sleep and wake up.
-
-    It is not a list of calls: training loops repeat these calls without end, in many orders.
-    """
+    """The state in vLLM's engine core and executor. Not a list of calls, which training loops repeat without end."""
 
     pause_mode: str | None = None
     """None while scheduling is not paused."""

@@ -18,19 +18,10 @@ def build_engine_core_request_from_tokens(
     resumable: bool = False,
     mm_features: list[Any] | None = None,
 ) -> Any:
-    """Build an `EngineCoreRequest` for a tokenized and processed prompt. Nothing is checked.
+    """Build an `EngineCoreRequest` for a tokenized and processed prompt, vLLM's `TokensPrompt`. Nothing is checked.
 
-    Args:
-        request_id: for engines and for the client.
-        prompt: vLLM's `TokensPrompt`: `prompt_token_ids`, optionally `prompt_embeds` and `cache_salt`.
-        params: `SamplingParams` or `PoolingParams`; copied.
-        arrival_time: wall-clock seconds since the epoch, None for now.
-        model_config: vLLM's; limits the answer if `max_tokens` is not set.
-        resumable: further parts of the prompt will follow.
-        mm_features: processed multimodal inputs, as from vLLM's input processor.
-
-    Raises:
-        ValueError: neither `max_tokens` nor `model_config` limits the answer.
+    `params` are copied; `arrival_time` is in wall-clock seconds, None for now; `resumable`: further parts of the prompt
+    will follow. Raises ValueError if neither `max_tokens` nor vLLM's `model_config` limits the answer.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
@@ -59,17 +50,13 @@ def build_engine_core_request_from_tokens(
 
 
 def drop_transfers(request: Any) -> None:
-    """Remove `TRANSFER_PARAMS` from a request."""
     take_extra_args(request, TRANSFER_PARAMS)
 
 
 def take_extra_args(request: Any, names: Collection[str]) -> dict[str, Any]:
-    """Remove these of a request's `extra_args`, and return them by name.
+    """Remove these of a request's `extra_args`, named in lower case here and in any case there; return them by name.
 
     Its sampling parameters may be shared, so a copy replaces them.
-
-    Args:
-        names: in lower case; those of the request may have any.
     """
     params = request.sampling_params
     if params is None or not params.extra_args:

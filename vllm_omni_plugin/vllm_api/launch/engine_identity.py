@@ -16,9 +16,7 @@ from vllm_omni_plugin.errors import ReplicaError
 def set_identity(config: Any, number: int, incarnation: int) -> None:
     """Give `config`, which must belong to one engine alone, the identity of that engine.
 
-    Args:
-        number: unique in the fleet, and the same in all restarts.
-        incarnation: differs between restarts. With 0 the engine has the seed that it would have in vLLM.
+    `number` is unique in the fleet, and the same in all restarts; `incarnation` differs. With 0 the seed is vLLM's.
     """
     # Each node balances its own engines, so that connectors look for their siblings on this node (Mooncake's bootstrap
     # server), not at the first index of the fleet.

@@ -100,12 +100,9 @@ def _divide_loading(config: Any, engines: int) -> Iterator[None]:
 
 
 def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
-    """Assign devices to the replicas of `vllm_config` and return their number; 0 on a CPU.
+    """Assign the devices after the `first` of the user's (or all) to the replicas; returns their number, 0 on a CPU.
 
-    The first `first` devices (of those that the user chose, or of all) are in use already.
-
-    Raises:
-        ConfigError: the node has too few devices.
+    Raises ConfigError if the node has too few.
     """
     if current_platform.is_cpu():
         return 0
@@ -240,13 +237,9 @@ class EngineProcess:
 class EngineLauncher:
     """Starts the engines of this node's replicas, all with the same configuration.
 
-    Attributes:
-        log_stats: whether engines report scheduler statistics.
-        on_spawn: called with the id of each new process, on the thread that spawns it.
-        report_cache: whether engines publish KV cache events, if they can.
-        numbers: of the replicas in the fleet, by replica id.
-        first_incarnation: of each replica's first engine, see `set_identity`. Each later one is one more.
-        ready_timeout: seconds from the end of vLLM's handshake until the engine must have sent its ready response.
+    `on_spawn` gets the id of each new process, on the thread that spawns it. `numbers` are those of the replicas in the
+    fleet. Each start of a replica has the next incarnation, see `set_identity`. An engine must send its ready response
+    within `ready_timeout` seconds of vLLM's handshake.
     """
 
     vllm_config: Any

@@ -54,10 +54,7 @@ def new_launcher(
     for_others: bool = False,
     first_incarnation: int = 0,
 ) -> EngineLauncher:
-    """The launcher for this configuration; the arguments are those of `EngineLauncher`.
-
-    `for_others` (heads of other processes use the engines) makes no difference to vLLM's engines.
-    """
+    """The launcher for this configuration. `for_others` (heads of other processes) makes no difference here."""
     kind = GroupLauncher if engine_config.parallel_config.data_parallel_size > 1 else EngineLauncher
     return kind(
         engine_config,

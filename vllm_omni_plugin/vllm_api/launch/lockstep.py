@@ -17,8 +17,7 @@ _EXIT_TIMEOUT_S = 10.0
 class GroupIncarnation:
     """The processes of one start of a group: when one exits, all others are killed. Thread-safe.
 
-    Args:
-        ranks: number of ranks. They may also leave, all together. Further processes are helpers.
+    The ranks may also leave, all together. Further processes are helpers.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -115,9 +114,7 @@ class StartBarrier:
     def wait(self, rank: int, cancelled: threading.Event) -> Any:
         """End the previous incarnation, block until all ranks wait here, and return their new incarnation.
 
-        Raises:
-            ReplicaError: `cancel` was called, other ranks did not start in time, or the previous incarnation does not
-                end.
+        Raises ReplicaError after `cancel`, if other ranks are late, or if the previous incarnation does not end.
         """
         previous = self._incarnation
         if previous is not None:

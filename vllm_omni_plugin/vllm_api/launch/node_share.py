@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 
 
 class DeviceTurns:
-    """Makes engines that share a device start one after the other, because each measures the free memory there.
-
-    For one event loop.
-    """
+    """Makes engines that share a device start in turns, because each measures the free memory. For one event loop."""
 
     def __init__(self) -> None:
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -28,13 +25,7 @@ class DeviceTurns:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """The place of the engines of one launcher among all engines of this process.
-
-    Attributes:
-        first_engine: index of the first of them.
-        engines: number of all engines.
-        turns: the same for all.
-    """
+    """The place of the engines of one launcher among all engines of this process, which share the turns."""
 
     first_engine: int = 0
     engines: int = 1

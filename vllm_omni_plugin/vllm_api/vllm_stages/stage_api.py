@@ -28,17 +28,10 @@ class StageApi(EngineApi, ABC):
     ) -> Any:
         """Build the engine request of this stage. Runs on a thread of the stage, and may tokenize.
 
-        Args:
-            source: the client's `EngineCoreRequest`: its id, arrival time, priority, trace headers, session and cache
-                salt are copied.
-            given: the result of the transform.
-            sampling: the request's parameters for this stage. They override those of the transform, which override
-                those of the stage.
-            for_client: whether this stage answers the client. Then the client's sampling parameters apply, adapted to
-                this stage's tokenizer, with `max_tokens` limited by the length of the prompt.
-
-        Raises:
-            StageInputError: the stage cannot take the input; the text is for the client.
+        The id, arrival time, priority, trace headers, session and cache salt are those of the client's request,
+        `source`. The request's parameters for this stage, `sampling`, override those of the transform, which override
+        those of the stage. If the stage answers the client, the client's own apply, adapted to this stage's tokenizer.
+        Raises StageInputError, with a text for the client, if the stage cannot take the input.
         """
 
     @abstractmethod

@@ -44,11 +44,7 @@ class StageArgumentParser:
     def override(self, args: argparse.Namespace, engine_args: Mapping[str, Any]) -> Iterator[Place]:
         """Set the engine arguments of a stage in `args`. Yields the place of each flag in its stage once it is set.
 
-        Args:
-            engine_args: values by the names of long flags with underscores; after a dot, a key within the value.
-
-        Raises:
-            PipelineError: the flag is unknown, is not an engine argument, or does not accept the value.
+        Their names are those of long flags with underscores; after a dot, a key within the value. Raises PipelineError.
         """
         by_flag: dict[str, dict[str, Any]] = {}
         for key, value in engine_args.items():

@@ -74,11 +74,7 @@ class ParameterError(ValueError):
 
 
 class StageParams:
-    """Creates the parameters of a stage's requests.
-
-    Raises:
-        PipelineError: the stage's `sampling` is invalid; the place is relative to the stage.
-    """
+    """Creates the parameters of a stage's requests. Raises PipelineError at a place relative to the stage."""
 
     def __init__(self, stage: Stage, model_config: Any) -> None:
         self._stage = stage

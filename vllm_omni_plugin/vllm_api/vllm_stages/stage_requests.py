@@ -26,10 +26,8 @@ class VllmStageApi(StageApi):
     """A stage that vLLM's engines run. Its requests go through vLLM's own input processing.
 
     The methods that build requests, `prompt_text` and `encode` are thread-safe. The maximum length in the configuration
-    may change when engines start. `entry_config` is that of the stage whose model reads the prompts of clients.
-
-    Raises:
-        PipelineError: the stage's engines cannot do what its file says.
+    may change when engines start. `entry_config` is that of the stage whose model reads the prompts of clients. Raises
+    PipelineError if the stage's engines cannot do what its file says.
     """
 
     def __init__(self, vllm_config: Any, entry_config: Any, stage: Stage, custom_processors: bool = False) -> None:
