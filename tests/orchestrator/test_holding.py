@@ -7,7 +7,7 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.observations import observed
 from vllm_omni_plugin.balancing import LoadBalancer, PrefixBalancer, RoundRobinBalancer
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
-from vllm_omni_plugin.orchestrator.dispatch.dispatcher import MAX_HELD_REQUESTS
+from vllm_omni_plugin.orchestrator.dispatch.next_step import MAX_HELD_REQUESTS
 from vllm_omni_plugin.orchestrator.dispatch.stage_situation import RETURN_INTERVAL_S
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 

@@ -10,6 +10,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch import dispatcher, suspects
 from vllm_omni_plugin.orchestrator.pool.stage_pool import APART
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 LONG = 600.0
 
@@ -279,3 +280,25 @@ async def test_a_suspect_that_a_paused_engine_refuses_does_not_go_back_to_where_
         fleet.say("s", finish_reason=REFUSED)
         await eventually(lambda: fleet.home("s") not in (None, second))
         assert fleet.home("s") == third
+
+
+async def test_no_third_engine_is_tried_while_replicas_return_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "MAX_APART_WAIT_S", 0.1)
+    async with FakeFleet(replicas=3, replica_wait=LONG, size=EngineSize(sequences=1)) as fleet:
+        for replica_id in (1, 2):
+            fleet.orchestrator.replica_lost(fleet.pool.member(replica_id), "cut off")
+        for name in "ab":
+            await fleet.submit(name)
+        die(fleet, 0)
+        fleet.join(fleet.pool.member(1))
+        fleet.now += 2.0
+        for name in "ab":
+            await eventually(lambda name=name: fleet.home(name) == 1, "its turn")  # type: ignore[misc]
+            get_enough_tokens(fleet, name)
+        die(fleet, 1)
+        # Replica 2 can start a request, and 0 has its only one: both may go to 0 only.
+        fleet.join(fleet.pool.member(2))
+        fleet.join(fleet.pool.member(0))
+        fleet.now += 0.5
+        await eventually(lambda: None not in map(fleet.home, "ab"), "the end of the waiting")
+        assert [*map(fleet.home, "ab")] == [0, 0]

@@ -10,8 +10,8 @@ Who owns what of a stage's mutable state, all on the orchestrator's loop:
     StageRun       the phase of one run; only its own methods change it
 
 State changes here and in `RunFinisher` only. On any event the change is made first. Then `next_step`, which changes
-nothing, names what to do with the waiting runs, one thing after the other, and `_perform` does it. A send never causes
-anything else at once: a replica that turns out to be dead is lost in the loop's next turn.
+nothing, names what to do with the run that has come or with those that wait, one thing after the other, and `_perform`
+does it. A send never causes anything else at once: a replica that turns out to be dead is lost in the loop's next turn.
 """
 
 import itertools
@@ -22,19 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.errors import (
     MessageTooLargeError,
-    NoReplicaError,
     OmniError,
     ReplicaError,
     RequestLostError,
     RequestRefusedError,
 )
 from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext, StageRules
-from vllm_omni_plugin.orchestrator.dispatch.next_step import Action, Step, next_step, on_arrival
+from vllm_omni_plugin.orchestrator.dispatch.next_step import MAX_HELD_REQUESTS, Action, Step, next_step
 from vllm_omni_plugin.orchestrator.dispatch.run_finisher import RunFinisher
 from vllm_omni_plugin.orchestrator.dispatch.stage_situation import StageSituation, ticket_of
 from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
 from vllm_omni_plugin.orchestrator.dispatch.suspects import MAX_APART_WAIT_S, Suspects
-from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import Choice, WaitingRuns, WaitReason, deadline
+from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import HELD, Choice, Place, WaitingRuns, WaitReason
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import WaitingCounts, count_reason
@@ -44,10 +43,6 @@ from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 if TYPE_CHECKING:
     # It imports vLLM.
     from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
-
-MAX_HELD_REQUESTS = 4096
-"""Requests that may wait for a replica to serve, or for the end of a pause. More would only be late after the gap, so
-they are refused at once."""
 
 
 class Dispatcher:
@@ -70,12 +65,14 @@ class Dispatcher:
         self._attempts = itertools.count(1)
         waiting = self._waiting = WaitingRuns()
         self._suspects = Suspects(pool)
-        self._situation = StageSituation(pool=pool, head=head, suspects=self._suspects, choose=self._choose)
+        self._situation = StageSituation(
+            pool=pool, head=head, rules=rules, suspects=self._suspects, choose=self._choose
+        )
         self.finisher = RunFinisher(pool=pool, api=api, head=head, suspects=self._suspects, runs=self)
         # Replicas that may have room, since a run has left them otherwise than by an output.
         self._freed: dict[PoolMember, None] = {}
         head.metrics.waiting_in[pool.stage_id] = lambda: WaitingCounts(
-            waiting.count(WaitReason.NO_REPLICA),
+            waiting.count(*HELD),
             waiting.count(WaitReason.PAUSED),
             waiting.count(WaitReason.MOVING, WaitReason.RETURNED, WaitReason.SUSPECT),
         )
@@ -89,12 +86,11 @@ class Dispatcher:
         if run.ticket is not None and len(self._waiting):
             # Timers of a busy head are late.
             self._take_steps()
-        if self._situation.awaits_replicas and self._may_hold(run):
-            # Behind those that are held.
-            self._wait(run, WaitReason.NO_REPLICA, self._rules.replica_wait)
+        step = next_step(self._waiting, self._situation, self._head.clock(), run)
+        assert step is not None
+        self._perform(step, None)
+        if self._situation.awaits_replicas:
             self._take_steps()
-        else:
-            self._assign_and_send(run)
         return self.finisher.take_ended()
 
     def add_chunk(self, run: StageRun, chunk: Any) -> Sequence[RunEnded]:
@@ -122,7 +118,6 @@ class Dispatcher:
     def stop_waiting_for(self, member: PoolMember) -> Sequence[RunEnded]:
         """A replica is cordoned: the runs that wait for it go to other replicas, or wait until one serves."""
         self._place_again(member)
-        self._take_steps()
         return self.finisher.take_ended()
 
     def move(self, runs: Sequence[StageRun], lost: PoolMember, loss: Loss, engine_failed: bool) -> Sequence[RunEnded]:
@@ -147,7 +142,7 @@ class Dispatcher:
 
     def replica_serves(self) -> Sequence[RunEnded]:
         """A replica serves again: send it what waits."""
-        held = self._waiting.count(WaitReason.NO_REPLICA) + self._head.metrics.held_before_accept
+        held = self._waiting.count(*HELD) + self._head.metrics.held_before_accept
         self._situation.returned(runs_wait=held > 0)
         self._take_steps(*self._pool.serving)
         return self.finisher.take_ended()
@@ -212,10 +207,7 @@ class Dispatcher:
         """Do what `next_step` says, for each replica that may have room."""
         for member in freed or (None,):
             while (step := next_step(self._waiting, self._situation, self._head.clock(), member)) is not None:
-                try:
-                    self._perform(step)
-                except Exception as error:
-                    self.finisher.fail_unexpectedly(step.run, error)
+                self._perform(step, self._waiting.remove(step.run))
                 if step.action is Action.SEND and not (step.run.sent or step.run.ended):
                     # The replica turned out to be dead.
                     break
@@ -227,89 +219,67 @@ class Dispatcher:
         if self._waiting.count(WaitReason.PAUSED) and self._pool.serving:
             self._head.wake_at(self._pool.refusals.next_try_at)
 
-    def _perform(self, step: Step) -> None:
-        run, action, choice = step
-        place, now = self._waiting.place(run), self._head.clock()
-        if action is Action.WAIT_FOR:
-            self._waiting.add(run, WaitReason.QUEUED, place.since, wants=choice)
-            return
-        self._waiting.remove(run)
-        if place.reason is WaitReason.NO_REPLICA and action is not Action.EXPIRE:
-            self._head.metrics.hold_time_seconds.observe(now - place.since)
-        match action:
-            case Action.EXPIRE:
-                self.finisher.expire(run)
-            case Action.REFUSE:
-                self.finisher.refuse(run, waited=self._rules.replica_wait)
-            case Action.SEND:
-                assert choice is not None
-                ledger = choice[0].ledger
-                self._head.metrics.idle_while_waiting += not (ledger.pending or self._situation.is_over_share(run))
-                self._send_to(run, choice, self._request_of(run))
-            case Action.ASSIGN:
-                if place.reason is WaitReason.MOVING:
-                    self._head.moves.spend()
-                elif place.reason is WaitReason.PAUSED:
-                    self._pool.refusals.tries(now, others_wait=self._waiting.count(WaitReason.PAUSED) > 0)
-                self._assign_and_send(run, may_wait_apart=place.reason is not WaitReason.SUSPECT)
-
-    def _assign_and_send(self, run: StageRun, may_wait_apart: bool = True) -> None:
-        """Send a run to the replica that the policy chooses, or let it wait."""
-        if run.ticket is not None and deadline(run) <= self._head.clock():
-            self.finisher.expire(run)
-            return
-        if run.crash_losses and may_wait_apart and self._situation.must_wait_apart(run):
-            self._wait(run, WaitReason.SUSPECT, MAX_APART_WAIT_S)
-            return
+    def _perform(self, step: Step, place: Place | None) -> None:
+        """Do what `next_step` says of a run. `place`: where it has waited."""
+        run, action, choice, reason, error = step
         try:
-            is_plain = run.move is Move.RESTART and run.first_request is None
-            request = run.request if is_plain else self._request_of(run)
+            if place is not None and action is not Action.EXPIRE:
+                self._note_waited(place)
+            match action:
+                case Action.SEND:
+                    assert choice is not None
+                    self._send_to(run, choice, place is not None and place.reason is WaitReason.QUEUED)
+                case Action.WAIT:
+                    assert reason is not None
+                    if reason is WaitReason.QUEUED and self._head.gate is not None:
+                        self._head.gate.enqueue(run, ticket_of(run), self._evict)
+                    limit = MAX_APART_WAIT_S if reason is WaitReason.SUSPECT else inf
+                    self._wait(run, reason, self._rules.replica_wait if reason in HELD else limit, choice)
+                case Action.EXPIRE:
+                    self.finisher.expire(run)
+                case Action.REFUSE:
+                    has_waited = place is not None and place.reason in HELD
+                    self.finisher.refuse(run, waited=self._rules.replica_wait if has_waited else 0.0)
+                case Action.FAIL:
+                    assert error is not None
+                    raise error
+        except (RequestRefusedError, RequestLostError) as refusal:
+            self.finisher.fail(run, refusal)
+        except Exception as unexpected:
+            self.finisher.fail_unexpectedly(run, unexpected)
+
+    def _note_waited(self, place: Place) -> None:
+        """A run that has waited goes on, or ends."""
+        now = self._head.clock()
+        if place.reason in HELD:
+            self._head.metrics.hold_time_seconds.observe(now - place.since)
+        elif place.reason is WaitReason.MOVING:
+            self._head.moves.spend()
+        elif place.reason is WaitReason.PAUSED:
+            self._pool.refusals.tries(now, others_wait=self._waiting.count(WaitReason.PAUSED) > 0)
+
+    def _choose(self, run: StageRun) -> Choice | Exception:
+        """The policy's choice now, or why there is none; charges nothing."""
+        try:
             if not run.task or run.move is not Move.RESTART:
-                run.task, run.affinity_key = self._api.describe(request)
-            choice = self._choose(run)
-            found = choice if run.ticket is None else self._find_room(run, choice)
-            if found is not None:
-                self._send_to(run, found, request)
-        except NoReplicaError:
-            self._hold(run)
-        except (RequestRefusedError, RequestLostError) as error:
-            self.finisher.fail(run, error)
+                plain = run.move is Move.RESTART and run.first_request is None
+                run.task, run.affinity_key = self._api.describe(run.request if plain else self._request_of(run))
+                if run.ticket is not None:
+                    run.count_prompt()
+            is_pinned = run.affinity_key is not None and self._api.how_to_move(run.request) is Move.PINNED
+            may_avoid = run.crash_losses or run.refused_by or self._situation.awaits_replicas
+            avoided = self._situation.avoided(run) if may_avoid else ()
+            return self._pool.decide(run.task, run.affinity_key, avoided, is_pinned)
         except Exception as error:
-            self.finisher.fail_unexpectedly(run, error)
+            return error
 
-    def _choose(self, run: StageRun) -> Choice:
-        """The policy's choice now; charges nothing.
-
-        Raises:
-            NoReplicaError: no replica serves to which the run may go.
-            RequestLostError: the only replica to which it may go is lost.
-        """
-        is_pinned = run.affinity_key is not None and self._api.how_to_move(run.request) is Move.PINNED
-        may_avoid = run.crash_losses or run.refused_by or self._situation.awaits_replicas
-        avoided = self._situation.avoided(run) if may_avoid else ()
-        return self._pool.decide(run.task, run.affinity_key, avoided, is_pinned)
-
-    def _find_room(self, run: StageRun, choice: Choice) -> Choice | None:
-        """The replica that an admitted run goes to now: the chosen one, or another one with room. None: it waits.
-
-        Raises:
-            RequestRefusedError: it may not wait.
-        """
-        # A suspect has its replica for itself.
-        if not self._pool.send_window.limited or run.crash_losses or run.request.abort_immediately:
-            return choice
-        run.count_prompt()
-        _, action, found = on_arrival(self._waiting, self._situation, run, choice)
-        if action is Action.SEND:
-            return found
-        assert self._head.gate is not None
-        self._head.gate.enqueue(run, ticket_of(run), self._evict)
-        self._wait(run, WaitReason.QUEUED, wants=found)
-        return None
-
-    def _send_to(self, run: StageRun, choice: Choice, request: Any) -> None:
+    def _send_to(self, run: StageRun, choice: Choice, was_queued: bool) -> None:
         """Charge a run to a replica, and send it there. If the replica is dead, the run moves with the others there."""
         member, decision = choice
+        if was_queued and not (member.ledger.pending or self._situation.is_over_share(run)):
+            self._head.metrics.idle_while_waiting += 1
+        plain = run.move is Move.RESTART and run.first_request is None
+        request = run.request if plain else self._request_of(run)
         attempt = f"{run.request_id}-{self._head.tag}-{next(self._attempts):x}"
         run.assign(member.replica_id, attempt, run.task, decision, self._head.clock())
         self._pool.charge(member, run)
@@ -364,17 +334,6 @@ class Dispatcher:
         if ends_at < inf:
             self._head.wake_at(ends_at)
 
-    def _hold(self, run: StageRun) -> None:
-        if self._may_hold(run):
-            self._wait(run, WaitReason.NO_REPLICA, self._rules.replica_wait)
-        else:
-            self.finisher.refuse(run, waited=0.0)
-
-    def _may_hold(self, run: StageRun) -> bool:
-        # `abort_immediately` is for a clean-up in the engine, and there is none.
-        is_full = self._waiting.count(WaitReason.NO_REPLICA) >= MAX_HELD_REQUESTS
-        return self._rules.replica_wait > 0 and not is_full and not run.request.abort_immediately
-
     def _evict(self, run: StageRun, error: RequestRefusedError) -> None:
         self.finisher.fail(run, error)
         # The request that takes its place may be at another stage; then only `tick` returns the ended run.
@@ -386,9 +345,8 @@ class Dispatcher:
         if not self._pool.serving:
             runs = [*self._waiting.runs(WaitReason.QUEUED)]
         for run in runs:
-            # Another one may have evicted it.
-            if self._waiting.remove(run) is not None:
-                self._assign_and_send(run)
+            self._wait(run, WaitReason.RETURNED)
+        self._take_steps()
 
     def _move(self, run: StageRun, lost: PoolMember, loss: Loss) -> None:
         move = self._api.how_to_move(run.request)

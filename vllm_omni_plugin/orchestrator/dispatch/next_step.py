@@ -1,13 +1,21 @@
-"""Decides which waiting run goes where now."""
+"""Decides, on any event, which waiting run goes where now."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import MAX_GROUPS, Choice, WaitingRuns, WaitReason, deadline
+from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import (
+    HELD,
+    MAX_GROUPS,
+    Choice,
+    WaitingRuns,
+    WaitReason,
+    deadline,
+)
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import short_prefill_tokens
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
@@ -15,27 +23,32 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 ROOM = "room"
 """The reason of a decision for a replica that has room, against the policy, whose replica has none."""
 ROOM_DECISION = Decision(0, ROOM, by_policy=False)
+MAX_HELD_REQUESTS = 4096
+"""Requests that may wait for a replica to serve, or for the end of a pause. More would only be late after the gap, so
+they are refused at once."""
 
 
 class Action(Enum):
     """What happens to a run."""
 
-    ASSIGN = "assign"
-    """The policy chooses its replica. If there is none, or none has room, the run waits again."""
     SEND = "send"
     """It goes to the replica of the step."""
-    WAIT_FOR = "wait for"
-    """It waits for the replica of the step, which has much of its prompt cached; without one, for any."""
+    WAIT = "wait"
+    """It waits for the reason of the step; if it is queued, for the replica of the step, or without one for any."""
     REFUSE = "refuse"
-    """It has waited for a replica in vain."""
+    """It has waited for a replica in vain, or may not wait for one."""
     EXPIRE = "expire"
     """Its first token would come after its deadline."""
+    FAIL = "fail"
+    """No replica can be chosen for it, because of the error of the step."""
 
 
 class Step(NamedTuple):
     run: StageRun
     action: Action
     choice: Choice | None = None
+    reason: WaitReason | None = None
+    error: Exception | None = None
 
 
 class StageNow(Protocol):
@@ -60,14 +73,17 @@ class StageNow(Protocol):
     @property
     def tries_paused(self) -> bool: ...
 
-    def allowed(self, run: StageRun) -> Collection[PoolMember]:
-        """The serving replicas to which a run may go at all."""
+    def may_be_held(self, run: StageRun) -> bool:
+        """Whether a run may wait for a replica to serve."""
 
     def must_wait_apart(self, run: StageRun) -> bool:
         """Whether a suspect finds other suspects wherever it may go."""
 
     def avoids(self, run: StageRun, member: PoolMember) -> bool:
         """Whether a run does not go to a replica now, since others serve."""
+
+    def needs_room(self, run: StageRun) -> bool:
+        """Whether a run with a ticket is sent only to a replica that has room for it."""
 
     def has_room(self, run: StageRun, member: PoolMember, tokens: int) -> bool:
         """Whether a replica has room for a run with so many tokens to compute."""
@@ -80,40 +96,74 @@ class StageNow(Protocol):
     def is_bound(self, run: StageRun) -> bool:
         """Whether a run goes nowhere but where the policy or its key says."""
 
-    def choose(self, run: StageRun) -> Choice:
-        """The policy's choice now; charges nothing."""
+    def choose(self, run: StageRun) -> Choice | Exception:
+        """The policy's choice now, or why there is none; charges nothing."""
 
 
-def next_step(waiting: WaitingRuns, stage: StageNow, now: float, freed: PoolMember | None = None) -> Step | None:
-    """The next thing to do with the waiting runs; None: all wait. Changes nothing.
+def next_step(
+    waiting: WaitingRuns, stage: StageNow, now: float, event: StageRun | PoolMember | None = None
+) -> Step | None:
+    """The next thing to do; None: all wait. Changes nothing, and its cost does not grow with what waits.
 
-    1. What has waited long enough ends, or goes on.
-    2. Runs that need no room go: of lost replicas, refused, held, suspects, and those that wait for the end of a pause.
-    3. Queued runs go to the replica that may have room.
+    1. A run that has just come is sent, waits or ends.
+    2. What has waited long enough ends, or goes on.
+    3. Runs go on whose reason to wait is gone: of lost replicas, refused, suspects, held, and those that wait for the
+       end of a pause.
+    4. Queued runs go to the replica that may have room.
 
     Args:
-        freed: a replica that may have room for queued runs.
+        event: a run that has come and does not wait yet; or a replica that may have room for queued runs.
     """
+    if isinstance(event, StageRun):
+        run, before = event, None
+        if stage.awaits_replicas and _may_be_held(waiting, stage, run):
+            # Behind those that are held.
+            return Step(run, Action.WAIT, reason=WaitReason.NO_REPLICA)
+    else:
+        waited = _next_that_goes_on(waiting, stage, now)
+        if waited is None:
+            return None if event is None else _next_queued(waiting, stage, event)
+        run, before = waited, waiting.place(waited).reason
+    if run.ticket is not None and deadline(run) <= now:
+        return Step(run, Action.EXPIRE)
+    if run.crash_losses and before is not WaitReason.SUSPECT and stage.must_wait_apart(run):
+        return Step(run, Action.WAIT, reason=WaitReason.SUSPECT)
+    choice = stage.choose(run)
+    if isinstance(choice, NoReplicaError):
+        if before in HELD or not _may_be_held(waiting, stage, run):
+            return Step(run, Action.REFUSE)
+        return Step(run, Action.WAIT, reason=WaitReason.CONFINED if run.confined_to else WaitReason.NO_REPLICA)
+    if isinstance(choice, Exception):
+        return Step(run, Action.FAIL, error=choice)
+    if run.ticket is None or not stage.needs_room(run):
+        return Step(run, Action.SEND, choice)
+    return _send_or_queue(stage, run, choice, is_first=not _is_behind(waiting, stage, run, choice[0]))
+
+
+def _may_be_held(waiting: WaitingRuns, stage: StageNow, run: StageRun) -> bool:
+    return waiting.count(*HELD) < MAX_HELD_REQUESTS and stage.may_be_held(run)
+
+
+def _next_that_goes_on(waiting: WaitingRuns, stage: StageNow, now: float) -> StageRun | None:
+    """The first run whose wait is over, or whose reason is gone."""
     end = waiting.first_end()
     if end is not None and end[0] <= now:
-        return _at_end(waiting, stage, now, end[1])
-    run = _next_without_room(waiting, stage)
-    if run is not None:
-        return Step(run, Action.ASSIGN)
-    return None if freed is None else _next_queued(waiting, stage, freed)
-
-
-def on_arrival(waiting: WaitingRuns, stage: StageNow, run: StageRun, choice: Choice) -> Step:
-    """What an admitted run does for which the policy has just chosen a replica: it is sent, or waits."""
-    member, decision = choice
-    is_first = not _is_behind(waiting, stage, run, member)
-    if is_first and stage.has_room(run, member, run.prompt_tokens - decision.matched_tokens):
-        return Step(run, Action.SEND, choice)
-    if stage.is_bound(run) or decision.matched_tokens > short_prefill_tokens(member.ledger):
-        return Step(run, Action.WAIT_FOR, choice)
-    if is_first and (other := stage.replica_with_room(run)) is not None:
-        return Step(run, Action.SEND, (other, ROOM_DECISION))
-    return Step(run, Action.WAIT_FOR)
+        return end[1]
+    if (run := waiting.first(WaitReason.RETURNED)) is not None:
+        return run
+    if (run := waiting.first(WaitReason.MOVING)) is not None and stage.may_move:
+        return run
+    for run in islice(waiting.runs(WaitReason.SUSPECT), MAX_GROUPS):
+        if not stage.must_wait_apart(run):
+            return run
+    if not stage.serving:
+        return None
+    if not stage.awaits_replicas or any(member.ledger.can_start for member in stage.serving):
+        if (run := waiting.first(WaitReason.NO_REPLICA)) is not None:
+            return run
+        if (run := waiting.first_confined_to(stage.serving)) is not None:
+            return run
+    return waiting.first(WaitReason.PAUSED) if stage.tries_paused else None
 
 
 def _is_behind(waiting: WaitingRuns, stage: StageNow, run: StageRun, member: PoolMember) -> bool:
@@ -129,32 +179,6 @@ def _is_behind(waiting: WaitingRuns, stage: StageNow, run: StageRun, member: Poo
     return False
 
 
-def _at_end(waiting: WaitingRuns, stage: StageNow, now: float, run: StageRun) -> Step:
-    if deadline(run) <= now:
-        return Step(run, Action.EXPIRE)
-    if waiting.place(run).reason is WaitReason.NO_REPLICA and not stage.allowed(run):
-        return Step(run, Action.REFUSE)
-    # A suspect that has waited long enough, or a run that was left to replicas that have not come back.
-    return Step(run, Action.ASSIGN)
-
-
-def _next_without_room(waiting: WaitingRuns, stage: StageNow) -> StageRun | None:
-    if (run := waiting.first(WaitReason.RETURNED)) is not None:
-        return run
-    if (run := waiting.first(WaitReason.MOVING)) is not None and stage.may_move:
-        return run
-    for run in islice(waiting.runs(WaitReason.SUSPECT), MAX_GROUPS):
-        if not stage.must_wait_apart(run):
-            return run
-    if not stage.serving:
-        return None
-    if not stage.awaits_replicas or any(member.ledger.can_start for member in stage.serving):
-        for run in waiting.runs(WaitReason.NO_REPLICA):
-            if stage.allowed(run):
-                return run
-    return waiting.first(WaitReason.PAUSED) if stage.tries_paused else None
-
-
 def _next_queued(waiting: WaitingRuns, stage: StageNow, member: PoolMember) -> Step | None:
     serves = member.status is ReplicaStatus.UP
     for _, run in waiting.queued_for(member):
@@ -167,7 +191,10 @@ def _next_queued(waiting: WaitingRuns, stage: StageNow, member: PoolMember) -> S
                 # No run overtakes it.
                 return None
         elif not stage.avoids(run, member):
-            return _send_or_wait(stage, run, member) if wants is None else Step(run, Action.SEND, wants)
+            choice = wants or stage.choose(run)
+            if isinstance(choice, Exception):
+                return Step(run, Action.FAIL, error=choice)
+            return _send_or_queue(stage, run, choice, freed=member)
     if member.ledger.prefill_tokens or not serves:
         return None
     # It computes no prompt now: it begins one that is cached elsewhere, if that is less than what is to compute there.
@@ -183,10 +210,20 @@ def _next_queued(waiting: WaitingRuns, stage: StageNow, member: PoolMember) -> S
     return None
 
 
-def _send_or_wait(stage: StageNow, run: StageRun, member: PoolMember) -> Step:
-    chosen, decision = stage.choose(run)
-    if chosen is member or stage.has_room(run, chosen, run.prompt_tokens - decision.matched_tokens):
-        return Step(run, Action.SEND, (chosen, decision))
-    if decision.matched_tokens > short_prefill_tokens(member.ledger):
-        return Step(run, Action.WAIT_FOR, (chosen, decision))
-    return Step(run, Action.SEND, (member, ROOM_DECISION))
+def _send_or_queue(
+    stage: StageNow, run: StageRun, choice: Choice, is_first: bool = True, freed: PoolMember | None = None
+) -> Step:
+    """Send an admitted run to the chosen replica, or to another one with room, or let it wait.
+
+    Args:
+        is_first: whether no queued run goes before it.
+        freed: a replica that has room for it.
+    """
+    member, decision = choice
+    if is_first and stage.has_room(run, member, run.prompt_tokens - decision.matched_tokens):
+        return Step(run, Action.SEND, choice)
+    if stage.is_bound(run) or decision.matched_tokens > short_prefill_tokens(member.ledger):
+        return Step(run, Action.WAIT, choice, WaitReason.QUEUED)
+    if is_first and (other := freed or stage.replica_with_room(run)) is not None:
+        return Step(run, Action.SEND, (other, ROOM_DECISION))
+    return Step(run, Action.WAIT, reason=WaitReason.QUEUED)

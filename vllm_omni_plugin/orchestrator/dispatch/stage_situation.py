@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 
 from vllm_omni_plugin.admission import Ticket
-from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext, StageRules
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import Choice
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
@@ -21,17 +21,25 @@ class StageSituation:
     that are still to come, or the first one would get everything. It loses nothing by that: it would wait there, too.
 
     Attributes:
-        choose: the policy's choice for a run; charges nothing.
+        choose: the policy's choice for a run, or why there is none; charges nothing.
         awaits_replicas: more replicas are about to return.
     """
 
     def __init__(
-        self, *, pool: StagePool, head: HeadContext, suspects: Suspects, choose: Callable[[StageRun], Choice]
+        self,
+        *,
+        pool: StagePool,
+        head: HeadContext,
+        rules: StageRules,
+        suspects: Suspects,
+        choose: Callable[[StageRun], Choice | Exception],
     ) -> None:
         self.choose = choose
+        self.must_wait_apart = suspects.must_wait
         self.awaits_replicas = False
         self._pool = pool
         self._head = head
+        self._rules = rules
         self._suspects = suspects
         self._awaited_until = 0.0
 
@@ -59,11 +67,9 @@ class StageSituation:
         if self.awaits_replicas:
             self._head.wake_at(self._awaited_until)
 
-    def allowed(self, run: StageRun) -> Collection[PoolMember]:
-        return self._suspects.allowed(run)
-
-    def must_wait_apart(self, run: StageRun) -> bool:
-        return self._suspects.must_wait(run)
+    def may_be_held(self, run: StageRun) -> bool:
+        # `abort_immediately` is for a clean-up in the engine, and there is none.
+        return self._rules.replica_wait > 0 and not run.request.abort_immediately
 
     def avoids(self, run: StageRun, member: PoolMember) -> bool:
         avoided = self.avoided(run)
@@ -76,6 +82,10 @@ class StageSituation:
     def is_bound(self, run: StageRun) -> bool:
         return run.affinity_key is not None or not self._pool.send_window.any_replica
 
+    def needs_room(self, run: StageRun) -> bool:
+        # A suspect has its replica for itself.
+        return self._pool.send_window.limited and not run.crash_losses and not run.request.abort_immediately
+
     def has_room(self, run: StageRun, member: PoolMember, tokens: int) -> bool:
         ledger, over_share = member.ledger, self.is_over_share(run)
         newest = ledger.newest_pending
@@ -83,11 +93,7 @@ class StageSituation:
         return self._pool.send_window.has_room(ledger, tokens, over_share, behind_in_share)
 
     def replica_with_room(self, run: StageRun) -> PoolMember | None:
-        open_ones = [
-            member
-            for member in self._pool.serving
-            if self.has_room(run, member, run.prompt_tokens) and not (run.crash_losses and self.avoids(run, member))
-        ]
+        open_ones = [member for member in self._pool.serving if self.has_room(run, member, run.prompt_tokens)]
         return min(open_ones, key=lambda member: member.queue_length, default=None)
 
     def avoided(self, run: StageRun) -> Collection[int]:
@@ -96,15 +102,13 @@ class StageSituation:
         Raises:
             NoReplicaError: no replica serves to which the run may go.
         """
-        avoided: Collection[int] = ()
-        if run.refused_by:
-            avoided = self._pool.refusals.refusing(self._head.clock()).union(run.refused_by)
-        if run.crash_losses:
-            avoided = self._suspects.avoided(run, avoided)
+        avoided = set[int]()
         if self.awaits_replicas and run.affinity_key is None:
-            full = {member.replica_id for member in self._pool.serving if not member.ledger.can_start}
-            avoided = full.union(avoided)
-        return avoided
+            avoided = {member.replica_id for member in self._pool.serving if not member.ledger.can_start}
+        if run.refused_by:
+            avoided.update(self._pool.refusals.refusing(self._head.clock()), run.refused_by)
+        # Last, since a suspect never goes where it may not go at all.
+        return self._suspects.avoided(run, avoided) if run.crash_losses else avoided
 
 
 def ticket_of(run: StageRun) -> Ticket:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from enum import Enum
 from heapq import merge
 from math import inf
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from vllm_omni_plugin.admission import IndexedHeap, Ticket
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.orchestrator.requests.stage_run import LostReplica, StageRun
 
 Choice = tuple[PoolMember, Decision]
 """A replica, and why it was chosen."""
@@ -25,6 +25,8 @@ class WaitReason(Enum):
 
     NO_REPLICA = "no replica serves"
     """Refused after `--omni-replica-wait`."""
+    CONFINED = "no replica serves of those that crashed under it"
+    """The same."""
     MOVING = "its replica is lost"
     """Until the head may move it, see `MoveBudget`."""
     RETURNED = "its replica has not got it, or has refused it"
@@ -35,6 +37,10 @@ class WaitReason(Enum):
     """Sent nevertheless after `MAX_APART_WAIT_S`."""
     QUEUED = "no replica has room"
     """Only with admission control, in the order of the tickets."""
+
+
+HELD = (WaitReason.NO_REPLICA, WaitReason.CONFINED)
+"""The reasons of runs that wait for a replica to serve."""
 
 
 class Place(NamedTuple):
@@ -62,6 +68,8 @@ class WaitingRuns:
         self._in_order: dict[WaitReason, dict[StageRun, None]] = {reason: {} for reason in WaitReason}
         # Queued runs by the id of the replica that they wait for; None: any.
         self._lines: defaultdict[int | None, _Line] = defaultdict(_Line)
+        # Confined runs by each replica to which they may go.
+        self._confined: defaultdict[LostReplica, dict[StageRun, None]] = defaultdict(dict)
         self._ends: IndexedHeap[StageRun] = IndexedHeap()
 
     def __contains__(self, run: StageRun) -> bool:
@@ -85,6 +93,9 @@ class WaitingRuns:
             line = self._lines[_wanted_id(wants)]
             line.add(run.ticket, run)
             line.tokens += _tokens(run, wants)
+        elif reason is WaitReason.CONFINED:
+            for replica in run.confined_to:
+                self._confined[replica][run] = None
         ends_at = min(now + wait, deadline(run))
         if ends_at < inf:
             self._ends.add(run, ends_at)
@@ -104,6 +115,11 @@ class WaitingRuns:
             line.tokens -= _tokens(run, place.wants)
             if not line.groups:
                 del self._lines[wanted]
+        elif place.reason is WaitReason.CONFINED:
+            for replica in run.confined_to:
+                del self._confined[replica][run]
+                if not self._confined[replica]:
+                    del self._confined[replica]
         self._ends.discard(run)
         return place
 
@@ -119,6 +135,12 @@ class WaitingRuns:
 
     def first(self, reason: WaitReason) -> StageRun | None:
         return next(iter(self._in_order[reason]), None)
+
+    def first_confined_to(self, members: Iterable[PoolMember]) -> StageRun | None:
+        """A confined run that may go to one of these replicas, the first one there."""
+        if not self._confined:
+            return None
+        return next((next(iter(self._confined[member])) for member in members if member in self._confined), None)
 
     def first_end(self) -> tuple[float, StageRun] | None:
         """The run whose wait ends first, and when."""

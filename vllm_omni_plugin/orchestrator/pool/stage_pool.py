@@ -282,7 +282,9 @@ class StagePool:
         member.ledger.charge(run, run.charged_at)
         self._unreported.in_flight += 1
         self.flow.entered(run.charged_at)
-        self._load_changed(member)
+        member.queue_length = member.ledger.requests
+        if self.exchange is not None:
+            self.exchange.changed(member)
         self._policy.notify("assigned", run.task, member, run.decision)
 
     def add_first_output(self, member: PoolMember, run: StageRun, cached_tokens: int | None) -> None:
@@ -290,7 +292,8 @@ class StagePool:
         now = self._clock()
         member.ledger.add_first_output(run, now)
         self.flow.first_output(now, run.prompt_tokens, cached_tokens, _in_engine_s(run, now))
-        self._load_changed(member)
+        if self.exchange is not None:
+            self.exchange.changed(member)
         self._policy.notify("began", run.task, member, cached_tokens)
 
     def report(self, member: PoolMember, report: LoadReport) -> None:
@@ -314,7 +317,9 @@ class StagePool:
         member.ledger.release(run, now)
         if not run.has_output:
             self.flow.dropped(now, in_engine_s=_in_engine_s(run, now))
-        self._load_changed(member)
+        member.queue_length = member.ledger.requests
+        if self.exchange is not None:
+            self.exchange.changed(member)
         if run.ended and not run.sent and run.decision.by_policy:
             self._policy.notify("assignment_cancelled", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]
@@ -341,12 +346,6 @@ class StagePool:
     def cache_cleared(self, member: PoolMember) -> None:
         if member.client is not None:
             self._policy.notify("cache_cleared", member)
-
-    def _load_changed(self, member: PoolMember) -> None:
-        """This head's own part of a load has changed."""
-        member.queue_length = member.ledger.requests
-        if self.exchange is not None:
-            self.exchange.changed(member)
 
     def _enter_service(self, member: PoolMember) -> bool:
         self._set_status(member, ReplicaStatus.DRAINING if member.cordons else ReplicaStatus.UP)
