@@ -27,10 +27,10 @@ from processes import percentile, wait_for
 
 from vllm_omni_plugin.coordinator import (
     FullList,
+    HeadWork,
     ListDelta,
     OmniCoordClientForHead,
     OmniCoordinatorRuntime,
-    PeerWork,
     ReplicaEvent,
     ReplicaStatus,
     ReplicaWork,
@@ -148,7 +148,7 @@ class Observer:
                 said = next((row.queue_length for row in event.replicas if row.queue_length), None)
                 if said is not None:
                     self.list_delays.append(_since(said))
-            case PeerWork(full=False):
+            case HeadWork(full=False):
                 self.work_delays += map(_since, {row.prefill_tokens for row in event.work})
             case SessionLost():
                 print("a session was lost")

@@ -11,7 +11,7 @@ from vllm_omni_plugin.admin.metrics.catalogue import METRICS, PREFIX
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, TenantSettings, Ticket
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.coordinator import PeerWork, SessionLost
+from vllm_omni_plugin.coordinator import HeadWork, SessionLost
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -95,7 +95,7 @@ def test_a_head_that_can_be_joined_reports_heads_and_coordinator() -> None:
     orchestrator.stage_pools[0].exchange = exchange = WorkExchange(print, call_later=Timers().call_later)
     assert value(orchestrator, "heads") == 1
     assert value(orchestrator, "coordinator_connected") is None
-    exchange.handle(PeerWork("another", True, []))
+    exchange.handle(HeadWork("another", True, []))
     orchestrator.metrics.coordinator_connected = True
     assert value(orchestrator, "heads") == 2
     assert value(orchestrator, "coordinator_connected") == 1

@@ -7,8 +7,8 @@ import zmq
 from vllm_omni_plugin.coordinator import (
     FullList,
     HeadLeft,
+    HeadWork,
     ListDelta,
-    PeerWork,
     ReplicaEvent,
     ReplicaInfo,
     ReplicaKey,
@@ -68,7 +68,7 @@ class ReceivedState:
                 accepting = [info for info, accepts in self._rows.values() if accepts]
                 others = [info for info, accepts in self._rows.values() if not accepts]
                 self.lists.append(ReplicaList(accepting, event.timestamp, others))
-            case PeerWork():
+            case HeadWork():
                 known = {} if event.full else self.others.get(event.head_id, {})
                 known |= {row.engine: row for row in event.work}
                 self.others[event.head_id] = {engine: row for engine, row in known.items() if row.requests}

@@ -20,7 +20,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     CallFinished,
     CallRefused,
     FleetCall,
-    PeerCall,
+    RelayedCall,
     decode_from_head,
     encode_from_head,
 )
@@ -85,7 +85,7 @@ def test_a_document_that_is_too_large_is_refused_and_the_largest_fits_into_a_fra
 
 def test_a_call_goes_to_all_heads_and_has_finished_when_all_others_are_done() -> None:
     calls = RelayedCalls()
-    passed_on = PeerCall(**asdict(CALL), head_id="a")
+    passed_on = RelayedCall(**asdict(CALL), head_id="a")
     assert calls.handle("a", CALL, HEADS) == [(head, passed_on) for head in HEADS]
     assert calls.handle("b", CallDone(1, "a"), HEADS) == []
     assert calls.handle("b", CallDone(1, "a"), HEADS) == []
@@ -110,7 +110,7 @@ def test_nobody_waits_for_a_head_that_has_left_or_lost_its_messages_nor_for_its_
 def test_a_change_of_the_document_that_the_coordinator_has_is_passed_on() -> None:
     calls = RelayedCalls()
     first = change(calls.state, "a")
-    assert calls.handle("a", first, HEADS) == [(head, PeerCall(**asdict(first), head_id="a")) for head in HEADS]
+    assert calls.handle("a", first, HEADS) == [(head, RelayedCall(**asdict(first), head_id="a")) for head in HEADS]
     assert calls.state == first.state
 
 
@@ -141,7 +141,7 @@ def test_whatever_document_a_head_reports_there_are_versions_for_later_calls(ver
     calls = RelayedCalls()
     calls.handle("x", state(version, "x"), HEADS)
     for number in range(3):
-        assert isinstance(calls.handle("a", change(calls.state, "a", number), ["a"])[0][1], PeerCall)
+        assert isinstance(calls.handle("a", change(calls.state, "a", number), ["a"])[0][1], RelayedCall)
     assert calls.state.head_id == "a"
 
 

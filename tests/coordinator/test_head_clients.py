@@ -35,7 +35,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FullList,
     Hello,
     ListDelta,
-    PeerCall,
+    RelayedCall,
     WorkReport,
     encode_from_head,
     encode_to_head,
@@ -58,7 +58,7 @@ class RecordingHead(ReceivedState):
         self.head_id = head_id
         self.in_flight: list[ReplicaWork] = []
         self.problems: list[str] = []
-        self.calls: list[PeerCall] = []
+        self.calls: list[RelayedCall] = []
         self.client = OmniCoordClientForHead(
             address,
             head_id,
@@ -72,7 +72,7 @@ class RecordingHead(ReceivedState):
         self.apply(event)
         if isinstance(event, Welcome):
             self.client.report_work(self.in_flight, full=True)
-        elif isinstance(event, PeerCall):
+        elif isinstance(event, RelayedCall):
             if event.method == "profile":
                 raise RuntimeError("a callback may fail")
             self.calls.append(event)

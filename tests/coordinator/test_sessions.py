@@ -9,7 +9,7 @@ from coordinator_support import make_event
 from memory_fleet import MemoryFleet
 
 from vllm_omni_plugin.coordinator import (
-    PeerWork,
+    HeadWork,
     ReplicaKey,
     ReplicaStatus,
     ReplicaWork,
@@ -261,9 +261,9 @@ def test_silence_of_the_coordinator_drops_the_work_of_others_but_not_the_list(fl
 @pytest.mark.parametrize("answer", ["refused", "unreadable"])
 def test_a_coordinator_that_refuses_a_session_counts_as_silent(answer: str) -> None:
     session = HeadSession("head")
-    state = encode_to_head(PeerWork("other", True, [work()]))
+    state = encode_to_head(HeadWork("other", True, [work()]))
     (welcome,) = frames_to_head([encode_to_head(Welcome(["other"])), state])
-    assert session.receive(welcome, 0.0) == [Welcome(["other"]), PeerWork("other", True, [work()])]
+    assert session.receive(welcome, 0.0) == [Welcome(["other"]), HeadWork("other", True, [work()])]
     session.disconnected()
     session.open(2)
     (refused,) = frames_to_head([encode_to_head(SessionRefused("there are 64 heads already"))])

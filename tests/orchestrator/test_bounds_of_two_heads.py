@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from tests.fakes.fleet import FakeFleet
 from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admission import AdmissionConfig
-from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, Welcome
+from vllm_omni_plugin.coordinator import HeadWork, ReplicaWork, Welcome
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -19,7 +19,7 @@ async def test_what_waits_at_one_head_leaves_less_room_at_the_other() -> None:
         def report(work: Sequence[ReplicaWork], full: bool) -> None:
             other = heads[1 - number].exchange
             assert other is not None
-            other.handle(PeerWork(str(number), full, list(work)))
+            other.handle(HeadWork(str(number), full, list(work)))
 
         return report
 

@@ -14,7 +14,7 @@ from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN
 from vllm_omni_plugin.coordinator import Welcome
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, StageState
-from vllm_omni_plugin.coordinator.protocol.head_messages import CallDone, CallFinished, CallMessageFromHead, PeerCall
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallDone, CallFinished, CallMessageFromHead, RelayedCall
 from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 
@@ -144,7 +144,7 @@ async def test_a_call_that_one_stage_refuses_changes_the_document_for_the_other(
     call = head.sent[0]
     assert [stage.weight_version for stage in call.state.stages] == ["v2"]
     assert (call.stages, len(call.reached), call.failed) == ([0], 2, [])
-    head.receive(PeerCall(**asdict(call), head_id="a"))
+    head.receive(RelayedCall(**asdict(call), head_id="a"))
     head.receive(CallFinished(call.call_id))
     with pytest.raises(ReplicaError, match=r"replica-1\.0/in refuses"):
         await asyncio.wrap_future(reply)
@@ -166,7 +166,7 @@ async def test_the_server_is_notified_of_another_heads_call_to_one_stage(head: P
     asleep.pause.sleep(2, "wait")
     reached = [member.engine_key for member in head.pools[0].members]
     state = FleetState(1, "b", (asleep,))
-    head.receive(PeerCall(1, "sleep", [2, "abort"], [0], state, reached=reached, head_id="b"))
+    head.receive(RelayedCall(1, "sleep", [2, "abort"], [0], state, reached=reached, head_id="b"))
     assert await head.notified_sleep_level() == 2
     await eventually(lambda: head.sent == [CallDone(1, "b")])
     assert [link.calls for link in head.links.values()] == [[], [], []]

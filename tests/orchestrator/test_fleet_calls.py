@@ -15,7 +15,7 @@ from tests.orchestrator.test_membership import Keeper
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.call_effects import FORGET_LORA
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, StageState
-from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, PeerCall
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallRefused, RelayedCall
 from vllm_omni_plugin.errors import NOT_ALLOWED, CoordinatorUnavailableError, NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.fleet_state import call_session
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -318,9 +318,9 @@ async def test_invalid_calls_and_states_are_logged_and_change_nothing(
     await heads[0].call("pause_scheduler", "keep", True)
     two_stages = FleetState(9, "x", (StageState(), StageState()))
     for message in (
-        PeerCall(1, "shutdown", [], [0], head_id="x"),
-        PeerCall(1, "add_lora", [["a", 0, ""]], [0], head_id="x"),
-        PeerCall(1, state=two_stages, head_id="x"),
+        RelayedCall(1, "shutdown", [], [0], head_id="x"),
+        RelayedCall(1, "add_lora", [["a", 0, ""]], [0], head_id="x"),
+        RelayedCall(1, state=two_stages, head_id="x"),
         two_stages,
     ):
         heads[0].orchestrator.rpc_async_queue.put(message)

@@ -94,11 +94,11 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
 def test_reports_of_other_heads_replace_those_of_the_engine() -> None:
     ledger = LoadLedger()
     charged(ledger, 10)
-    ledger.set_peer_work(Work(requests=3, prefill_tokens=200))
+    ledger.set_others_work(Work(requests=3, prefill_tokens=200))
     ledger.report(LoadReport(waiting=2, running=6, kv_usage=0.5))
     assert ledger.own == Work(1, 10)
     assert ledger.load == ReplicaLoad(4, 3, 210, 0, 2, 6, 0.5, heads_report=True)
-    ledger.set_peer_work(None)
+    ledger.set_others_work(None)
     assert ledger.load == ReplicaLoad(8, 7, 10, 0, 2, 6, 0.5)
 
 
@@ -129,7 +129,7 @@ def test_requests_that_wait_at_an_engine_are_shared_by_the_heads(heads_report: b
         for _ in range(count):
             charged(ledger, prompt=10)
         if heads_report:
-            ledger.set_peer_work(Work(sum(counts) - count, 0))
+            ledger.set_others_work(Work(sum(counts) - count, 0))
         ledger.report(LoadReport(sum(counts) - running, running, kv_usage=0.0))
     excess = sum(counts) - running
     assert excess <= sum(ledger.waiting for ledger in heads) <= excess + len(heads) - 1

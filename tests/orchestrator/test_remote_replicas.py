@@ -10,7 +10,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import UNREADABLE
 from tests.orchestrator.remote_fleet import Attachment, Fleet
 from tests.orchestrator.test_replica_list import row
-from vllm_omni_plugin.coordinator import PeerWork, ReplicaStatus, Welcome
+from vllm_omni_plugin.coordinator import HeadWork, ReplicaStatus, Welcome
 from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
@@ -209,7 +209,7 @@ async def test_a_replica_that_is_taken_out_is_left_alone_until_all_heads_have_le
     (replica,) = await fleet.joined(row(1))
     exchange = fleet.pool.exchange = WorkExchange(lambda work, full: None)
     exchange.handle(Welcome(["other"]))
-    exchange.handle(PeerWork("other", True, []))
+    exchange.handle(HeadWork("other", True, []))
     fleet.pause_over.clear()
     fleet.orchestrator.distrust(fleet.pool.member(0), "it failed a call that others took")
     await eventually(lambda: fleet.pauses)

@@ -5,8 +5,8 @@ from typing import Any
 from vllm_omni_plugin.coordinator import (
     FullList,
     HeadLeft,
+    HeadWork,
     ListDelta,
-    PeerWork,
     ReplicaInfo,
     ReplicaKey,
     ReplicaList,
@@ -57,7 +57,7 @@ async def queued(*events: SessionEvent | ReplicaList) -> list[RpcMessage]:
 
 
 async def test_events_are_queued_unchanged_and_lists_as_their_changes() -> None:
-    welcome, work = Welcome(["other"]), PeerWork("other", True, [ReplicaWork(7, 3, 100)])
+    welcome, work = Welcome(["other"]), HeadWork("other", True, [ReplicaWork(7, 3, 100)])
     assert await queued(
         welcome,
         FullList([row(1)], 1.0),

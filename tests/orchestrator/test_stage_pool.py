@@ -219,7 +219,7 @@ async def test_a_cordoned_replica_ends_what_it_has_while_others_are_chosen() -> 
     pool.cordon(first, "drain")
     idle = pool.when_idle(first)
     assert assign(pool) is second
-    pool.set_peer_work(first, None)
+    pool.set_others_work(first, None)
     pool.add_first_output(first, state, 0)
     assert not idle.done()
     pool.release(state)

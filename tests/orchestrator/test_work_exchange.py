@@ -3,7 +3,7 @@
 import asyncio
 
 from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
-from vllm_omni_plugin.coordinator import PeerWork, ReplicaWork, SessionLost, Welcome, engine_key
+from vllm_omni_plugin.coordinator import HeadWork, ReplicaWork, SessionLost, Welcome, engine_key
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
@@ -96,7 +96,7 @@ def test_the_policy_finds_queues_as_other_heads_have_made_them() -> None:
 def test_a_closed_exchange_reports_no_more() -> None:
     bus, _, b = two_heads()
     mine = b.attach(0)
-    b.receive(PeerWork("a", False, [work(3)]))
+    b.receive(HeadWork("a", False, [work(3)]))
     b.charge(mine)
     b.exchange.close()
     b.exchange.close()

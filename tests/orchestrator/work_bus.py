@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt, Task
-from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaStatus, ReplicaWork, SessionLost, Welcome
+from vllm_omni_plugin.coordinator import HeadLeft, HeadWork, ReplicaStatus, ReplicaWork, SessionLost, Welcome
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -19,7 +19,7 @@ from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 
 PROMPT_TOKENS = 100
 
-Message = PeerWork | HeadLeft | SessionLost | Welcome
+Message = HeadWork | HeadLeft | SessionLost | Welcome
 
 
 class Timers:
@@ -93,7 +93,7 @@ class WorkingHead:
         others_work = self.exchange.handle(message)
         self.pool.set_heads(self.exchange.heads)
         for member, work in others_work:
-            self.pool.set_peer_work(member, work)
+            self.pool.set_others_work(member, work)
 
 
 class WorkBus:
@@ -147,11 +147,11 @@ class WorkBus:
         known = {} if full else self._work.get(head_id, {})
         self._work[head_id] = known | {row.engine: row for row in work}
         for other in self._inboxes.keys() - {head_id}:
-            self._inboxes[other].append(PeerWork(head_id, full, list(work)))
+            self._inboxes[other].append(HeadWork(head_id, full, list(work)))
 
     def _welcome(self, head_id: str) -> None:
         others = [other for other in self._inboxes if other != head_id]
         self._inboxes[head_id].append(Welcome(others))
         for other in others:
             if other in self._work:
-                self._inboxes[head_id].append(PeerWork(other, True, list(self._work[other].values())))
+                self._inboxes[head_id].append(HeadWork(other, True, list(self._work[other].values())))

@@ -12,7 +12,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteRepli
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
-from vllm_omni_plugin.orchestrator.pool.work_exchange import PeerUpdate, WorkExchange
+from vllm_omni_plugin.orchestrator.pool.work_exchange import HeadsUpdate, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CallReplicas,
     CoordinatorMessage,
@@ -150,7 +150,7 @@ class FleetControl:
 
     def _handle_coordinator_message(self, message: CoordinatorMessage) -> None:
         assert self._exchange is not None
-        if isinstance(message, PeerUpdate):
+        if isinstance(message, HeadsUpdate):
             others_work = self._exchange.handle(message)
             for pool in self._pools:
                 pool.set_heads(self._exchange.heads)

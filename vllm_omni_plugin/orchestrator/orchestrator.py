@@ -286,10 +286,10 @@ class Orchestrator:
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
 
     def update_other_heads_work(self, member: PoolMember, work: Work | None) -> None:
-        """The other heads' work at a replica has changed, see `StagePool.set_peer_work`: it may have room now."""
+        """The other heads' work at a replica has changed, see `StagePool.set_others_work`: it may have room now."""
         if work is not None:
-            self._stalls[member.stage_id].others_work_changed(member, member.ledger.peers_work, work)
-        self.stage_pools[member.stage_id].set_peer_work(member, work)
+            self._stalls[member.stage_id].others_work_changed(member, member.ledger.others_work, work)
+        self.stage_pools[member.stage_id].set_others_work(member, work)
         self._runs_ended(member.stage_id, self._dispatchers[member.stage_id].send_waiting(member))
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:

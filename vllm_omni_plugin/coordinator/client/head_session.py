@@ -14,9 +14,9 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FromHead,
     FullList,
     HeadLeft,
+    HeadWork,
     Hello,
     ListDelta,
-    PeerWork,
     ReplicaWork,
     SessionLost,
     SessionRefused,
@@ -30,7 +30,7 @@ from vllm_omni_plugin.errors import WireError
 
 SILENCE_TIMEOUT = 2.0
 
-SessionEvent = Welcome | FullList | ListDelta | PeerWork | HeadLeft | CallMessageToHead | SessionLost
+SessionEvent = Welcome | FullList | ListDelta | HeadWork | HeadLeft | CallMessageToHead | SessionLost
 SessionOutput = SessionEvent | SessionRefused | WireError
 """An event, the reason of a missing session, or the fault of a dropped frame."""
 
@@ -113,7 +113,7 @@ class HeadSession:
             case _ if not self._is_open:
                 # It belongs to a previous session.
                 return
-            case PeerWork() if message.head_id == self._head_id:
+            case HeadWork() if message.head_id == self._head_id:
                 return
             case _:
                 yield message

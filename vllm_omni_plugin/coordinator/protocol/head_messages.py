@@ -205,7 +205,7 @@ class ListDelta(ReplicaList, frozen=True, tag="list_delta", kw_only=True):
     removed: list[ReplicaKey]
 
 
-class PeerWork(Struct, frozen=True, tag="peer_work"):
+class HeadWork(Struct, frozen=True, tag="head_work"):
     """Work in flight of a head: all of it (``full``), or the rows that changed. The head itself gets it, too.
 
     If lost: resync.
@@ -216,7 +216,7 @@ class PeerWork(Struct, frozen=True, tag="peer_work"):
     work: list[ReplicaWork]
 
 
-class PeerCall(FleetCall, frozen=True, tag="peer_call", kw_only=True):
+class RelayedCall(FleetCall, frozen=True, tag="relayed_call", kw_only=True):
     """A call of the head ``head_id``. All heads, the caller too, get the calls in the same order.
 
     If lost: resync: the document has what the calls have changed.
@@ -262,8 +262,8 @@ class SessionLost(Struct, frozen=True):
 
 CallMessageFromHead = FleetCall | CallDone | FleetState
 FromHead = Hello | Beat | WorkReport | CallMessageFromHead | Bye
-CallMessageToHead = PeerCall | CallRefused | CallFinished | FleetState
-ToHead = Welcome | SessionRefused | FullList | ListDelta | PeerWork | HeadLeft | CallMessageToHead
+CallMessageToHead = RelayedCall | CallRefused | CallFinished | FleetState
+ToHead = Welcome | SessionRefused | FullList | ListDelta | HeadWork | HeadLeft | CallMessageToHead
 
 _encoder = msgspec.json.Encoder()
 _from_head: msgspec.json.Decoder[FromHead | HeadQuery] = msgspec.json.Decoder(FromHead | HeadQuery)
@@ -321,5 +321,5 @@ def decode_to_head(frame: bytes) -> list[ToHead]:
 
 
 def decode_head_info(frame: bytes) -> HeadInfo:
-    (facts,) = decode_strictly(_head_info, frame, "answer to a question", MAX_FRAME_TO_HEAD_BYTES)
-    return facts
+    (info,) = decode_strictly(_head_info, frame, "answer to a head query", MAX_FRAME_TO_HEAD_BYTES)
+    return info

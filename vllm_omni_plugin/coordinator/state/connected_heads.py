@@ -17,8 +17,8 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     FleetCall,
     FromHead,
     HeadLeft,
+    HeadWork,
     Hello,
-    PeerWork,
     ReplicaWork,
     SessionRefused,
     Welcome,
@@ -86,17 +86,17 @@ class ConnectedHead:
     def has_changes(self) -> bool:
         return self._replaced or bool(self._changed)
 
-    def take_changes(self) -> PeerWork:
+    def take_changes(self) -> HeadWork:
         """Return the changes since the last call; of each replica only the last report."""
         changes = self.all_work() if self._replaced else None
-        changes = changes or PeerWork(self.head_id, False, list(self._changed.values()))
+        changes = changes or HeadWork(self.head_id, False, list(self._changed.values()))
         self._changed.clear()
         self._replaced = False
         return changes
 
-    def all_work(self) -> PeerWork | None:
+    def all_work(self) -> HeadWork | None:
         """Return all work in flight; None before the first full report."""
-        return PeerWork(self.head_id, True, list(self._work.values())) if self._has_reported else None
+        return HeadWork(self.head_id, True, list(self._work.values())) if self._has_reported else None
 
 
 class ConnectedHeads:

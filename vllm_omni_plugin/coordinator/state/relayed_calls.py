@@ -12,7 +12,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     CallMessageToHead,
     CallRefused,
     FleetCall,
-    PeerCall,
+    RelayedCall,
     require_flat,
 )
 
@@ -63,7 +63,7 @@ class RelayedCalls:
             self.state = call.state
         # The caller does not do a part.
         self._waiting[head_id, call.call_id] = {*heads, head_id}
-        passed_on = PeerCall(**asdict(call), head_id=head_id)
+        passed_on = RelayedCall(**asdict(call), head_id=head_id)
         return [*((head, passed_on) for head in heads), *self._done(head_id, call.call_id, head_id)]
 
     def _done(self, caller: str, call_id: int, head_id: str) -> OutgoingMessages:

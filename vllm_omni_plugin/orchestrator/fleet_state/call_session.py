@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from vllm_omni_plugin.coordinator import HeadLeft, OmniCoordClientForHead, PeerWork, SessionLost, Welcome
+from vllm_omni_plugin.coordinator import HeadLeft, HeadWork, OmniCoordClientForHead, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     CallFinished,
     CallMessageFromHead,
     CallRefused,
     FleetCall,
-    PeerCall,
+    RelayedCall,
 )
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.logger import init_logger
@@ -104,7 +104,7 @@ class CallSession:
                 self._is_open = True
                 # The coordinator's document follows.
                 self._synced.clear()
-            case PeerWork() | PeerCall() if message.head_id != self._head_id:
+            case HeadWork() | RelayedCall() if message.head_id != self._head_id:
                 self._others.add(message.head_id)
             case HeadLeft():
                 self._others.discard(message.head_id)

@@ -20,7 +20,7 @@ from vllm_omni_plugin.coordinator.protocol.call_effects import (
     leaves_state,
 )
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, check_size, is_later
-from vllm_omni_plugin.coordinator.protocol.head_messages import CallDone, FleetCall, PeerCall
+from vllm_omni_plugin.coordinator.protocol.head_messages import CallDone, FleetCall, RelayedCall
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, NoReplicaError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.fleet_state.call_session import CallSession, CoordinatorClient
@@ -143,11 +143,11 @@ class FleetCalls:
                 self._spawn(_all_of(self._adopt(message, (), is_own=False)))
             case FleetState() if is_later(self.state, message):
                 self._session.send(self.state)
-            case PeerCall() if message.head_id == self._head_id:
+            case RelayedCall() if message.head_id == self._head_id:
                 if (sent := self._session.passed_on(message.call_id)) is not None:
                     sent.work = self._apply(message)
                     sent.taken.set_result(True)
-            case PeerCall():
+            case RelayedCall():
                 self._do_part(message)
 
     async def _check_allowed(self) -> None:
@@ -216,7 +216,7 @@ class FleetCalls:
             await self._session.until_finished(sent, told.method or "of an operator")
         return True
 
-    def _do_part(self, message: PeerCall) -> None:
+    def _do_part(self, message: RelayedCall) -> None:
         """Do this head's part of another head's call."""
         calls: list[StageCall] = []
         work: list[asyncio.Task[None]] = []
@@ -242,7 +242,7 @@ class FleetCalls:
         finally:
             self._spawn(self._finish_part(message, calls, work))
 
-    async def _finish_part(self, message: PeerCall, calls: Sequence[StageCall], work: Work) -> None:
+    async def _finish_part(self, message: RelayedCall, calls: Sequence[StageCall], work: Work) -> None:
         try:
             await asyncio.gather(*(call.stage.send(call) for call in calls), *work)
             for call in calls:

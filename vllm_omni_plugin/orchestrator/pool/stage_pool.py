@@ -159,7 +159,7 @@ class StagePool:
         member.ledger, member.queue_length, member.progress = LoadLedger(size), 0, Progress(self._clock())
         self.promised_length.keep(size.max_model_len, member.starts_with_head)
         if self.exchange is not None:
-            self.set_peer_work(member, self.exchange.add_member(member))
+            self.set_others_work(member, self.exchange.add_member(member))
         return self._enter_service(member)
 
     def others_at(self, member: PoolMember) -> int:
@@ -333,9 +333,9 @@ class StagePool:
     def set_heads(self, heads: int) -> None:
         self._unreported.set_heads(heads)
 
-    def set_peer_work(self, member: PoolMember, others: Work | None) -> None:
+    def set_others_work(self, member: PoolMember, others: Work | None) -> None:
         """Other heads have charged this work to a replica; None: they do not report it, see `LoadLedger`."""
-        member.ledger.set_peer_work(others)
+        member.ledger.set_others_work(others)
         member.queue_length = member.ledger.requests
 
     def cache_changed(self, member: PoolMember, change: CacheChange) -> None:

@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaWork, SessionLost, Welcome, engine_key
+from vllm_omni_plugin.coordinator import HeadLeft, HeadWork, ReplicaWork, SessionLost, Welcome, engine_key
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.load_ledger import NO_WORK, Work
 
 REPORT_INTERVAL_S = 0.04
 """Seconds between two reports. With the same delay at the coordinator, heads know each other's work within 0.1 s."""
 
-PeerUpdate = Welcome | PeerWork | HeadLeft | SessionLost
+HeadsUpdate = Welcome | HeadWork | HeadLeft | SessionLost
 """Messages to a head about other heads and their work."""
-PeerWorkChanges = list[tuple[PoolMember, Work | None]]
+WorkChanges = list[tuple[PoolMember, Work | None]]
 """New totals of other heads' work at replicas; None: they do not report it, and the engines' reports count."""
 
 
@@ -92,11 +92,11 @@ class WorkExchange:
             self._members.pop(key, None)
         self._mark_changed(key)
 
-    def handle(self, message: PeerUpdate) -> PeerWorkChanges:
+    def handle(self, message: HeadsUpdate) -> WorkChanges:
         """Handle a message about other heads. Returns the changes of their work."""
         match message:
-            case PeerWork():
-                return self._peer_work(message)
+            case HeadWork():
+                return self._head_work(message)
             case Welcome():
                 # A session begins: the next report is complete.
                 self._all_wanted = True
@@ -107,7 +107,7 @@ class WorkExchange:
             case SessionLost():
                 return self._forget(list(self._heads))
 
-    def _peer_work(self, message: PeerWork) -> PeerWorkChanges:
+    def _head_work(self, message: HeadWork) -> WorkChanges:
         is_first = not self._heads
         known = self._heads.setdefault(message.head_id, {})
         if is_first:
@@ -125,7 +125,7 @@ class WorkExchange:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _forget(self, head_ids: Collection[str]) -> PeerWorkChanges:
+    def _forget(self, head_ids: Collection[str]) -> WorkChanges:
         touched: dict[int, Work] = {}
         for head_id in head_ids:
             known = self._heads.pop(head_id, {})
@@ -165,7 +165,7 @@ class WorkExchange:
             _put(self._others, key, Work(requests, others.prefill_tokens + work.prefill_tokens - before.prefill_tokens))
             _put(known, key, work)
 
-    def _work_of_others(self, keys: Iterable[int]) -> PeerWorkChanges:
+    def _work_of_others(self, keys: Iterable[int]) -> WorkChanges:
         return [(member, self._others_of(key)) for key in keys if (member := self._members.get(key)) is not None]
 
     def _others_of(self, key: int) -> Work | None:

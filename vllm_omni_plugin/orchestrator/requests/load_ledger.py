@@ -53,8 +53,8 @@ class LoadLedger:
         # In the order in which they were sent.
         self._pending: dict[StageRun, None] = {}
         self.decode_tokens = 0
-        self._peers: Work | None = None
-        self._peers_prefill_tokens = 0
+        self._others_work: Work | None = None
+        self._others_prefill_tokens = 0
         self._report = _NO_REPORT
         self._reported_others = 0
         # For the prefill rate: over the time in which there were prompts to compute, recent time weighing more.
@@ -66,12 +66,12 @@ class LoadLedger:
 
     @property
     def own(self) -> Work:
-        return Work(self.requests - self.others, self.prefill_tokens - self._peers_prefill_tokens)
+        return Work(self.requests - self.others, self.prefill_tokens - self._others_prefill_tokens)
 
     @property
-    def peers_work(self) -> Work:
+    def others_work(self) -> Work:
         """What other heads have charged, as they report it."""
-        return self._peers or NO_WORK
+        return self._others_work or NO_WORK
 
     @property
     def pending(self) -> int:
@@ -99,8 +99,8 @@ class LoadLedger:
     @property
     def prefill_share(self) -> float:
         """This head's part of the prompt tokens that all heads have charged and the engine has to compute, 0 to 1."""
-        peers = self._peers_prefill_tokens
-        return 1.0 if not peers else 1.0 - peers / self.prefill_tokens
+        others = self._others_prefill_tokens
+        return 1.0 if not others else 1.0 - others / self.prefill_tokens
 
     @property
     def running(self) -> int:
@@ -160,13 +160,13 @@ class LoadLedger:
             self._computed_tokens / self._computing_s if self._computing_s else 0.0,
             self.size.blocks,
             self.size.block_size,
-            self._peers is not None,
+            self._others_work is not None,
         )
 
-    def set_peer_work(self, peers: Work | None) -> None:
+    def set_others_work(self, work: Work | None) -> None:
         """Other heads have charged this work; None: they do not report it, and the engine's reports count."""
         self._load = None
-        self._peers = peers
+        self._others_work = work
         self._count_others()
 
     def charge(self, run: StageRun, now: float) -> None:
@@ -174,7 +174,7 @@ class LoadLedger:
         self.requests += 1
         self.unsent += 1
         if run.prefill_tokens:
-            if self.prefill_tokens > self._peers_prefill_tokens:
+            if self.prefill_tokens > self._others_prefill_tokens:
                 self._count_prefill_time(now)
             self._counted_until = now
             self.prefill_tokens += run.prefill_tokens
@@ -235,10 +235,10 @@ class LoadLedger:
             self._count_others()
 
     def _count_others(self) -> None:
-        requests, prefill_tokens = (self._reported_others, 0) if self._peers is None else self._peers
+        requests, prefill_tokens = (self._reported_others, 0) if self._others_work is None else self._others_work
         self.requests += requests - self.others
-        self.prefill_tokens += prefill_tokens - self._peers_prefill_tokens
-        self.others, self._peers_prefill_tokens = requests, prefill_tokens
+        self.prefill_tokens += prefill_tokens - self._others_prefill_tokens
+        self.others, self._others_prefill_tokens = requests, prefill_tokens
 
     def _remove_pending(self, run: StageRun) -> None:
         del self._pending[run]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from vllm_omni_plugin.admission import AdmissionConfig, QueuePosition, RequestTerms
 from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
-from vllm_omni_plugin.coordinator import HeadLeft, PeerWork, ReplicaInfo, SessionLost, Welcome
+from vllm_omni_plugin.coordinator import HeadLeft, HeadWork, ReplicaInfo, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessageToHead
 from vllm_omni_plugin.pipeline.transfer import StageOutput
 
@@ -230,7 +230,7 @@ class Explain:
     priority: int | None
 
 
-CoordinatorMessage = Welcome | PeerWork | HeadLeft | SessionLost | CallMessageToHead
+CoordinatorMessage = Welcome | HeadWork | HeadLeft | SessionLost | CallMessageToHead
 """What the coordinator sends to a head, besides the replica list."""
 RpcMessage = (
     CallReplicas
