@@ -136,18 +136,18 @@ async def test_a_viewer_that_joins_while_the_producer_ends_gets_states(
     monkeypatch.setattr(fleet_broadcast, "_HISTORY", 1)
     monkeypatch.setattr(fleet_broadcast, "_SAMPLE_EVERY", 1)
     broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=0.2)
-    viewers: list[int] = []
-    own_update = FleetBroadcast._update
+    sampled: list[int] = []
+    own_sample = FleetView.sample
 
-    def update(broadcast: FleetBroadcast, *, is_sampled: bool) -> None:
-        viewers.append(broadcast._count)
-        own_update(broadcast, is_sampled=is_sampled)
+    def sample(view: FleetView) -> Any:
+        sampled.append(1)
+        return own_sample(view)
 
-    monkeypatch.setattr(FleetBroadcast, "_update", update)
+    monkeypatch.setattr(FleetView, "sample", sample)
     leaving = broadcast.stream(with_state=True)
     await first(leaving)
     await leaving.aclose()
-    await eventually(lambda: viewers == [0], "the last tick alone")
+    await eventually(lambda: sampled == [1], "the last tick alone")
     stream = messages(broadcast.stream(with_state=True))
     assert [(await first(stream))[0] for _ in range(3)] == ["history", "state", "state"]
 

@@ -34,7 +34,6 @@ class Attachment:
         self.info = info
         self.incarnation = info.incarnation
         self.link = FakeLink(info.control_addr)
-        self.link.on_call = answer_calls
         self.on_outputs, self.on_status = on_outputs, on_status
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_lost: Callable[[str], None] = lambda reason: None
@@ -71,6 +70,7 @@ class Fleet(FakeFleet):
         pauses: how long it meant to wait between attempts.
         may_attach: attempts wait for it.
         most_attaching: how many have waited at once.
+        answers_calls: whether the next replicas answer calls at once.
         told_before: what other heads have told the next replicas.
     """
 
@@ -79,6 +79,7 @@ class Fleet(FakeFleet):
         self.attachments: list[Attachment] = []
         self.failures: deque[Exception] = deque()
         self.told_before: list[ReplicaState] = []
+        self.answers_calls = True
         self.pauses: list[float] = []
         self.attaching = self.most_attaching = 0
         self.may_attach = asyncio.Event()
@@ -111,8 +112,10 @@ class Fleet(FakeFleet):
         told = [each.told for each in former if each.info.input_addr == info.input_addr][-1:]
         # This was the last head of that engine.
         told = [ReplicaState(state=each.state) for each in told]
-        self.attachments.append(Attachment(info, replica_id, on_outputs, on_status, *told, *self.told_before))
-        return self.attachments[-1]
+        attachment = Attachment(info, replica_id, on_outputs, on_status, *told, *self.told_before)
+        attachment.link.on_call = answer_calls if self.answers_calls else None
+        self.attachments.append(attachment)
+        return attachment
 
     async def delay(self, seconds: float) -> None:
         self.pauses.append(seconds)

@@ -164,21 +164,8 @@ async def test_a_request_that_is_aborted_while_it_waits_for_the_end_of_a_pause_i
         assert (fleet.orchestrator.metrics.paused, len(link.added)) == (1, 4)
 
 
-@pytest.mark.parametrize("aborted", ["a", "d"])
-async def test_all_go_on_once_the_one_that_was_tried_is_not_refused(aborted: str, retry_s: float) -> None:
-    async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
-        await at_the_only_replica(fleet, "abcd")
-        for name in "abcd":
-            refuse(fleet, name)
-        fleet.now += retry_s
-        await sent(fleet, "a")
-        await fleet.abort(aborted)
-        fleet.now += retry_s
-        await sent(fleet, "b")
-        assert fleet.orchestrator.metrics.paused == 0
-
-
-async def test_all_go_on_as_soon_as_one_that_was_tried_is_answered(retry_s: float) -> None:
+@pytest.mark.parametrize("then", ["it is answered", "it is aborted", "another one is aborted"])
+async def test_all_go_on_once_the_one_that_was_tried_is_not_refused(then: str, retry_s: float) -> None:
     async with FakeFleet(replicas=1, replica_wait=600.0) as fleet:
         await at_the_only_replica(fleet, "abcd")
         for name in "abcd":
@@ -186,9 +173,12 @@ async def test_all_go_on_as_soon_as_one_that_was_tried_is_answered(retry_s: floa
         fleet.now += retry_s
         await sent(fleet, "a")
         assert fleet.orchestrator.metrics.paused == 3
-        fleet.say("a", 1, finish_reason="stop")
-        for name in "bcd":
-            await sent(fleet, name)
+        if "aborted" in then:
+            await fleet.abort("d" if "another" in then else "a")
+            fleet.now += retry_s
+        else:
+            fleet.say("a", 1, finish_reason="stop")
+        await sent(fleet, "b")
         assert fleet.orchestrator.metrics.paused == 0
 
 

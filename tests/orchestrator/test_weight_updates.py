@@ -160,19 +160,9 @@ async def test_without_any_updated_replica_it_is_said_and_one_call_makes_the_fre
 async def test_a_replica_that_attaches_during_an_update_waits(fleet: Fleet) -> None:
     (first,) = await fleet.joined(row(1))
     await fleet.call("set_weight_version", "v1")
-    joining = fleet.attach
-    attached = asyncio.Event()
-
-    async def attach_unanswered(*args: Any) -> Any:
-        attachment = await joining(*args)
-        if not attached.is_set():
-            attachment.link.on_call = None
-            attached.set()
-        return attachment
-
-    fleet.remote._attach = attach_unanswered
+    fleet.answers_calls = False
     fleet.register(row(2))
-    await attached.wait()
+    await eventually(lambda: len(fleet.attachments) == 2)
     late = fleet.attachments[1].link
     await eventually(lambda: late.calls)
     await update(fleet, WHOLE_UPDATE)
