@@ -184,7 +184,6 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _messages(args: argparse.Namespace, last_event: str) -> Iterator[tuple[str, Any]]:
-    """The events that the server streams after `last_event`."""
     headers = {"Accept": MEDIA_TYPE, LAST_EVENT_ID: last_event}
     with _answer(args, "GET", "fleet", headers=headers, timeout=SILENT_S) as response:
         yield from read_messages(response)
@@ -329,7 +328,6 @@ def _opener(url: str) -> OpenerDirector:
 
 
 def _is_here(url: str) -> bool:
-    """Whether it is an address of loopback."""
     host = urlsplit(url).hostname or ""
     try:
         return host == "localhost" or ip_address(host).is_loopback

@@ -24,8 +24,6 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class Side(Enum):
-    """Where a flag may be given: on a head, on a headless node, or on both."""
-
     HEAD = "head"
     HEADLESS = "headless"
     BOTH = "both"

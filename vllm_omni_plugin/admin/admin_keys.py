@@ -40,7 +40,7 @@ class LocalHead(NamedTuple):
 
 
 def read_admin_keys(path: str, flag: str) -> list[str]:
-    """The keys in a file, one per non-empty line. Raises ConfigError if the file or a key is unusable."""
+    """The keys in a file, one per non-empty line. Raises ConfigError."""
     place = f"argument {flag}: {path}"
     keys = read_key_file(path, place)
     if not keys:

@@ -50,7 +50,6 @@ class Hold:
 
     @property
     def reason(self) -> str:
-        """Why a request that comes now must be held or refused."""
         return self.closed_reason() or str(unavailable(self.orchestrator))
 
     @property
@@ -110,7 +109,6 @@ class Hold:
 
 
 def unavailable(orchestrator: Orchestrator) -> NoReplicaError:
-    """Why a request cannot be served now."""
     pools = orchestrator.needed_pools
     return next((pool for pool in pools if not pool.serving), pools[0]).unavailable()
 

@@ -39,7 +39,6 @@ class RefusalLog:
         self._logged_at: dict[tuple[str, str], float] = {}
 
     def record(self, where: str, why: str) -> None:
-        """Log that the socket named ``where`` refused a connection."""
         now = self._clock()
         if self._logged_at.get((where, why), -math.inf) + LOG_INTERVAL <= now:
             self._logged_at[where, why] = now

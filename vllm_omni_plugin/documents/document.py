@@ -29,7 +29,6 @@ class Document:
     root: yaml.Node
 
     def error(self, message: str, place: Place) -> ConfigError:
-        """An error in one line: `FILE:LINE: stages[1].inputs[0]: MESSAGE`."""
         return ConfigError(f"{self.source}:{self.line(place)}: {at_place(message, place)}")
 
     def line(self, place: Place) -> int:

@@ -43,7 +43,6 @@ def _refuse_options_of_user(engine_args: Any) -> None:
 
 
 def parse_or_exit(args: argparse.Namespace) -> OmniConfig | None:
-    """Like `parse_options`, but exits like argparse on an error."""
     try:
         return parse_options(args)
     except ConfigError as error:

@@ -50,7 +50,6 @@ class NodeSet:
         return len(self._nodes)
 
     def draining(self) -> list[int]:
-        """The nodes that were told to end and still run."""
         return [number for number, node in self._nodes.items() if node.drained_at is not None and node.placed]
 
     def decide(self, now: float, wanted: int) -> list[tuple[NodeAction, int]]:

@@ -23,7 +23,6 @@ _TARGET_WAIT_S = 2.0
 
 
 def run_ray(arguments: Sequence[str]) -> int:
-    """Run the sub-command `ray` with the arguments after its name; returns the exit code. Raises OmniError."""
     args, serve = parse(arguments)
     given = OmniConfig(**parse_fleet_flags(serve, _PROG)[0])
     with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:
@@ -90,7 +89,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _wanted_nodes(args: argparse.Namespace, given: OmniConfig) -> Callable[[float], int]:
-    """A function that returns the wanted number of nodes at a time."""
     if args.max_replicas is None:
         return lambda now: int(args.replicas)
     autoscaler = Autoscaler(args.min_replicas or 1, args.max_replicas, args.target_wait or _TARGET_WAIT_S)

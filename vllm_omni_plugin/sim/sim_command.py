@@ -64,7 +64,6 @@ def settings_of(vllm_config: Any, args: argparse.Namespace) -> EngineSettings:
 
 
 def run_sim(arguments: Sequence[str]) -> int:
-    """Run the sub-command with the arguments after its name; returns the exit code."""
     from vllm_omni_plugin.errors import ConfigError
     from vllm_omni_plugin.integration.command_line import parse_options
     from vllm_omni_plugin.integration.options.additional_config import exit_usage_error

@@ -41,7 +41,6 @@ def pcm16(stage: str, output: StageOutput) -> bytes:
 
 
 def wav(samples: bytes, rate: int) -> bytes:
-    """A WAV file; `rate` in hertz."""
     return wav_header(rate, len(samples)) + samples
 
 

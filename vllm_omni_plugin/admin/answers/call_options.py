@@ -53,7 +53,6 @@ class CallOptions:
 
     @property
     def text(self) -> bool:
-        """Whether the answer has vLLM's text."""
         return not _ANSWERS.isdisjoint({*self.modalities} - {Modality.AUDIO})
 
 

@@ -68,7 +68,6 @@ class HeadSession:
             self._send_hello()
 
     def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
-        """Report changed work, or with ``full`` all work."""
         for start in range(0, len(work) or 1, ROWS_PER_FRAME):
             if self._is_open:
                 self._add(WorkReport(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))

@@ -54,7 +54,6 @@ class OmniCoordClientForHub:
         )
 
     def close(self) -> None:
-        """Stop. Raises RuntimeError when called again."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the hub client is closed already")

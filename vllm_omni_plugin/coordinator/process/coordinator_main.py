@@ -22,29 +22,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run until the end of standard input; return the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _die_with_parent()
     _allow_many_connections()
-    arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildArguments)
+    arguments = msgspec.structs.asdict(msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildArguments))
+    alive_interval, secret_file = arguments.pop("alive_interval"), arguments.pop("secret_file")
     try:
-        coordinator = OmniCoordinator(
-            arguments.router_zmq_addr,
-            arguments.pub_zmq_addr,
-            arguments.heartbeat_timeout,
-            settle_time=arguments.settle_time,
-            first_replica_ids=arguments.first_replica_ids,
-            reserved_numbers=arguments.reserved_numbers,
-            secrets=Secrets.from_file(arguments.secret_file) if arguments.secret_file else None,
-            fingerprints=arguments.fingerprints,
-        )
+        secrets = Secrets.from_file(secret_file) if secret_file else None
+        coordinator = OmniCoordinator(**arguments, secrets=secrets)
     except ConfigError as error:
         _answer(str(error))
         return EXIT_REFUSED
     _answer((coordinator.router_zmq_addr, coordinator.pub_zmq_addr))
     orderly = threading.Event()
     threading.Thread(target=_close_at_end_of_input, args=(coordinator, orderly), daemon=True).start()
-    while not coordinator.wait_for_shutdown(arguments.alive_interval):
+    while not coordinator.wait_for_shutdown(alive_interval):
         coordinator.wait_for_loop_pass()
         _write(ALIVE_BYTE)
     return 0 if orderly.is_set() else EXIT_FAILED

@@ -128,7 +128,6 @@ class OmniCoordinatorRuntime:
             self._wait_for_end(child)
 
     async def _watch(self, child: CoordinatorProcess) -> str:
-        """Wait until the process ends or hangs; return the reason."""
         try:
             while child.is_alive(self._answer_timeout):
                 pass

@@ -25,7 +25,6 @@ QueueLength = Annotated[int, Meta(ge=0, le=MAX_QUEUE_LENGTH)]
 Address = Annotated[str, Meta(min_length=1, max_length=MAX_ADDRESS_CHARS)]
 OptionalAddress = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
 Ordinal = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-ReplicaId = Annotated[int, Meta(ge=0, le=MAX_REPLICA_ID)]
 OptionalReplicaId = Annotated[int, Meta(ge=-1, le=MAX_REPLICA_ID)]
 OptionalNumber = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
 OptionalHostSlot = Annotated[str, Meta(max_length=MAX_HOST_SLOT_CHARS)]
@@ -34,8 +33,6 @@ EventType = Literal["update", "heartbeat"]
 
 
 class ReplicaStatus(StrEnum):
-    """The status that a replica reports."""
-
     UP = "up"
     DOWN = "down"
     ERROR = "error"
@@ -76,8 +73,6 @@ class ReplicaEvent(Struct, frozen=True):
 
 
 class HasReplicaAddress(Protocol):
-    """Anything with the three fields that identify a replica."""
-
     @property
     def stage_id(self) -> int: ...
 

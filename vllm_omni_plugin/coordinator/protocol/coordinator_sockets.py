@@ -27,7 +27,6 @@ class Wakeup:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable while the flag is set."""
         return self._fd
 
     def set(self) -> None:
@@ -104,7 +103,6 @@ def open_dealer(context: Context) -> Socket:
 
 
 def open_head_dealer(context: Context) -> Socket:
-    """Return the unconnected DEALER of a head or of a node that queries one."""
     dealer = context.socket(zmq.DEALER)
     dealer.maxmsgsize = MAX_FRAME_TO_HEAD_BYTES
     dealer.sndhwm = dealer.rcvhwm = HEAD_QUEUE_FRAMES

@@ -4,7 +4,7 @@ Each change gives the document the next version. Of two documents the one of the
 the coordinator, at a head, and at a replica server, which keeps what its engine was told.
 """
 
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -81,7 +81,6 @@ class FleetState(Struct, frozen=True, tag="fleet_state", omit_defaults=True):
     drained: tuple[ReplicaKey, ...] = ()
 
     def of_stage(self, stage_id: int) -> "ReplicaState":
-        """What replicas of this stage should be told."""
         state = self.stages[stage_id] if stage_id < len(self.stages) else StageState()
         return ReplicaState(self.version, self.head_id, state)
 
@@ -100,15 +99,7 @@ class ReplicaState(Struct, frozen=True, omit_defaults=True):
 NOTHING_TOLD = ReplicaState()
 
 
-class _Versioned(Protocol):
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def head_id(self) -> str: ...
-
-
-def is_later(one: _Versioned, other: _Versioned) -> bool:
+def is_later(one: FleetState | ReplicaState, other: FleetState | ReplicaState) -> bool:
     """Whether one document counts instead of another.
 
     Of two changes of the same version, which heads made apart from each other, that of the greater head id counts.
@@ -125,8 +116,6 @@ def next_version(version: int) -> int:
 
 
 class StateTooLargeError(OmniError):
-    """The document would not fit into a frame."""
-
     def __init__(self, size: int) -> None:
         super().__init__(
             f"The state of the fleet would take {size} bytes, at most {MAX_STATE_BYTES} are possible: unload adapters "
@@ -135,7 +124,6 @@ class StateTooLargeError(OmniError):
 
 
 def check_size(state: FleetState) -> None:
-    """Raise `StateTooLargeError` if a document does not fit into a frame."""
     size = len(msgspec.json.encode(state))
     if size > MAX_STATE_BYTES:
         raise StateTooLargeError(size)

@@ -21,7 +21,6 @@ class DropReason(StrEnum):
 
 
 def peer_of(frame: zmq.Frame) -> str:
-    """Return the network address of a frame's sender, for the log."""
     try:
         return str(frame.get("Peer-Address")) or "on this machine"
     except zmq.ZMQError:

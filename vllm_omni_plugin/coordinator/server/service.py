@@ -119,7 +119,6 @@ class OmniCoordinator:
         self._apply_local(event)
 
     def update_replica_info(self, event: ReplicaEvent) -> None:
-        """Update a replica's row. Raises as `add_new_replica` does."""
         self._apply_local(event)
 
     def remove_replica(self, event: ReplicaEvent) -> None:

@@ -145,7 +145,6 @@ class ConnectedHeads:
         return self._remove(self._by_peer[peer]) if peer in self._by_peer else []
 
     def broadcast(self, messages: Iterable[Raw]) -> list[OutgoingFrame]:
-        """Return frames with these messages for all synced heads."""
         frames = list(frames_to_head(messages))
         return [(head.peer, frame) for head in self._heads.values() if head.synced for frame in frames]
 
@@ -182,7 +181,6 @@ class ConnectedHeads:
         return min(deadlines, default=None)
 
     def refusal(self, peer: bytes, message: Hello | FleetCall, reason: str) -> OutgoingFrame:
-        """Return the frame that refuses a session or a call."""
         reason = reason[:MAX_ERROR_CHARS]
         refused = SessionRefused(reason) if isinstance(message, Hello) else CallRefused(message.call_id, reason)
         (frame,) = frames_to_head([encode_to_head(refused)])

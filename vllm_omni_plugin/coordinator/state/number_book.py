@@ -32,7 +32,6 @@ class NumberBook:
         self._absent: dict[_Scoped, None] = {}
         self._holders: dict[_Scoped, ReplicaKey] = {}
         self._claimed: dict[ReplicaKey, _Scoped] = {}
-        self._lowest: dict[int, int] = {}
 
     def prepare(self, scope: int, name: _Name) -> int:
         """Return the number of a name, which a replica will claim later."""
@@ -91,20 +90,13 @@ class NumberBook:
         self._absent.pop(scoped, None)
         number = self._numbers.pop(scoped, None)
         if number is not None:
-            scope = scoped[0]
-            del self._names[scope, number]
-            self._lowest[scope] = min(number, self._lowest_bound(scope))
+            del self._names[scoped[0], number]
 
     def _lowest_free(self, scope: int) -> int:
-        number = self._lowest_bound(scope)
+        number = self._first.get(scope, 0)
         while (scope, number) in self._names:
             number += 1
-        self._lowest[scope] = number
         return number
-
-    def _lowest_bound(self, scope: int) -> int:
-        """Return a bound below which no number is free."""
-        return max(self._lowest.get(scope, 0), self._first.get(scope, 0))
 
 
 class ReplicaNumbers:
@@ -114,7 +106,6 @@ class ReplicaNumbers:
         self._book = NumberBook({_FLEET: reserved}, _LEAST_REMEMBERED)
 
     def for_host_slots(self, host_slots: Iterable[str]) -> tuple[int, ...]:
-        """Return the numbers of replicas that will start on these host slots."""
         return tuple([self._book.prepare(_FLEET, host_slot) for host_slot in host_slots])
 
     def record(self, changes: Iterable[Change]) -> list[ReplicaEvent]:

@@ -99,7 +99,6 @@ class FleetClient(UtilityCallClient):
         await self.orchestrator.serving_signal.wait()
 
     def cancel_wait(self) -> None:
-        """Make `shutdown` stop waiting for requests. Never blocks."""
         self.graceful_shutdown.cancel_wait()
         self._fleet.cancel_wait()
 
@@ -178,7 +177,6 @@ class FleetClient(UtilityCallClient):
             raise EngineDeadError from None
 
     def _give_up(self, request_id: str, call: PipelineCall | None, error: OmniError) -> None:
-        """Remove a request that was not submitted, and end its pipeline call with this error."""
         self._events.forget(request_id)
         if call is not None:
             call.put(PipelineCallEnded(error))

@@ -16,8 +16,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenR
 
 @dataclass
 class _PendingSpan:
-    """The attributes to add to the span that vLLM is about to start, and then that span's context."""
-
     attributes: Mapping[str, str | int]
     span: trace.SpanContext | None = None
 

@@ -114,7 +114,6 @@ class Fleet:
         )
 
     def wait_for_requests(self, timeout: float) -> float:
-        """Wait up to `timeout` seconds until no request is left in any stage; returns the seconds left. Blocks."""
         return self._thread.wait_for_requests(timeout)
 
     def watch(self, pid: int) -> None:
@@ -122,7 +121,6 @@ class Fleet:
         self._reaper.watch(pid)
 
     def cancel_wait(self) -> None:
-        """End `wait_for_requests` now, whatever has not finished. Never blocks."""
         self._thread.cancel_wait()
 
     def close(self, timeout: float | None = None) -> None:

@@ -110,8 +110,6 @@ def _own_stage(pipeline: Pipeline, options: OmniConfig) -> Stage:
 
 @dataclass
 class _StageReader:
-    """Checks the stages that concern this process, and reads their engine arguments."""
-
     args: argparse.Namespace
     options: OmniConfig
     headless: bool

@@ -35,7 +35,6 @@ def check_transform(pipeline: Pipeline, stage: Stage) -> None:
 
 
 def check_class(pipeline: Pipeline, stage: Stage) -> None:
-    """Import the class of a Python stage and see whether it takes the stage's options."""
     if stage.is_vllm:
         return
     with _located_at("engine"):

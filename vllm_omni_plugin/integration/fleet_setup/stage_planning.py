@@ -163,7 +163,6 @@ def own_numbers(plans: Sequence[StagePlan]) -> Iterator[range]:
 
 
 def python_plan(stage: Stage, replicas: int, api: EngineApi, first_device: int = 0) -> StagePlan:
-    """The plan of a Python stage, whose replicas take devices from `first_device` on."""
     make_launcher = partial(_python_launcher, stage, first_device)
     policy_config = dict(stage.policy_config)
     return StagePlan(

@@ -220,7 +220,6 @@ def _why_closed(fleet: FleetClient) -> str:
 
 
 async def _handle_second_signal(fleet: FleetClient, app: FastAPI) -> None:
-    """Make a second signal end the graceful shutdown."""
     await fleet.graceful_shutdown.wait_until_ending()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, _cancel_wait, fleet, app)

@@ -26,8 +26,6 @@ from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 
 class OperatedFleet(Protocol):
-    """The parts of a fleet that operators see or change."""
-
     @property
     def orchestrator(self) -> Orchestrator: ...
 

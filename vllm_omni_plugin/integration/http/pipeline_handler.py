@@ -242,7 +242,6 @@ class PipelineHandler:
 
 
 async def once(create: Create, request: Any, raw_request: Request) -> AsyncGenerator[Any, None]:
-    """The response of a handler, as a stream of one item."""
     yield await create(request, raw_request)
 
 

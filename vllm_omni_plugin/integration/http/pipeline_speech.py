@@ -28,8 +28,6 @@ SPEECH_PATH: Final = "/v1/audio/speech"
 
 
 class SpeechStages(BaseModel):
-    """The `omni` object of a request for speech; see `CallOptions`."""
-
     model_config = ConfigDict(extra="forbid")
 
     params: dict[str, Any] = Field(default_factory=dict)
@@ -114,8 +112,6 @@ class SpeechHandler:
 
 
 class _RefusedError(Exception):
-    """vLLM's handler refused the text."""
-
     def __init__(self, response: Any) -> None:
         super().__init__(response.error.message)
         self.response = response

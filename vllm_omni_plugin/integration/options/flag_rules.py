@@ -1,6 +1,7 @@
 """Rules for our flags: which combinations are valid, and whether their files and addresses can be used."""
 
 import errno
+import os
 import socket
 from collections.abc import Collection
 
@@ -168,14 +169,10 @@ def _given_flags(given: Collection[str], fields: Collection[str]) -> list[Flag]:
 
 def _check_bindable(address: str, port: int, flag: str, hint_if_used: str = "") -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    try:
         # As ZMQ binds: connections of an earlier process in TIME_WAIT do not matter.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            where = f"{address} port {port}" if port else address
-            hint = hint_if_used if error.errno == errno.EADDRINUSE else ""
-            raise ConfigError(
-                f"argument {flag}: {where} cannot be bound on this machine: {error.strerror}{hint}"
-            ) from error
+        socket.create_server((address, port), family=family).close()
+    except OSError as error:
+        where = f"{address} port {port}" if port else address
+        why = os.strerror(error.errno or 0) + (hint_if_used if error.errno == errno.EADDRINUSE else "")
+        raise ConfigError(f"argument {flag}: {where} cannot be bound on this machine: {why}") from error

@@ -106,7 +106,6 @@ class ApiServerSupervisor:
 
     @asynccontextmanager
     async def _api_server(self, index: int) -> AsyncIterator[Awaitable[str]]:
-        """Start a process, and end it on exit."""
         # In a thread: starting waits while engines are spawned, and the loop must answer heartbeats of replicas.
         process = await spawn(self._spawner, partial(self._start, index), partial(self._end, index))
         loop = asyncio.get_running_loop()

@@ -141,7 +141,6 @@ def plan_node(
 
 
 async def _find_addresses(options: OmniConfig) -> tuple[OmniConfig, str, str]:
-    """The options with a secret, the address to bind, and the coordinator's."""
     address = await _find_own_address(options)
     options = with_secret(options, address, headless=True)
     warn_if_insecure(options, address)

@@ -117,7 +117,6 @@ def _serve_http(
 
 
 def serve_api_servers(args: argparse.Namespace, options: OmniConfig) -> int:
-    """Run several API servers and, unless they join a fleet, its coordinator and replicas; returns the exit status."""
     return exit_status_of(partial(_serve_all, args, options))
 
 

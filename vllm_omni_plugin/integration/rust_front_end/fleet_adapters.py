@@ -45,12 +45,10 @@ class FleetAdapters:
         self.surplus: frozenset[str] = frozenset()
 
     def front_end_starts(self) -> None:
-        """The next front end has no adapters yet."""
         self._names = {}
         self.refresh()
 
     def refresh(self, applied: "Future[None] | None" = None) -> None:
-        """Read which adapters the fleet has; see `changed`."""
         self.in_fleet = self._calls.shared_adapters()
         known = {*self._names.values(), *self._changing}
         self.missing = tuple(adapter for name, adapter in self.in_fleet.items() if name not in known)
@@ -114,6 +112,5 @@ async def _is_same_folder(shared: Adapter, adapter: LoRARequest) -> bool:
 
 
 def complete(applied: "Future[None]") -> None:
-    """What somebody waits for has happened."""
     if applied.set_running_or_notify_cancel():
         applied.set_result(None)

@@ -20,7 +20,6 @@ class ModelPrompts:
         self._loading = asyncio.Lock()
 
     async def read(self, prompt: str | list[int], model: str | None) -> Prompt:
-        """As `PromptReader`."""
         lora_name = ""
         if model and model not in self._models:
             if model not in self._adapters():

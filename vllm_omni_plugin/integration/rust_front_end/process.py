@@ -183,7 +183,6 @@ class RustFrontEnd:
             self.serving.signal(signal.SIGKILL)
 
     def adapters_changed(self, applied: "Future[None] | None") -> None:
-        """See `FleetAdapters`; from any thread."""
         # The loop may have ended.
         with suppress(RuntimeError):
             if self._loop is not None:

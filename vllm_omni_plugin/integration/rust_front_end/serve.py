@@ -51,7 +51,6 @@ _FAILED = "the orchestrator has failed; the log says why"
 
 
 def serve_behind_rust(args: argparse.Namespace, options: OmniConfig) -> int:
-    """Run the fleet and vLLM's Rust front end; returns the exit status of the process."""
     return exit_status_of(partial(_serve, args, options))
 
 

@@ -62,7 +62,6 @@ class Engine:
         return self.client.is_busy
 
     def mark_lost(self, reason: str, engine_failed: bool = False) -> None:
-        """Treat the engine as lost. Only the first call has an effect."""
         self.client.mark_dead(reason, engine_failed)
 
     def subscribe_cache(self, on_change: OnCacheChange) -> None:

@@ -23,7 +23,6 @@ _ATTEMPTS = 3
 
 
 def new_ipc_address() -> str:
-    """A new ipc address in the folder that vLLM uses."""
     return f"ipc://{socket_base()}/{uuid4()}"
 
 

@@ -56,8 +56,6 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class _Batch(Struct, frozen=True, array_like=True, gc=False):
-    """The events of one step, in order."""
-
     ts: float
     events: list[msgspec.Raw]
 
@@ -107,8 +105,6 @@ class CacheSource(Struct):
 
 
 class _ReadyResponse(Struct):
-    """The fields of vLLM's `EngineCoreReadyResponse` that we use."""
-
     num_gpu_blocks: int = 0
     kv_events_config: CacheSource | None = None
 

@@ -75,12 +75,15 @@ def listen_on_ports(host: str, ports: PortRange | None, count: int) -> list[List
             if len(listeners) == count:
                 break
             try:
-                listeners.append(Listener(_listening(family, (address, port))))
+                listening = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+                listening.setblocking(False)
+                listeners.append(Listener(listening))
             except OSError as error:
+                why = os.strerror(error.errno or 0)
                 if error.errno == errno.EACCES:
-                    raise ConfigError(f"{PORTS_FLAG}: port {port} may not be bound: {error.strerror}") from error
+                    raise ConfigError(f"{PORTS_FLAG}: port {port} may not be bound: {why}") from error
                 if error.errno != errno.EADDRINUSE:
-                    raise ConfigError(f"{ADDRESS_FLAG}: {host} cannot be bound: {error.strerror}") from error
+                    raise ConfigError(f"{ADDRESS_FLAG}: {host} cannot be bound: {why}") from error
         if len(listeners) < count:
             raise ConfigError(
                 f"{PORTS_FLAG}: of {ports or 'the ports of this machine'} {len(listeners)} are free on {host}, and "
@@ -106,16 +109,3 @@ def _resolve(host: str) -> tuple[int, str]:
     if numeric in ("0.0.0.0", "::"):
         raise ConfigError(f"{ADDRESS_FLAG}: {host} is a wildcard; heads need an address to connect to")
     return family, numeric
-
-
-def _listening(family: int, address: tuple[str, int]) -> socket.socket:
-    listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        # For a port with connections in TIME_WAIT.
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(_BACKLOG)
-    except BaseException:
-        listening.close()
-        raise
-    return listening

@@ -42,7 +42,6 @@ class HostSlots:
         self.close()
 
     def close(self) -> None:
-        """Let other processes take the slots. Idempotent."""
         self._sockets.close()
 
     def identities(self, numbers: Sequence[int]) -> list[ReplicaIdentity]:

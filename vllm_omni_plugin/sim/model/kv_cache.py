@@ -48,11 +48,9 @@ class KVCache:
 
     @property
     def idle(self) -> int:
-        """Number of cached blocks that are not in use."""
         return len(self._idle)
 
     def cached_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Number of leading blocks that are in memory."""
         for count, key in enumerate(keys):
             if key not in self._users and key not in self._idle:
                 return count

@@ -41,7 +41,6 @@ class EngineCoreCodec(StageCodec):
 
 
 def output(step: Any) -> Any:
-    """The `EngineCoreOutput` of a `SimOutput`."""
     made = EngineCoreOutput(
         step.request_id,
         [] if step.token is None else [step.token],
@@ -79,7 +78,6 @@ def refusal(request_id: str) -> Any:
 
 
 def scheduler_stats(report: Any) -> Any:
-    """The `SchedulerStats` of an `IterationReport`."""
     return SchedulerStats(
         num_running_reqs=report.running,
         num_waiting_reqs=report.waiting,
@@ -91,12 +89,10 @@ def scheduler_stats(report: Any) -> Any:
 
 
 def lora_id(fields: Any) -> int:
-    """The id of an adapter, from a decoded `LoRARequest`. Raises msgspec.ValidationError."""
     return int(msgspec.convert(fields, LoRARequest).lora_int_id)
 
 
 def ready_response(vllm_config: Any, engine_index: int, kv_blocks: int, block_size: int) -> bytes:
-    """The ready response of an engine with this configuration and this KV memory."""
     model, scheduler, lora = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.lora_config
     tokens = kv_blocks * block_size
     return stage_protocol.ready_response(

@@ -41,7 +41,6 @@ def awaits_cache(request: Any) -> bool:
 
 
 def how_to_move(request: Any, custom_processors: bool) -> Move:
-    """How a request continues once a part of its answer was delivered; see the module."""
     params = request.sampling_params
     if params is None:
         return Move.PINNED if _scores_document(request.pooling_params) else Move.NEVER

@@ -13,7 +13,6 @@ _ALL_MEMORY = frozenset({"weights", "kv_cache"})
 
 
 def pause_mode(method: str, args: tuple[Any, ...]) -> str | None:
-    """The `mode` argument of a call that pauses an engine; None for other calls."""
     if method not in (*_PAUSES, "sleep"):
         return None
     place = 0 if method in _PAUSES else 1

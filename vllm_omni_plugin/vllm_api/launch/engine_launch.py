@@ -264,7 +264,6 @@ class EngineLauncher:
         return self.share.turns.turn((parallel.assigned_physical_gpu_ids or ())[first : first + parallel.world_size])
 
     def start(self, replica_id: int) -> EngineProcess:
-        """Spawn the engine process of a replica. Blocks until the new process has its configuration."""
         # Cores are shared by all engines of the node; devices were assigned to this configuration.
         rank = self.share.first_engine + replica_id if current_platform.is_cpu() else replica_id
         config = replica_config(self.vllm_config, rank)
@@ -324,8 +323,6 @@ def spawn_engine(
 
 
 class _Handshake:
-    """The socket of vLLM's start-up handshake."""
-
     def __init__(self) -> None:
         self.address: str = get_open_zmq_ipc_path()
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)

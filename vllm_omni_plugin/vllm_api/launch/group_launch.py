@@ -169,9 +169,7 @@ class _Coordinator(DPCoordinator):  # type: ignore[misc]
 
 def _new_store(host: str) -> tuple[Any, int]:
     """A store for the ranks of a group, and its port. Without our listener it would listen on all addresses."""
-    listener = socket.socket()
-    listener.bind((host, 0))
-    listener.listen()
+    listener = socket.create_server((host, 0))
     port: int = listener.getsockname()[1]
     store = create_tcp_store(host, port, listen_socket=listener, is_master=True, world_size=-1, wait_for_workers=False)
     return store, port

@@ -77,7 +77,6 @@ class GroupIncarnation:
             self.join()
 
     def join(self) -> None:
-        """Block until all processes of an ended incarnation have exited."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._running, _EXIT_TIMEOUT_S):
                 raise ReplicaError("a process of its group was killed and does not exit")
@@ -138,7 +137,6 @@ class StartBarrier:
         raise ReplicaError(f"the other ranks of its group do not start: {', '.join(map(str, missing))}")
 
     def cancel(self, cancelled: threading.Event) -> None:
-        """Set the event and end the `wait` that was given it."""
         with self._changed:
             cancelled.set()
             self._changed.notify_all()

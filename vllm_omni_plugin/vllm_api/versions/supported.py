@@ -31,7 +31,6 @@ def release_of(version_text: str) -> Release | None:
 
 
 def why_unsupported(version_text: str) -> str | None:
-    """Why this package does not support a version of vLLM, None if it does."""
     release = release_of(version_text)
     if release is not None and OLDEST <= release <= NEWEST:
         return None

@@ -89,7 +89,6 @@ class StageParams:
 
     @property
     def task(self) -> str | None:
-        """The task of a pooling stage; None for a stage that generates."""
         task: str | None = self._template.task if self._is_pooling else None
         return task
 

@@ -47,7 +47,6 @@ class VllmStageApi(StageApi):
 
     @property
     def tokenizer(self) -> Any:
-        """vLLM's `TokenizerLike`; None if the engine has none."""
         return self._processor.tokenizer
 
     @property
@@ -167,7 +166,6 @@ class VllmStageApi(StageApi):
         return request
 
     def _room(self, length: int, tokens_before: int) -> int:
-        """The number of tokens that may follow a prompt."""
         at_most = self._config.max_model_len - tokens_before - (not self._is_pooling)
         if length > at_most:
             before = f", after {tokens_before} of its session," if tokens_before else ""

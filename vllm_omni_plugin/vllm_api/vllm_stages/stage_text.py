@@ -122,7 +122,6 @@ def _same(tokenizer: Any, other: Any) -> bool:
 
 
 def _ends(config: Any, tokenizer: Any) -> set[int]:
-    """Ids of the tokens that end an answer by default."""
     named = config.try_get_generation_config().get("eos_token_id")
     ends = {named} if isinstance(named, int) else set(named or ())
     return ends if tokenizer is None else ends | {tokenizer.eos_token_id}
