@@ -198,7 +198,7 @@ async def test_waiting_and_running_requests_are_counted_everywhere() -> None:
 
 async def test_requests_held_for_a_move_or_a_pause_count_as_waiting() -> None:
     async with FakeFleet() as fleet:
-        fleet.orchestrator.metrics.waiting_in[0] = lambda: WaitingCounts(held=0, paused=3, moving=2)
+        fleet.orchestrator.metrics.waiting_in[0] = lambda: WaitingCounts(held=0, paused=3, moving=2, queued=0)
         assert by(fleet.orchestrator, "stage", "requests_waiting") == {"0": 5}
 
 

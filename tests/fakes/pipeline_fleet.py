@@ -11,7 +11,7 @@ from tests.fakes.stage_api import FakeStageApi, PlayedLink
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.multi_stage.request_state import OrchestratorRequestState, PipelineRequestState
+from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
@@ -25,6 +25,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     StageEvent,
     SubmitRequest,
 )
+from vllm_omni_plugin.orchestrator.requests.request_owner import OrchestratorRequestState
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
 
 TRANSFORM = "tests.fakes.transforms:obedient"

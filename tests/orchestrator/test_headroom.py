@@ -195,9 +195,7 @@ def test_the_priority_of_a_stranger_brings_it_before_nobody() -> None:
 def test_a_later_stage_does_not_change_the_place_of_a_waiting_request() -> None:
     classes = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
     plan = AdmissionConfig(classes=classes, max_waiting_requests=1)
-    metrics = OrchestratorMetrics()
-    metrics.queued_in[0] = lambda: 0
-    gate = AdmissionGate(StagePool(0, LeastTokensBalancer()), plan, metrics, lambda: 0.0)
+    gate = AdmissionGate(StagePool(0, LeastTokensBalancer()), plan, OrchestratorMetrics(), lambda: 0.0)
     evicted: list[StageRun] = []
 
     def comes(name: str, priority: int) -> tuple[StageRun, Ticket]:

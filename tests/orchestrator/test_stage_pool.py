@@ -2,10 +2,8 @@
 
 import heapq
 import itertools
-import logging
 import re
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.balancing import (
-    Candidate,
     Decision,
     LeastQueueLengthBalancer,
     LeastTokensBalancer,
@@ -25,7 +22,6 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.pool import stage_pool
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
@@ -235,40 +231,6 @@ async def test_a_cancelled_wait_for_idleness_harms_nobody() -> None:
     pool.release(state)
     assert second.done()
     assert not second.cancelled()
-
-
-def test_one_of_a_hundred_decisions_is_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
-    pool, _ = make_pool(2)
-    caplog.set_level(logging.INFO, stage_pool.logger.name)
-    pool.decide({"request_id": "a"})
-    caplog.set_level(logging.DEBUG, stage_pool.logger.name)
-    for number in range(101):
-        pool.decide({"request_id": f"b{number}"})
-    first, hundredth = caplog.messages
-    assert first.startswith("Request b0 goes to replica 2.")
-    assert first.endswith(": policy LeastQueueLengthBalancer, reason least-load, fallback none")
-    assert hundredth.startswith("Request b100 ")
-
-
-class RaisesWhenShown:
-    """What a policy of somebody else's may say."""
-
-    def __repr__(self) -> str:
-        raise RuntimeError("not to be shown")
-
-
-@pytest.mark.parametrize("candidates", [None, (3,), (RaisesWhenShown(),), (Candidate(99, 1.0),) * 1000])
-def test_candidates_that_make_no_sense_or_are_many_cost_neither_a_request_nor_a_longer_line(
-    candidates: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = LeastQueueLengthBalancer()
-    monkeypatch.setattr(policy, "decide", lambda task, serving: Decision(1, "match", candidates, fallback="no-events"))
-    pool, members = make_pool(2, policy)
-    caplog.set_level(logging.DEBUG, stage_pool.logger.name)
-    assert pick(pool, {"request_id": "a"}) is members[1]
-    assert caplog.messages == [
-        "Request a goes to replica 2.1: policy LeastQueueLengthBalancer, reason match, fallback no-events"
-    ]
 
 
 def test_least_tokens_gives_replicas_work_by_the_cost_of_inputs_and_by_their_speed() -> None:

@@ -91,7 +91,7 @@ class WorkingHead:
 
     def receive(self, message: Message) -> None:
         others_work = self.exchange.handle(message)
-        self.pool.set_heads(self.exchange.heads)
+        self.pool.unreported.set_heads(self.exchange.heads)
         for member, work in others_work:
             self.pool.set_others_work(member, work)
 

@@ -153,7 +153,7 @@ class FleetControl:
         if isinstance(message, HeadsUpdate):
             others_work = self._exchange.handle(message)
             for pool in self._pools:
-                pool.set_heads(self._exchange.heads)
+                pool.unreported.set_heads(self._exchange.heads)
             for member, work in others_work:
                 self._orchestrator.update_other_heads_work(member, work)
         self._fleet_calls.handle(message)

@@ -18,7 +18,6 @@ from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.multi_stage.pipeline_requests import PipelineRequests
-from vllm_omni_plugin.orchestrator.multi_stage.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.pool_member import (
     CORDON_REASONS,
     STALL_CORDON,
@@ -41,7 +40,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ReplicaLeft,
     RpcMessage,
 )
-from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner
+from vllm_omni_plugin.orchestrator.requests.request_owner import OrchestratorRequestState, RequestOwner
 from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
 from vllm_omni_plugin.orchestrator.serving_signal import ServingSignal
@@ -238,7 +237,7 @@ class Orchestrator:
         stage = self.stage_calls[member.stage_id]
         self._hold_back(member, not await stage.bring_up_to_date(member, client, sleeps))
         # Last: another replica may have begun to serve meanwhile.
-        self.stage_pools[member.stage_id].promised_length.check(size.max_model_len, member.starts_with_head)
+        self.stage_pools[member.stage_id].check_length(member, size)
 
     def replica_serves(
         self, member: PoolMember, client: EngineClient, input_addr: str, output_addr: str, ready_response: bytes

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni_plugin.errors import OmniError, RequestRefusedError
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.multi_stage.request_state import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestFailed, SubmitRequest
-from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner, refuse
+from vllm_omni_plugin.orchestrator.requests.request_owner import OrchestratorRequestState, RequestOwner, refuse
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 
 if TYPE_CHECKING:

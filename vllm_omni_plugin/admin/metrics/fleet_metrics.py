@@ -40,7 +40,7 @@ def all_totals(orchestrator: Orchestrator) -> Iterator[StageTotals]:
     """The totals of each stage. Requests that wait before they are accepted count for the first stage they need."""
     metrics, first = orchestrator.metrics, orchestrator.needed_pools[0]
     for pool in orchestrator.stage_pools:
-        unsent = sum(metrics.waiting_in[pool.stage_id]()) + metrics.queued_in[pool.stage_id]()
+        unsent = sum(metrics.waiting_in[pool.stage_id]())
         yield _totals(pool, unsent + (metrics.held_before_accept if pool is first else 0))
 
 

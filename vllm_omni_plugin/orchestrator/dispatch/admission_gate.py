@@ -55,7 +55,7 @@ class AdmissionGate:
 
     @property
     def heads(self) -> int:
-        return self._pool.heads
+        return self._pool.unreported.heads
 
     @property
     def other_heads_backlog(self) -> Mapping[str, Backlog]:

@@ -16,7 +16,6 @@ does it. A send never causes anything else at once: a replica that turns out to 
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +74,8 @@ class Dispatcher:
             waiting.count(*HELD),
             waiting.count(WaitReason.PAUSED),
             waiting.count(WaitReason.MOVING, WaitReason.RETURNED, WaitReason.SUSPECT),
+            waiting.count(WaitReason.QUEUED),
         )
-        head.metrics.queued_in[pool.stage_id] = partial(waiting.count, WaitReason.QUEUED)
 
     @property
     def can_assign(self) -> bool:

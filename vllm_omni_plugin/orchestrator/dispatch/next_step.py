@@ -1,13 +1,13 @@
 """Decides, on any event, which waiting run goes where now."""
 
-from collections.abc import Sequence
 from enum import Enum
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator.dispatch.stage_situation import StageSituation
 from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import (
     HELD,
     MAX_GROUPS,
@@ -51,57 +51,8 @@ class Step(NamedTuple):
     error: Exception | None = None
 
 
-class StageNow(Protocol):
-    """What a decision sees of the stage.
-
-    Attributes:
-        serving: the replicas that take new requests.
-        awaits_replicas: more replicas are about to return after an outage.
-        may_move: a run of a lost replica may move now.
-        tries_paused: a run that paused engines have refused may be sent now.
-    """
-
-    @property
-    def serving(self) -> Sequence[PoolMember]: ...
-
-    @property
-    def awaits_replicas(self) -> bool: ...
-
-    @property
-    def may_move(self) -> bool: ...
-
-    @property
-    def tries_paused(self) -> bool: ...
-
-    def may_be_held(self, run: StageRun) -> bool:
-        """Whether a run may wait for a replica to serve."""
-
-    def must_wait_apart(self, run: StageRun) -> bool:
-        """Whether a suspect finds other suspects wherever it may go."""
-
-    def avoids(self, run: StageRun, member: PoolMember) -> bool:
-        """Whether a run does not go to a replica now, since others serve."""
-
-    def needs_room(self, run: StageRun) -> bool:
-        """Whether a run with a ticket is sent only to a replica that has room for it."""
-
-    def has_room(self, run: StageRun, member: PoolMember, tokens: int) -> bool:
-        """Whether a replica has room for a run with so many tokens to compute."""
-
-    def replica_with_room(self, run: StageRun) -> PoolMember | None:
-        """The replica with the fewest requests among those that have room for a run."""
-
-    def is_over_share(self, run: StageRun) -> bool: ...
-
-    def is_bound(self, run: StageRun) -> bool:
-        """Whether a run goes nowhere but where the policy or its key says."""
-
-    def choose(self, run: StageRun) -> Choice | Exception:
-        """The policy's choice now, or why there is none; charges nothing."""
-
-
 def next_step(
-    waiting: WaitingRuns, stage: StageNow, now: float, event: StageRun | PoolMember | None = None
+    waiting: WaitingRuns, stage: StageSituation, now: float, event: StageRun | PoolMember | None = None
 ) -> Step | None:
     """The next thing to do; None: all wait. Changes nothing, and its cost does not grow with what waits.
 
@@ -140,11 +91,11 @@ def next_step(
     return _send_or_queue(stage, run, choice, is_first=not _is_behind(waiting, stage, run, choice[0]))
 
 
-def _may_be_held(waiting: WaitingRuns, stage: StageNow, run: StageRun) -> bool:
+def _may_be_held(waiting: WaitingRuns, stage: StageSituation, run: StageRun) -> bool:
     return waiting.count(*HELD) < MAX_HELD_REQUESTS and stage.may_be_held(run)
 
 
-def _next_that_goes_on(waiting: WaitingRuns, stage: StageNow, now: float) -> StageRun | None:
+def _next_that_goes_on(waiting: WaitingRuns, stage: StageSituation, now: float) -> StageRun | None:
     """The first run whose wait is over, or whose reason is gone."""
     end = waiting.first_end()
     if end is not None and end[0] <= now:
@@ -166,7 +117,7 @@ def _next_that_goes_on(waiting: WaitingRuns, stage: StageNow, now: float) -> Sta
     return waiting.first(WaitReason.PAUSED) if stage.tries_paused else None
 
 
-def _is_behind(waiting: WaitingRuns, stage: StageNow, run: StageRun, member: PoolMember) -> bool:
+def _is_behind(waiting: WaitingRuns, stage: StageSituation, run: StageRun, member: PoolMember) -> bool:
     """Whether a queued run goes to a replica before this one."""
     assert run.ticket is not None
     over_share = None
@@ -179,7 +130,7 @@ def _is_behind(waiting: WaitingRuns, stage: StageNow, run: StageRun, member: Poo
     return False
 
 
-def _next_queued(waiting: WaitingRuns, stage: StageNow, member: PoolMember) -> Step | None:
+def _next_queued(waiting: WaitingRuns, stage: StageSituation, member: PoolMember) -> Step | None:
     serves = member.status is ReplicaStatus.UP
     for _, run in waiting.queued_for(member):
         wants = waiting.place(run).wants
@@ -211,7 +162,7 @@ def _next_queued(waiting: WaitingRuns, stage: StageNow, member: PoolMember) -> S
 
 
 def _send_or_queue(
-    stage: StageNow, run: StageRun, choice: Choice, is_first: bool = True, freed: PoolMember | None = None
+    stage: StageSituation, run: StageRun, choice: Choice, is_first: bool = True, freed: PoolMember | None = None
 ) -> Step:
     """Send an admitted run to the chosen replica, or to another one with room, or let it wait.
 

@@ -1,4 +1,4 @@
-"""What decisions about waiting runs see of their stage: `next_step.StageNow` of a real stage."""
+"""What decisions about runs see of their stage."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -21,8 +21,9 @@ class StageSituation:
     that are still to come, or the first one would get everything. It loses nothing by that: it would wait there, too.
 
     Attributes:
-        choose: the policy's choice for a run, or why there is none; charges nothing.
-        awaits_replicas: more replicas are about to return.
+        choose: the policy's choice for a run now, or why there is none; charges nothing.
+        must_wait_apart: whether a suspect finds other suspects wherever it may go.
+        awaits_replicas: more replicas are about to return after an outage.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class StageSituation:
 
     @property
     def may_move(self) -> bool:
+        """Whether a run of a lost replica may move now."""
         return self._head.moves.has_one
 
     @property
     def tries_paused(self) -> bool:
+        """Whether a run that paused engines have refused may be sent now."""
         return self._head.clock() >= self._pool.refusals.next_try_at
 
     def returned(self, runs_wait: bool) -> None:
@@ -68,10 +71,12 @@ class StageSituation:
             self._head.wake_at(self._awaited_until)
 
     def may_be_held(self, run: StageRun) -> bool:
+        """Whether a run may wait for a replica to serve."""
         # `abort_immediately` is for a clean-up in the engine, and there is none.
         return self._rules.replica_wait > 0 and not run.request.abort_immediately
 
     def avoids(self, run: StageRun, member: PoolMember) -> bool:
+        """Whether a run does not go to a replica now, since others serve."""
         avoided = self.avoided(run)
         return member.replica_id in avoided and any(other.replica_id not in avoided for other in self._pool.serving)
 
@@ -80,19 +85,23 @@ class StageSituation:
         return gate is not None and gate.admission.is_over_share(ticket_of(run), self._head.clock())
 
     def is_bound(self, run: StageRun) -> bool:
+        """Whether a run goes nowhere but where the policy or its key says."""
         return run.affinity_key is not None or not self._pool.send_window.any_replica
 
     def needs_room(self, run: StageRun) -> bool:
+        """Whether a run with a ticket is sent only to a replica that has room for it."""
         # A suspect has its replica for itself.
         return self._pool.send_window.limited and not run.crash_losses and not run.request.abort_immediately
 
     def has_room(self, run: StageRun, member: PoolMember, tokens: int) -> bool:
+        """Whether a replica has room for a run with so many tokens to compute."""
         ledger, over_share = member.ledger, self.is_over_share(run)
         newest = ledger.newest_pending
         behind_in_share = over_share and newest is not None and not self.is_over_share(newest)
         return self._pool.send_window.has_room(ledger, tokens, over_share, behind_in_share)
 
     def replica_with_room(self, run: StageRun) -> PoolMember | None:
+        """The replica with the fewest requests among those that have room for a run."""
         open_ones = [member for member in self._pool.serving if self.has_room(run, member, run.prompt_tokens)]
         return min(open_ones, key=lambda member: member.queue_length, default=None)
 

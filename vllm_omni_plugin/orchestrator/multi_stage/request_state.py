@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from vllm_omni_plugin.admission.ticket import Ticket, TicketPhase
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput
@@ -12,7 +12,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     StageTimes,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.orchestrator.requests.request_owner import OrchestratorRequestState
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
 
@@ -74,51 +74,6 @@ def plan_request(pipeline: Pipeline, call: PipelineCall | None) -> RequestPlan:
     return RequestPlan(
         roots, entries, downstream, answer_stage, client_sampled, finals, frozenset(readable), frozenset(shown)
     )
-
-
-@dataclass(slots=True, eq=False)
-class OrchestratorRequestState:
-    """One request from acceptance until every stage that it needs has ended.
-
-    Attributes:
-        request: vLLM's `EngineCoreRequest` as the client submitted it.
-        submitted_at: monotonic seconds.
-        final_stage_id: the stage that answers through vLLM's server; None: no stage does.
-        final_output_stage_ids: stages whose output the client wants.
-        finished_final_output_stage_ids: the stages among these that have ended.
-        sampling_params_list: the request's sampling parameters for each stage, by stage id; {} for none.
-        stage_submit_ts: monotonic seconds at which each stage got its first input, by stage id.
-        pipeline_timings: seconds by stage name and part. `transfer`: transforms and building inputs; `queue`: until
-            it is sent; `first_output`: from there to the first output; `run`: from being sent to the end.
-        runs: by stage id, of the stages that have begun.
-    """
-
-    request: Any
-    submitted_at: float
-    ticket: Ticket | None
-    final_stage_id: int | None = 0
-    final_output_stage_ids: frozenset[int] = frozenset((0,))
-    finished_final_output_stage_ids: set[int] = field(default_factory=set)
-    sampling_params_list: tuple[Mapping[str, Any], ...] = ()
-    stage_submit_ts: dict[int, float] = field(default_factory=dict)
-    pipeline_timings: dict[str, dict[str, float]] = field(default_factory=dict)
-    mm_features: Any = None
-    call: PipelineCall | None = None
-    runs: dict[int, StageRun] = field(default_factory=dict)
-
-    @property
-    def request_id(self) -> str:
-        """The id under which the client knows the request."""
-        request_id: Final[str] = self.request.request_id
-        return request_id
-
-    @property
-    def answer_tokens(self) -> int:
-        return len(self.runs[0].produced)
-
-    @property
-    def finished(self) -> bool:
-        return self.finished_final_output_stage_ids >= self.final_output_stage_ids
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -19,14 +18,12 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.balancing.interface import prompt_tokens
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.errors import NoReplicaError, ReplicaError
 from vllm_omni_plugin.orchestrator.pool.affinity_bindings import AffinityBindings
 from vllm_omni_plugin.orchestrator.pool.engine_refusals import EngineRefusals
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import STALL_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.progress import Progress
-from vllm_omni_plugin.orchestrator.pool.promised_length import PromisedLength
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -36,7 +33,6 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
 
-logger = init_logger(__name__)
 BOUND = "bound"
 """The reason of a decision without the policy: the request may go to one replica only."""
 WEIGHTS_REMEDY = (
@@ -46,8 +42,6 @@ WEIGHTS_REMEDY = (
 """What helps a stage whose only replicas lack the updated weights."""
 APART = "apart"
 """The reason of a decision against the policy: the request avoids the policy's replica, see `Suspects`."""
-_DECISIONS_PER_LINE = 100
-"""One decision of so many is logged at DEBUG."""
 _MAX_DESCRIBED = 8
 """Replicas that an error message names one by one."""
 
@@ -83,6 +77,7 @@ class StagePool:
         serving: the replicas that take new requests; likewise.
         departed: the `counts` of replicas that were removed, by their ids; likewise. A new replica
             with such an id goes on counting, so that sums of these counters never fall.
+        unreported: what other heads have probably sent to this stage since their last reports.
         refusals: which engines have refused requests lately.
     """
 
@@ -101,17 +96,16 @@ class StagePool:
         self.policy = self._policy.name
         self.follows_caches = self._policy.follows_caches
         self.wants_cache_events = self._policy.wants_cache_events
-        self._decisions = itertools.count()
         self.flow = StageFlow(clock)
         self._clock = clock
         self._by_id: dict[int, PoolMember] = {}
-        self._unreported = UnreportedRequests()
+        self.unreported = UnreportedRequests()
         self._bindings = AffinityBindings()
         self.refusals = EngineRefusals()
-        self.promised_length = PromisedLength()
+        self._promised_tokens = 0
         self.members: tuple[PoolMember, ...] = ()
         self.departed: Mapping[int, tuple[int, int, int]] = {}
-        self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self._unreported)
+        self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self.unreported)
 
     def add(self, replica_id: int | None = None) -> PoolMember:
         """Add a member, not serving yet, with this id or the lowest free one.
@@ -157,10 +151,28 @@ class StagePool:
         """The replica takes requests over this client from now on, unless it is cordoned. Returns whether it does."""
         member.client, member.input_addr, member.output_addr = client, input_addr, output_addr
         member.ledger, member.queue_length, member.progress = LoadLedger(size), 0, Progress(self._clock())
-        self.promised_length.keep(size.max_model_len, member.starts_with_head)
+        if not self._promised_tokens or (member.starts_with_head and size.max_model_len):
+            self._promised_tokens = min(size.max_model_len, self._promised_tokens or size.max_model_len)
         if self.exchange is not None:
             self.set_others_work(member, self.exchange.add_member(member))
         return self._enter_service(member)
+
+    def check_length(self, member: PoolMember, size: EngineSize) -> None:
+        """Check that an engine would not die of a request that vLLM's server allows.
+
+        With `--max-model-len -1` each engine fits the length to its own memory. The server takes the shortest length of
+        the engines that it starts with, or that of the first one that joins, and keeps it.
+
+        Raises:
+            ReplicaError: it would.
+        """
+        tokens, promised = size.max_model_len, self._promised_tokens
+        if tokens and tokens < promised and not member.starts_with_head:
+            raise ReplicaError(
+                f"its engine has memory for a max model length of {tokens} tokens (--max-model-len -1), and this head "
+                f"has promised its clients {promised}: give the head and all nodes --max-model-len {tokens}, or this "
+                "replica more memory"
+            )
 
     def others_at(self, member: PoolMember) -> int:
         """How many requests other heads have at a replica, as far as they have reported."""
@@ -170,7 +182,7 @@ class StagePool:
         """The replica is lost, or no longer trusted. Returns the requests that were in flight there."""
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
-        self._unreported.in_flight -= len(orphans)
+        self.unreported.in_flight -= len(orphans)
         self.flow.dropped(self._clock(), sum(not run.has_output for run in orphans))
         served, member.client = member.client is not None, None
         self._set_status(member, status)
@@ -226,8 +238,8 @@ class StagePool:
         if affinity_key is not None:
             decision = Decision(affinity_key % len(serving), BOUND, by_policy=False)
         else:
-            if self._unreported.heads > 1:
-                self._unreported.estimate(self._clock(), sum([m.queue_length for m in serving]))
+            if self.unreported.heads > 1:
+                self.unreported.estimate(self._clock(), sum([m.queue_length for m in serving]))
             decision = self._policy.decide(task, serving)
         if serving[decision.position].replica_id in avoid:
             places = [place for place, member in enumerate(serving) if member.replica_id not in avoid]
@@ -235,15 +247,6 @@ class StagePool:
                 shortest = min(places, key=lambda place: serving[place].queue_length)
                 decision = Decision(shortest, APART, by_policy=False)
         member = serving[decision.position]
-        if logger.isEnabledFor(logging.DEBUG) and next(self._decisions) % _DECISIONS_PER_LINE == 0:
-            values = (
-                task.get("request_id", ""),
-                member.name,
-                self.policy,
-                decision.reason,
-                decision.fallback or "none",
-            )
-            logger.debug("Request %s goes to replica %s: policy %s, reason %s, fallback %s", *values)
         if affinity_key is not None and not pinned:
             self._bindings.bind(affinity_key, member)
         return member, decision
@@ -280,7 +283,7 @@ class StagePool:
         member.in_flight[run.engine_request_id] = run
         member.assignments += 1
         member.ledger.charge(run, run.charged_at)
-        self._unreported.in_flight += 1
+        self.unreported.in_flight += 1
         self.flow.entered(run.charged_at)
         member.queue_length = member.ledger.requests
         if self.exchange is not None:
@@ -312,7 +315,7 @@ class StagePool:
         member = None if run.replica_id is None else self._by_id.get(run.replica_id)
         if member is None or member.in_flight.pop(run.engine_request_id, None) is None:
             return
-        self._unreported.in_flight -= 1
+        self.unreported.in_flight -= 1
         now = self._clock()
         member.ledger.release(run, now)
         if not run.has_output:
@@ -325,13 +328,6 @@ class StagePool:
         run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]
         self._policy.notify("ended", run.task, member, now - run.charged_at, run.output_tokens)
         member.notify_if_idle()
-
-    @property
-    def heads(self) -> int:
-        return self._unreported.heads
-
-    def set_heads(self, heads: int) -> None:
-        self._unreported.set_heads(heads)
 
     def set_others_work(self, member: PoolMember, others: Work | None) -> None:
         """Other heads have charged this work to a replica; None: they do not report it, see `LoadLedger`."""
@@ -355,9 +351,9 @@ class StagePool:
         served, serves = member.status is ReplicaStatus.UP, status is ReplicaStatus.UP
         member.status = status
         if served and not serves:
-            self.serving = ServingReplicas([m for m in self.serving if m is not member], self._unreported)
+            self.serving = ServingReplicas([m for m in self.serving if m is not member], self.unreported)
         elif serves and not served:
-            self.serving = ServingReplicas(_in_order((*self.serving, member)), self._unreported)
+            self.serving = ServingReplicas(_in_order((*self.serving, member)), self.unreported)
 
 
 def _in_order(members: Iterable[PoolMember]) -> tuple[PoolMember, ...]:

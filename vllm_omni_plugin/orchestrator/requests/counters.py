@@ -29,11 +29,12 @@ HISTOGRAMS: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 class WaitingCounts(NamedTuple):
-    """Requests of one stage that wait: for any replica, for paused engines, or to be moved to another replica."""
+    """Requests of one stage that wait: for any replica, for paused engines, to be moved, or for room at a replica."""
 
     held: int
     paused: int
     moving: int
+    queued: int
 
 
 class OrchestratorMetrics:
@@ -51,7 +52,7 @@ class OrchestratorMetrics:
             `requests_failed` includes them.
         requests_failed: accepted requests that ended with an error of the fleet, by reason.
         requests_failed_before_accept: requests refused for the reason `no_replica` before they were accepted.
-        queued_in: by stage, returns how many of its requests wait at this head for room at a replica.
+        waiting_in: by stage, returns how many of its requests wait at this head.
         decisions: assignments by stage, policy and reason.
         decision_fallbacks: assignments where a policy could not apply its main rule, by stage, policy and fallback.
         idle_while_waiting: times a replica had begun all its requests while others waited here.
@@ -70,7 +71,6 @@ class OrchestratorMetrics:
         self.hold_time_seconds = _histogram("hold_time_seconds")
         self.stage_seconds = _histogram("stage_seconds")
         self.waiting_in: dict[int, Callable[[], WaitingCounts]] = {}
-        self.queued_in: dict[int, Callable[[], int]] = {}
         self.request_moves = dict.fromkeys((Move.RESTART, Move.RESUME, Move.REPLAY), 0)
         self.tokens_swallowed = 0
         self.replays_diverged = 0
@@ -107,7 +107,7 @@ class OrchestratorMetrics:
 
     @property
     def queued(self) -> int:
-        return sum(queued() for queued in self.queued_in.values())
+        return sum(waiting().queued for waiting in self.waiting_in.values())
 
     @property
     def moves_waiting(self) -> int:
