@@ -31,10 +31,8 @@ class RefusalReason(StrEnum):
 class QueuePosition(NamedTuple):
     """Where a request would be if it had to wait.
 
-    Attributes:
-        ahead: estimated requests of this head that would start before it.
-        wait_s: estimated seconds until it would start; 0 while the rate is not known.
-        is_over_share: see `Admission.is_over_share`.
+    `ahead` requests of this head would start before it, and it would wait `wait_s` seconds, by estimates; 0 while the
+    rate is not known. For `is_over_share` see the method of `Admission`.
     """
 
     class_name: str
@@ -48,12 +46,7 @@ NO_QUEUE = QueuePosition("", 0.0, 0.0, False)
 
 
 class TenantReport(NamedTuple):
-    """Metrics of one tenant, or of several together.
-
-    Attributes:
-        in_flight: requests that wait or run.
-        served_tokens: of requests that ended while the tenant was in the file; of the others, while it was not.
-    """
+    """Metrics of one tenant, or of several together. `served_tokens` are counted when a request ends."""
 
     waiting: Backlog
     in_flight: int
@@ -100,10 +93,7 @@ class Admission:
     ) -> Ticket | RequestRefusedError:
         """Give a request its place in the order, or refuse it because its tenant is at a limit.
 
-        Args:
-            priority: OpenAI's, 0 if the request has none.
-            tokens: of the prompt.
-            submitted_at: monotonic seconds from which its deadline counts; None: now.
+        `tokens` are of the prompt. The deadline counts from `submitted_at`, by default from now.
         """
         account = self._accounts.get_or_create(terms.tenant)
         refusal = self._limit_refusal(account, now)
@@ -135,8 +125,7 @@ class Admission:
     def expected_refusal(self, terms: RequestTerms, priority: int | None, now: float) -> RequestRefusedError | None:
         """Why a request would be refused if it came now and had to wait; None if it would not, or if that is unknown.
 
-        Args:
-            priority: OpenAI's. None if unknown: then only what would be refused with any priority is refused.
+        Without `priority`, only what would be refused with any.
         """
         account = self._account(terms)
         refusal = self._limit_refusal(account, now)
@@ -162,10 +151,9 @@ class Admission:
         return QueuePosition(name, ahead, queue.start_s(ahead), is_over_share)
 
     def enqueue(self, ticket: Ticket, now: float) -> RequestRefusedError | list[tuple[Ticket, RequestRefusedError]]:
-        """Let a request wait, or refuse it. A request that has waited or started is not checked again.
+        """Let a request wait and return those that are evicted for it, or return why it is refused.
 
-        Returns:
-            Why it is refused; or the requests that are evicted for it. The tickets of refused requests are ended.
+        Those that have waited or started are not checked again. The tickets of refused requests are ended.
         """
         if ticket.phase is TicketPhase.HAS_WAITED:
             ticket.phase = TicketPhase.WAITING
@@ -217,10 +205,7 @@ class Admission:
             self._queue.of(ticket.class_name).started(ticket)
 
     def ended(self, ticket: Ticket, output_tokens: int, now: float) -> None:
-        """The request has ended for whatever reason. Idempotent.
-
-        Its tenant is charged the real cost, and nothing if the request never started.
-        """
+        """The request has ended for whatever reason; its tenant pays its real cost if it has started. Idempotent."""
         if ticket.phase is TicketPhase.STARTED:
             account = ticket.tenant
             tokens = ticket.tokens + output_tokens

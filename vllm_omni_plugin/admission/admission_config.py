@@ -14,12 +14,9 @@ from vllm_omni_plugin.errors import did_you_mean
 
 
 class QueueBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """How much may wait, at all heads together. None: no bound.
+    """How much may wait, at all heads together; None: no bound.
 
-    Attributes:
-        max_waiting_tokens: prompt tokens.
-        max_wait: seconds until the last waiting request would start, at the rate at which requests leave this head's
-            queue.
+    `max_wait` is in seconds until the last one would start, at the rate at which this head's queue moves.
     """
 
     max_waiting_requests: int | None = None
@@ -32,11 +29,10 @@ class QueueBounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestClass(QueueBounds, frozen=True, kw_only=True):
-    """A class of requests, which start before those of all later classes. The bounds apply to this class alone.
+    """Requests that start before those of all later classes. The bounds apply to this class alone.
 
-    Attributes:
-        priority_at_most: the highest OpenAI priority of the class, if the tenant has no class. None: any.
-        deadline: seconds from arrival to the first token, unless the client waits for less.
+    Without a class of its tenant, a request is in the first one whose `priority_at_most` is its OpenAI priority or
+    more, or None. `deadline`: seconds to the first token, unless the client waits for less.
     """
 
     name: str
@@ -47,12 +43,9 @@ class RequestClass(QueueBounds, frozen=True, kw_only=True):
 class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, rename={"class_name": "class"}):
     """Share and limits of one tenant.
 
-    Attributes:
-        weight: its share of a class, relative to the weights of the other tenants that wait there.
-        class_name: the class of its requests. None: chosen by their priorities.
-        max_in_flight: requests that wait or run.
-        tokens_per_s: tokens of prompts and answers.
-        burst_tokens: tokens that it may save up while idle. None: those of 10 seconds.
+    `weight` is relative to those of the other tenants that wait in a class. Without `class_name`, priorities choose the
+    class. `max_in_flight` counts waiting requests, too, and `tokens_per_s` prompts and answers. `burst_tokens` can be
+    saved up while idle, by default those of 10 seconds.
     """
 
     weight: float = 1.0
@@ -63,11 +56,9 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, rename={"class_n
 
 
 class AdmissionConfig(QueueBounds, frozen=True, kw_only=True):
-    """A whole admission file. Its own bounds apply to all classes together.
+    """A whole admission file. Its own bounds apply to all classes together; the first class starts first.
 
-    Attributes:
-        classes: at least one; the first class starts first.
-        default_tenant: for tenants that are not in `tenants`, and for requests without a tenant.
+    `default_tenant` is for tenants that are not in `tenants`, and for requests without a tenant.
     """
 
     classes: tuple[RequestClass, ...] = (RequestClass(name="default"),)
@@ -85,7 +76,7 @@ class AdmissionConfig(QueueBounds, frozen=True, kw_only=True):
         )
 
     def class_index(self, settings: TenantSettings, priority: int | None) -> int:
-        """The index of a request's class: the tenant's class, else the first that takes the priority, else the last.
+        """The index of a request's class: the tenant's, else the first that takes the priority, else the last.
 
         If the priority is unknown (None), the first class that any priority could have.
         """
@@ -104,11 +95,7 @@ def schema() -> Any:
 
 
 def load_admission(path: str | os.PathLike[str]) -> AdmissionConfig:
-    """Read and check an admission file, which `schema.json` and docs/admission.md describe.
-
-    Raises:
-        ConfigError: one line with the file and, where there is one, the line and the key.
-    """
+    """Read an admission file, see `schema.json` and docs/admission.md. ConfigError names file, line and key."""
     document = read(Path(path))
     validate(document, schema())
     _check_classes(document)

@@ -36,14 +36,9 @@ class ClassQueue:
     The requests start in the order of their tickets, which this class does not keep. Only the orchestrator's loop may
     change it; any thread may read attributes and call methods that change nothing.
 
-    Attributes:
-        virtual_time: the earliest start tag of a new request: the lowest tag of the waiting requests or, if none wait,
-            the highest tag of a request that has started. In a single queue of requests the two are the same.
-        last_arrival: monotonic seconds of the last request.
-        tokens: of the prompts.
-        cost: sum of the requests' costs.
-        weight: sum of the weights of the waiting tenants.
-        highest_load: of the tenant with the most tokens per weight.
+    `virtual_time` is the earliest start tag of a new request: the lowest tag of the waiting requests or, if none wait,
+    the highest tag of a request that has started. In a single queue of requests the two are the same. `weight` is that
+    of the waiting tenants together, `highest_load` that of the tenant with the most tokens per weight.
     """
 
     def __init__(self) -> None:

@@ -44,15 +44,12 @@ class RecentUsage:
 
 @dataclass(slots=True, eq=False)
 class TenantAccount:
-    """One tenant at one head.
+    """One tenant at one head; its `name` is "" for requests without a tenant.
 
-    Attributes:
-        name: "" for requests without a tenant.
-        in_flight: requests that wait or run.
-        usage: of running and recently ended requests; a running one counts its `Ticket.cost`.
-        served_tokens: prompt and answer tokens of requests that ended while the tenant was in the admission file.
-        finish_tags: by class, the virtual time at which the tenant's last request finishes: see `Ticket.start_tag`.
-        mean_output: moving average of answer lengths in tokens; None before the first answer.
+    `in_flight` requests wait or run. `usage` is of running requests, which count their `Ticket.cost`, and of those that
+    ended recently. `finish_tags` are, by class, the virtual times at which its last requests finish, see
+    `Ticket.start_tag`. `mean_output` is a moving average in tokens, None before the first answer. For `served_tokens`
+    see `TenantReport`.
     """
 
     name: str
@@ -100,13 +97,10 @@ class TenantAccount:
 
 
 class TenantAccounts:
-    """The accounts of one head. Everything is O(1) except `replace` and iteration.
+    """The accounts of one head, and their sums. Everything is O(1) except `replace` and iteration.
 
-    Only the orchestrator's loop may call methods that change something; any thread may call the others.
-
-    Attributes:
-        active_weight: sum of the weights of the tenants with requests in flight.
-        usage: of all tenants together.
+    Only the orchestrator's loop may call methods that change something; any thread may call the others. `active_weight`
+    is of the tenants with requests in flight.
     """
 
     def __init__(self, config: AdmissionConfig) -> None:

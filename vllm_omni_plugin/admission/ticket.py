@@ -11,13 +11,10 @@ from vllm_omni_plugin.admission.tenant_accounts import TenantAccount
 
 
 class RequestTerms(Struct, frozen=True):
-    """What a client said of its request in headers.
+    """What a client said of its request in headers: its tenant, "" if none, and the seconds that it waits for a token.
 
-    Attributes:
-        tenant: "" if none was named.
-        timeout_s: seconds that the client waits for the first token; None if it did not say.
-        anonymous: whether the client has no valid API key, although the server has keys. All such clients are one
-            tenant, "", and none of their requests comes before others by its priority.
+    `anonymous` clients have no valid API key, although the server has keys. All are one tenant, "", and none of their
+    requests comes before others by its priority.
     """
 
     tenant: str = ""
@@ -30,10 +27,7 @@ class RequestTerms(Struct, frozen=True):
 
 
 class TicketPhase(IntEnum):
-    """How far a request has come.
-
-    HAS_WAITED: it may go on, or wait again for another replica; it is not checked again.
-    """
+    """How far a request has come. One that HAS_WAITED may go on, or wait again for another replica, unchecked."""
 
     NEW = 0
     WAITING = 1
@@ -45,16 +39,12 @@ class TicketPhase(IntEnum):
 class Ticket(Struct, order=True):
     """A place in the order, fixed at arrival. The lower ticket starts first; no two are equal.
 
-    Attributes:
-        class_index: index of the class; lower ones start first.
-        priority: OpenAI's, as vLLM reads it: lower ones start first.
-        start_tag: virtual start time in the fair order of the class, in tokens per weight.
-        number: unique at a head, increasing.
-        tokens: of the prompt.
-        send_by: monotonic seconds by which an engine must have the request for the first time, or infinity.
-        deadline: monotonic seconds by which the first token must come, or infinity.
-        cost: estimated tokens of prompt and answer, until the answer's length is known.
-        virtual_cost: cost per weight, by which the tenant's next request starts later.
+    Lower classes and lower `priority`, OpenAI's as vLLM reads it, start first; then the lower `start_tag`, the virtual
+    start time in the fair order of the class, in tokens per weight; then `number`, which increases at a head.
+
+    An engine must have the request by `send_by`, and its first token must come by `deadline`: monotonic seconds or
+    infinity. `cost` is estimated, in tokens of prompt and answer, until the answer's length is known; the tenant's next
+    request starts later by `virtual_cost`, the cost per weight.
     """
 
     class_index: int

@@ -37,11 +37,9 @@ class StageView(Protocol):
 
 
 class _BoundedQueues(NamedTuple):
-    """Queues that share bounds.
+    """Queues that share bounds: of this head, from the new request's class down; their requests may be evicted.
 
-    Attributes:
-        wait_s: expected wait of the last request at this head.
-        queues: of this head, from the new request's class down; requests in them may be evicted.
+    `wait_s` is the expected wait of the last request.
     """
 
     bounds: QueueBounds
@@ -68,9 +66,8 @@ class _BoundedQueues(NamedTuple):
 class WaitQueue:
     """What waits, by class in the order of a config. Each operation is O(log n) and O(classes).
 
-    It counts only: the order of the requests is that of `WaitingRuns`.
-
-    Only the orchestrator's loop may change it; any thread may call methods that change nothing.
+    It counts only: the order of the requests is that of `WaitingRuns`. Only the orchestrator's loop may change it; any
+    thread may call methods that change nothing.
     """
 
     def __init__(
@@ -144,11 +141,7 @@ class WaitQueue:
         return 0.0
 
     def evict_for(self, ticket: Ticket) -> tuple[list[Ticket], float]:
-        """Remove the requests that must go so that this one can wait.
-
-        Returns:
-            The removed tickets and 0; or, if the request cannot wait, no tickets and how many requests are too many.
-        """
+        """Remove what must go so that this one can wait, and return it and 0; or nothing, and how many are too many."""
         evicted: list[Ticket] = []
         index = self.index_of(ticket.class_name)
         while (full := next((each for each in self._bounded(index) if each.excess(ticket.tokens)), None)) is not None:
@@ -198,8 +191,7 @@ def total(backlogs: Iterable[Backlog]) -> Backlog:
 def _remove_newest_of_longest(queues: list[ClassQueue], ticket: Ticket) -> Ticket | None:
     """Remove the newest request of the tenant with the most tokens per weight, in the last class that has requests.
 
-    Returns:
-        None if that tenant would be the ticket's own. Its class is the first.
+    None if that tenant would be that of the ticket, whose class is the first.
     """
     for queue in reversed(queues):
         longest = queue.longest()

@@ -63,10 +63,8 @@ def build_load_balancer_factory(
     """Return a factory of balancers. Balancers keep state, so every stage pool needs its own.
 
     `policy` is a built-in policy, the name of an entry point of the group `vllm_omni_plugin.lb_policies`, or
-    `package.module:Class`; `options` are keyword arguments of its constructor. It is built once here as a check.
-
-    Raises:
-        ConfigError: the name is unknown or ambiguous, the object is not a policy, or it does not accept the options.
+    `package.module:Class`; `options` are keyword arguments of its constructor. It is built once here as a check, which
+    raises ConfigError.
     """
     name = str(policy)
     offender = f"load balancing policy {name!r}"

@@ -55,13 +55,9 @@ _LINES = {
 
 @dataclass(frozen=True, slots=True)
 class FleetEvent:
-    """An event of one replica, of a stage, or of the head.
+    """An event of one replica, of a stage, or of the head, which concerns some requests.
 
-    Attributes:
-        id: `<log>-<number>`: the name of the log, and the event's number in it, from 1.
-        time: unix seconds.
-        replica: `<stage>.<replica>`.
-        requests: number of requests concerned.
+    Its id is `<log>-<number>`, from 1, its time in unix seconds, its replica `<stage>.<replica>`.
     """
 
     id: str
@@ -76,12 +72,8 @@ class FleetEvent:
 class EventLog:
     """Logs events, and keeps the last `MAX_EVENTS`. May be used from any thread.
 
-    Args:
-        clock: unix seconds.
-        name: begins all ids of this log; None: a random name, different in each process.
-
-    Attributes:
-        on_event: called after each event, on the thread where it happened.
+    Its name begins all its ids; a random one is different in each process. `on_event` is called on the thread of the
+    event.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, name: str | None = None) -> None:
@@ -102,12 +94,9 @@ class EventLog:
         requests: int = 0,
         level: int | None = None,
     ) -> None:
-        """Record an event of a replica, of a stage, or, with neither, of this head.
+        """Record an event of a replica, of a stage, or of this head; `reason` ends the sentence of the log line.
 
-        Args:
-            reason: ends the sentence of the log line.
-            stage: of a replica that has no id here.
-            level: of the log line; None: the level of this kind.
+        `stage` is for a replica without an id here. `level` is that of the kind by default.
         """
         name = None if replica is None else replica.name
         stage = stage if replica is None else replica.stage_id

@@ -42,12 +42,7 @@ class FrontEnd(ABC):
 
 
 class QueuedFrontEnd(FrontEnd):
-    """AsyncLLM, on the loop of another thread, behind two queues.
-
-    Attributes:
-        request_async_queue: messages about requests (`RequestMessage`).
-        output_async_queue: vLLM's `EngineCoreOutputs`, and messages to AsyncLLM.
-    """
+    """AsyncLLM, on the loop of another thread, behind two queues: one of `RequestMessage`, one of outputs to it."""
 
     def __init__(self) -> None:
         self.request_async_queue: ThreadQueue[RequestMessage] = ThreadQueue()

@@ -7,11 +7,7 @@ from contextlib import suppress
 
 
 class ServingSignal:
-    """Wakes coroutines, on any loop, when the fleet can serve.
-
-    Args:
-        can_serve: safe to call from any thread.
-    """
+    """Wakes coroutines, on any loop, when the fleet can serve. Any thread may call `can_serve`."""
 
     def __init__(self, can_serve: Callable[[], bool]) -> None:
         self._can_serve = can_serve

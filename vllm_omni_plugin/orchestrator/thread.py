@@ -25,10 +25,7 @@ _THREAD_TIMEOUT_S = 10.0
 class OrchestratorThread:
     """Owns the thread, its event loop, the orchestrator and its replicas; ends them in reverse order.
 
-    Args:
-        orchestrator: lives on the thread's loop; other threads reach it by its queues.
-        control: runs the orchestrator.
-        remote_replicas: None in a fleet that nothing can join.
+    Other threads reach the orchestrator by its queues. Without `remote_replicas` nothing can join.
     """
 
     def __init__(
@@ -54,8 +51,7 @@ class OrchestratorThread:
     def start(self) -> list[list[bytes]]:
         """Start the thread; returns the ready responses of the local engines that serve, by stage. Blocks.
 
-        Raises:
-            ReplicaError: a local engine did not start. Nothing is left running.
+        ReplicaError: a local engine did not start, and nothing is left running.
         """
         self._thread.start()
         try:

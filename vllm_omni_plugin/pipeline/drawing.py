@@ -11,11 +11,7 @@ _SPECIAL = re.compile(r"[^A-Za-z0-9_ ./:-]")
 
 
 def mermaid(pipeline: Pipeline) -> str:
-    """Return a Mermaid flow chart; the same pipeline always gives the same text.
-
-    Boxes are stages. Arrows have the name of the transform, and are dotted for chunks. Rounded boxes are the request
-    and the final outputs.
-    """
+    """Return a Mermaid flow chart, always the same: round are the request and final outputs, dotted the chunks."""
     lines = ["flowchart LR", '  request(["request"])']
     lines += [f'  s{stage.id}["{_label(stage)}"]' for stage in pipeline.stages]
     lines += [f'  o{stage.id}(["{stage.output}"])' for stage in pipeline.stages if stage.final]

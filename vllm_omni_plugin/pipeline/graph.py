@@ -20,13 +20,9 @@ _ANSWER_OUTPUTS = (
 
 @dataclass(frozen=True)
 class Pipeline:
-    """An acyclic graph of stages. Every stage leads to a final output.
+    """An acyclic graph of stages. Every stage leads to a final output. A stage's id is its index here.
 
-    Attributes:
-        stages: a stage's id is its index here, in whatever order the stages were given.
-
-    Raises:
-        PipelineError: a stage or the graph is invalid, see `checks`. Its place counts stages as they were given.
+    Raises PipelineError if a stage or the graph is invalid, see `checks`. Its place counts stages as they were given.
     """
 
     stages: tuple[Stage, ...]
@@ -95,10 +91,9 @@ class Pipeline:
         return answering if answering is None or answering.is_vllm else self.prompt_stage
 
     def needed_for(self, modalities: Collection[str]) -> tuple[Stage, ...]:
-        """Return the stages for these modalities, in topological order: their final stages and all inputs of these.
+        """Return the final stages for these modalities, and all inputs of these, in topological order.
 
-        Raises:
-            ValueError: there is no modality, or no final stage has it.
+        ValueError: there is no modality, or no final stage has it.
         """
         missing = [modality for modality in modalities if modality not in self.modalities]
         if missing or not modalities:

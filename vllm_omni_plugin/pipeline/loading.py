@@ -40,11 +40,7 @@ def schema() -> Mapping[str, Any]:
 def load_pipeline(path: str | os.PathLike[str], checks: Iterable[StageCheck] = ()) -> Pipeline:
     """Load and check a pipeline's file, which `schema.json` and docs/pipelines.md describe.
 
-    Args:
-        checks: additional checks of each stage, in this order.
-
-    Raises:
-        ConfigError: one line that names the file and, if known, the line and the key.
+    `checks` are additional ones of each stage, in this order. ConfigError: one line that names file, line and key.
     """
     document = read(Path(path))
     validate(document, schema(), _OUT_OF_PLACE)

@@ -17,11 +17,8 @@ class OutputReader(ABC):
     def read(self, output: Any, ended: bool) -> StageOutput:
         """Return the new content of an `EngineCoreOutput`. Cheap: it runs on the orchestrator's loop.
 
-        Text ends before a character whose tokens are incomplete, and before a stop string. At a stop string
-        `finish_reason` is set although the engine goes on; the caller must abort it.
-
-        Args:
-            ended: whether the run ends with this output. The end of a session's turn does not count.
+        `ended`: it is the run's last. Text ends before a character whose tokens are incomplete, and before a stop
+        string. There, `finish_reason` is set although the engine goes on; the caller must abort it.
         """
         read = self._read(output, ended)
         self._outputs.append(read)

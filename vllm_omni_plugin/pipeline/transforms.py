@@ -64,11 +64,7 @@ _FITTING = {
 
 
 def fitting_transform(stage: Stage, upstream: Sequence[Stage], place: Place) -> str | None:
-    """Return the transform of a stage's input; None: the stage gets the request as it is.
-
-    Raises:
-        PipelineError: the named transform does not take the input, or no default does.
-    """
+    """Return the transform of a stage's input, None for the request as it is; PipelineError if none takes the input."""
     named = stage.transform
     gets_cache = any(up.output is Modality.KV_CACHE for up in upstream)
     if named is not None and named not in list(BuiltInTransform) and not gets_cache:
@@ -98,11 +94,7 @@ def _misfit(named: str | None, upstream: Sequence[Stage], fitting: Sequence[str]
 
 
 def resolve_transform(name: str) -> Transform | None:
-    """Import and return the transform of this name; None for `kv_transfer`, which engines do themselves.
-
-    Raises:
-        ConfigError: there is no such function, or it cannot be called with outputs and a `Transfer`.
-    """
+    """Import a transform; None for `kv_transfer`, which engines do. ConfigError: there is no such function."""
     if name in list(BuiltInTransform):
         return _BUILT_IN.get(name)
     function = _imported(name)
@@ -133,11 +125,7 @@ def _imported(name: str) -> Any:
 
 
 def check_input(returned: Any, stage: str) -> StageInput | None:
-    """Return the result of a transform as a `StageInput`; None for None.
-
-    Raises:
-        StageError: the result cannot be an input, or is empty.
-    """
+    """Return the result of a transform as a `StageInput`; None for None. StageError: it is empty, or no input."""
     if returned is None:
         return None
     given = returned if isinstance(returned, StageInput) else _from_shorthand(returned)

@@ -25,11 +25,7 @@ _SENT = msgspec.msgpack.Decoder(tuple[list[int] | None, str | None, dict[str, An
 
 
 class PythonOutputReader(OutputReader):
-    """Reads the outputs of a Python stage.
-
-    The metadata of a failed request has `error`, the text for the client, and `status`: 400 for an invalid request, 500
-    for a failure of the stage.
-    """
+    """Reads the outputs of a Python stage. A failed request has an `error`, and 400 (invalid) or 500 as `status`."""
 
     def _read(self, output: Any, ended: bool) -> StageOutput:
         fields = (output.kv_transfer_params or {}).get(CONTENT_KEY, {})
@@ -48,12 +44,8 @@ class PythonStageApi(StageApi):
     """A Python stage.
 
     The outputs of a session are numbered: output n has n as its only token. So repeated outputs of a replay are
-    recognized in the same way as repeated tokens.
-
-    Args:
-        decode: makes text of the client's prompt; thread-safe.
-        encode: makes tokens of text, for answers through vLLM's server; without special tokens.
-        end_token: the token that ends such an answer.
+    recognized in the same way as repeated tokens. `decode` (thread-safe) makes text of the client's prompt, `encode`
+    tokens of text, without special ones, for answers through vLLM's server; these end with `end_token`.
     """
 
     _wave: Mapping[str, int] = {}

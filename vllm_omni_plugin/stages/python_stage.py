@@ -71,11 +71,7 @@ class PythonStage(ABC):
 
 
 def stage_class(engine: str) -> type[PythonStage]:
-    """Import the class `package.module:Class`.
-
-    Raises:
-        ConfigError: it cannot be imported, or is not a Python stage.
-    """
+    """Import the class `package.module:Class` of a Python stage, or raise ConfigError."""
     try:
         found = pkgutil.resolve_name(engine)
     except Exception as error:  # a user's module may raise anything

@@ -32,10 +32,8 @@ Batch = list[tuple[StageSession, StageJob]]
 class StageEngine(SocketEngine):
     """A Python stage behind the engine-core protocol.
 
-    `compute` runs on the executor, which has one thread. `memory` is shared with the only client.
-
-    Attributes:
-        ended: done after `end` once the last batch is computed; has an exception if the thread or a message failed.
+    `compute` runs on the executor, which has one thread. `memory` is shared with the only client. `ended` is done after
+    `end` once the last batch is computed; it has an exception if the thread or a message failed.
     """
 
     kind = "a Python stage"

@@ -33,10 +33,8 @@ _DIGEST_BYTES = 8
 class StageParameters(msgspec.Struct, frozen=True):
     """The parameters of a stage's process.
 
-    Attributes:
-        engine: `package.module:Class`.
-        device_index: index of its accelerator, modulo their number.
-        memory_fd: descriptor of memory shared with the head, which is then the only client.
+    The engine is `package.module:Class`. The index of its accelerator counts modulo their number. The head, with which
+    memory is shared, is then the only client.
     """
 
     stage: str
@@ -137,11 +135,9 @@ class StageProcess:
 class PythonStageLauncher(Launcher):
     """Starts Python stages.
 
-    Attributes:
-        on_spawn: called with the id of each new process, on the thread that spawns it.
-        first_engine: number of engines of earlier stages on this node.
-        share_memory: whether to share memory; only if this process is the only client.
-        ready_timeout: seconds from the end of loading until the process must have connected.
+    `on_spawn` is called with each process id, on the thread that spawns it; `first_engine` is the number of engines of
+    earlier stages on this node. Memory may be shared only with an only client. `ready_timeout` counts from the end of
+    loading.
     """
 
     stage: Stage

@@ -55,10 +55,8 @@ class LocalReplicas:
     async def start(self) -> list[list[bytes]]:
         """Start all replicas at once and return the ready responses of those that serve, by stage.
 
-        A replica that does not start is tried again, if another one of its stage serves.
-
-        Raises:
-            ReplicaError: no replica of a stage started. All others are ended; `close` waits for that.
+        One that does not start is tried again, if another one of its stage serves. If none does, all others are ended,
+        which `close` waits for, and ReplicaError is raised.
         """
         for keeper in self._keepers.values():
             keeper.begin()
@@ -77,10 +75,7 @@ class LocalReplicas:
         return started
 
     def leave(self, member: PoolMember) -> None:
-        """End a replica for good, and the other ranks of its lockstep group: their requests move, their ids are freed.
-
-        Returns at once.
-        """
+        """End a replica for good, and its lockstep group: requests move, ids are freed. Returns at once."""
         launcher = self._stages[member.stage_id].launcher
         group = launcher.group_of(member.replica_id) if isinstance(launcher, GroupedLauncher) else (member.replica_id,)
         for rank in [each for each in self._keepers if each.stage_id == member.stage_id and each.replica_id in group]:

@@ -44,15 +44,8 @@ RemoteReplicaFactory = Callable[[int, int], Awaitable[Any]]
 class RemoteReplicaKeeper:
     """One listed replica and its member of the pool. Lives on the orchestrator's loop.
 
-    Args:
-        accepts: see `RegisterRemoteReplica`.
-        clock: monotonic seconds.
-        delay: sleeps between attempts.
-        on_gone: called when the lease of a replica that is no longer listed has ended.
-
-    Attributes:
-        joined: whether the replica has ever served.
-        unlisted: whether the replica is no longer listed.
+    For `accepts` see `RegisterRemoteReplica`. `on_gone` is called when the lease of a replica that is no longer listed
+    ends. `joined`: it has ever served.
     """
 
     def __init__(
@@ -88,10 +81,7 @@ class RemoteReplicaKeeper:
         return self._replica if self.member.client is not None else None
 
     def update(self, info: ReplicaInfo, accepts: bool) -> None:
-        """Apply a row of the replica list, which may be unchanged.
-
-        A row ends no lease: if the server has restarted the engine, it ends the lease itself.
-        """
+        """Apply a row of the list, which may be unchanged. A server that restarts its engine ends the lease itself."""
         changed = _relevant(info, accepts) != _relevant(self.info, self._accepts)
         self.info, self._accepts, self.unlisted = info, accepts, False
         if changed:

@@ -31,12 +31,7 @@ MAX_ATTACHING = 256
 
 
 class RemoteReplicas:
-    """All listed replicas. Lives on the orchestrator's loop.
-
-    Args:
-        settings: `close` terminates its context.
-        delay: sleeps between attempts.
-    """
+    """All listed replicas. Lives on the orchestrator's loop. `close` terminates the context of the settings."""
 
     def __init__(
         self,
@@ -78,10 +73,7 @@ class RemoteReplicas:
             task.add_done_callback(self._refusing.discard)
 
     def unregister(self, message: UnregisterRemoteReplica) -> None:
-        """A replica is no longer listed: it is removed now, or when its lease ends.
-
-        The coordinator may be new, or cut off from the replica's node, while this head is not.
-        """
+        """A replica is not listed any more: it goes now or, since the coordinator may be wrong, when its lease ends."""
         key = ReplicaKey.of(message)
         self._dismissed.pop(key, None)
         keeper = self._keepers.get(key)
@@ -94,11 +86,7 @@ class RemoteReplicas:
             logger.info("Replica %s: %s, and it serves until its lease ends.", keeper.member.name, message.reason)
 
     def leave(self, member: PoolMember) -> None:
-        """End the replica's engine for good; its requests move. Returns at once.
-
-        Raises:
-            ReplicaError: this head is not attached to it.
-        """
+        """End the engine of an attached replica (else ReplicaError) for good; its requests move. Returns at once."""
         key = ReplicaKey.of(member)
         keeper = self._keepers.get(key)
         if keeper is None or (replica := keeper.attached) is None:

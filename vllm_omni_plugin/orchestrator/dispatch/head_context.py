@@ -14,12 +14,9 @@ from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 class HeadContext:
     """Shared by all stages of a head.
 
-    Attributes:
-        clock: monotonic seconds.
-        wake_at: asks for a call of `Dispatcher.tick` at this time or before.
-        gate: None without admission control: then no run has a ticket or waits for room at a replica.
-        tag: part of all engine-side ids of this head, and of no others: several heads, or a head before and after its
-            restart, may share an engine.
+    `wake_at` asks for a call of `Dispatcher.tick` at this time or before. Without a gate there is no admission control:
+    no run has a ticket or waits for room at a replica. `tag` is part of all engine-side ids of this head only, since
+    several heads, or a head before and after its restart, may share an engine.
     """
 
     clock: Callable[[], float]
@@ -31,10 +28,9 @@ class HeadContext:
 
 
 class StageRules(NamedTuple):
-    """Attributes:
-    migration_limit: moves a request may make; losses with another culprit do not count.
-    replica_wait: seconds that a request waits while no replica serves; with 0, none does.
-    has_upstream: whether the stage gets outputs of other stages, so that the fleet has accepted all its requests.
+    """Losses with another culprit do not count for `migration_limit`. No request waits with a `replica_wait` of 0.
+
+    A stage that `has_upstream` gets outputs of other stages: the fleet has accepted all its requests.
     """
 
     migration_limit: int

@@ -50,11 +50,10 @@ class RunFinisher:
         self._ended: list[RunEnded] = []
 
     def accept(self, member: PoolMember, outputs: Iterable[Any]) -> tuple[list[Accepted], Sequence[RunEnded]]:
-        """Accept the outputs of a message of a replica.
+        """Accept the outputs of a message of a replica, and release finished runs.
 
-        Returns:
-            The outputs to be delivered, under the client's ids: those of current attempts that are new to the client.
-            Finished runs are released. And the runs that have ended otherwise, see `take_ended`.
+        Returns what is new to clients, of current attempts and under the client's ids; and the runs that have ended
+        otherwise, see `take_ended`.
         """
         accepted = []
         answered: StageRun | None = None
@@ -129,11 +128,7 @@ class RunFinisher:
         self.fail(run, self._head.gate.expire(run.ticket))
 
     def fail(self, run: StageRun, error: OmniError, refused: bool = False) -> None:
-        """End a run with an error, unless it has ended; its engine may have some of it.
-
-        Args:
-            refused: whether the reason is that no replica serves.
-        """
+        """End a run with an error, unless it has ended; its engine may have it. `refused`: no replica serves."""
         if run.ended:
             return
         if isinstance(error, RequestRefusedError):

@@ -18,13 +18,10 @@ _LATE_S = 1.0
 class StallWatch:
     """Watches the replicas of one stage that have requests of this head. Lives on the orchestrator's loop.
 
-    A replica has stalled if it owes this head an output, and has given no sign for too long that it computes anything,
-    see `Progress`. Whether it computes for other heads is known only from their reports of their work.
-
-    Args:
-        timeout: seconds of silence that count as a stall at least; 0: nothing does.
-        is_halted: whether an operator's call keeps the engines from computing.
-        wake_at: asks for a call of `take_stalled` at this time, in monotonic seconds.
+    A replica has stalled if it owes this head an output, and has given no sign for too long (`timeout` seconds at
+    least; 0: never) that it computes anything, see `Progress`. Whether it computes for other heads is known only from
+    their reports. `is_halted`: an operator's call keeps the engines from computing. `wake_at` asks for a call of
+    `take_stalled`.
     """
 
     def __init__(

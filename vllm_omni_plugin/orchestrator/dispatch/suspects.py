@@ -58,16 +58,12 @@ class Suspects:
         return [member for member in self._pool.serving if member in confined_to]
 
     def avoided(self, run: StageRun, refused: Collection[int]) -> Collection[int]:
-        """Ids of the replicas to which a suspect does not go while others serve.
+        """Ids of the replicas to which a suspect does not go while others serve. `refused` are those that refuse it.
 
         It avoids replicas where suspects are apart, those that crashed under it, and all on their machines: a broken
         replica would make it the culprit.
 
-        Args:
-            refused: ids of replicas that refuse it.
-
-        Raises:
-            NoReplicaError: no replica serves to which the run may go.
+        Raises NoReplicaError if none serves to which the run may go.
         """
         serving = {member.replica_id for member in self._pool.serving}
         others = serving.difference(member.replica_id for member in self.allowed(run))

@@ -44,12 +44,7 @@ HELD = (WaitReason.NO_REPLICA, WaitReason.CONFINED)
 
 
 class Place(NamedTuple):
-    """Where a run waits.
-
-    Attributes:
-        since: monotonic seconds.
-        wants: the replica that a queued run waits for; None: any.
-    """
+    """Where a run waits, and since when. A queued one `wants` a replica, or None: any."""
 
     reason: WaitReason
     since: float
@@ -81,10 +76,7 @@ class WaitingRuns:
     def add(
         self, run: StageRun, reason: WaitReason, now: float, wait: float = inf, wants: Choice | None = None
     ) -> float:
-        """Let a run wait for `wait` seconds at most. Returns the monotonic time at which its wait ends.
-
-        A queued run must have a ticket.
-        """
+        """Let a run wait for some seconds at most. Returns when that ends. A queued run must have a ticket."""
         self.remove(run)
         self._places[run] = Place(reason, now, wants)
         self._in_order[reason][run] = None
@@ -157,11 +149,7 @@ class WaitingRuns:
         return 0 if line is None else line.tokens
 
     def queued_for(self, member: PoolMember, others: bool = False) -> Iterator[tuple[Ticket, StageRun]]:
-        """The queued runs that a replica may get, in order: the first one of each tenant and class.
-
-        Args:
-            others: those that wait for other replicas instead.
-        """
+        """The runs that queue for a replica, or for others, in order: the first one of each tenant and class."""
         wanted = (None, member.replica_id)
         lines = [line for name, line in self._lines.items() if (name in wanted) is not others]
         return merge(*(line.firsts() for line in lines))

@@ -36,12 +36,10 @@ CoordinatorClient = Callable[[], OmniCoordClientForHead | None]
 
 @dataclass(eq=False, slots=True)
 class SentCall:
-    """A call that the other heads have been told.
+    """A call that the other heads have been told, and this head's work for its document.
 
-    Attributes:
-        taken: done when the coordinator passes it on, with whether it has taken the document.
-        finished: done when all other heads have done their part.
-        work: what this head has to do for the document.
+    `taken` is done when the coordinator passes it on, with whether it has taken the document; `finished` when all other
+    heads have done their part.
     """
 
     call_id: int
@@ -60,8 +58,7 @@ class SentCall:
 class CallSession:
     """Follows this head's session at the coordinator. Lives on the orchestrator's loop.
 
-    Args:
-        client: returns this head's client of the coordinator, None before it exists; None: there are no other heads.
+    `client` returns this head's client, None until it exists. Without `client` there are no other heads.
     """
 
     def __init__(self, head_id: str, client: CoordinatorClient | None) -> None:
@@ -126,10 +123,9 @@ class CallSession:
         return client is not None and client.send(message)
 
     def tell(self, call: FleetCall) -> SentCall | None:
-        """Tell the other heads of a call. Returns None if there is nobody to tell.
+        """Tell the other heads of a call; returns None if there are none.
 
-        Raises:
-            CoordinatorUnavailableError: there is no session, and there may be other heads.
+        Raises CoordinatorUnavailableError if there is no session, and there may be other heads.
         """
         # The coordinator keeps the document for heads that come later.
         if self.is_alone or (not self._others and (call.state is None or not self._is_open)):

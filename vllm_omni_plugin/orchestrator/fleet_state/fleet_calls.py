@@ -45,11 +45,6 @@ class FleetCalls:
     A head calls all engines that it reaches at the same time. If any accepts the call, the head tells the others which
     ones, and the document as it is now. They call what only they reach, and tell all replicas what these have missed.
     If another head has changed the document meanwhile, the call is made again: the later version holds.
-
-    Args:
-        head_id: this head's id.
-        client: returns this head's client of the coordinator, None before it exists. Without this argument there
-            are no other heads.
     """
 
     def __init__(self, orchestrator: Orchestrator, head_id: str = "", client: CoordinatorClient | None = None) -> None:
@@ -85,16 +80,11 @@ class FleetCalls:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def call(self, method: str, args: tuple[Any, ...], stage_ids: Sequence[int]) -> list[Any]:
-        """Make an operator call, see `CallReplicas`.
+        """Make an operator call, see `CallReplicas`, and return the answers of the replicas that accepted it.
 
-        Returns:
-            The answers of the replicas that accepted it.
-
-        Raises:
-            NoReplicaError: there is no replica.
-            ReplicaError: no replica of a stage accepted it, or a node does not let heads make this call.
-            CoordinatorUnavailableError: other heads cannot be notified, or it is unknown whether they were.
-            StateTooLargeError: the document would be too large after the call.
+        Raises NoReplicaError; ReplicaError if no replica of a stage accepted it, or a node does not let heads make this
+        call; CoordinatorUnavailableError if other heads cannot be notified, or it is unknown whether they were;
+        StateTooLargeError.
         """
         if method not in HEAD_CALLS and not any(self._stages[stage_id].members for stage_id in stage_ids):
             if method in _CACHE_CALLS:
@@ -123,11 +113,7 @@ class FleetCalls:
         return [result for call in calls.values() for result in call.results]
 
     async def manage(self, action: str, key: ReplicaKey) -> None:
-        """Tell the other heads that this one has drained, resumed or removed a replica; returns when all have, too.
-
-        Raises:
-            CoordinatorUnavailableError: as `call`.
-        """
+        """Tell the others that this head has drained, resumed or removed a replica. Returns, or raises, as `call`."""
         await self._check_allowed()
         told = FleetCall(0, REMOVE, [list(key)]) if action == REMOVE else FleetCall(0)
         await self._share(told, partial(self._document.after_action, action, key), (), repeat=True)
@@ -179,18 +165,11 @@ class FleetCalls:
     async def _share(
         self, told: FleetCall, change: Callable[[], FleetState] | None, calls: Collection[StageCall], repeat: bool
     ) -> bool:
-        """Tell the other heads of a call, and let it change the document.
+        """Tell the other heads of a call, and let `change` return the document after it.
 
-        Args:
-            change: returns the document after the call.
-            calls: this head's part of the call.
-            repeat: if another head has changed the document meanwhile, change it again without a new call.
-
-        Returns:
-            False if another head has changed the document meanwhile, and this head has that document now.
-
-        Raises:
-            CoordinatorUnavailableError: it is unknown whether the other heads have been told.
+        Returns False if another head has changed the document meanwhile, and this head has that document now; with
+        `repeat` the change is made again, without a new call. Raises CoordinatorUnavailableError if it is unknown
+        whether others have been told.
         """
         async with self._changing:
             while True:
@@ -259,10 +238,9 @@ class FleetCalls:
                     member.leave()
 
     def _apply(self, told: FleetCall, called: Collection[int] = (), is_own: bool = True) -> Work:
-        """Adopt the document of a call, if it has changed it. Returns what must be waited for.
+        """Adopt the document of a call that has changed it. Returns what must be waited for.
 
-        Args:
-            called: engine keys of replicas that get the call now.
+        Replicas with an engine key in `called` get the call now.
         """
         if told.state is None or not is_later(told.state, self.state):
             return ()
@@ -287,10 +265,7 @@ class FleetCalls:
 
 
 def _accepted(calls: Mapping[int, StageCall], stage_ids: Sequence[int]) -> list[int]:
-    """The stages where an engine has accepted a call. One without replicas counts as the others do.
-
-    Its first replica must get what they have accepted.
-    """
+    """The stages where an engine has accepted a call, and those without replicas: their first one must get it, too."""
     if not calls:
         return list(stage_ids)
     anywhere = any(call.results for call in calls.values())

@@ -18,11 +18,7 @@ from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 
 
 class FleetDocument:
-    """Owns the document. Lives on the orchestrator's loop.
-
-    Attributes:
-        state: the document, immutable.
-    """
+    """Owns the document, which is immutable. Lives on the orchestrator's loop."""
 
     def __init__(self, orchestrator: Orchestrator, head_id: str) -> None:
         self._orchestrator = orchestrator
@@ -58,13 +54,9 @@ class FleetDocument:
     def adopt(
         self, state: FleetState, reached: Collection[int]
     ) -> tuple[list["asyncio.Task[None]"], EngineStateUpdate | None]:
-        """Replace the document. Arguments as for `StageCalls.adopt`.
+        """Replace the document, unless it does not fit this fleet (WireError). Arguments as for `StageCalls.adopt`.
 
-        Returns:
-            Tasks that tell replicas what they have missed; what has changed for the front end, if anything.
-
-        Raises:
-            WireError: the document does not fit this fleet. Nothing has changed.
+        Returns tasks that tell replicas what they have missed; and what has changed for the front end, if anything.
         """
         if len(state.stages) > len(self._stages):
             raise WireError(f"a state of {len(state.stages)} stages: this head has {len(self._stages)}")

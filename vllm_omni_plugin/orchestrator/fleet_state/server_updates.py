@@ -14,13 +14,10 @@ _APPLY_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class EngineStateUpdate:
-    """Another head has loaded or unloaded adapters, or has changed how deep the engines sleep.
+    """Another head has (un)loaded adapters, or has changed how deep the engines sleep.
 
-    Attributes:
-        loaded: adapters that requests can name from now on. One may replace an adapter of the same name.
-        unloaded: ids of adapters that requests can no longer name.
-        sleep_level: the new level, 0 while the weights are in memory; None: unchanged.
-        applied: done when the front end has applied the update.
+    A loaded adapter may replace one of the same name. `sleep_level` is 0 while weights are in memory; None: unchanged.
+    `applied` is done when the front end has applied the update.
     """
 
     loaded: tuple[Adapter, ...]

@@ -12,11 +12,7 @@ from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 
 class SessionListener:
-    """`on_event` of `OmniCoordClientForHead`, or `on_update` of `OmniCoordClientForHub`. Called from one thread, any.
-
-    Args:
-        queue: the orchestrator's `rpc_async_queue`.
-    """
+    """`on_event` and `on_update` of the clients of heads and hubs, called from one thread. Feeds `rpc_async_queue`."""
 
     def __init__(self, queue: ThreadQueue[RpcMessage]) -> None:
         self._queue = queue

@@ -22,12 +22,7 @@ class ChunkedInput:
     A chunk has at least `size` tokens (rows, for a tensor without tokens), except the last one. Where outputs have one
     token each, the cuts do not depend on time. Text without tokens or rows cannot be measured: it ends its chunk.
 
-    Attributes:
-        chunks: the queue.
-        busy: whether the transform works on a chunk.
-        begun: whether the next stage has got any input.
-        memory: see `Transfer`.
-        session_tokens: the most tokens that the next stage's session can have, after all chunks built so far.
+    `begun`: the next stage has got input. `session_tokens`: the most that its session can have after all chunks so far.
     """
 
     size: int

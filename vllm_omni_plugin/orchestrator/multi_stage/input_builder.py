@@ -63,14 +63,9 @@ class DaemonThreads:
 
 
 class StageInputBuilder:
-    """Runs transforms and builds engine requests. Each stage has threads of its own.
+    """Runs transforms and builds engine requests. Each stage has threads of its own, which call `prompt_text`, too.
 
-    Args:
-        apis: by stage id.
-        prompt_text: returns the prompt of a client's request as text; called on those threads.
-
-    Raises:
-        ConfigError: a transform cannot be found.
+    Raises ConfigError if a transform cannot be found.
     """
 
     def __init__(self, pipeline: Pipeline, apis: "Sequence[StageApi]", prompt_text: Callable[[Any], str]) -> None:
@@ -96,11 +91,9 @@ class StageInputBuilder:
         wanted: Callable[[], bool],
         done: Callable[[Callable[[], Any]], None],
     ) -> None:
-        """Run `work` on a thread of the stage, then `done` on the running loop.
+        """Run `work` on a thread of the stage if it is still `wanted` there, then `done` on the running loop.
 
-        Args:
-            wanted: called on the thread; if it returns False, `work` is skipped.
-            done: called with a function that returns the result of `work` or raises its error.
+        `done` gets a function that returns the result of `work` or raises its error.
         """
         loop = asyncio.get_running_loop()
 
@@ -121,11 +114,8 @@ class StageInputBuilder:
     def build_whole(self, state: PipelineRequestState, stage: Stage) -> tuple[Any, Any]:
         """Build the input of a stage whose upstream stages have all ended. Runs on a thread.
 
-        Returns:
-            The engine request, and the request that the first attempt sends instead, or None.
-
-        Raises:
-            StageError: the transform failed.
+        Returns the engine request, and the one that the first attempt sends instead, or None. Raises StageError if the
+        transform failed, as does `build_chunk`.
         """
         api, source = self.apis[stage.id], state.request
         sampling, for_client = _sampling(state, stage)
@@ -154,12 +144,8 @@ class StageInputBuilder:
     ) -> tuple[Any, Any]:
         """Build one chunk of a stage's input. Runs on a thread; one call at a time for each `ChunkedInput`.
 
-        Returns:
-            The engine request, None if the transform returned nothing; and the request that ends the input, None
-            before the last chunk.
-
-        Raises:
-            StageError: the transform failed.
+        Returns the request, None if the transform returned nothing; and, for the last chunk, the one that ends the
+        input.
         """
         api, source = self.apis[stage.id], state.request
         sampling, for_client = _sampling(state, stage)

@@ -32,13 +32,7 @@ _END = StageOutput(finish_reason="stop")
 
 
 class PipelineRequests(RequestOwner[PipelineRequestState]):
-    """Takes each request from stage to stage.
-
-    Args:
-        dispatchers: by stage id.
-        put: sends an item to AsyncLLM.
-        clock: monotonic seconds.
-    """
+    """Takes each request from stage to stage. `put` sends an item to AsyncLLM."""
 
     def __init__(
         self,

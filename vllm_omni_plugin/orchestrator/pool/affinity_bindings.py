@@ -24,11 +24,7 @@ class AffinityBindings:
             self._bindings.popitem(last=False)
 
     def replica_of(self, key: int) -> PoolMember | None:
-        """The replica of a key; None if the key is not known.
-
-        Raises:
-            RequestLostError: the replica was lost since.
-        """
+        """The replica of a key; None if the key is not known. Raises RequestLostError if the replica was lost since."""
         if key not in self._bindings:
             return None
         member, ledger = self._bindings[key]

@@ -29,12 +29,7 @@ _HOOKS = ("assigned", "assignment_cancelled", "began", "ended", "replica_lost", 
 class PolicyGuard:
     """Asks a policy, checks its answers, and notifies it through the methods of `PolicyHooks` that it has.
 
-    Args:
-        name: for users; the name of the policy's class by default.
-
-    Attributes:
-        follows_caches: whether the policy takes engines' cache events.
-        wants_cache_events: whether this head's own engines should report cache events.
+    The name, for users, is that of its class by default. If it `wants_cache_events`, this head's engines report them.
     """
 
     def __init__(self, balancer: LoadBalancer, name: str = "") -> None:
@@ -60,11 +55,7 @@ class PolicyGuard:
         return Decision(shortest, "least-load", fallback=POLICY_FAULT, by_policy=False)
 
     def explain(self, task: Task, replicas: ServingReplicas[Any]) -> Decision:
-        """The policy's decision, without carrying it out.
-
-        Raises:
-            NoExplanationError: the policy cannot explain, or its answer is invalid.
-        """
+        """The policy's decision, without carrying it out. Raises NoExplanationError if it gives no valid one."""
         if not self._explains:
             raise NoExplanationError(f"Policy {self.name} cannot explain its decisions: it has no method `decide`.")
         try:

@@ -18,13 +18,9 @@ _EXTRA_SLOTS = 1 / 16
 
 
 class SendWindow(NamedTuple):
-    """When a request may be sent to a replica.
+    """When a request may be sent, by what the replica's own `EngineSize` says, not the head's flags.
 
-    What an engine gets ahead is measured by its own `EngineSize`, not by the head's flags.
-
-    Attributes:
-        limited: whether requests wait at the head at all; otherwise each is sent at once.
-        any_replica: whether a waiting request may go to another replica than the one that the policy chose first.
+    If not `limited`, each is sent at once. `any_replica`: a waiting one may go elsewhere than the policy chose first.
     """
 
     limited: bool = False
@@ -37,18 +33,14 @@ class SendWindow(NamedTuple):
         over_share: bool = False,
         behind_in_share: bool = False,
     ) -> bool:
-        """Whether an engine can begin a request in its next steps.
+        """Whether an engine can begin a request with this many tokens to be computed in its next steps.
 
         Behind the prompt that the engine computes there is always another one, or the engine would idle until the head
         gets the output. More is sent as long as it fits into `_STEPS` steps, of which this head has its share of all
         heads' prompts, and as long as the engine has sequence slots and KV memory by its last report.
 
-        Args:
-            ledger: the replica's.
-            prefill_tokens: tokens of the prompt that are to be computed.
-            over_share: whether the request is over its share, so that it leaves headroom.
-            behind_in_share: whether the request, being over its share, would be sent behind the prompt of a request
-                within its share, and make the step of that one longer.
+        A request `over_share` leaves headroom. Sent `behind_in_share`, it would also make the step of another tenant's
+        prompt longer.
         """
         if not self.limited:
             return True

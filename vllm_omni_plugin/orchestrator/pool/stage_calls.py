@@ -30,14 +30,10 @@ class CalledReplica(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class StageCall:
-    """One call to the replicas of one stage.
+    """One call of a method of vLLM's engine core to replicas of one stage, in order of their ids.
 
-    Attributes:
-        method: method of vLLM's engine core.
-        called: the replicas, in order of their ids.
-        all_fresh: none of them has the weights of the fleet.
-        answers: their answers; a `ReplicaError` for each that failed.
-        cleared: engine keys of the replicas that cleared their prefix caches for the call.
+    `all_fresh`: none has the weights of the fleet. An answer is a `ReplicaError` if a call failed. `cleared` are engine
+    keys of those that cleared their prefix caches for the call.
     """
 
     stage: "StageCalls"
@@ -79,14 +75,9 @@ class StageCall:
 class StageCalls:
     """Calls to the replicas of one stage, and the state that they should have. Lives on the orchestrator's loop.
 
-    Args:
-        pool: its replicas are called, also those that are cordoned.
-        distrust: called with a replica that failed a call which another replica accepted, and the reason.
-        hold_back: called with a replica and whether it must wait for a weight update before it serves.
-        uncordon: called with each replica that is found asleep, when an operator has said if engines pause or sleep.
-
-    Attributes:
-        wanted: what all replicas should be told.
+    Cordoned replicas are called, too. `distrust` is called with one that failed a call which another one accepted, and
+    the reason; `hold_back` with one and whether it must wait for a weight update before it serves; `uncordon` with each
+    one that is found asleep, when an operator has said if engines pause or sleep.
     """
 
     def __init__(
@@ -120,14 +111,9 @@ class StageCalls:
     async def bring_up_to_date(self, member: PoolMember, client: EngineClient, is_resting: bool) -> bool:
         """Make the calls that an attaching replica, which was told `PoolMember.told`, has missed.
 
-        Args:
-            is_resting: its engine is paused or asleep. It stays so unless an operator has ended that meanwhile.
-
-        Returns:
-            Whether its engine has the weights of the others. If not, it must wait for the next complete update.
-
-        Raises:
-            ReplicaError: a call failed; the replica must not serve.
+        If it `is_resting`, paused or asleep, it stays so unless an operator has ended that meanwhile. Returns whether
+        it has the weights of the others, or must wait for the next complete update. After a ReplicaError it must not
+        serve.
         """
         while calls := self._missing(member, is_resting):
             wanted = self.wanted
@@ -139,11 +125,7 @@ class StageCalls:
         return self._is_updated(member, self.state)
 
     def begin(self, method: str, args: tuple[Any, ...], called_elsewhere: Collection[int] = ()) -> StageCall:
-        """Choose the replicas to be called; `send` calls them.
-
-        Args:
-            called_elsewhere: engine keys of replicas that another head calls, for a call of that head.
-        """
+        """Choose the replicas to be called by `send`, but not those that the call of another head reaches."""
         called = [
             CalledReplica(member, member.engine_key, member.client)
             for member in self._pool.members
@@ -171,13 +153,9 @@ class StageCalls:
                 self.distrust(member, call.method)
 
     def adopt(self, wanted: ReplicaState, reached: Collection[int]) -> list["asyncio.Task[None]"]:
-        """Replace the state that replicas should have.
+        """Replace the state that replicas should have; returns tasks that tell the replicas what they have missed.
 
-        Args:
-            reached: engine keys of the replicas that have got, or get now, the call which changed it.
-
-        Returns:
-            Tasks that tell the other replicas what they have missed.
+        Those with an engine key in `reached` have got the call that changed it, or get it now.
         """
         before, self.wanted = self.wanted, wanted
         if wanted.state == before.state:
@@ -296,10 +274,7 @@ async def _call_engine(client: EngineClient, remote: bool, method: str, args: tu
 
 
 def _clears_prefix_cache(method: str, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether a call cleared the engine's prefix cache. The engine's own report of that waits for its next step.
-
-    Missing arguments have vLLM's default, which clears the cache.
-    """
+    """Whether a call cleared the prefix cache, as is vLLM's default. The engine reports that only at its next step."""
     match method:
         case "reset_prefix_cache":
             return bool(result)

@@ -46,9 +46,7 @@ class StageFlow:
     ) -> None:
         """An attempt's first output came.
 
-        Args:
-            cached_tokens: prompt tokens that the engine had cached; None: it did not report them.
-            in_engine_s: seconds since the attempt was sent to the engine; None: not to be counted.
+        Cached tokens are None if the engine did not report them, `in_engine_s` if it is not to be counted.
         """
         left, seconds, since, _ = self._left_by(now)
         kept = exp(-since / _MEMORY_S)
@@ -62,11 +60,7 @@ class StageFlow:
             self._note_in_engine(now, in_engine_s)
 
     def dropped(self, now: float, attempts: int = 1, in_engine_s: float | None = None) -> None:
-        """Attempts ended without an output: aborted, refused, or lost with their replica.
-
-        Args:
-            in_engine_s: seconds since the attempt was sent to the engine; None: not to be counted.
-        """
+        """Attempts ended without an output. For `in_engine_s` see `first_output`."""
         self._left = self._left_by(now)
         self._queued -= attempts
         # The first output would have taken longer.

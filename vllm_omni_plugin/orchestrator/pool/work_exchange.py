@@ -21,13 +21,9 @@ class WorkExchange:
 
     A report has the current values of what changed since the report before, so any number of changes costs one row. The
     first report after a quiet time leaves as soon as the loop is free. While no other head is known, no report is made
-    and the engines' reports count; the first other head gets everything.
+    and the engines' reports count; the first other head gets everything: `report` says if the rows are complete.
 
     Other heads' work is also kept for replicas that this head is not attached to yet.
-
-    Args:
-        report: sends a report: the rows, and whether they are complete. Must not block.
-        call_later: calls a function after some seconds; on the running loop by default.
     """
 
     def __init__(
@@ -63,10 +59,7 @@ class WorkExchange:
         return tuple(self._heads)
 
     def add_member(self, member: PoolMember) -> Work | None:
-        """A replica is about to serve. Returns the other heads' work there; None: they do not report it.
-
-        A local replica is used by this head only, and is not reported.
-        """
+        """A replica is about to serve. Returns the others' work there; None: they report none, as for a local one."""
         if not member.remote:
             return None
         key = self._keys[member] = member.engine_key

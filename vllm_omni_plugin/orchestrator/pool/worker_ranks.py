@@ -12,11 +12,8 @@ from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 class WorkerRanks:
     """Counts the workers that get weights, and tells whether trainers may connect. Safe to use from any thread.
 
-    Args:
-        pools: of the stages whose workers get weights.
-        numbers: by stage, the numbers of the replicas that this head started with.
-        sizes: by stage, the workers of one replica.
-        is_open: whether replicas of other processes may join.
+    By stage, `numbers` are the replicas that the head started with, and `sizes` the workers of one. `is_open`: replicas
+    of other processes may join.
     """
 
     pools: Sequence[StagePool]
@@ -25,11 +22,7 @@ class WorkerRanks:
     is_open: bool
 
     def count(self) -> int:
-        """The number of workers. They have the ranks from 0 on, after the trainers'.
-
-        Raises:
-            RanksUnknownError: nobody can know it, or the ranks have gaps.
-        """
+        """The number of workers, ranked from 0 after the trainers. RanksUnknownError: not known, or with gaps."""
         if self.is_open:
             raise RanksUnknownError(
                 "The workers of this fleet cannot be counted, because replicas of other processes may join and leave "
@@ -51,11 +44,7 @@ class WorkerRanks:
         return len(ranks)
 
     def check_call(self, method: object, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a call on all workers that connects them with trainers, if some would wait for ever for others.
-
-        Raises:
-            RanksUnknownError: trainers expect another number of workers, or some cannot take part now.
-        """
+        """Refuse to connect all workers with trainers (RanksUnknownError), if some would wait for ever for others."""
         match method, kwargs.get("init_info"):
             case "init_weight_transfer_engine", {"world_size": int(world_size), "rank_offset": int(rank_offset)}:
                 self._require(world_size - rank_offset)

@@ -30,15 +30,10 @@ class LoadLedger:
     """Sums over the requests on one replica, and what its engine and other heads report.
 
     An attempt is charged, sent to the engine, gets its first output and is released, in this order. It is *unsent*
-    until it is sent, *pending* until its first output, and *decoding* from then on.
+    until it is sent, or if that failed, *pending* until its first output, and *decoding* from then on.
 
-    Attributes:
-        size: the engine's, as it reported when it was ready.
-        requests: see `ReplicaLoad`; so are `others`, `prefill_tokens`, `decode_tokens` and `kv_usage`.
-        unsent: requests of this head that are charged and not sent: a send is in progress, or has failed.
-        pending_tokens: prompt tokens of this head's pending requests that are still to be computed.
-        prompted, generated: all tokens so far of prompts that the engine has computed for this head, including those
-            from its cache, and of its outputs.
+    Fields that `ReplicaLoad` has, too, are explained there. `pending_tokens` are still to be computed. `prompted` and
+    `generated` are all so far, for this head, also from the cache.
     """
 
     def __init__(self, size: EngineSize = UNKNOWN_SIZE) -> None:
@@ -223,9 +218,9 @@ class LoadLedger:
             self._count_others()
 
     def report(self, report: LoadReport) -> None:
-        """Apply a report of the engine; attempts that it finished before have been released. Ignored without requests.
+        """Apply a report of the engine, unless it has no requests; attempts that it finished before have been released.
 
-        Requests charged after the report was taken are not in it. A report never hides this head's own requests.
+        Requests charged later are not in it. A report never hides this head's own requests.
         """
         own = self.requests - self.others
         if own:

@@ -32,13 +32,10 @@ class PipelineCallEnded:
 class PipelineCall:
     """What a client asks of a pipeline.
 
-    Attributes:
-        put: called on the orchestrator's thread with each `StageEvent` of the stages in `outputs` and of the final
-            stages of `modalities` that do not answer through vLLM, and at last with a `PipelineCallEnded`. Must
-            not block or raise.
-        outputs: names of other stages whose output the client wants to see; those stages run anyway.
-        sampling: by the stage's name.
-        params: plain data for transforms and Python stages.
+    `put` is called on the orchestrator's thread with each `StageEvent` of the stages in `outputs`, which run anyway,
+    and of the final stages of `modalities` that do not answer through vLLM, and at last with a `PipelineCallEnded`. It
+    must not block or raise. `sampling` is by the stage's name; `params` are plain data for transforms and Python
+    stages.
     """
 
     modalities: tuple[str, ...]
@@ -54,13 +51,10 @@ ChosenReplicas = list[tuple[str, Decision]]
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequest:
-    """A new request, or the next chunk of a streaming-input session.
+    """A new request, or the next chunk of a streaming-input session, submitted at a monotonic time.
 
-    Attributes:
-        request: vLLM's `EngineCoreRequest`; the orchestrator never changes it.
-        submitted_at: monotonic seconds.
-        chosen_replicas: a list to which the orchestrator's thread appends until the answer begins.
-        traced: whether to send `RequestStages` for this request.
+    The orchestrator never changes the request. Its thread appends to `chosen_replicas` until the answer begins, and
+    sends `RequestStages` if the request is traced.
     """
 
     request: Any
@@ -80,9 +74,8 @@ class SubmitRequest:
 class AbortRequests:
     """The client no longer wants these requests; nothing more is delivered for them.
 
-    Attributes:
-        whole: abort all stages of a pipeline. Otherwise, a request with a `PipelineCall` ends only its answering stage,
-            because vLLM's server also aborts an answer that it ends at a stop string.
+    Unless `whole`, one with a `PipelineCall` ends only its answering stage: vLLM also aborts an answer at a stop
+    string.
     """
 
     request_ids: tuple[str, ...]
@@ -147,12 +140,9 @@ class ReplicaLeft:
 
 @dataclass(frozen=True, slots=True)
 class CallReplicas:
-    """An operator call: a utility call to every replica of some stages.
+    """An operator call: a method of vLLM's engine core on every replica of some stages (None: all).
 
-    Attributes:
-        method: method of vLLM's engine core.
-        reply: gets the answers of all replicas that accepted the call, in order of stages and replicas, or the error.
-        stages: in order; None: all.
+    `reply` gets the answers of those that accepted it, in order of stages and replicas, or the error.
     """
 
     method: str
@@ -181,11 +171,9 @@ class UnregisterRemoteReplica:
 
 @dataclass(frozen=True, slots=True)
 class ManageReplica:
-    """An operator's action on one replica.
+    """An operator's action. drain: no new requests; resume: undo that; remove: move its requests and end it for good.
 
-    Attributes:
-        action: drain: no new requests; resume: undo a drain; remove: move its requests and end it for good.
-        reply: done when the action has begun on all heads (a drain may take longer), or a `ReplicaError`.
+    `reply` is done when that has begun on all heads (a drain may take longer), or has a `ReplicaError`.
     """
 
     action: Literal["drain", "resume", "remove"]
@@ -204,12 +192,9 @@ class ReplaceAdmission:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A decision that a policy would make now.
+    """A decision that a policy would make now; its position is an index into the candidates, `<stage>.<replica>`.
 
-    Attributes:
-        replicas: the candidates, as `<stage>.<replica>`, and their loads; `decision.position` is an index into them.
-        may_begin: whether the chosen replica has room, so that the request would be sent at once.
-        queue_position: where the request would wait otherwise.
+    If the replica has room the request `may_begin` at once; otherwise it would wait at `queue_position`.
     """
 
     policy: str

@@ -44,13 +44,9 @@ class LostReplica(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Loss:
-    """The loss of one replica. All requests that were in flight on it share this object.
+    """The loss of one replica, shared by all requests that were in flight there, those of `others` as reported.
 
-    Attributes:
-        reason: for error messages.
-        requests: how many requests of this head were in flight there.
-        others: how many requests of other heads, as far as they have reported.
-        culprit: the request that crashed the engine; None: there is none, or it is not known.
+    The culprit is the request that crashed the engine, if there is one and it is known.
     """
 
     replica: LostReplica
@@ -64,15 +60,9 @@ class Loss:
 class StreamingInputState:
     """A session whose prompt arrives in chunks, each answered by a turn of output.
 
-    The engine keeps the session between its turns, and ends it after the last turn once the input is closed.
-
-    Attributes:
-        replayable: whether sent chunks are kept, so that the session can move. Clients' sessions are not: they may
-            have no end.
-        open_turns: chunks whose turn has not finished.
-        input_closed: the last chunk has come.
-        unsent: chunks after the first that were not sent to the current replica.
-        sent: chunks after the first that were sent, of a replayable session.
+    The engine keeps the session between its turns, and ends it after the last turn once the input is closed. `unsent`
+    and `sent` are chunks after the first; sent ones are kept of a replayable session only, so that it can move.
+    Clients' sessions are not, since they may have no end. `open_turns` are chunks whose turn has not finished.
     """
 
     replayable: bool = False
@@ -211,13 +201,9 @@ class StageRun:
         self.resumed_tokens = len(self.produced) if self.move is Move.RESUME else 0
 
     def skip_delivered(self, tokens: Sequence[int], finished: bool) -> int:
-        """Compare an output of a moved request with what was delivered before.
+        """Compare an output of a moved request with what was delivered before; returns how many tokens the client has.
 
-        Returns:
-            How many of its tokens the client has already.
-
-        Raises:
-            RequestLostError: the replay differs. The run has finished with this error.
+        If they differ, the run has finished with the RequestLostError that is raised.
         """
         assert self.phase is RequestPhase.ASSIGNED, self
         skip = min(self._to_skip, len(tokens))
@@ -246,11 +232,9 @@ class StageRun:
             self.phase = RequestPhase.FINISHED
 
     def deliver(self, tokens: Sequence[int], finished: bool, cut_short: bool = False) -> None:
-        """Deliver an output of the current attempt to the client.
+        """Deliver an output of the current attempt, the last one, or of a session's turn, if finished.
 
-        Args:
-            finished: it is the last output, or the last of a session's turn.
-            cut_short: with `finished`, no turn of the session will follow.
+        With `cut_short` no further turn of the session will follow.
         """
         if self.phase is not RequestPhase.STREAMING:
             assert self.phase is RequestPhase.ASSIGNED, self
@@ -280,17 +264,10 @@ class StageRun:
     def lose_replica(
         self, loss: Loss, migration_limit: int, on_delivered: Move, vocabulary: int | None = None
     ) -> RequestLostError | None:
-        """The replica is lost that had got the current attempt: the run has to move, or finishes.
+        """The replica is lost that had got the current attempt: the run moves, or finishes with the returned error.
 
-        Args:
-            loss: which replica, and why.
-            migration_limit: moves that are allowed in this stage. Losses with another culprit do not count.
-            on_delivered: the result of `EngineApi.how_to_move`. It counts only if a part of the answer was delivered.
-                Before that the run restarts. A `PINNED` run never moves.
-            vocabulary: see `EngineApi`.
-
-        Returns:
-            The error with which the run has finished, if it cannot move.
+        Losses with another culprit do not count for `migration_limit`. `on_delivered`, from `EngineApi.how_to_move`,
+        counts only once a part of the answer was delivered; before that the run restarts. A `PINNED` run never moves.
         """
         assert self.phase in (RequestPhase.ASSIGNED, RequestPhase.STREAMING), self
         self.losses.append(loss)
@@ -367,12 +344,7 @@ class StageRun:
 
 
 class RunEnded(NamedTuple):
-    """The end of a run otherwise than by its engine's last output.
-
-    Attributes:
-        outputs: `EngineCoreOutputs` in place of the last output, if any.
-        error: for the client, if the run failed.
-    """
+    """The end of a run otherwise than by its engine's last output; outputs in its place, or an error for the client."""
 
     run: StageRun
     outputs: Any | None = None
