@@ -20,9 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from vllm_omni_plugin.balancing import CacheChange, Prompt, Task, build_load_balancer_factory, known_policies
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.orchestrator import PoolMember, StagePool, StageRun
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
 

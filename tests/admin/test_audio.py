@@ -6,7 +6,7 @@ import pytest
 
 from vllm_omni_plugin.admin.answers.audio import DEFAULT_SAMPLE_RATE, sample_rate, wav
 from vllm_omni_plugin.errors import StageError
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import StageOutput
 
 
 @pytest.mark.parametrize("rate", [0, -1, 2**31, 24000.0, "24000", None], ids=repr)

@@ -6,9 +6,7 @@ import pytest
 
 from tests.pipeline.files import SPEECH
 from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.loading import load_pipeline
-from vllm_omni_plugin.pipeline.stage import Modality, Stage
+from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage, load_pipeline
 
 TEXT, AUDIO, SCORES = Modality.TEXT, Modality.AUDIO, Modality.SCORES
 

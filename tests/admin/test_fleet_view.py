@@ -10,8 +10,7 @@ from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
-from vllm_omni_plugin.pipeline import Pipeline, Stage
-from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality
+from vllm_omni_plugin.pipeline import VLLM_ENGINE, Modality, Pipeline, Stage
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 

@@ -12,8 +12,7 @@ from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, TenantSettings, Ticket
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import HeadWork, SessionLost
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.counters import WaitingCounts
 

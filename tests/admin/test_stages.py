@@ -11,13 +11,11 @@ from vllm_omni_plugin.admin.hold import Hold
 from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.errors import NoReplicaError
+from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.pipeline import VLLM_ENGINE, Modality, Pipeline, Stage
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 
 PIPELINE = Pipeline(

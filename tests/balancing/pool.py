@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_plugin.balancing import ReplicaLoad
-from vllm_omni_plugin.balancing.interface import Decision, Prompt, Task
+from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaLoad, Task
 
 BLOCK = 16
 

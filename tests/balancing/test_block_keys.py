@@ -2,8 +2,8 @@
 
 import pytest
 
+from vllm_omni_plugin.balancing import MediaSpan, Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import answered_keys, block_key, pack_tokens, prompt_keys
-from vllm_omni_plugin.balancing.interface import MediaSpan, Prompt
 
 TOKENS = list(range(100, 140))
 

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
+from vllm_omni_plugin.balancing import (
+    CacheChange,
+    Candidate,
+    Decision,
+    KvAwareBalancer,
+    PrefixBalancer,
+    Prompt,
+    ReplicaLoad,
+    Task,
+)
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
-from vllm_omni_plugin.balancing.interface import CacheChange, Candidate, Decision, Prompt, Task
-from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
-from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, PrefixBalancer
 
 from .pool import BLOCK, Pool, PooledReplica, pool_of, prompt_task
 

@@ -6,11 +6,16 @@ from collections.abc import Iterable
 
 import pytest
 
+from vllm_omni_plugin.balancing import (
+    Decision,
+    PrefixBalancer,
+    Prompt,
+    ReplicaLoad,
+    ServingReplicas,
+    Task,
+    UnreportedRequests,
+)
 from vllm_omni_plugin.balancing.caches.rendezvous import ExpectedPrefix, RendezvousTable, expected_prefix
-from vllm_omni_plugin.balancing.interface import Decision, Prompt, Task
-from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests
-from vllm_omni_plugin.balancing.policies.prefix_policy import PrefixBalancer
 
 from .pool import BLOCK, PooledReplica
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.balancing.policies.session import SessionBalancer
+from vllm_omni_plugin.balancing import SessionBalancer
 
 from .fakes import with_queues
 from .pool import PooledReplica, pool_of

@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.balancing.pool import PooledReplica
-from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, ReplicaLoad
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests, draw_by_water_filling
-from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest
+from vllm_omni_plugin.balancing import (
+    LeastQueueLengthBalancer,
+    ReplicaLoad,
+    ServingReplicas,
+    UnreportedRequests,
+    expected_arrivals,
+    pick_lowest,
+)
+from vllm_omni_plugin.balancing.loads.serving_replicas import draw_by_water_filling
 
 
 def heads(number: int) -> UnreportedRequests:

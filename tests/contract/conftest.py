@@ -17,8 +17,7 @@ with warnings.catch_warnings():
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 

@@ -29,8 +29,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.http.app import patch_app
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, store_options
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     RequestFailed,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer
+from vllm_omni_plugin.pipeline import StageInput, StageOutput, Transfer
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
 

@@ -26,8 +26,8 @@ from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmis
 from vllm_omni_plugin.errors import ReplicaError, RequestRefusedError
 from vllm_omni_plugin.integration.core_client import fleet_client
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
+from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallReplicas,

@@ -8,7 +8,7 @@ from vllm.exceptions import GracefulHTTPError
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 
 from .test_engine_client import registered

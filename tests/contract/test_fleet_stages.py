@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan
-from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.pipeline import VLLM_ENGINE, Modality, Stage
 
 
 def stage(

@@ -23,16 +23,14 @@ from vllm_omni_plugin.integration.core_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, store_options
+from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     CallReplicas,
     ReplicaJoined,
 )
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.pipeline import VLLM_ENGINE, Modality, Pipeline, Stage
 from vllm_omni_plugin.vllm_api.codecs.message_filter import ALLOWED_CALLS
 from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter

@@ -13,10 +13,10 @@ from tests.fakes.links import FakeLink
 from tests.fakes.played_fleet import PlayedFleet
 from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.balancing import RandomBalancer
+from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
 from vllm_omni_plugin.vllm_api.codecs.stage_protocol import ready_response
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi

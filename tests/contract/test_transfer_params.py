@@ -27,8 +27,7 @@ with warnings.catch_warnings():
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.pipeline import VLLM_ENGINE, Modality, Pipeline, Stage
 from vllm_omni_plugin.vllm_api.engine_messages.request_building import (
     build_engine_core_request_from_tokens,
     drop_transfers,

@@ -10,7 +10,7 @@ from vllm.v1.engine import async_llm
 
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.core_client.utility_calls import UnknownCallError, UtilityCallClient
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator import Orchestrator
 
 
 def test_everything_that_async_llm_takes_of_its_client_is_there(client: FleetClient) -> None:

@@ -10,7 +10,7 @@ from vllm.exceptions import GracefulHTTPError
 
 from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 
 from .test_engine_client import answered

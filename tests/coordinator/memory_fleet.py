@@ -6,6 +6,7 @@ import zmq
 
 from vllm_omni_plugin.coordinator import (
     FullList,
+    HeadInfo,
     HeadLeft,
     HeadWork,
     ListDelta,
@@ -20,7 +21,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
-from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, SessionRefused
+from vllm_omni_plugin.coordinator.protocol.head_messages import SessionRefused
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, replica_list

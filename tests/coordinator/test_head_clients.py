@@ -12,6 +12,8 @@ from memory_fleet import ReceivedState, numbers
 from tests.fakes.hostile_frames import hostile_message
 from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
+    FullList,
+    ListDelta,
     OmniCoordClientForHead,
     OmniCoordClientForStage,
     OmniCoordinator,
@@ -32,9 +34,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     Bye,
     CallDone,
     FleetCall,
-    FullList,
     Hello,
-    ListDelta,
     RelayedCall,
     WorkReport,
     encode_from_head,

@@ -11,10 +11,9 @@ from tests.fakes.played_fleet import PlayedFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (

@@ -1,8 +1,8 @@
 """A fleet for `FleetClient` that starts nothing."""
 
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
+from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 
 

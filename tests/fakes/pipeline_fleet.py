@@ -10,12 +10,11 @@ from tests.fakes.played_fleet import PlayedFleet
 from tests.fakes.stage_api import FakeStageApi, PlayedLink
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.orchestrator import Orchestrator, OrchestratorRequestState, PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ChosenReplicas,
     PipelineCall,
@@ -25,7 +24,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     StageEvent,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.request_owner import OrchestratorRequestState
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
 
 TRANSFORM = "tests.fakes.transforms:obedient"

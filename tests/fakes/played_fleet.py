@@ -9,10 +9,8 @@ from typing import Any, Self
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.links import FakeLink, answer_calls
-from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
+from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, PoolMember
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,

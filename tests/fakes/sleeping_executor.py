@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
+from vllm_omni_plugin.sim import EngineSettings, SimRequest
 from vllm_omni_plugin.sim.model.sequence import SimSequence
-from vllm_omni_plugin.sim.model.sim_requests import SimRequest, to_request
+from vllm_omni_plugin.sim.model.sim_requests import to_request
 
 _LAYER = "layer"
 _LAYOUT = "LBNHC"

@@ -10,9 +10,9 @@ import msgspec
 from tests.fakes.engine_api import FakeEngineApi, FakeOutput, FakeOutputs, FakeRequest
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline import Modality, Stage
+from vllm_omni_plugin.pipeline import Modality, Stage, StageInput, StageOutput
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
-from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
 
 ROOM = 1000
 """Longest input of a stage, in tokens."""

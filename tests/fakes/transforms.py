@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline.transfer import StageOutput, Transfer
+from vllm_omni_plugin.pipeline import StageOutput, Transfer
 
 
 def obedient(outputs: Mapping[str, StageOutput], transfer: Transfer) -> Any:

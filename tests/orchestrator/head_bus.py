@@ -21,9 +21,9 @@ from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, O
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import MembershipTable
 from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
+from vllm_omni_plugin.orchestrator import SessionListener
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
-from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter

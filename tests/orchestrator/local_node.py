@@ -14,12 +14,10 @@ from tests.fakes.engines import UNPROBED, FakeEngine, FakeLauncher, Plan
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
-from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.pipeline import Pipeline
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput, OutputChunk
+from vllm_omni_plugin.pipeline import StageOutput
 from vllm_omni_plugin.pipeline.output_reader import joined
-from vllm_omni_plugin.pipeline.transfer import StageOutput
 
 
 class Rows(NamedTuple):

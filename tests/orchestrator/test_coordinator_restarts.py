@@ -12,8 +12,8 @@ from tests.orchestrator.test_fleet_calls import PAUSED, STORY
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
+from vllm_omni_plugin.orchestrator import SessionListener
 from vllm_omni_plugin.orchestrator.fleet_state import call_session
-from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 
 
 class ConnectedHead(FakeHead):

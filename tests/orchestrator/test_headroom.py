@@ -9,12 +9,11 @@ from vllm_omni_plugin.balancing import (
     LeastTokensBalancer,
     PrefixBalancer,
 )
+from vllm_omni_plugin.orchestrator import StagePool, StageRun
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 from .late_fleet import (

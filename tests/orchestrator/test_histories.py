@@ -15,9 +15,9 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
+from vllm_omni_plugin.orchestrator import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE
-from vllm_omni_plugin.orchestrator.requests.request_owner import OrchestratorRequestState
 
 from .late_fleet import LATE
 

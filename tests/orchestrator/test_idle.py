@@ -9,10 +9,8 @@ from pathlib import Path
 from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.engines import connect, receive
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
+from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 from vllm_omni_plugin.replicas.links.link import IpcLink
 

@@ -19,8 +19,7 @@ from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import DaemonThreads, StageInputBuilder
 from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState, plan_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
-from vllm_omni_plugin.pipeline import Pipeline, Stage
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import Pipeline, Stage, StageOutput
 
 
 def builder_of(

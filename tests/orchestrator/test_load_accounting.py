@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, ReplicaLoad
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator import PoolMember
 
 
 @pytest.fixture

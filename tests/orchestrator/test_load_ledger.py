@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaLoad, Task
+from vllm_omni_plugin.orchestrator import StageRun
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger, Work
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import LoadReport
 
 

@@ -10,8 +10,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engines import READY, FakeLauncher, Plan
 from tests.orchestrator.local_node import Node, running_node
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.pipeline import VLLM_ENGINE, Modality, Pipeline, Stage
 
 PIPELINE = Pipeline(
     (

@@ -10,7 +10,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator import PoolMember
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     Explain,
     ManageReplica,

@@ -12,12 +12,12 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTer
 from vllm_omni_plugin.balancing import Decision
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
+from vllm_omni_plugin.orchestrator import PoolMember, StageRun
 from vllm_omni_plugin.orchestrator.dispatch import next_step as decisions
 from vllm_omni_plugin.orchestrator.dispatch.next_step import Action, next_step
 from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import Choice, WaitingRuns, WaitReason
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
-from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, StageRun
+from vllm_omni_plugin.orchestrator.requests.stage_run import Loss
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))

@@ -9,9 +9,9 @@ from tests.fakes.conditions import eventually
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import SPEECH
 from tests.fakes.transforms import raising
+from vllm_omni_plugin.orchestrator import StageRun
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 REQUESTS = 100
 AT_ONCE = 25

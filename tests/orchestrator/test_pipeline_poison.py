@@ -5,7 +5,7 @@ import pytest
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN
 from vllm_omni_plugin.errors import QueryOfDeathError
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 
 NEIGHBOURS, POISON = "abcdef", "p"
 REFINER = 1

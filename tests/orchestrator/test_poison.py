@@ -7,8 +7,8 @@ import pytest
 
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import QueryOfDeathError, RequestLostError
+from vllm_omni_plugin.orchestrator import StagePool
 from vllm_omni_plugin.orchestrator.dispatch.suspects import CLEARING_TOKENS
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 
 STEP_S = 0.02
 LENGTH = 60

@@ -10,9 +10,9 @@ import pytest
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator import PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 
 from .late_fleet import LATE
 

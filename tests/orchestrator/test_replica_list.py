@@ -16,7 +16,7 @@ from vllm_omni_plugin.coordinator import (
     SessionLost,
     Welcome,
 )
-from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
+from vllm_omni_plugin.orchestrator import SessionListener
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RegisterRemoteReplica,
     RpcMessage,

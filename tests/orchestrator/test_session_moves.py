@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator import PoolMember, StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.requests.stage_run import Loss
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 
 CHUNK = FakeRequest("r", resumable=True)

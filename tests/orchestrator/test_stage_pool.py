@@ -22,9 +22,7 @@ from vllm_omni_plugin.balancing import (
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
+from vllm_omni_plugin.orchestrator import PoolMember, StagePool, StageRun
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import LoadReport
 

@@ -17,8 +17,9 @@ from tests.orchestrator.local_node import Node, received, running_node
 from tests.orchestrator.remote_fleet import Fleet
 from tests.orchestrator.test_replica_list import row
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.orchestrator import PoolMember
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import FIRST_STALL_PAUSE_S
-from vllm_omni_plugin.orchestrator.pool.pool_member import STALL_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import STALL_CORDON
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
 
 TIMEOUT_S = 60.0

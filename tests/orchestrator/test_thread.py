@@ -13,11 +13,10 @@ from tests.fakes.engine_api import FakeOutput, FakeOutputs, FakeRequest
 from tests.fakes.engines import READY, FakeEngine, Plan
 from tests.orchestrator.local_node import EACH_START_FAILURE, Node
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
+from vllm_omni_plugin.orchestrator import FleetControl, OrchestratorThread
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
-from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 
 # Nothing that AsyncLLM hands over looks like this, so the orchestrator cannot deal with it.
 UNKNOWN_TO_ENGINES = SubmitRequest(object(), 0.0)

@@ -8,9 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.admission.fakes import admission
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, Ticket
 from vllm_omni_plugin.balancing import Decision
+from vllm_omni_plugin.orchestrator import PoolMember, StageRun
 from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import WaitingRuns, WaitReason
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 CLASSES = (RequestClass(name="first", priority_at_most=0), RequestClass(name="last"))
 

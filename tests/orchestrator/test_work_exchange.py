@@ -4,7 +4,7 @@ import asyncio
 
 from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
 from vllm_omni_plugin.coordinator import HeadWork, ReplicaWork, SessionLost, Welcome, engine_key
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import LoadReport

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.orchestrator.work_bus import WorkBus, WorkingHead
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator import PoolMember
 from vllm_omni_plugin.orchestrator.requests.load_ledger import NO_WORK, Work
 
 REPLICAS = 3

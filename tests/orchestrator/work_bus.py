@@ -11,10 +11,9 @@ from typing import Any, cast
 from tests.fakes.engine_api import FakeRequest
 from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, Prompt, Task
 from vllm_omni_plugin.coordinator import HeadLeft, HeadWork, ReplicaStatus, ReplicaWork, SessionLost, Welcome
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator import PoolMember, StagePool, StageRun
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 
 PROMPT_TOKENS = 100

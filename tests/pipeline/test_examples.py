@@ -8,8 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from vllm_omni_plugin.pipeline import load_pipeline
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer
+from vllm_omni_plugin.pipeline import StageInput, StageOutput, Transfer, load_pipeline
 from vllm_omni_plugin.stages import StageJob
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"

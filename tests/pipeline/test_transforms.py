@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.errors import ConfigError, StageError
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer
+from vllm_omni_plugin.pipeline import StageInput, StageOutput, Transfer
 from vllm_omni_plugin.pipeline.transforms import check_input, resolve_transform
 
 TRANSFER = Transfer("r", "talker")

@@ -1,5 +1,6 @@
 """The layers: imports point down, and vLLM is touched in two places only."""
 
+import ast
 from collections.abc import Iterable, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
@@ -7,7 +8,7 @@ from graphlib import TopologicalSorter
 import pytest
 
 from .import_scan import imported_names
-from .source_tree import PACKAGE, modules, packages
+from .source_tree import PACKAGE, modules, packages, python_files, relative
 
 LAYERS = (
     "entrypoints",
@@ -133,3 +134,46 @@ def test_a_name_in_two_layers_is_found() -> None:
 
 def test_no_folder_name_is_in_two_layers() -> None:
     assert folders_of_one_name(packages()) == []
+
+
+def exported(package: str) -> dict[tuple[str, str], str]:
+    """What a layer's `__init__` takes from its modules: the layer, by the module and the name."""
+    tree = ast.parse(modules()[package].path.read_text())
+    imports = [each for each in tree.body if isinstance(each, ast.ImportFrom) and each.module]
+    return {
+        (each.module, alias.name): package
+        for each in imports
+        for alias in each.names
+        if each.module and each.module.startswith(f"{package}.")
+    }
+
+
+def second_homes(source: str, package: str, exports: Mapping[tuple[str, str], str]) -> list[str]:
+    """The names that a module of `package` imports from a module of another layer, although that layer exports them."""
+    return [
+        f"{alias.name} from {node.module}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if (layer := exports.get((node.module or "", alias.name))) and not f"{package}.".startswith(f"{layer}.")
+    ]
+
+
+def test_a_second_home_is_found() -> None:
+    exports = {("p.a.b", "C"): "p.a"}
+    assert second_homes("def f():\n    from p.a.b import C, D", "p.x", exports) == ["C from p.a.b"]
+    assert (
+        second_homes("from p.a import C", "p.x", exports) == second_homes("from p.a.b import C", "p.a.y", exports) == []
+    )
+
+
+def test_what_a_layer_exports_is_imported_from_the_layer_elsewhere() -> None:
+    exports: dict[tuple[str, str], str] = {}
+    for layer in packages():
+        exports |= exported(layer) if layer.count(".") == 1 else {}
+    by_path = {module.path: module.package for module in modules().values()}
+    found = {
+        relative(path): second_homes(path.read_text(), by_path.get(path, relative(path.parent)), exports)
+        for path in python_files()
+    }
+    assert {path: names for path, names in found.items() if names} == {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.sim.model.engine_settings import EngineSettings
+from vllm_omni_plugin.sim import EngineSettings
 from vllm_omni_plugin.sim.sim_command import add_flags, settings_of
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.pipeline import StageInput, StageOutput
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
 

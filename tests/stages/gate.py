@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from tests.fakes.conditions import eventually
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 
 
 class Gate:

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.fakes.conditions import eventually
-from vllm_omni_plugin.pipeline.stage import Modality, Stage
-from vllm_omni_plugin.pipeline.transfer import InputPart, StageInput, StageOutput
+from vllm_omni_plugin.pipeline import Modality, Stage, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import InputPart
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
+from vllm_omni_plugin.stages import PythonStage
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.python_stage import PythonStage
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher
 
 END_TOKEN = 2

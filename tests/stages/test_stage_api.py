@@ -14,7 +14,8 @@ from tests.stages.classes import Priced
 from tests.stages.heads import END_TOKEN, api, source, stage
 from vllm_omni_plugin.balancing import LeastTokensBalancer, Task
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
+from vllm_omni_plugin.pipeline import StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
 from vllm_omni_plugin.stages.stage_process import python_fingerprint
 from vllm_omni_plugin.vllm_api.codecs.stage_protocol import StageRequest
 

@@ -10,7 +10,7 @@ import yaml
 
 from tests.pipeline.test_docs import DOCS, block
 from tests.stages.heads import Head, open_head, stage
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 
 PAGE = (DOCS / "python_stages.md").read_text()
 

@@ -17,7 +17,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool, StageRun
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.pipeline import StageInput, StageOutput
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 from vllm_omni_plugin.stages.api import PythonStageApi
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, StageProcess

@@ -16,7 +16,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.mappings import descriptors, is_shared, mappings
 from tests.stages.heads import Head, open_head, stage
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 from vllm_omni_plugin.vllm_api.codecs.stage_codec import StageCodec
 
 LARGE = 30 << 20

@@ -9,7 +9,7 @@ from tests.fakes.conditions import eventually
 from tests.stages.gate import Gate
 from tests.stages.heads import open_head, stage
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 

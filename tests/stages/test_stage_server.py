@@ -5,7 +5,7 @@ import select
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.stages.heads import api, source, stage
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 from vllm_omni_plugin.replicas.replica_server.served_engine import HEAD_SLOTS, start_served_engine
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher
 

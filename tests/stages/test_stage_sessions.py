@@ -1,7 +1,7 @@
 """Sessions: chunks of one input are answered in order and share a memory."""
 
 from tests.stages.heads import Head, open_head, stage
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 
 
 def chunk(*tokens: int) -> StageInput:

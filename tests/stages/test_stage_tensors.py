@@ -10,7 +10,7 @@ import pytest_asyncio
 import torch
 
 from tests.stages.heads import Head, open_head, source, stage
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 from vllm_omni_plugin.vllm_api.codecs.stage_codec import ReceivedTensor
 
 ROWS = 1 << 20

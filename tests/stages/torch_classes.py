@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.fakes.mappings import is_shared
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import StageOutput
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
 SPARSE = StageOutput(tensor=torch.eye(3).to_sparse())

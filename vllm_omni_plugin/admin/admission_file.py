@@ -8,7 +8,7 @@ from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.admission import load_admission
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplaceAdmission
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 

@@ -10,7 +10,7 @@ from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import Candidate, Prompt, Task
 from vllm_omni_plugin.errors import NoExplanationError, OmniError
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explain, Explanation
 
 PromptReader = Callable[[str | list[int], str | None], Awaitable[Prompt]]

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError, OmniError, RequestRefusedError
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator import Orchestrator
 
 MAX_WAITING = 1024
 """Requests that may be held at a time; each keeps a connection and its body. Further ones are refused at once."""

@@ -7,9 +7,9 @@ from typing import Literal
 
 from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, OmniError, ReplicaError
+from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, PoolMember
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
 
 Action = Literal["drain", "resume", "remove"]

@@ -8,9 +8,9 @@ import msgspec
 from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.pipeline import Stage, StageInput, StageOutput
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
-from vllm_omni_plugin.pipeline.stage import Stage
-from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
 from vllm_omni_plugin.stages.python_stage import PythonStage
 from vllm_omni_plugin.vllm_api.codecs.stage_codec import sendable
 from vllm_omni_plugin.vllm_api.codecs.stage_protocol import CONTENT_KEY, STOP, OutputContent, StageRequest

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 from vllm_omni_plugin.stages.python_stage import StageJob
 from vllm_omni_plugin.vllm_api.codecs.stage_protocol import StageRequest
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput
+from vllm_omni_plugin.pipeline import StageInput, StageOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import msgspec
 
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.pipeline.stage import Stage
+from vllm_omni_plugin.pipeline import Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory, new_shared_memory
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit

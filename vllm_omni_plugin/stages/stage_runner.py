@@ -9,7 +9,7 @@ import msgspec
 
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import StageOutput
 from vllm_omni_plugin.stages.python_stage import PythonStage, StageJob
 from vllm_omni_plugin.vllm_api.codecs.stage_codec import sendable
 from vllm_omni_plugin.vllm_api.codecs.stage_protocol import OutputContent

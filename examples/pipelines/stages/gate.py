@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import StageOutput
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
 

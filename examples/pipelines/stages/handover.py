@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from vllm_omni_plugin.pipeline.transfer import StageInput, StageOutput, Transfer
+from vllm_omni_plugin.pipeline import StageInput, StageOutput, Transfer
 
 CODES_PER_TOKEN = 4
 """Codec tokens for one token of text: 80 ms."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import StageOutput
 from vllm_omni_plugin.stages import PythonStage, StageJob
 
 _HARMONICS = (0.5, 0.25, 0.125)

@@ -31,9 +31,7 @@ from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmis
 from vllm_omni_plugin.integration.core_client.pipeline_calls import register_request
 from vllm_omni_plugin.integration.http.app import serve_pipeline
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.stage import Modality, Stage
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage, StageOutput
 
 TINY_MODEL = Path(__file__).parents[3] / "examples" / "cpu" / "tiny_model.py"
 MODEL = "tiny"

@@ -4,8 +4,7 @@ import pytest
 
 from tests.contract.pipeline_http.app import Model, make_model
 from tests.pipeline.files import SPEECH
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.loading import load_pipeline
+from vllm_omni_plugin.pipeline import Pipeline, load_pipeline
 
 
 @pytest.fixture(scope="session")

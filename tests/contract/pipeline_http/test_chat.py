@@ -12,8 +12,7 @@ from tests.contract.pipeline_http.app import Model, PipelineApp, Step, samples, 
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import Pipeline, StageOutput
 
 # vLLM reads a field of its own that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")

@@ -7,7 +7,7 @@ import pytest
 from tests.contract.pipeline_http.app import Model, PipelineApp
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded
-from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")
 

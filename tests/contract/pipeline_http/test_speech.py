@@ -14,7 +14,7 @@ from tests.contract.pipeline_http.app import Model, PipelineApp, classified, sam
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import StageError, StageInputError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded
-from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline import Pipeline
 
 ENDED = PipelineCallEnded(None)
 UNKNOWN = 0xFFFF_FFFF

@@ -11,7 +11,7 @@ from tests.contract.pipeline_http.app import MODEL, Model, PipelineApp, Step, ev
 from tests.fakes.conditions import eventually
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded
-from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline import Pipeline
 
 # vLLM reads a field of its own that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning")

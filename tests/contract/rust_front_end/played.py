@@ -30,10 +30,9 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink, FrontEndRules
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
 from vllm_omni_plugin.vllm_api.codecs.sim_protocol import EngineCoreCodec

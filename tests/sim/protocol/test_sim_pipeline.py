@@ -24,9 +24,9 @@ from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.fleet_setup import fleet as fleet_module
 from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan
-from vllm_omni_plugin.pipeline.stage import VLLM_ENGINE, Modality, Stage
+from vllm_omni_plugin.pipeline import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
-from vllm_omni_plugin.sim.model.engine_model import EngineModel, Step
+from vllm_omni_plugin.sim import EngineModel, Step
 from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher, SimProcess
 from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint

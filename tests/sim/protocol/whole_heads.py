@@ -14,13 +14,10 @@ from tests.fakes.conditions import eventually
 from tests.sim.protocol.heads import FAST
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
+from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, PoolMember, SessionListener, StagePool
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError

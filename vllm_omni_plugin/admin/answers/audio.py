@@ -4,7 +4,7 @@ import struct
 from typing import Any, Final
 
 from vllm_omni_plugin.errors import StageError
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import StageOutput
 
 DEFAULT_SAMPLE_RATE: Final = 24_000
 """Hertz; the rate of OpenAI's `pcm16`, and of a stage that does not set `sample_rate`."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm_omni_plugin.errors import OmniError, did_you_mean
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.stage import Modality
+from vllm_omni_plugin.pipeline import Modality, Pipeline
 from vllm_omni_plugin.vllm_api.engine_messages.request_building import TRANSFER_PARAMS
 
 OMNI_KEYS: Final = ("outputs", "params", "sampling", "timings")

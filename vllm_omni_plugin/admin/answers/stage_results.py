@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 from vllm_omni_plugin.admin.answers.audio import DEFAULT_SAMPLE_RATE, pcm16, sample_rate, wav
 from vllm_omni_plugin.admin.answers.call_options import CallOptions
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.stage import Modality, Stage
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage, StageOutput
 
 
 class AudioPart(NamedTuple):

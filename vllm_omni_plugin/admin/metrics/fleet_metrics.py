@@ -11,9 +11,7 @@ from prometheus_client.registry import Collector
 from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME, PREFIX
 from vllm_omni_plugin.admission import Admission
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
+from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 
 

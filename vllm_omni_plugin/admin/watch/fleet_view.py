@@ -7,10 +7,8 @@ from typing import Any
 
 from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
-from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
-from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember, StagePool
+from vllm_omni_plugin.pipeline import Pipeline
 
 
 @dataclass

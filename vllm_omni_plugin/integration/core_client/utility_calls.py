@@ -14,7 +14,7 @@ from vllm_omni_plugin.coordinator.protocol.call_effects import ABORT_CLIENT_REQU
 from vllm_omni_plugin.errors import OmniError, RanksUnknownError
 from vllm_omni_plugin.integration.core_client.request_failures import to_http
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError

@@ -21,19 +21,16 @@ from vllm_omni_plugin.integration.options.listening import (
     with_secret,
 )
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, OrchestratorThread, SessionListener, StagePool
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
-from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.fleet_state.session_listener import SessionListener
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits, StagePool
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
-from vllm_omni_plugin.orchestrator.thread import OrchestratorThread
 from vllm_omni_plugin.replicas.engine.engine_keeper import Timing
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.pipeline.graph import Pipeline
-from vllm_omni_plugin.pipeline.stage import PipelineError, Stage
+from vllm_omni_plugin.pipeline import Pipeline, PipelineError, Stage
 from vllm_omni_plugin.pipeline.transforms import resolve_transform
 from vllm_omni_plugin.stages.python_stage import stage_class
 

@@ -16,8 +16,9 @@ from vllm_omni_plugin.integration.options.additional_config import without_optio
 from vllm_omni_plugin.integration.options.compatibility import prepare_engine_args
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
+from vllm_omni_plugin.stages import PythonStage
 from vllm_omni_plugin.stages.api import PythonStageApi
-from vllm_omni_plugin.stages.python_stage import PythonStage, stage_class
+from vllm_omni_plugin.stages.python_stage import stage_class
 from vllm_omni_plugin.stages.stage_process import PythonStageLauncher, python_fingerprint
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.engine_messages.moving import has_custom_logits_processors

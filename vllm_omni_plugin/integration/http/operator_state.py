@@ -21,8 +21,8 @@ from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
+from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 
 
 class OperatedFleet(Protocol):

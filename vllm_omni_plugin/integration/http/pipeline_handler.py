@@ -20,7 +20,7 @@ from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.core_client.pipeline_calls import Abort, ActivePipelineCall
 from vllm_omni_plugin.integration.core_client.request_failures import to_http
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
-from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline import Pipeline
 
 DONE: Final = "data: [DONE]\n\n"
 

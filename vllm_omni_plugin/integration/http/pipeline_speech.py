@@ -22,7 +22,7 @@ from vllm_omni_plugin.integration.core_client.pipeline_calls import Abort, Activ
 from vllm_omni_plugin.integration.core_client.request_failures import to_http
 from vllm_omni_plugin.integration.http.pipeline_handler import Create, once
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
-from vllm_omni_plugin.pipeline.graph import Pipeline
+from vllm_omni_plugin.pipeline import Pipeline
 
 SPEECH_PATH: Final = "/v1/audio/speech"
 

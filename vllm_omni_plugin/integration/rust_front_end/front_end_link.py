@@ -27,6 +27,7 @@ from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallCl
 from vllm_omni_plugin.integration.rust_front_end.fleet_adapters import FleetAdapters, complete
 from vllm_omni_plugin.integration.rust_front_end.front_end_calls import FrontEndCalls
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.orchestrator import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -38,7 +39,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RequestMessage,
     SubmitRequest,
 )
-from vllm_omni_plugin.orchestrator.requests.request_owner import OrchestratorRequestState
 from vllm_omni_plugin.replicas.links.link import Frames, SocketReader
 from vllm_omni_plugin.vllm_api.codecs.front_end_arrays import find_unreadable
 from vllm_omni_plugin.vllm_api.codecs.front_end_codec import IDENTITY, FrontEndCodec

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni_plugin.errors import StageError, StageInputError
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput, OutputChunk
 from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState
-from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Pipeline, Stage
+from vllm_omni_plugin.pipeline import (
+    BuiltInTransform,
+    Modality,
+    Pipeline,
+    Stage,
+    StageInput,
+    StageOutput,
+    Transfer,
+    Transform,
+)
 from vllm_omni_plugin.pipeline.output_reader import joined
-from vllm_omni_plugin.pipeline.transfer import InputPart, StageInput, StageOutput, Transfer, Transform
+from vllm_omni_plugin.pipeline.transfer import InputPart
 from vllm_omni_plugin.pipeline.transforms import check_input, resolve_transform
 
 if TYPE_CHECKING:

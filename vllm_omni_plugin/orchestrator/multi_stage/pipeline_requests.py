@@ -22,8 +22,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
 )
 from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner, refuse
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
-from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage, StageOutput
 
 logger = init_logger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_omni_plugin.admission.ticket import Ticket, TicketPhase
+from vllm_omni_plugin.admission import Ticket, TicketPhase
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ChosenReplicas,

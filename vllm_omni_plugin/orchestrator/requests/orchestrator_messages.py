@@ -9,7 +9,7 @@ from vllm_omni_plugin.admission import AdmissionConfig, QueuePosition, RequestTe
 from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
 from vllm_omni_plugin.coordinator import HeadLeft, HeadWork, ReplicaInfo, SessionLost, Welcome
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessageToHead
-from vllm_omni_plugin.pipeline.transfer import StageOutput
+from vllm_omni_plugin.pipeline import StageOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics, Schedu
 from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_omni_plugin.balancing.interface import MediaSpan, Prompt, Task
+from vllm_omni_plugin.balancing import MediaSpan, Prompt, Task
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.engine_messages import moving, ready
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames, LoadReport, Move

@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_omni_plugin.pipeline import StageInput, StageOutput
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
-from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 

@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_plugin.documents import Place
 from vllm_omni_plugin.errors import ConfigError, did_you_mean
-from vllm_omni_plugin.pipeline.stage import PipelineError
+from vllm_omni_plugin.pipeline import PipelineError
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser, propagate_flash_late_interaction
 
 DEFAULT_MODEL: str = AsyncEngineArgs.model

@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from vllm_omni_plugin.pipeline.stage import Modality, PipelineError, Stage
+from vllm_omni_plugin.pipeline import Modality, PipelineError, Stage
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 INVALID = (ValueError, VLLMClientError)

@@ -10,7 +10,7 @@ from vllm.inputs import TextPrompt, TokensPrompt, embeds_input, tokens_input
 from vllm.renderers.params import TokenizeParams
 from vllm.tokenizers import hf
 
-from vllm_omni_plugin.pipeline.transfer import StageInput
+from vllm_omni_plugin.pipeline import StageInput
 
 NO_EMBEDDINGS = "its engine takes no embeddings: add 'enable-prompt-embeds: true' to its engine_args"
 _PLAIN = TokenizeParams(max_total_tokens=None)

@@ -10,9 +10,8 @@ from vllm.tasks import GENERATION_TASKS
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_omni_plugin.errors import StageInputError
-from vllm_omni_plugin.pipeline.stage import Modality, PipelineError, Stage
-from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart, StageInput, StageOutput
-from vllm_omni_plugin.pipeline.transforms import BuiltInTransform
+from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, PipelineError, Stage, StageInput, StageOutput
+from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_api import StageApi
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_params import INVALID, KV_TRANSFER_PARAMS, StageParams
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_prompts import NO_EMBEDDINGS, StagePrompts, length_of

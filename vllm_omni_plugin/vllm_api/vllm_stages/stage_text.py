@@ -8,8 +8,8 @@ from vllm.tokenizers import cached_tokenizer_from_config, maybe_make_thread_pool
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from vllm_omni_plugin.pipeline import StageOutput
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
-from vllm_omni_plugin.pipeline.transfer import StageOutput
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_params import KV_TRANSFER_PARAMS
 
 _NAME_TOKENS = ("allowed_token_ids", "logit_bias", "logprob_token_ids", "trace_decode_token_ids")
