@@ -24,7 +24,7 @@ from vllm_omni_plugin.errors import ConfigError, WireError
 
 
 class FakeCoordinator:
-    """A ROUTER that receives the events of a stage client."""
+    """A ROUTER that receives the events of an announcing client."""
 
     def __init__(self, open_socket: OpenSocket) -> None:
         self._router = open_socket(zmq.ROUTER)

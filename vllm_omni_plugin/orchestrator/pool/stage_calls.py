@@ -105,7 +105,7 @@ class StageCalls:
         return self.wanted.state
 
     def is_halted(self) -> bool:
-        """Whether an operator's call keeps the engines from computing requests: a long one, a pause or a sleep."""
+        """Whether an operator call keeps the engines from computing requests: a long one, a pause or a sleep."""
         return self._halting > 0 or self.state.is_paused or any(member.is_busy for member in self.members)
 
     async def bring_up_to_date(self, member: PoolMember, client: EngineClient, is_resting: bool) -> bool:

@@ -306,7 +306,7 @@ class StagePool:
         member.queue_length = member.ledger.requests
 
     def restart_silence(self) -> None:
-        """That engines have been silent until now says nothing: an operator's call kept them from computing."""
+        """That engines have been silent until now says nothing: an operator call kept them from computing."""
         for member in self.members:
             member.progress.since = self._clock()
 
