@@ -14,7 +14,7 @@ import pytest
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import Secrets, user_secret
-from vllm_omni_plugin.curve.user_secret import keep_in_memory
+from vllm_omni_plugin.curve.secrets import keep_in_memory
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.flag_rules import check
 from vllm_omni_plugin.integration.options.listening import with_secret

@@ -28,7 +28,17 @@ LAYERS = (
 )
 """From top to bottom."""
 
-FOUNDATION = ("errors", "config", "keep_running", "logger", "key_file", "user_folder", "curve", "documents")
+FOUNDATION = (
+    "errors",
+    "config",
+    "keep_running",
+    "other_loop",
+    "logger",
+    "key_file",
+    "user_folder",
+    "curve",
+    "documents",
+)
 """Modules and packages below all layers, which anyone may import."""
 
 KNOW_VLLM = {"integration", "vllm_api"}

@@ -13,7 +13,7 @@ from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.control.lease_messages import AttachRefused, Status
-from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
+from vllm_omni_plugin.replicas.engine.engine_keeper import FirstStarts
 from vllm_omni_plugin.replicas.replica_server.announcer import Announcer
 from vllm_omni_plugin.replicas.replica_server.attached_heads import AttachedHeads
 

@@ -24,8 +24,7 @@ from vllm_omni_plugin.vllm_api.launch.engine_launch import (
 )
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.lockstep import GroupIncarnation, StartBarrier
-from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, remove_ipc_files
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, NodeShare, remove_ipc_files
 
 
 def split_ranks(vllm_config: Any) -> tuple[Any, int]:
