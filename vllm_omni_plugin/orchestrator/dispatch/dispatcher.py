@@ -48,9 +48,6 @@ class Dispatcher:
     """Assigns the runs of one stage to replicas, and sends them. Nothing in it waits.
 
     The methods return the runs that have ended otherwise than by an output.
-
-    Attributes:
-        finisher: accepts the outputs of the stage's replicas, and aborts runs.
     """
 
     def __init__(
