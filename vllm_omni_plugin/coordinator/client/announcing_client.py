@@ -77,11 +77,7 @@ class OmniCoordClientForStage:
         return self._link.connected
 
     def update_info(
-        self,
-        status: ReplicaStatus | None = None,
-        queue_length: int | None = None,
-        *,
-        new_incarnation: bool = False,
+        self, status: ReplicaStatus | None = None, queue_length: int | None = None, *, new_incarnation: bool = False
     ) -> None:
         """Send what is given; with ``new_incarnation`` the replica has restarted, and heads must attach again.
 
