@@ -3,9 +3,11 @@
 import asyncio
 import selectors
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextvars import Context
-from typing import TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
+R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 
@@ -29,6 +31,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """There is one thread only."""
         return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(
+        self, executor: Executor | None, function: Callable[[*Ts], R], *args: *Ts
+    ) -> "asyncio.Future[R]":
+        """Likewise."""
+        done: asyncio.Future[R] = self.create_future()
+        done.set_result(function(*args))
+        return done
 
 
 class _NeverWaits(selectors.SelectSelector):

@@ -30,24 +30,6 @@ async def until_called(*links: FakeLink) -> None:
     await eventually(lambda: all(link.calls for link in links), "the call")
 
 
-async def test_all_replicas_are_called_at_once_and_answer_in_replica_order(fleet: FakeFleet) -> None:
-    fleet.answer_with(None)
-    reply = fleet.ask("is_sleeping")
-    await until_called(*fleet.links.values())
-    for replica_id in (2, 0, 1):
-        fleet.links[replica_id].answer(fleet.links[replica_id].calls[0][0], replica_id)
-    assert await asyncio.wrap_future(reply) == [0, 1, 2]
-
-
-async def test_a_slow_call_holds_up_no_other(fleet: FakeFleet) -> None:
-    for link in fleet.links.values():
-        link.on_call = lambda link, call_id, method, args: link.answer(call_id, "done") if method == "quick" else None
-    slow = fleet.ask("slow")
-    assert await fleet.call("quick") == ["done"] * 3
-    assert not slow.done()
-    slow.cancel()
-
-
 @pytest.mark.parametrize(("on_call", "status"), [(refuse_calls, "error"), (lambda link, *_: link.say_dead(), "down")])
 async def test_a_replica_that_fails_or_dies_during_a_call_is_taken_out_and_the_other_answers_returned(
     fleet: FakeFleet, on_call: Any, status: str
@@ -75,39 +57,6 @@ async def test_a_replica_that_dies_in_the_step_in_which_a_call_begins_is_left_ou
     await stage.send(call)
     assert call.results == ["sleep"] * 2
     assert [replica.member.replica_id for replica in call.failed] == [1]
-
-
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (("sleep", 1, "abort"), (ReplicaError, "refuses sleep")),
-        (("set_weight_version", object()), (TypeError, "object")),
-    ],
-    ids=["refused by all replicas", "cannot be encoded"],
-)
-async def test_a_call_that_fails_everywhere_is_an_error_takes_no_replica_out_and_is_not_recorded(
-    fleet: FakeFleet, call: tuple[Any, ...], error: tuple[type[Exception], str]
-) -> None:
-    fleet.answer_with(refuse_calls)
-    with pytest.raises(error[0], match=error[1]):
-        await fleet.call(*call)
-    assert fleet.statuses == [ReplicaStatus.UP] * 3
-    assert await fleet.replayed() == []
-
-
-async def test_a_joiner_replays_earlier_calls(fleet: FakeFleet) -> None:
-    await fleet.call("set_weight_version", "v2")
-    await fleet.call("is_sleeping")
-    await fleet.call("pause_scheduler", "keep")
-    assert await fleet.replayed() == [("set_weight_version", ["v2"]), ("pause_scheduler", ["keep", False])]
-
-
-async def test_a_forgotten_adapter_stays_in_engines_and_is_not_replayed(fleet: FakeFleet) -> None:
-    await fleet.call("add_lora", Adapter("story", 7, "/loras/story"))
-    await fleet.call("pin_lora", 7)
-    assert await fleet.call(FORGET_LORA, 7) == []
-    assert [method for _, method, _ in fleet.links[0].calls] == ["add_lora", "pin_lora"]
-    assert await fleet.replayed() == []
 
 
 @pytest.fixture
@@ -230,8 +179,3 @@ async def test_caches_are_reset_and_adapters_forgotten_where_there_is_no_replica
         assert await fleet.call(FORGET_LORA, 7) == []
         with pytest.raises(NoReplicaError, match="No replica can take the call pause_scheduler right now"):
             await fleet.call("pause_scheduler", "abort", True)
-
-
-async def test_a_cordoned_replica_is_called_too(fleet: FakeFleet) -> None:
-    fleet.pool.cordon(fleet.pool.member(1), "admin")
-    assert len(await fleet.call("is_sleeping")) == 3

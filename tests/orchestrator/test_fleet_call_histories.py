@@ -41,11 +41,16 @@ UNDISTURBED = {"call", "drain", "resume"}
 
 
 class Fleet:
-    """Two engines, and three heads attached to both."""
+    """Two engines, and three heads attached to both, each of which has another one for itself.
+
+    Attributes:
+        private: the engines that only one head reaches, by the head.
+    """
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.bus = HeadBus()
         self.engines = [EngineModel(), EngineModel()]
+        self.private: dict[FakeHead, EngineModel] = {}
         self.heads: dict[str, FakeHead] = {}
         self.calling: list[asyncio.Future[Any]] = []
         self._stack = stack
@@ -55,8 +60,10 @@ class Fleet:
         """A head comes, under an id that no head before it had."""
         self._started += 1
         head = await self._stack.enter_async_context(FakeHead(self.bus, f"{name}{self._started}"))
-        for replica_id, link in head.links.items():
-            link.on_call = self._answer(self.engines[replica_id])
+        head.attach(1 + self._started, private=True)
+        self.private[head] = EngineModel()
+        for link, engine in zip(head.links.values(), [*self.engines, self.private[head]], strict=True):
+            link.on_call = self._answer(engine)
         self.heads[name] = head
         await head.join_fleet()
 
@@ -112,15 +119,40 @@ async def run(steps: list[tuple[str, str, Any]]) -> None:
         for head in fleet.heads.values():
             await head.join_fleet()
         fleet.bus.settle()
-        await eventually(lambda: agree(fleet), f"agreement after {steps}")
+        await fleet.start("late")
+        one_by_one = AT_ONCE not in {step for step, _, _ in steps}
+        await eventually(lambda: agree(fleet, one_by_one), f"agreement after {steps}")
         if {step for step, _, _ in steps} <= UNDISTURBED:
             assert [told_to_rest(engine) for engine in fleet.engines] == [told_to_rest(joiner(fleet))] * 2
 
 
-def agree(fleet: Fleet) -> bool:
-    heads = list(fleet.heads.values())
-    cordons = [[member.cordons for member in head.pool.members] for head in heads]
-    return all(head.replay == heads[0].replay for head in heads) and all(each == cordons[0] for each in cordons)
+def agree(fleet: Fleet, one_by_one: bool) -> bool:
+    """Whether all heads have one document, and have applied it to their replicas and servers.
+
+    Args:
+        one_by_one: each call ended before the next one began, so the engines that a head has for itself follow, too.
+    """
+    first, *others = fleet.heads.values()
+    late, drained = others[-1], first.orchestrator.drained
+    return (
+        all(head.fleet_calls.state == first.fleet_calls.state for head in others)
+        and all(head.orchestrator.drained == drained for head in others)
+        and all(cordons(head) == cordons(first) for head in others)
+        and (not one_by_one or all(follows_privately(fleet, head) for head in (first, *others)))
+        # The servers of the others have made calls themselves, and know of those without being told.
+        and late.adapters == {each.lora_name: each for each in late.fleet_calls.state.of_stage(0).state.adapters}
+        and late.sleep_level == late.fleet_calls.state.of_stage(0).state.sleep_level
+    )
+
+
+def cordons(head: FakeHead) -> list[frozenset[str]]:
+    return [frozenset(member.cordons) for member in head.pool.members if member.remote]
+
+
+def follows_privately(fleet: Fleet, head: FakeHead) -> bool:
+    """Whether a head's own engine has what a joiner gets, or has failed a call."""
+    *_, own = head.pool.members
+    return own.client is None or told_to_rest(fleet.private[head]) == told_to_rest(joiner(fleet))
 
 
 def joiner(fleet: Fleet) -> EngineModel:

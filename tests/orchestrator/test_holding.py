@@ -6,7 +6,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.observations import observed
 from vllm_omni_plugin.balancing import LoadBalancer, PrefixBalancer, RoundRobinBalancer
-from vllm_omni_plugin.errors import NoReplicaError, RequestLostError
+from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator.dispatch.next_step import MAX_HELD_REQUESTS
 from vllm_omni_plugin.orchestrator.dispatch.stage_situation import RETURN_INTERVAL_S
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
@@ -40,58 +40,6 @@ async def test_a_request_held_in_vain_is_refused_with_the_time_it_waited() -> No
         assert (fleet.orchestrator.metrics.requests_failed["no_replica"], fleet.orchestrator.metrics.held) == (1, 0)
 
 
-async def test_each_held_request_waits_its_own_time() -> None:
-    async with FakeFleet(replicas=1, replica_wait=SHORT) as fleet:
-        fleet.lose(0)
-        await fleet.submit("a")
-        fleet.now = SHORT
-        await fleet.submit("b")
-        await eventually(lambda: "a" not in fleet.orchestrator.request_states, "the first refusal")
-        assert list(fleet.orchestrator.request_states) == ["b"]
-        fleet.now = 2 * SHORT
-        await eventually(lambda: not fleet.orchestrator.request_states, "the second refusal")
-
-
-async def test_a_begun_request_is_held_and_then_resumed() -> None:
-    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
-        await fleet.submit("a", prompt=[1])
-        link, attempt = fleet.attempt("a")
-        link.output(attempt, 5)
-        fleet.lose(0)
-        assert fleet.orchestrator.metrics.held == 1
-        link = fleet.join(fleet.pool.member(0))
-        attempt = fleet.attempt("a")[1]
-        assert link.prompts[attempt] == [1, 5]
-        link.output(attempt, 6, finish_reason="stop")
-        await fleet.read()
-        assert fleet.tokens["a"] == [5, 6]
-
-
-async def test_a_begun_request_held_in_vain_is_lost() -> None:
-    async with FakeFleet(replicas=1, replica_wait=SHORT) as fleet:
-        await fleet.submit("a")
-        fleet.say("a", 5)
-        fleet.lose(0)
-        fleet.now = 60.0
-        await eventually(lambda: not fleet.orchestrator.request_states, "the refusal")
-        (_, (_, error)) = await fleet.read()
-        assert isinstance(error, RequestLostError)
-        assert "Replica 0 was lost" in str(error)
-        assert "waited" in str(error)
-
-
-async def test_an_aborted_request_is_held_no_longer() -> None:
-    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
-        fleet.lose(0)
-        await fleet.submit("a")
-        await fleet.submit("b")
-        await fleet.abort("a")
-        assert fleet.orchestrator.metrics.held == 1
-        link = fleet.join(fleet.pool.member(0))
-        assert link.added == [fleet.attempt("b")[1]]
-        assert fleet.in_flight == [1]
-
-
 async def test_the_queue_is_bounded() -> None:
     async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
         fleet.lose(0)
@@ -107,46 +55,6 @@ async def test_a_request_only_submitted_for_its_abort_is_not_held() -> None:
         fleet.lose(0)
         await fleet.submit("a", abort_immediately=True)
         assert (fleet.orchestrator.metrics.held, fleet.orchestrator.request_states) == (0, {})
-
-
-async def test_held_requests_go_on_waiting_when_the_replica_that_serves_is_found_dead() -> None:
-    async with FakeFleet(replicas=2, replica_wait=LONG) as fleet:
-        fleet.lose(0)
-        fleet.lose(1)
-        await fleet.submit("a")
-        await fleet.submit("b")
-        fleet.join(fleet.pool.member(0), broken=True)
-        await eventually(lambda: fleet.orchestrator.metrics.held == 2, "the loss")
-        link = fleet.join(fleet.pool.member(1))
-        assert len(link.added) == 2
-
-
-async def test_a_held_session_keeps_its_chunks_in_order() -> None:
-    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
-        fleet.lose(0)
-        await fleet.submit("s", resumable=True, prompt=[1])
-        await fleet.submit("s", resumable=True, prompt=[2])
-        await fleet.submit("s", resumable=False, prompt=[3])
-        link = fleet.join(fleet.pool.member(0))
-        attempt = fleet.attempt("s")[1]
-        assert link.added == [attempt] * 3
-        link.output(attempt, finish_reason="stop")
-        link.output(attempt, finish_reason="stop")
-        assert fleet.orchestrator.request_states == {}
-
-
-@pytest.mark.parametrize("cordoned", [True, False])
-async def test_a_cordoned_replica_gets_what_is_held_only_after_its_release(cordoned: bool) -> None:
-    async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
-        member = fleet.pool.member(0)
-        fleet.lose(0)
-        if cordoned:
-            fleet.pool.cordon(member, "admin")
-        await fleet.submit("a")
-        link = fleet.join(member)
-        assert len(link.added) == (0 if cordoned else 1)
-        fleet.orchestrator.uncordon(member, "admin")
-        assert len(link.added) == 1
 
 
 async def test_waiters_for_a_replica_are_notified() -> None:

@@ -1,16 +1,14 @@
 """Requests wait at the head, charged to no replica, until one can begin them."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 import pytest
 import uvloop
 
-from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings
+from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import PrefixBalancer, Prompt, RoundRobinBalancer
 from vllm_omni_plugin.errors import RequestRefusedError
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
@@ -44,14 +42,6 @@ async def test_an_engine_gets_prompts_for_two_steps_behind_the_one_that_it_compu
         assert got(fleet.links[0]) == "abcde"
 
 
-async def test_an_engine_whose_sequence_slots_are_full_gets_a_few_requests_ahead() -> None:
-    async with late(size=EngineSize(step_tokens=1000, sequences=2)) as fleet:
-        fleet.links[0].report(running=2)
-        await submit_all(fleet, NAMES)
-        fleet.links[0].report(running=2)
-        assert got(fleet.links[0]) == "abcd"
-
-
 async def test_each_replica_gets_what_its_own_batches_hold() -> None:
     async with late(replicas=0, balancer=RoundRobinBalancer()) as fleet:
         for replica_id, sequences in enumerate((2, 40)):
@@ -77,24 +67,6 @@ async def test_an_engine_without_free_kv_memory_gets_one_request_behind_another(
         fleet.links[0].report(running=97)
         await submit_all(fleet, NAMES)
         assert got(fleet.links[0]) == "xa"
-
-
-async def test_an_aborted_request_that_waits_leaves_no_trace_at_an_engine() -> None:
-    async with late() as fleet:
-        await submit_all(fleet, "abcd")
-        await fleet.abort("c")
-        link = fleet.links[0]
-        assert (link.aborted, fleet.in_flight, fleet.orchestrator.metrics.queued) == ([], [2], 1)
-        fleet.say("a", 1)
-        assert got(link) == "abd"
-
-
-async def test_waiting_requests_are_sent_when_all_sent_ones_are_aborted() -> None:
-    async with late() as fleet:
-        await submit_all(fleet, "abcd")
-        await fleet.abort("a", "b")
-        await eventually(lambda: got(fleet.links[0]) == "abcd", "the sending of what waited")
-        assert [attempt[0] for attempt in fleet.links[0].aborted] == ["a", "b"]
 
 
 def test_a_request_with_a_deadline_can_follow_an_abort_on_the_loop_that_the_orchestrator_has() -> None:
@@ -136,39 +108,6 @@ async def test_requests_that_wait_while_the_only_replica_drains_are_held_for_the
         assert got(fleet.links[1]) == "c"
 
 
-async def test_a_replica_that_drains_gets_nothing_that_waits_while_another_serves() -> None:
-    async with late(replicas=2) as fleet:
-        await submit_all(fleet, "abcdef")
-        assert fleet.in_flight == [2, 2]
-        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
-        for attempt in [*fleet.links[0].added]:
-            fleet.links[0].output(attempt, 1, finish_reason="stop")
-        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([0, 2], 2)
-
-
-async def test_an_abort_at_a_replica_that_is_lost_then_sends_nothing_there() -> None:
-    async with late(replicas=2) as fleet:
-        await submit_all(fleet, "abcdef")
-        await fleet.abort(next(name for name in "abcd" if fleet.home(name) == 0))
-        fleet.kill(0)
-        await eventually(lambda: fleet.orchestrator.metrics.queued == 3, "the move")
-        fleet.orchestrator.tick()
-        assert await fleet.read() == []
-        assert fleet.in_flight == [0, 2]
-
-
-async def test_a_replica_with_room_gets_what_waits() -> None:
-    async with late(replicas=2) as fleet:
-        fleet.pool.cordon(fleet.pool.member(1), ADMIN_CORDON)
-        chosen_replicas: list[Any] = []
-        await submit_all(fleet, "ab")
-        await fleet.submit("c", chosen_replicas, prompt=[1, 2])
-        assert (fleet.in_flight, chosen_replicas) == ([2, 0], [])
-        fleet.orchestrator.uncordon(fleet.pool.member(1), ADMIN_CORDON)
-        assert (got(fleet.links[1]), fleet.in_flight) == ("c", [2, 1])
-        assert [name for name, _ in chosen_replicas] == ["0.1"]
-
-
 async def test_a_cached_prompt_is_computed_elsewhere_only_if_no_other_prompt_waits_there() -> None:
     cached = list(range(2000))
     async with FakeFleet(2, PrefixBalancer(), send_window=LATE) as fleet:
@@ -190,58 +129,6 @@ async def test_a_cached_prompt_is_computed_elsewhere_only_if_no_other_prompt_wai
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cd")
         fleet.say("d", 1)
         assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cdx")
-
-
-CLASSES = AdmissionConfig(
-    classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")),
-    max_waiting_requests=2,
-    tenants={
-        "heavy": TenantSettings(weight=1),
-        "light": TenantSettings(weight=1),
-        "one": TenantSettings(max_in_flight=1),
-    },
-)
-
-
-async def test_classes_go_in_their_order_and_tenants_take_turns() -> None:
-    plan = AdmissionConfig(classes=CLASSES.classes)
-    async with late(plan=plan) as fleet:
-        await submit_all(fleet, "ab")
-        await submit_all(fleet, "cd", priority=1, terms=RequestTerms("heavy"))
-        await submit_all(fleet, "efg", terms=RequestTerms("heavy"))
-        await submit_all(fleet, "h", terms=RequestTerms("light"))
-        for name in "abeh":
-            fleet.say(name, 1)
-        for name in "fg":
-            fleet.say(name, 1)
-        assert got(fleet.links[0]) in ("abehfgcd", "abhefgcd")
-
-
-async def test_a_full_queue_makes_room_for_a_higher_class_and_refuses_the_same_one() -> None:
-    async with late(plan=CLASSES) as fleet:
-        await submit_all(fleet, "abcd", priority=1)
-        await submit_all(fleet, "e", priority=0)
-        [(name, error)] = await fleet.read()
-        assert name == "d"
-        assert isinstance(error, RequestRefusedError)
-        assert (error.reason, error.retry_after_s >= 1) == ("pushed_out", True)
-        await submit_all(fleet, "f", priority=1)
-        assert isinstance(await fleet.the_error("f"), RequestRefusedError)
-        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([2], 2)
-        link = fleet.links[0]
-        assert (got(link), link.aborted) == ("ab", [])
-
-
-async def test_a_tenant_at_its_limit_is_refused_until_one_of_its_requests_has_ended() -> None:
-    async with late(plan=CLASSES) as fleet:
-        await submit_all(fleet, "a", terms=RequestTerms("one"))
-        await submit_all(fleet, "b", terms=RequestTerms("one"))
-        error = await fleet.the_error("b")
-        assert isinstance(error, RequestRefusedError)
-        assert (error.status, error.reason) == (429, "in_flight")
-        fleet.say("a", 1, finish_reason="stop")
-        await submit_all(fleet, "c", terms=RequestTerms("one"))
-        assert got(fleet.links[0]) == "ac"
 
 
 @pytest.mark.parametrize("end", ["refused", "aborted", "sent and aborted"])

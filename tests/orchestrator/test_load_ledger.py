@@ -91,6 +91,15 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
         assert 0 <= ledger.waiting <= sum(not c.has_output for c in there)
 
 
+def test_a_report_never_hides_this_heads_own_requests() -> None:
+    """vllm#48027: a report erases what was assigned after it was taken."""
+    ledger = LoadLedger()
+    for _ in range(3):
+        charged(ledger, prompt=10)
+    ledger.report(LoadReport(waiting=0, running=1, kv_usage=0.0))
+    assert (ledger.load.requests, ledger.load.others) == (3, 0)
+
+
 def test_reports_of_other_heads_replace_those_of_the_engine() -> None:
     ledger = LoadLedger()
     charged(ledger, 10)

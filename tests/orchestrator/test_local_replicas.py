@@ -40,26 +40,6 @@ def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("omni-engine")}
 
 
-async def test_all_replicas_start_at_once_serve_and_end_with_the_given_timeout(node: Node) -> None:
-    assert node.statuses == [DOWN, DOWN]
-    assert await node.replicas.start() == [[READY, READY]]
-    assert node.statuses == [UP, UP]
-    assert sorted(node.launcher.starts) == [0, 1]
-    for _ in range(2):
-        await node.replicas.close(7.0)
-        assert [engine.process.shutdowns for engine in node.launcher.engines] == [[7.0], [7.0]]
-
-
-@EACH_START_FAILURE
-async def test_the_start_fails_if_no_replica_starts(node: Node, plan: Plan, error: type[Exception], text: str) -> None:
-    for replica_id in range(2):
-        node.launcher.plan(replica_id, plan)
-    with pytest.raises(error, match=text):
-        await node.replicas.start()
-    assert node.pool.serving == ()
-    await eventually(lambda: all(engine.process.killed for engine in node.launcher.engines))
-
-
 @EACH_START_FAILURE
 async def test_a_replica_that_does_not_start_is_tried_again_beside_one_that_serves(
     node: Node, plan: Plan, error: type[Exception], text: str

@@ -40,22 +40,6 @@ def moves(fleet: FakeFleet) -> dict[Move, int]:
     return {move: count for move, count in fleet.orchestrator.metrics.request_moves.items() if count}
 
 
-async def test_a_resumed_request_goes_on_from_the_tokens_delivered(fleet: FakeFleet) -> None:
-    await begin(fleet, "resume")
-    old_link, old_attempt = fleet.attempt("a")
-    old_link.say_dead()
-    link, attempt = fleet.attempt("a")
-    assert link is not old_link
-    assert link.prompts[attempt] == [1, 2, *BEGUN]
-    old_link.output(old_attempt, 99)
-    link.output(attempt, 14)
-    link.output(attempt, 15, finish_reason="length")
-    assert await fleet.read() == [("a", None), ("a", "length")]
-    assert fleet.tokens["a"] == [*BEGUN, 14, 15]
-    assert (fleet.in_flight, fleet.orchestrator.request_states) == ([0, 0, 0], {})
-    assert moves(fleet) == {Move.RESUME: 1}
-
-
 @pytest.mark.parametrize("cuts", [[1, 1, 1, 1, 1], [3, 2], [2, 3], [4, 1], [5]], ids=str)
 async def test_a_replayed_request_goes_on_where_it_has_repeated_the_tokens_delivered(
     fleet: FakeFleet, cuts: list[int]
@@ -152,12 +136,3 @@ async def test_a_token_that_the_model_does_not_have_does_not_keep_a_request_from
     link.say_dead()
     link, attempt = fleet.attempt("a")
     assert link.prompts[attempt] == [1, 2]
-
-
-async def test_an_abort_during_a_replay_reaches_the_new_replica(fleet: FakeFleet) -> None:
-    link, attempt = await move_on(fleet, "replay")
-    link.output(attempt, BEGUN[0])
-    await fleet.abort("a")
-    link.output(attempt, BEGUN[1])
-    assert link.aborted == [attempt]
-    assert await fleet.read() == []

@@ -17,8 +17,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
 )
 from vllm_omni_plugin.pipeline import Stage
 
-SHORT = 0.02
-"""Seconds."""
 JUDGED = (
     stage(0, "thinker", "text", final=True),
     stage(1, "judge", "scores", final=True),
@@ -282,15 +280,3 @@ async def test_a_stage_without_replicas_fails_its_requests_and_no_others(held: b
             (error,) = fleet.call_ends("r")
             assert isinstance(error, NoReplicaError)
             assert str(error).startswith("Stage 'judge': No replica of stage 1 can serve")
-
-
-async def test_a_request_waits_for_a_stage_no_longer_than_it_may() -> None:
-    async with FakePipelineFleet(CHAIN, replicas=[1, 0], replica_wait=SHORT) as fleet:
-        await fleet.submit("r", "text")
-        await fleet.step("r", 0, count=9)
-        fleet.now = 60.0
-        await eventually(lambda: not fleet.states, "the end of the wait")
-        await fleet.read()
-        error = the_error(fleet, "r")
-        assert isinstance(error, NoReplicaError)
-        assert "stage 1" in str(error)

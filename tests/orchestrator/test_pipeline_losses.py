@@ -26,32 +26,6 @@ async def test_a_moved_session_keeps_all_chunks_including_those_that_came_withou
         assert fleet.call_ends("r") == [None]
 
 
-@pytest.mark.parametrize("stage_id", [0, 1, 2])
-async def test_a_stage_may_move_as_often_as_the_limit_and_then_the_request_fails(stage_id: int) -> None:
-    async with FakePipelineFleet(SPEECH, replicas=2, migration_limit=1) as fleet:
-        await fleet.submit("r", "text", "audio", prompt=[3], move="replay")
-        while stage_id not in fleet.states["r"].runs:
-            await advance_before(fleet, stage_id)
-        for left in (1, 0):
-            run = fleet.states["r"].runs[stage_id]
-            replica_id = run.replica_id
-            assert replica_id is not None
-            fleet.lose(stage_id, replica_id)
-            fleet.join(fleet.pools[stage_id].member(replica_id))
-            assert ("r" in fleet.states) == bool(left)
-        await fleet.read()
-        error = fleet.ends[-1][1]
-        assert isinstance(error, RequestLostError)
-        assert fleet.call_ends("r") == [error]
-        assert fleet.in_flight == 0
-
-
-async def advance_before(fleet: FakePipelineFleet, stage_id: int) -> None:
-    for name, other in list(fleet.at_work(list(fleet.states))):
-        if other < stage_id and name in fleet.states:
-            await fleet.step(name, other)
-
-
 async def test_the_moves_of_one_stage_do_not_count_for_another() -> None:
     async with FakePipelineFleet(CHAIN, replicas=2, migration_limit=1) as fleet:
         await fleet.submit("r", "text", move="replay")

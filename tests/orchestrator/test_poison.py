@@ -101,30 +101,6 @@ def whole(fleet: FakeFleet, names: str) -> bool:
     return all(fleet.tokens.get(name) == list(range(LENGTH)) for name in names)
 
 
-KILLS = pytest.mark.parametrize(
-    ("deadly", "move"),
-    [
-        pytest.param(at_once, "resume", id="dies at once when resumed"),
-        pytest.param(after_a_while, "resume", id="dies later when resumed"),
-        pytest.param(at_once, "replay", id="dies where it did when replayed"),
-    ],
-)
-
-
-@KILLS
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-async def test_a_request_that_kills_in_the_middle_of_its_answer_gets_no_third_replica(
-    deadly: Deadly, move: str, replicas: int
-) -> None:
-    async with FakeFleet(replicas=replicas, replica_wait=60.0) as fleet:
-        engines = Engines(fleet, {"p": deadly}, return_after=RESTART_S)
-        await fleet.submit("p", move=move)
-        ends = await engines.run()
-        assert isinstance(ends["p"], RequestLostError)
-        assert len(engines.deaths) == len(set(engines.deaths)) == 2
-        assert fleet.orchestrator.metrics.requests_failed["query_of_death"] == 1
-
-
 @pytest.mark.parametrize(
     ("deadly", "move", "replicas", "names", "limit"),
     [
@@ -162,21 +138,6 @@ async def test_several_such_requests_at_once_kill_the_same_two_engines(replicas:
         assert ends == dict.fromkeys("abcd", "stop")
         assert whole(fleet, "abcd")
         assert len(set(engines.deaths)) == 2
-
-
-@pytest.mark.parametrize("replicas", [2, 3])
-async def test_a_replica_that_crashes_again_and_again_by_itself_gives_no_culprit(replicas: int) -> None:
-    async with FakeFleet(replicas=replicas, replica_wait=60.0) as fleet:
-        engines = Engines(fleet, {}, return_after=0.1)
-        for number in range(12):
-            await fleet.submit(f"r{number}")
-        for step in range(400):
-            await engines.step()
-            if step % 10 == 9 and any(member.replica_id == 0 for member in fleet.pool.serving):
-                engines.lose(0)
-        assert len(engines.deaths) > 3
-        assert fleet.orchestrator.request_states == {}
-        assert {end for _, end in fleet.events if end is not None} == {"stop"}
 
 
 async def test_an_event_names_the_request_its_replicas_and_how_many_were_beside_it() -> None:
@@ -232,18 +193,6 @@ async def crash_twice(fleet: FakeFleet, late: str) -> tuple[int, int]:
     return 3 - third, third
 
 
-async def test_a_request_gets_no_third_replica_if_another_was_taken_for_the_culprit() -> None:
-    async with FakeFleet(replicas=3, replica_wait=60.0) as fleet:
-        for name in "pa":
-            await fleet.submit(name, affinity=0)
-        second, third = await crash_twice(fleet, late="a")
-        [(name, error)] = [event for event in await fleet.read() if event[1] is not None]
-        assert (name, type(error)) == ("a", QueryOfDeathError)
-        assert fleet.links[third].added == []
-        fleet.join(fleet.pool.member(second))
-        assert fleet.home("p") == second
-
-
 async def test_a_request_that_waited_in_vain_for_its_two_replicas_is_not_reported_as_the_culprit() -> None:
     async with FakeFleet(replicas=3, replica_wait=60.0) as fleet:
         for name in "pa":
@@ -255,17 +204,6 @@ async def test_a_request_that_waited_in_vain_for_its_two_replicas_is_not_reporte
         assert ended == [("a", QueryOfDeathError), ("p", QueryOfDeathError)]
         [event] = [event for event in fleet.orchestrator.events.after() if event.kind == "query_of_death"]
         assert event.reason.endswith("died under request a")
-
-
-async def test_a_replica_that_gets_the_id_of_one_that_crashed_is_another_one() -> None:
-    async with FakeFleet(replicas=3, replica_wait=60.0) as fleet:
-        for name in "pa":
-            await fleet.submit(name, affinity=0)
-        second, _ = await crash_twice(fleet, late="a")
-        for replica_id in (0, second):
-            fleet.orchestrator.replica_left(fleet.pool.member(replica_id))
-            fleet.join(fleet.pool.add(replica_id))
-            assert fleet.links[replica_id].added == []
 
 
 async def test_a_suspect_goes_to_another_machine_if_one_is_free() -> None:

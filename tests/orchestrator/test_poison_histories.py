@@ -71,8 +71,15 @@ class History:
             for _ in range(10_000):
                 await self._step()
                 if not self._names and not any(fleet.orchestrator.request_states for fleet in self._heads):
+                    self._check_answers()
                     return
             raise AssertionError("requests do not end")
+
+    def _check_answers(self) -> None:
+        """Every answer is whole, whatever has happened on the way."""
+        for fleet in self._heads:
+            answered = [name for name in fleet.tokens if self.ends[name] == "stop"]
+            assert [fleet.tokens[name] for name in answered] == [[*range(self._length)]] * len(answered)
 
     def others_at(self, pool: StagePool, member: PoolMember) -> int:
         """As far as heads know of each other, which is exact here."""

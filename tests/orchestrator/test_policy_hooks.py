@@ -14,7 +14,6 @@ from vllm_omni_plugin.balancing import (
     Decision,
     LeastQueueLengthBalancer,
     LoadBalancer,
-    RandomBalancer,
     Task,
 )
 from vllm_omni_plugin.errors import NoExplanationError, NoReplicaError, OmniError
@@ -266,11 +265,6 @@ async def test_an_impossible_explanation_is_an_error(
     async with FakeFleet(replicas=replicas, balancer=balancer) as fleet:
         with pytest.raises(error):
             await explain(fleet, {}, stage_id)
-
-
-async def test_a_policy_has_its_configured_name() -> None:
-    assert PolicyGuard(RandomBalancer(), "random").name == "random"
-    assert PolicyGuard(RandomBalancer()).name == "RandomBalancer"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The replicas of one stage, and the choice among them."""
 
-import heapq
 import itertools
 import re
 from random import Random
@@ -14,10 +13,8 @@ from tests.fakes.links import FakeLink
 from vllm_omni_plugin.balancing import (
     Decision,
     LeastQueueLengthBalancer,
-    LeastTokensBalancer,
     LoadBalancer,
     PrefixBalancer,
-    Prompt,
     Task,
 )
 from vllm_omni_plugin.coordinator import ReplicaStatus
@@ -52,14 +49,6 @@ def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
     return state
 
 
-def assign(pool: StagePool) -> PoolMember:
-    member, decision = pool.decide({})
-    state = StageRun("r", FakeRequest("r"), 0.0)
-    state.assign(member.replica_id, f"r-{member.assignments}", {}, decision, 0.0)
-    pool.charge(member, state)
-    return member
-
-
 def test_a_second_replica_of_one_id_is_refused() -> None:
     pool, _ = make_pool(1)
     with pytest.raises(ValueError, match="stage 2 has a replica 0 already"):
@@ -73,19 +62,6 @@ def test_a_tuple_that_was_read_before_a_change_stays_as_it_was() -> None:
     assert serving == tuple(members)
 
 
-def test_the_serving_replicas_are_the_same_object_while_membership_stands() -> None:
-    pool, members = make_pool(12)
-    serving = pool.serving
-    state = charge(pool, members[0], "a")
-    pool.release(state)
-    pool.cordon(members[3], "admin")
-    assert serving is not pool.serving
-    assert len(serving) == 12
-    serving = pool.serving
-    pool.lose(members[3], ReplicaStatus.DOWN)
-    assert pool.serving is serving
-
-
 def test_a_report_of_full_kv_memory_counts_at_the_next_choice() -> None:
     pool, members = make_pool(2, PrefixBalancer(rng=Random(0)))
     runs = [charge(pool, member, f"r{number}") for member in members for number in range(member.replica_id + 1)]
@@ -96,22 +72,6 @@ def test_a_report_of_full_kv_memory_counts_at_the_next_choice() -> None:
     assert pick(pool, {}) is members[1]
     pool.release(runs[0])
     assert pick(pool, {}) is members[0]
-
-
-def test_the_lengths_of_all_queues_are_known_through_charges_releases_and_holds() -> None:
-    pool, members = make_pool(12)
-    states = [charge(pool, member, f"r{index}") for index in range(3) for member in members[:11]]
-    assert pick(pool, {}) is members[11]
-    assert sum(member.queue_length for member in pool.serving) == 33
-    for state in states[:11:5]:
-        pool.release(state)
-    pool.cordon(members[11], "admin")
-    assert sum(member.queue_length for member in pool.serving) == 30
-    assert {pick(pool, {}).replica_id for _ in range(100)} == {0, 5, 10}
-    pool.release(states[11])
-    assert pick(pool, {}) is members[0]
-    pool.uncordon(members[11], "admin")
-    assert pick(pool, {}) is members[11]
 
 
 def test_an_affinity_key_whose_replica_is_lost_goes_to_one_that_serves() -> None:
@@ -207,20 +167,6 @@ async def test_waiters_for_idleness_are_notified_once_nothing_is_in_flight() -> 
     assert idle.done()
 
 
-async def test_a_cordoned_replica_ends_what_it_has_while_others_are_chosen() -> None:
-    pool, (first, second) = make_pool(2, PrefixBalancer())
-    state = charge(pool, first, "a")
-    pool.cordon(first, "drain")
-    idle = pool.when_idle(first)
-    assert assign(pool) is second
-    pool.set_others_work(first, None)
-    pool.add_first_output(first, state, 0)
-    assert not idle.done()
-    pool.release(state)
-    assert idle.done()
-    assert second.queue_length == 1
-
-
 async def test_a_cancelled_wait_for_idleness_harms_nobody() -> None:
     pool, (member,) = make_pool(1)
     state = charge(pool, member, "a")
@@ -229,30 +175,3 @@ async def test_a_cancelled_wait_for_idleness_harms_nobody() -> None:
     pool.release(state)
     assert second.done()
     assert not second.cancelled()
-
-
-def test_least_tokens_gives_replicas_work_by_the_cost_of_inputs_and_by_their_speed() -> None:
-    """The length of a prompt stands for the cost of a Python stage's input, too."""
-    now, rng = 0.0, Random(1)
-    pool = StagePool(0, LeastTokensBalancer(rng=rng), clock=lambda: now)
-    for replica_id in range(2):
-        serve(pool, pool.add(replica_id))
-    seconds_per_token, work, busy_until = (0.001, 0.004), [0, 0], [0.0, 0.0]
-    ends: list[tuple[float, str, StageRun]] = []
-    for number in range(2000):
-        now += 0.5
-        while ends and ends[0][0] <= now:
-            end, _, run = heapq.heappop(ends)
-            pool.members[run.replica_id or 0].ledger.add_first_output(run, end)
-            pool.release(run)
-        task: Task = {"prompt": Prompt(range(rng.choice((100, 1000))), cacheable=False)}
-        member, decision = pool.decide(task)
-        run = StageRun(f"{number}", FakeRequest(f"{number}"), now)
-        run.assign(member.replica_id, f"{number}", task, decision, now)
-        pool.charge(member, run)
-        place = member.replica_id
-        work[place] += run.prefill_tokens
-        busy_until[place] = max(now, busy_until[place]) + run.prefill_tokens * seconds_per_token[place]
-        heapq.heappush(ends, (busy_until[place], run.engine_request_id, run))
-    # A replica that is four times faster does four fifths of the work while both are busy.
-    assert 0.8 < work[0] / sum(work) < 0.9

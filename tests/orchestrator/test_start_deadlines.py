@@ -1,20 +1,13 @@
 """A request that no engine has got at its deadline is refused, wherever it waits."""
 
-import asyncio
-
-import pytest
-
 from tests.fakes.conditions import eventually
-from tests.fakes.engine_api import REFUSED, FakeRequest
+from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, Ticket
 from vllm_omni_plugin.errors import RequestRefusedError
-from vllm_omni_plugin.orchestrator.dispatch import move_budget
-from vllm_omni_plugin.orchestrator.pool.engine_refusals import RETRY_S
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 
-from .late_fleet import got, late
+from .late_fleet import late
 
 LONG = 600.0
 DUE_S = 0.01
@@ -23,22 +16,6 @@ DUE_S = 0.01
 async def submit(fleet: FakeFleet, *names: str) -> None:
     for name in names:
         await fleet.submit(name, prompt=[1], terms=RequestTerms("tenant", timeout_s=DUE_S))
-
-
-async def refused(fleet: FakeFleet, name: str) -> None:
-    """A request is refused at its deadline, which is now."""
-    fleet.now = max(fleet.now, DUE_S)
-    await eventually(lambda: name not in fleet.orchestrator.request_states, "the refusal")
-    error = dict(await fleet.read())[name]
-    assert isinstance(error, RequestRefusedError)
-    assert (error.status, error.reason) == (503, "deadline")
-
-
-async def goes_on(fleet: FakeFleet, name: str) -> None:
-    """It is not, however late it is."""
-    fleet.now += 10 * DUE_S
-    await asyncio.sleep(2 * DUE_S)
-    assert name in fleet.orchestrator.request_states
 
 
 async def test_on_its_way_to_the_orchestrator_of_a_busy_head() -> None:
@@ -73,66 +50,13 @@ async def test_while_no_replica_serves() -> None:
     async with FakeFleet(replicas=0, replica_wait=LONG, plan=AdmissionConfig()) as fleet:
         await submit(fleet, "a")
         assert fleet.orchestrator.metrics.held == 1
-        await refused(fleet, "a")
-        assert fleet.orchestrator.metrics.held == 0
+        fleet.now = DUE_S
+        await eventually(lambda: not fleet.orchestrator.request_states, "the refusal")
+        error = await fleet.the_error("a")
+        assert isinstance(error, RequestRefusedError)
+        assert (error.status, error.reason, fleet.orchestrator.metrics.held) == (503, "deadline", 0)
         fleet.join(fleet.pool.add())
         assert fleet.in_flight == [0]
-
-
-async def test_where_its_replica_turned_out_to_be_dead() -> None:
-    async with FakeFleet(replicas=1, replica_wait=LONG, plan=AdmissionConfig()) as fleet:
-        fleet.links[0].broken = True
-        await submit(fleet, "a")
-        await refused(fleet, "a")
-        _, other = fleet.orchestrator.admission.tenant_reports()
-        assert (other.in_flight, other.served_tokens) == (0, 0)
-
-
-async def test_where_it_waits_since_its_first_replica_is_drained() -> None:
-    async with late(replicas=2) as fleet:
-        for name in "abcd":
-            await fleet.submit(name, prompt=[1])
-        await submit(fleet, "e", "f")
-        fleet.orchestrator.cordon(fleet.pool.member(0), ADMIN_CORDON)
-        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([2, 2], 2)
-        fleet.now = DUE_S
-        await eventually(lambda: len(fleet.orchestrator.request_states) == 4, "the refusals")
-        assert (fleet.in_flight, fleet.orchestrator.metrics.queued) == ([2, 2], 0)
-
-
-async def test_while_the_moves_of_others_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(move_budget, "MOVES_AT_ONCE", 1)
-    monkeypatch.setattr(move_budget, "MOVES_PER_S", 1.0)
-    async with FakeFleet(replicas=1, plan=AdmissionConfig()) as fleet:
-        await submit(fleet, "a", "b")
-        fleet.join(fleet.pool.add())
-        fleet.kill(0)
-        assert (fleet.orchestrator.metrics.moves_waiting, got(fleet.links[1])) == (1, "a")
-        await refused(fleet, "b")
-        assert fleet.orchestrator.metrics.moves_waiting == 0
-        await goes_on(fleet, "a")
-
-
-async def test_while_other_suspects_run_apart() -> None:
-    async with FakeFleet(replicas=1, plan=AdmissionConfig()) as fleet:
-        await submit(fleet, "a", "b")
-        fleet.join(fleet.pool.add())
-        fleet.lose(0)
-        assert (fleet.orchestrator.metrics.moves_waiting, got(fleet.links[1])) == (1, "a")
-        await refused(fleet, "b")
-        await goes_on(fleet, "a")
-
-
-async def test_while_all_engines_are_paused() -> None:
-    async with FakeFleet(replicas=1, replica_wait=LONG, plan=AdmissionConfig()) as fleet:
-        await submit(fleet, "a")
-        fleet.kill(0)
-        fleet.join(fleet.pool.member(0))
-        fleet.say("a", finish_reason=REFUSED)
-        assert fleet.orchestrator.metrics.paused == 1
-        assert RETRY_S > DUE_S
-        await refused(fleet, "a")
-        assert fleet.orchestrator.metrics.paused == 0
 
 
 async def test_not_after_the_first_output() -> None:
@@ -141,7 +65,9 @@ async def test_not_after_the_first_output() -> None:
         fleet.say("a", 1)
         fleet.kill(0)
         assert fleet.orchestrator.metrics.held == 1
-        await goes_on(fleet, "a")
+        fleet.now += 10 * DUE_S
+        fleet.orchestrator.tick()
+        assert "a" in fleet.orchestrator.request_states
 
 
 async def test_no_request_is_refused_for_the_time_in_engines_while_nothing_waits() -> None:
@@ -191,7 +117,7 @@ async def test_a_request_whose_engine_was_lost_has_until_its_full_deadline() -> 
         # An engine was to have it after 0.015 s, as they take long.
         fleet.now += 0.02
         fleet.kill(0)
-        await asyncio.sleep(0.02)
+        fleet.orchestrator.tick()
         assert "a" in fleet.orchestrator.request_states
         fleet.now += 0.02
         await eventually(lambda: "a" not in fleet.orchestrator.request_states, "the refusal")

@@ -1,15 +1,14 @@
 """Requests that engines may have crashed of: the culprit gets no third replica, and the others lose nothing."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.errors import NoReplicaError, ReplicaError, RequestLostError
+from vllm_omni_plugin.errors import ReplicaError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch import dispatcher, suspects
-from vllm_omni_plugin.orchestrator.pool.stage_pool import APART
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 LONG = 600.0
@@ -39,32 +38,6 @@ def get_enough_tokens(fleet: FakeFleet, request_id: str) -> None:
         fleet.say(request_id, token)
 
 
-@pytest.mark.parametrize("dies", [die, FakeFleet.lose], ids=["after a while", "at once"])
-async def test_a_request_with_two_crashes_before_its_first_output_gets_no_third_replica(
-    dies: Callable[[FakeFleet, int], object],
-) -> None:
-    async with FakeFleet(replicas=3) as fleet:
-        await fleet.submit("p")
-        first = fleet.home("p")
-        dies(fleet, first)
-        second = fleet.home("p")
-        dies(fleet, second)
-        [(_, error)] = await fleet.read()
-        assert isinstance(error, RequestLostError)
-        died = "the engine reported its own death"
-        assert str(error) == (
-            f"2 engines died while they ran this request: replica {first} ({died}), replica {second} ({died}). "
-            "They may have died of it, so it gets no third replica."
-        )
-        (third,) = fleet.pool.serving
-        assert fleet.links[third.replica_id].added == []
-        assert (
-            fleet.orchestrator.metrics.requests_failed["query_of_death"],
-            fleet.orchestrator.metrics.requests_failed["replica_lost"],
-        ) == (1, 0)
-        assert fleet.orchestrator.request_states == {}
-
-
 async def test_suspects_run_apart_in_order(fleet: FakeFleet) -> None:
     for name in "abc":
         await fleet.submit(name, affinity=0)
@@ -78,35 +51,6 @@ async def test_suspects_run_apart_in_order(fleet: FakeFleet) -> None:
     assert fleet.orchestrator.metrics.moves_waiting == 0
 
 
-async def test_the_moves_of_a_request_beside_the_culprit_do_not_count(fleet: FakeFleet) -> None:
-    await begin(fleet, "begun", 0)
-    await fleet.submit("p", affinity=0)
-    for replica_id in (0, 1):
-        fleet.say("begun", 5)
-        die(fleet, replica_id)
-        fleet.join(fleet.pool.member(replica_id))
-    events = await fleet.read()
-    assert isinstance(dict(events)["p"], RequestLostError)
-    # It may still lose one replica for another reason.
-    for left in (True, False):
-        member = fleet.pool.member(fleet.home("begun"))
-        fleet.orchestrator.replica_lost(member, "cut off")
-        fleet.join(member)
-        assert ("begun" in fleet.orchestrator.request_states) is left
-    assert "moved 1 times, the limit" in str(dict(await fleet.read())["begun"])
-
-
-async def test_a_loss_without_a_crash_gives_no_culprit(fleet: FakeFleet) -> None:
-    fleet.join(fleet.pool.add())
-    await fleet.submit("a", affinity=0)
-    die(fleet, 0)
-    fleet.say("a", 5)
-    fleet.orchestrator.replica_lost(fleet.pool.member(fleet.home("a")), "cut off")
-    errors = dict(event for event in await fleet.read() if event[1] is not None)
-    assert "moved 1 times" in str(errors["a"])
-    assert fleet.orchestrator.metrics.requests_failed["query_of_death"] == 0
-
-
 async def test_a_crash_counts_against_a_request_to_its_end() -> None:
     async with FakeFleet(replicas=4) as fleet:
         await fleet.submit("a", affinity=0)
@@ -116,32 +60,6 @@ async def test_a_crash_counts_against_a_request_to_its_end() -> None:
         assert "a" in fleet.orchestrator.request_states
         die(fleet, fleet.home("a"))
         assert "it gets no third replica" in str(dict(await fleet.read())["a"])
-
-
-async def test_suspects_with_some_tokens_go_on_at_once_where_no_other_is_kept_apart() -> None:
-    async with FakeFleet(replicas=4) as fleet:
-        for name in "abcd":
-            await fleet.submit(name, affinity=0)
-            fleet.say(name, *range(suspects.CLEARING_TOKENS))
-        await fleet.submit("p", affinity=0)
-        die(fleet, 0)
-        tried = fleet.home("p")
-        assert {fleet.home(name) for name in "abcd"} <= {1, 2, 3} - {tried}
-        assert fleet.orchestrator.metrics.decisions[0, "LeastQueueLengthBalancer", APART] > 0
-        die(fleet, tried)
-        assert isinstance(dict(await fleet.read())["p"], RequestLostError)
-
-
-async def test_a_request_that_came_after_the_first_crash_is_no_culprit() -> None:
-    async with FakeFleet(replicas=3, replica_wait=LONG) as fleet:
-        await fleet.submit("p", affinity=0)
-        die(fleet, 0)
-        tried = fleet.home("p")
-        await fleet.submit("later", affinity=fleet.pool.serving.index(fleet.pool.member(tried)))
-        die(fleet, tried)
-        [(request_id, error)] = await fleet.read()
-        assert (request_id, isinstance(error, RequestLostError)) == ("p", True)
-        assert fleet.orchestrator.request_states["later"].runs[0].unexplained_crashes == []
 
 
 async def test_a_replica_that_crashes_twice_gives_no_culprit_while_another_serves() -> None:
@@ -253,19 +171,6 @@ async def test_suspects_wait_for_a_while_only_and_several_candidates_give_no_cul
         await eventually(lambda: fleet.orchestrator.metrics.held == 2, "the wait for one of the two")
         fleet.join(fleet.pool.member(1))
         assert [*map(fleet.home, "bc")] == [1, 1]
-
-
-async def test_suspects_without_any_replica_are_held_and_refused_like_others() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        for name in "abc":
-            await fleet.submit(name, affinity=0)
-        die(fleet, 0)
-        die(fleet, 1)
-        errors = dict(await fleet.read())
-        assert isinstance(errors["a"], RequestLostError)
-        assert isinstance(errors["b"], NoReplicaError)
-        assert isinstance(errors["c"], NoReplicaError)
-        assert (fleet.orchestrator.request_states, fleet.orchestrator.metrics.moves_waiting) == ({}, 0)
 
 
 async def test_a_suspect_that_a_paused_engine_refuses_does_not_go_back_to_where_an_engine_died_under_it() -> None:

@@ -7,7 +7,6 @@ from vllm_omni_plugin.coordinator import HeadWork, ReplicaWork, SessionLost, Wel
 from vllm_omni_plugin.orchestrator import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
-from vllm_omni_plugin.vllm_api.engine_messages.engine_types import LoadReport
 
 
 def work(requests: int, prefill_tokens: int = 0, replica: int = 0, incarnation: int = 0) -> ReplicaWork:
@@ -57,18 +56,6 @@ def test_work_on_one_incarnation_never_counts_for_another() -> None:
     assert mine.load.others == 0
     b.lose(mine)
     assert b.attach(0, incarnation=1).load.others == 1
-
-
-def test_while_heads_report_the_engines_reports_do_not_count() -> None:
-    bus, _, b = two_heads()
-    mine = b.attach(0)
-    b.charge(mine)
-    b.pool.report(mine, LoadReport(waiting=4, running=5, kv_usage=0.5))
-    assert others_of(mine) == (1, 0)
-    bus.leave("a")
-    bus.settle()
-    assert others_of(mine) == (9, 8)
-    assert not mine.load.heads_report
 
 
 def test_after_a_lost_session_the_engines_reports_count_until_others_report_again() -> None:
