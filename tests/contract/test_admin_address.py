@@ -7,7 +7,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.options.listening import admin_address, check_admin_port
+from vllm_omni_plugin.integration.options.admin_address import admin_address, check_admin_port
 from vllm_omni_plugin.vllm_api.versions.serve_arguments import make_arg_parser
 
 

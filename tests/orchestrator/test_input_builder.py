@@ -33,7 +33,7 @@ def state_of(stages: tuple[Stage, ...], *modalities: str, **params: Any) -> Pipe
     plan = plan_request(Pipeline(stages), call)
     request = FakeRequest("r", prompt=[1, 2])
     ticket = cast(Any, None)
-    return PipelineRequestState(request, 0.0, ticket, sampling_params_list=({},) * len(stages), call=call, plan=plan)
+    return PipelineRequestState(request, ticket, call=call, plan=plan)
 
 
 async def outcome(

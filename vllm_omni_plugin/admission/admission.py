@@ -343,7 +343,7 @@ def _start_tag(account: TenantAccount, class_name: str, queue: ClassQueue) -> fl
 
 def _late_s(queue: WaitQueue, account: TenantAccount, index: int, start_tag: float, limit_s: float) -> float:
     """Seconds by which a request would be sent too late; 0 if it would be in time."""
-    return max(0.0, queue.expected_send_s(queue.ahead_of(account, index, start_tag)) - limit_s)
+    return max(0.0, queue.seconds(queue.ahead_of(account, index, start_tag)) - limit_s)
 
 
 def _limit_of(heads: int, limit: str) -> str:

@@ -112,17 +112,14 @@ class WaitQueue:
 
     def start_s(self, ahead: float) -> float:
         """Seconds until engines have started so many waiting requests and those they have; 0: rate not known."""
-        return self._seconds(ahead + self._stage.unstarted)
-
-    def expected_send_s(self, ahead: float) -> float:
-        """Seconds until so many waiting requests have been sent to engines; 0: rate not known."""
-        return self._seconds(ahead)
+        return self.seconds(ahead + self._stage.unstarted)
 
     def drain_s(self, excess: float) -> float:
         """Seconds until so many requests have left the queues of all heads; 0: rate not known."""
-        return self._seconds(excess / self._stage.heads)
+        return self.seconds(excess / self._stage.heads)
 
-    def _seconds(self, requests: float) -> float:
+    def seconds(self, requests: float) -> float:
+        """Seconds until so many waiting requests have been sent to engines; 0: rate not known."""
         rate = self._stage.send_rate
         return requests / rate if rate else 0.0
 

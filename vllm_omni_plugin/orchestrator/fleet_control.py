@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_omni_plugin.admission import config_changes
 from vllm_omni_plugin.coordinator import ReplicaKey
-from vllm_omni_plugin.errors import OmniError, ReplicaError
+from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
@@ -18,6 +18,7 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     CoordinatorMessage,
     Explain,
     ManageReplica,
+    OperatorMessage,
     RegisterRemoteReplica,
     ReplaceAdmission,
     UnregisterRemoteReplica,
@@ -65,13 +66,12 @@ class FleetControl:
         try:
             while True:
                 for message in await self._orchestrator.rpc_async_queue.get_batch():
-                    if not isinstance(message, CallReplicas | ManageReplica):
+                    if isinstance(message, OperatorMessage):
+                        task = asyncio.create_task(self._answer(message), name="omni-operator-call")
+                        replies[task] = message.reply
+                        task.add_done_callback(replies.pop)
+                    else:
                         self._handle(message)
-                        continue
-                    name = message.method if isinstance(message, CallReplicas) else message.action
-                    task = asyncio.create_task(self._answer(message), name=f"omni-call-{name}")
-                    replies[task] = message.reply
-                    task.add_done_callback(replies.pop)
         except QueueClosedError:
             pass
         finally:
@@ -79,21 +79,31 @@ class FleetControl:
                 task.cancel()
                 reply.cancel()
 
-    async def _answer(self, message: CallReplicas | ManageReplica) -> None:
+    async def _answer(self, message: OperatorMessage) -> None:
         reply: Future[Any] = message.reply
-        result = None
         try:
-            if isinstance(message, CallReplicas):
-                stages = range(len(self._pools)) if message.stages is None else message.stages
-                result = await self._fleet_calls.call(message.method, message.args, stages)
-            else:
-                await self._manage(message)
+            result = await self._do(message)
         except Exception as error:
             if reply.set_running_or_notify_cancel():
                 reply.set_exception(error)
         else:
             if reply.set_running_or_notify_cancel():
                 reply.set_result(result)
+
+    async def _do(self, message: OperatorMessage) -> Any:
+        match message:
+            case CallReplicas(method, args, _, stages):
+                return await self._fleet_calls.call(method, args, range(len(self._pools)) if stages is None else stages)
+            case ManageReplica():
+                return await self._manage(message)
+            case Explain():
+                return self._orchestrator.explain(message)
+            case ReplaceAdmission(config):
+                admission = self._orchestrator.admission
+                assert admission is not None
+                before = admission.config
+                admission.replace(config)
+                return config_changes(before, config)
 
     async def _manage(self, message: ManageReplica) -> None:
         try:
@@ -113,47 +123,26 @@ class FleetControl:
         if member.remote:
             await self._fleet_calls.manage(message.action, key)
 
-    def _handle(
-        self,
-        message: RegisterRemoteReplica | UnregisterRemoteReplica | Explain | ReplaceAdmission | CoordinatorMessage,
-    ) -> None:
-        reply = message.reply if isinstance(message, Explain | ReplaceAdmission) else None
-        if reply is not None and not reply.set_running_or_notify_cancel():
-            return
+    def _handle(self, message: RegisterRemoteReplica | UnregisterRemoteReplica | CoordinatorMessage) -> None:
         try:
             match message:
-                case Explain():
-                    message.reply.set_result(self._orchestrator.explain(message))
-                case ReplaceAdmission():
-                    admission = self._orchestrator.admission
-                    assert admission is not None
-                    before = admission.config
-                    admission.replace(message.config)
-                    message.reply.set_result(config_changes(before, message.config))
-                case RegisterRemoteReplica() | UnregisterRemoteReplica():
-                    self._update_remote(message)
+                case RegisterRemoteReplica():
+                    assert self._remote_replicas is not None
+                    self._remote_replicas.register(message)
+                case UnregisterRemoteReplica():
+                    assert self._remote_replicas is not None
+                    self._remote_replicas.unregister(message)
                 case _:
-                    self._handle_coordinator_message(message)
-        except Exception as error:
-            if reply is None or not isinstance(error, OmniError):
-                logger.exception("A message could not be handled: %r", message)
-            if reply is not None and not reply.done():
-                reply.set_exception(error)
+                    if isinstance(message, HeadsUpdate):
+                        self._update_other_heads(message)
+                    self._fleet_calls.handle(message)
+        except Exception:
+            logger.exception("A message could not be handled: %r", message)
 
-    def _update_remote(self, message: RegisterRemoteReplica | UnregisterRemoteReplica) -> None:
-        if self._remote_replicas is None:
-            logger.error("A head without --omni-master-address cannot take remote replicas: %r", message)
-        elif isinstance(message, RegisterRemoteReplica):
-            self._remote_replicas.register(message)
-        else:
-            self._remote_replicas.unregister(message)
-
-    def _handle_coordinator_message(self, message: CoordinatorMessage) -> None:
+    def _update_other_heads(self, message: HeadsUpdate) -> None:
         assert self._exchange is not None
-        if isinstance(message, HeadsUpdate):
-            others_work = self._exchange.handle(message)
-            for pool in self._pools:
-                pool.unreported.set_heads(self._exchange.heads)
-            for member, work in others_work:
-                self._orchestrator.update_other_heads_work(member, work)
-        self._fleet_calls.handle(message)
+        others_work = self._exchange.handle(message)
+        for pool in self._pools:
+            pool.unreported.set_heads(self._exchange.heads)
+        for member, work in others_work:
+            self._orchestrator.update_other_heads_work(member, work)

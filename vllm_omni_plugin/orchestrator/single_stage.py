@@ -53,9 +53,7 @@ class SingleStageRequests(RequestOwner[OrchestratorRequestState]):
             chosen_replicas=message.chosen_replicas,
             ticket=ticket,
         )
-        self.states[request.request_id] = OrchestratorRequestState(
-            request, message.submitted_at, ticket, mm_features=request.mm_features, runs={_STAGE: run}
-        )
+        self.states[request.request_id] = OrchestratorRequestState(request, ticket, runs={_STAGE: run})
         if ended := self._dispatcher.submit(run):
             self.runs_ended(_STAGE, ended)
 

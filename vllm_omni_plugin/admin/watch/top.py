@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from vllm_omni_plugin.errors import ServerUnavailableError
 
-_COLUMNS = ("ID", "STATUS", "REQUESTS", "WAIT", "TOKENS", "KV", "TOKENS/S", "HITS", "HEARTBEAT", "RESTARTS", "CORDONS")
+_COLUMNS = ("ID", "STATUS", "REQUESTS", "WAIT", "TOKENS", "KV", "TOKENS/S", "HITS", "BEAT", "RESTARTS", "CORDONS")
 _REQUESTS = ("unfinished", "queued", "held", "moved", "lost", "refused")
 _EVENTS = 10
 _CLEAR = "\x1b[H\x1b[2J"

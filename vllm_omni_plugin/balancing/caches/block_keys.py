@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from vllm_omni_plugin.balancing.interface import MediaSpan, Prompt
+from vllm_omni_plugin.balancing.interface import Prompt
 
 ROOT = 0
 """The parent key of the first block."""
@@ -78,11 +78,11 @@ def _extra_keys(prompt: Prompt, begin: int, block_size: int) -> ExtraKeys:
     # The order is that of vLLM's `generate_block_hash_extra_keys`.
     extra: list[object] = [prompt.lora_name] if prompt.lora_name else []
     end = begin + block_size
-    extra += [[media.identifier, media.offset - begin] for media in prompt.media if _overlap(media, begin, end)]
+    extra += [
+        [media.identifier, media.offset - begin]
+        for media in prompt.media
+        if media.offset < end and begin < media.offset + media.length
+    ]
     if begin == 0 and prompt.cache_salt:
         extra.append(prompt.cache_salt)
     return extra
-
-
-def _overlap(media: MediaSpan, begin: int, end: int) -> bool:
-    return media.offset < end and begin < media.offset + media.length

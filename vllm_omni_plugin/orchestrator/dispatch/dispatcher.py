@@ -48,6 +48,9 @@ class Dispatcher:
     """Assigns the runs of one stage to replicas, and sends them. Nothing in it waits.
 
     The methods return the runs that have ended otherwise than by an output.
+
+    Attributes:
+        finisher: accepts the outputs of the stage's replicas, and aborts runs.
     """
 
     def __init__(
@@ -99,7 +102,9 @@ class Dispatcher:
             self.finisher.complete(run)
         if member is not None and run.sent:
             session.note_sent(chunk)
-            self._stalls.input_sent(member, run, session)
+            if session.open_turns == 1:
+                # The replica had answered all so far.
+                self._stalls.asked(member, run)
             self._send(member, run, chunk)
         else:
             session.unsent.append(chunk)
@@ -154,7 +159,7 @@ class Dispatcher:
         """A paused engine has refused a run. Returns whether it waits here, or its client gets the refusal.
 
         Calls reach replicas at different times, so a run that one engine refuses goes to the others first. What all
-        refuse is refused to the client, as with one engine, unless the fleet had accepted it before the pause: then it
+        refuse goes back to the client, as with one engine, unless the fleet had accepted it before the pause: then it
         waits, as it would in an engine.
         """
         now, refusals = self._head.clock(), self._pool.refusals

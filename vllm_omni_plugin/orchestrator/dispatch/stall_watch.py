@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
-from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun, StreamingInputState
+from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
 if TYPE_CHECKING:
     # It imports vLLM.
@@ -20,7 +20,7 @@ class StallWatch:
 
     A replica has stalled if it owes this head an output, and has given no sign for too long (`timeout` seconds at
     least; 0: never) that it computes anything, see `Progress`. Whether it computes for other heads is known only from
-    their reports. `is_halted`: an operator call keeps the engines from computing. `wake_at` asks for a call of
+    their reports. `is_halted`: an operator's call keeps the engines from computing. `wake_at` asks for a call of
     `take_stalled`.
     """
 
@@ -39,12 +39,6 @@ class StallWatch:
         self._clock = clock
         # When a replica with requests is to be checked.
         self._due: dict[PoolMember, float] = {}
-
-    def input_sent(self, member: PoolMember, run: StageRun, session: StreamingInputState) -> None:
-        """A replica gets a chunk of a session."""
-        if session.open_turns == 1:
-            # It had answered all so far.
-            self.asked(member, run)
 
     def asked(self, member: PoolMember, run: StageRun) -> None:
         """A replica owes an output of a run from now on."""

@@ -1,4 +1,4 @@
-"""Operator calls: made to all engines in parallel, and recorded in the document that all heads have."""
+"""Operators' calls: made to all engines in parallel, and recorded in the document that all heads have."""
 
 import asyncio
 import itertools

@@ -103,7 +103,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
                     self._put(outputs)
             else:
                 # The input of a session was closed after its last turn.
-                if stage_id == state.final_stage_id:
+                if stage_id == state.plan.answer_stage:
                     self._put(self._apis[stage_id].end(state.request_id))
                 self._pass_on(state, stage, _END, ended=True)
 
@@ -131,7 +131,14 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         if plan.answer_stage is not None:
             self._apis[plan.answer_stage].check_answerable(message.request)
         ticket = None if self._gate is None else self._gate.issue_ticket(message)
-        return PipelineRequestState.of(message, plan, ticket, self._pipeline.stages)
+        return PipelineRequestState(
+            message.request,
+            ticket,
+            plan=plan,
+            call=message.call,
+            chosen_replicas=message.chosen_replicas,
+            traced=message.traced,
+        )
 
     def _is_unfinished(self, state: PipelineRequestState) -> bool:
         """Safe to call from any thread."""
@@ -301,10 +308,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         run = state.runs.get(stage.id)
         if run is not None and run.first_sent_at is not None:
             self._add_time(state, stage, "run", now - run.first_sent_at)
-        if stage.id in state.final_output_stage_ids:
-            state.finished_final_output_stage_ids.add(stage.id)
         if state.finished:
-            if state.final_stage_id is None:
+            if state.plan.answer_stage is None:
                 self._put(self._apis[self._pipeline.prompt_stage.id].end(state.request_id))
             self._close_request(state, None)
             return
@@ -340,7 +345,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         aborted = self._apis[stage.id].aborted(output)
         what = "was paused or put to sleep, which aborted the request" if aborted else "gave the request up"
         error = StageError(f"Stage {stage.name!r}: its engine {what}.")
-        if stage.id != state.final_stage_id and not (aborted and state.call is None):
+        if stage.id != state.plan.answer_stage and not (aborted and state.call is None):
             self._fail(state, error)
             return None
         # vLLM's server reports it as it does without a pipeline.
@@ -365,7 +370,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def _end_answering_stage(self, state: PipelineRequestState) -> bool:
         """End the answering stage, whose answer vLLM's server has ended. False: the client has left."""
-        stage_id = state.final_stage_id
+        stage_id = state.plan.answer_stage
         if stage_id is None or stage_id in state.ended:
             return stage_id is not None
         stage = self._pipeline.stages[stage_id]

@@ -41,33 +41,33 @@ class StageCall:
     args: tuple[Any, ...]
     called: list[CalledReplica]
     all_fresh: bool
-    answers: list[Any] = field(default_factory=list)
+    answers: list[tuple[CalledReplica, Any]] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)
 
     @property
     def results(self) -> list[Any]:
         """The answers of the replicas that accepted the call."""
-        return [answer for answer in self.answers if not isinstance(answer, ReplicaError)]
+        return [answer for _, answer in self.answers if not isinstance(answer, ReplicaError)]
 
     @property
     def reached(self) -> list[CalledReplica]:
         """The replicas that accepted the call."""
-        return [r for r, answer in zip(self.called, self.answers, strict=True) if not isinstance(answer, ReplicaError)]
+        return [replica for replica, answer in self.answers if not isinstance(answer, ReplicaError)]
 
     @property
     def failed(self) -> list[CalledReplica]:
         """The replicas that failed it. One whose server did not allow the call has not."""
         return [
             replica
-            for replica, answer in zip(self.called, self.answers, strict=True)
+            for replica, answer in self.answers
             if isinstance(answer, ReplicaError) and not isinstance(answer, NotAllowedError)
         ]
 
     def raise_if_refused(self) -> None:
         """Raise `ReplicaError` if no replica accepted the call, or the server of one does not let heads make it."""
         if self.called and not self.results:
-            raise self.answers[0]
-        for answer in self.answers:
+            raise self.answers[0][1]
+        for _, answer in self.answers:
             if isinstance(answer, NotAllowedError):
                 raise answer
 
@@ -76,20 +76,20 @@ class StageCalls:
     """Calls to the replicas of one stage, and the state that they should have. Lives on the orchestrator's loop.
 
     Cordoned replicas are called, too. `distrust` is called with one that failed a call which another one accepted, and
-    the reason; `cordon_for_weights` with one and whether it must wait for a weight update before it serves;
-    `uncordon` with each one that is found asleep, when an operator has said if engines pause or sleep.
+    the reason; `hold_back` with one and whether it must wait for a weight update before it serves; `uncordon` with each
+    one that is found asleep, when an operator has said if engines pause or sleep.
     """
 
     def __init__(
         self,
         pool: StagePool,
         distrust: Callable[[PoolMember, str], None],
-        cordon_for_weights: Callable[[PoolMember, bool], None],
+        hold_back: Callable[[PoolMember, bool], None],
         uncordon: Callable[[PoolMember, str], None],
     ) -> None:
         self._pool = pool
         self._distrust = distrust
-        self._cordon_for_weights = cordon_for_weights
+        self._hold_back = hold_back
         self._uncordon = uncordon
         self.wanted = NOTHING_TOLD
         # Open calls of this head during which engines compute no requests.
@@ -105,7 +105,7 @@ class StageCalls:
         return self.wanted.state
 
     def is_halted(self) -> bool:
-        """Whether an operator call keeps the engines from computing requests: a long one, a pause or a sleep."""
+        """Whether an operator's call keeps the engines from computing requests: a long one, a pause or a sleep."""
         return self._halting > 0 or self.state.is_paused or any(member.is_busy for member in self.members)
 
     async def bring_up_to_date(self, member: PoolMember, client: EngineClient, is_resting: bool) -> bool:
@@ -138,7 +138,8 @@ class StageCalls:
         halts = call.method in LONG_CALLS or call.method in PAUSE_CALLS
         self._halting += halts
         try:
-            call.answers = await asyncio.gather(*(self._call_one(replica, call) for replica in call.called))
+            answers = await asyncio.gather(*(self._call_one(replica, call) for replica in call.called))
+            call.answers = list(zip(call.called, answers, strict=True))
         finally:
             self._halting -= halts
             if halts:
@@ -146,7 +147,7 @@ class StageCalls:
 
     def take_out_failed(self, call: StageCall) -> None:
         """Distrust the replicas that failed a call which others accepted."""
-        for replica, answer in zip(call.called, call.answers, strict=True):
+        for replica, answer in call.answers:
             member = replica.member
             if replica in call.failed and member.client is replica.client:
                 logger.error("Replica %s failed the call %s: %s", member.name, call.method, answer)
@@ -215,7 +216,7 @@ class StageCalls:
     def _update_cordons(self) -> None:
         """Hold the replicas back that do not have the weights of the fleet, and no others."""
         for member in self.members:
-            self._cordon_for_weights(member, not self._is_updated(member, self.state))
+            self._hold_back(member, not self._is_updated(member, self.state))
 
     def _catch_up(self, member: PoolMember) -> "asyncio.Task[None]":
         task = self._catching_up.get(member)

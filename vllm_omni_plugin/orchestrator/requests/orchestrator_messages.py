@@ -22,7 +22,7 @@ class StageEvent:
 
 @dataclass(frozen=True, slots=True)
 class PipelineCallEnded:
-    """The last event of a `PipelineCall`; `timings`: see `OrchestratorRequestState.pipeline_timings`."""
+    """The last event of a `PipelineCall`; `timings`: see `PipelineRequestState.pipeline_timings`."""
 
     error: Exception | None
     timings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -217,12 +217,6 @@ class Explain:
 
 CoordinatorMessage = Welcome | HeadWork | HeadLeft | SessionLost | CallMessageToHead
 """What the coordinator sends to a head, besides the replica list."""
-RpcMessage = (
-    CallReplicas
-    | RegisterRemoteReplica
-    | UnregisterRemoteReplica
-    | ManageReplica
-    | Explain
-    | ReplaceAdmission
-    | CoordinatorMessage
-)
+OperatorMessage = CallReplicas | ManageReplica | Explain | ReplaceAdmission
+"""What operators want; somebody waits for the reply."""
+RpcMessage = OperatorMessage | RegisterRemoteReplica | UnregisterRemoteReplica | CoordinatorMessage

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -12,7 +12,6 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     OutputUnusable,
-    PipelineCall,
     PipelineCallEnded,
     RequestFailed,
     RequestMessage,
@@ -27,30 +26,12 @@ logger = init_logger(__name__)
 class OrchestratorRequestState:
     """One request from acceptance until every stage that it needs has ended.
 
-    Attributes:
-        request: vLLM's `EngineCoreRequest` as the client submitted it.
-        submitted_at: monotonic seconds.
-        final_stage_id: the stage that answers through vLLM's server; None: no stage does.
-        final_output_stage_ids: stages whose output the client wants.
-        finished_final_output_stage_ids: the stages among these that have ended.
-        sampling_params_list: the request's sampling parameters for each stage, by stage id; {} for none.
-        stage_submit_ts: monotonic seconds at which each stage got its first input, by stage id.
-        pipeline_timings: seconds by stage name and part. `transfer`: transforms and building inputs; `queue`: until
-            it is sent; `first_output`: from there to the first output; `run`: from being sent to the end.
-        runs: by stage id, of the stages that have begun.
+    `request` is vLLM's `EngineCoreRequest` as the client submitted it; `runs` are those of the stages that have begun,
+    by stage id.
     """
 
     request: Any
-    submitted_at: float
     ticket: Ticket | None
-    final_stage_id: int | None = 0
-    final_output_stage_ids: frozenset[int] = frozenset((0,))
-    finished_final_output_stage_ids: set[int] = field(default_factory=set)
-    sampling_params_list: tuple[Mapping[str, Any], ...] = ()
-    stage_submit_ts: dict[int, float] = field(default_factory=dict)
-    pipeline_timings: dict[str, dict[str, float]] = field(default_factory=dict)
-    mm_features: Any = None
-    call: PipelineCall | None = None
     runs: dict[int, StageRun] = field(default_factory=dict)
 
     @property
@@ -63,10 +44,6 @@ class OrchestratorRequestState:
     def answer_tokens(self) -> int:
         return len(self.runs[0].produced)
 
-    @property
-    def finished(self) -> bool:
-        return self.finished_final_output_stage_ids >= self.final_output_stage_ids
-
 
 S = TypeVar("S", bound=OrchestratorRequestState)
 
@@ -74,8 +51,13 @@ S = TypeVar("S", bound=OrchestratorRequestState)
 class RequestOwner(ABC, Generic[S]):
     """Owns all unfinished requests. Subclasses: `SingleStageRequests`, `PipelineRequests`. Nothing in it blocks.
 
-    `put` sends an item to AsyncLLM. `ticket_ended` takes the ticket of an ended request, and the number of tokens of
-    its answer; None without admission control. `states` are by the client's id; only `_drop` removes entries.
+    Args:
+        put: sends an item to AsyncLLM.
+        ticket_ended: takes the ticket of an ended request, and the number of tokens of its answer; None without
+            admission control.
+
+    Attributes:
+        states: unfinished requests by the client's id; only `_drop` removes entries.
     """
 
     def __init__(self, put: Callable[[Any], None], ticket_ended: Callable[[Ticket, int], None] | None) -> None:
