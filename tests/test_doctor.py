@@ -1,7 +1,4 @@
-"""`vllm-omni-plugin doctor`: one line for each result, and an exit status that scripts can go by.
-
-Against a real head it is shown in `tests/engine/test_nodes_joining.py`.
-"""
+"""`vllm-omni-plugin doctor`: one line for each result, and an exit status that scripts can go by."""
 
 import os
 import subprocess

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -23,75 +22,61 @@ FACTS = HeadInfo(0.0, [0, 2], FINGERPRINT)
 OTHER_STAGE = HeadQueryResult(HeadInfo(0.0, [1], FINGERPRINT))
 
 
-def levels(results: Any) -> list[Level]:
-    return [result.level for result in results]
+OK, UNKNOWN, WARNING, ERROR = Level.OK, Level.UNKNOWN, Level.WARNING, Level.ERROR
+SILENT = HeadQueryResult(HeadInfo(0.0, [], {}))
 
 
-def all_results(answer: HeadQueryResult, stage_id: int, fingerprint: dict[str, str] | None) -> Iterator[CheckResult]:
-    yield from check_head(answer, stage_id)
+def all_results(answer: HeadQueryResult, fingerprint: dict[str, str] | None) -> Iterator[CheckResult]:
+    yield from check_head(answer, 0)
     if fingerprint is not None:
-        yield from check_model(answer, stage_id, fingerprint)
+        yield from check_model(answer, 0, fingerprint)
 
 
 @pytest.mark.parametrize(
-    ("answer", "fingerprint", "expected"),
+    ("answer", "fingerprint", "expected", "texts"),
     [
-        pytest.param(HeadQueryResult(FACTS), FINGERPRINT, [Level.OK] * 3, id="all alike"),
-        pytest.param(HeadQueryResult(FACTS), None, [Level.OK] * 2, id="no model to compare"),
-        pytest.param(HeadQueryResult(problem="nobody there"), FINGERPRINT, [Level.UNKNOWN], id="head away"),
-        pytest.param(HeadQueryResult(problem="no", refused=True), FINGERPRINT, [Level.ERROR], id="secret"),
-        pytest.param(HeadQueryResult(FACTS, clock_ahead=-5.0), None, [Level.OK] * 2, id="clocks nearly alike"),
-        pytest.param(HeadQueryResult(FACTS, clock_ahead=-5.1), None, [Level.OK, Level.WARNING], id="clock behind"),
+        pytest.param(HeadQueryResult(FACTS), FINGERPRINT, [OK, OK, OK], ["accepts this secret"], id="all alike"),
+        pytest.param(HeadQueryResult(FACTS), None, [OK, OK], [], id="no model to compare"),
+        pytest.param(HeadQueryResult(problem="nobody there"), FINGERPRINT, [UNKNOWN], [], id="head away"),
         pytest.param(
-            HeadQueryResult(HeadInfo(0.0, [], {})), FINGERPRINT, [Level.OK, Level.OK, Level.UNKNOWN], id="tells nothing"
+            HeadQueryResult(problem="refused secret", refused=True),
+            FINGERPRINT,
+            [ERROR],
+            [
+                "give both ends the same --omni-secret-file (sha256sum compares files), or none",
+                "see that the port is the head's master port",
+            ],
+            id="secret",
         ),
+        pytest.param(HeadQueryResult(FACTS, clock_ahead=-5.0), None, [OK, OK], [], id="clocks nearly alike"),
+        pytest.param(HeadQueryResult(FACTS, clock_ahead=-5.1), None, [OK, WARNING], ["NTP"], id="clock behind"),
         pytest.param(
-            HeadQueryResult(FACTS), {**FINGERPRINT, "dtype": "half"}, [Level.OK, Level.OK, Level.ERROR], id="model"
+            HeadQueryResult(FACTS, clock_ahead=61.4), None, [OK, WARNING], ["61 s ahead of the head's"], id="ahead"
         ),
-        pytest.param(OTHER_STAGE, FINGERPRINT, [Level.OK, Level.OK, Level.ERROR], id="stage"),
-        pytest.param(OTHER_STAGE, None, [Level.OK, Level.OK, Level.ERROR], id="stage, no model to compare"),
-    ],
-)
-def test_only_a_certain_difference_from_the_head_is_an_error(
-    answer: HeadQueryResult, fingerprint: dict[str, str] | None, expected: list[Level]
-) -> None:
-    assert levels(all_results(answer, 0, fingerprint)) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "stage_id", "texts"),
-    [
+        pytest.param(SILENT, FINGERPRINT, [OK, OK, UNKNOWN], ["accepts this node"], id="tells nothing"),
         pytest.param(
             HeadQueryResult(FACTS),
-            2,
-            ("dtype: head has float32, replica half", "start head and node with the same model and flags"),
+            {**FINGERPRINT, "dtype": "half"},
+            [OK, OK, ERROR],
+            ["dtype: head has float32, replica half", "start head and node with the same model and flags"],
             id="model",
         ),
         pytest.param(
-            HeadQueryResult(problem="refused secret", refused=True),
-            0,
-            (
-                "give both ends the same --omni-secret-file (sha256sum compares files), or none",
-                "see that the port is the head's master port",
-            ),
-            id="secret",
-        ),
-        pytest.param(
             OTHER_STAGE,
-            0,
-            ("stage: the head has 1, replica 0: give one of the head's with --omni-stage-id",),
+            FINGERPRINT,
+            [OK, OK, ERROR],
+            ["stage: the head has 1, replica 0: give one of the head's with --omni-stage-id"],
             id="stage",
         ),
-        pytest.param(HeadQueryResult(FACTS, clock_ahead=61.4), 0, ("61 s ahead of the head's", "NTP"), id="clock"),
-        pytest.param(HeadQueryResult(FACTS), 0, ("head: it answers and accepts this secret",), id="same secret"),
-        pytest.param(
-            HeadQueryResult(HeadInfo(0.0, [], {})), 0, ("head: it answers and accepts this node",), id="no secret"
-        ),
+        pytest.param(OTHER_STAGE, None, [OK, OK, ERROR], [], id="stage, no model to compare"),
     ],
 )
-def test_what_differs_is_named_with_what_to_do(answer: HeadQueryResult, stage_id: int, texts: tuple[str, ...]) -> None:
-    told = "\n".join(result.text for result in all_results(answer, stage_id, {**FINGERPRINT, "dtype": "half"}))
-    assert [text for text in texts if text not in told] == []
+def test_only_a_certain_difference_is_an_error_and_is_told_with_what_to_do(
+    answer: HeadQueryResult, fingerprint: dict[str, str] | None, expected: list[Level], texts: list[str]
+) -> None:
+    results = list(all_results(answer, fingerprint))
+    assert [result.level for result in results] == expected
+    assert [text for text in texts if text not in "\n".join(result.text for result in results)] == []
 
 
 def compare_and_start() -> None:
@@ -104,7 +89,7 @@ def compare_and_start() -> None:
     [
         (HeadQueryResult(FACTS), None),
         (HeadQueryResult(problem="no coordinator answers"), None),
-        (HeadQueryResult(HeadInfo(0.0, [], {})), None),
+        (SILENT, None),
         (HeadQueryResult(FACTS, clock_ahead=60.0), "60 s ahead"),
         # It may be a proxy whose head starts later.
         (HeadQueryResult(problem="refused secret", refused=True), "secret: refused secret: give both ends the same"),

@@ -15,6 +15,7 @@ from vllm_omni_plugin.coordinator import HeadWork, SessionLost
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.counters import WaitingCounts
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 
 
 def samples(orchestrator: Orchestrator, name: str) -> list[Sample]:
@@ -137,32 +138,25 @@ async def test_the_counts_of_a_replica_that_left_stay_and_its_successor_goes_on_
         assert by(fleet.orchestrator, "replica", "assignments_total") == {"0": 1, "1": 2}
 
 
-async def test_moves_are_counted_by_way_and_losses_separately() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        for name, move in (("queued", "resume"), ("resumes", "resume"), ("replays", "replay"), ("cannot", "never")):
-            await fleet.submit(name, move=move, affinity=0)
-        for name in ("resumes", "replays", "cannot"):
-            fleet.say(name)
-        fleet.lose(0)
-    assert by(fleet.orchestrator, "way", "request_moves_total") == {"restart": 1, "resume": 1, "replay": 1}
-    assert by(fleet.orchestrator, "reason", "requests_failed_total") == {
-        "replica_lost": 1,
-        "query_of_death": 0,
-        "no_replica": 0,
-    }
-
-
-async def test_swallowed_tokens_and_diverged_replays_are_counted() -> None:
-    async with FakeFleet(replicas=2) as fleet:
-        for name in ("repeats", "diverges"):
-            await fleet.submit(name, move="replay", affinity=0)
-            fleet.say(name, 1, 2, 3)
-        fleet.kill(0)
-        for name, tokens in (("repeats", (1, 2, 3, 4)), ("diverges", (7,))):
-            fleet.say(name, *tokens)
-    assert value(fleet.orchestrator, "tokens_swallowed_total") == 3
-    assert value(fleet.orchestrator, "replays_diverged_total") == 1
-    assert by(fleet.orchestrator, "reason", "requests_failed_total")["replica_lost"] == 1
+def test_counts_have_their_names() -> None:
+    orchestrator = empty_orchestrator()
+    metrics = orchestrator.metrics
+    metrics.waiting_in[0] = lambda: WaitingCounts(held=1, paused=3, moving=2, queued=0)
+    metrics.held_before_accept = 7
+    metrics.request_moves |= {Move.RESTART: 4, Move.RESUME: 5, Move.REPLAY: 6}
+    metrics.requests_failed |= {"replica_lost": 1, "query_of_death": 2, "no_replica": 3}
+    metrics.requests_failed_before_accept = 2
+    metrics.decision_fallbacks[0, "Broken", "policy-fault"] = 1
+    metrics.tokens_swallowed, metrics.replays_diverged, metrics.idle_while_waiting = 8, 9, 10
+    metrics.matched_tokens, metrics.cached_tokens = 96, 80
+    assert by(orchestrator, "where", "requests_held") == {"http": 7, "fleet": 1, "move": 2, "paused": 3}
+    assert by(orchestrator, "stage", "requests_waiting") == {"0": 7 + 1 + 2 + 3}
+    assert by(orchestrator, "way", "request_moves_total") == {"restart": 4, "resume": 5, "replay": 6}
+    failed = by(orchestrator, "reason", "requests_failed_total")
+    assert failed == {"replica_lost": 1, "query_of_death": 2, "no_replica": 3 + 2}
+    assert by(orchestrator, "fallback", "decision_fallbacks_total") == {"policy-fault": 1}
+    for name in ("tokens_swallowed", "replays_diverged", "idle_while_waiting", "matched_tokens", "cached_tokens"):
+        assert value(orchestrator, f"{name}_total") == getattr(metrics, name)
 
 
 async def test_the_work_of_each_replica_is_shown_as_policies_see_it() -> None:
@@ -193,12 +187,6 @@ async def test_waiting_and_running_requests_are_counted_everywhere() -> None:
         fleet.orchestrator.metrics.held_before_accept = 7
         assert by(fleet.orchestrator, "stage", "requests_waiting") == {"0": 4 + 7}
         assert by(fleet.orchestrator, "stage", "requests_running") == {"0": 0}
-
-
-async def test_requests_held_for_a_move_or_a_pause_count_as_waiting() -> None:
-    async with FakeFleet() as fleet:
-        fleet.orchestrator.metrics.waiting_in[0] = lambda: WaitingCounts(held=0, paused=3, moving=2, queued=0)
-        assert by(fleet.orchestrator, "stage", "requests_waiting") == {"0": 5}
 
 
 async def test_the_expected_wait_is_the_queue_over_the_rate_at_which_it_shrinks() -> None:
@@ -255,42 +243,6 @@ async def test_every_assignment_is_counted_once_by_reason() -> None:
         assert sum(reasons.values()) == sum(by(fleet.orchestrator, "replica", "assignments_total").values())
         assert set(by(fleet.orchestrator, "policy", "decisions_total")) == {"LeastQueueLengthBalancer"}
         assert by(fleet.orchestrator, "fallback", "decision_fallbacks_total") == {}
-
-
-async def test_fallbacks_are_counted() -> None:
-    async with FakeFleet(balancer=Broken()) as fleet:
-        await fleet.submit("a")
-        assert by(fleet.orchestrator, "fallback", "decision_fallbacks_total") == {"policy-fault": 1}
-        assert by(fleet.orchestrator, "stage", "decision_fallbacks_total") == {"0": 1}
-
-
-def test_matched_and_cached_tokens_are_counted() -> None:
-    orchestrator = empty_orchestrator()
-    orchestrator.metrics.matched_tokens, orchestrator.metrics.cached_tokens = 96, 80
-    assert value(orchestrator, "matched_tokens_total") == 96
-    assert value(orchestrator, "cached_tokens_total") == 80
-
-
-async def test_held_and_refused_requests_are_counted() -> None:
-    async with FakeFleet(replicas=1, replica_wait=60.0) as fleet:
-        fleet.lose(0)
-        await fleet.submit("a")
-        fleet.orchestrator.metrics.held_before_accept = 7
-        (
-            fleet.orchestrator.metrics.requests_failed["no_replica"],
-            fleet.orchestrator.metrics.requests_failed_before_accept,
-        ) = 1, 2
-        assert by(fleet.orchestrator, "where", "requests_held") == {
-            "http": 7,
-            "fleet": 1,
-            "move": 0,
-            "paused": 0,
-        }
-        assert by(fleet.orchestrator, "reason", "requests_failed_total")["no_replica"] == 3
-        fleet.now = 0.25
-        fleet.join(fleet.pool.member(0))
-        assert by(fleet.orchestrator, "where", "requests_held")["fleet"] == 0
-        assert value(fleet.orchestrator, "hold_time_seconds_sum") == 0.25
 
 
 def test_stage_times_have_labels_of_stage_and_part() -> None:
