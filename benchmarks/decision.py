@@ -108,7 +108,8 @@ class Service:
         if len(self._prefilling) > self._limit // 4:
             member, state = self._prefilling.popleft()
             self._pool.add_first_output(member, state, cached_tokens=None)
-            member.ledger.add_tokens(state, 1)
+            state.output_tokens += 1
+            member.ledger.add_tokens(1, decoding=True)
             self._pool.report(member, LoadReport(0, len(member.in_flight), 0.4))
             self._decoding.append((member, state))
         if len(self._decoding) > self._limit - self._limit // 4:

@@ -7,8 +7,7 @@ import msgspec
 
 from vllm_omni_plugin.balancing import Prompt, Task
 from vllm_omni_plugin.errors import WireError
-from vllm_omni_plugin.replicas.links.link import Frames
-from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport, Move
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, Frames, LoadReport, Move
 
 DEAD_FRAME = b"DEAD"
 UNREADABLE = b"\xc1"

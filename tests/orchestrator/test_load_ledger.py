@@ -28,9 +28,11 @@ def test_a_prompt_is_to_be_computed_until_its_first_output_and_held_from_then_on
     run = charged(ledger, prompt=100, matched=64)
     assert ledger.load == ReplicaLoad(requests=1, prefill_tokens=36)
     ledger.add_first_output(run, 2.0)
-    ledger.add_tokens(run, 1)
+    run.output_tokens += 1
+    ledger.add_tokens(1, decoding=run.has_output)
     assert (ledger.load.prefill_tokens, ledger.load.decode_tokens) == (0, 101)
-    ledger.add_tokens(run, 4)
+    run.output_tokens += 4
+    ledger.add_tokens(4, decoding=run.has_output)
     assert ledger.load.decode_tokens == 105
     ledger.release(run, 3.0)
     assert ledger.load == ReplicaLoad(prefill_rate=18.0)
@@ -81,7 +83,8 @@ def test_the_sums_are_those_of_what_is_in_flight_through_any_history(steps: list
             else:
                 if not run.has_output:
                     ledger.add_first_output(run, float(now))
-                ledger.add_tokens(run, second)
+                run.output_tokens += second
+                ledger.add_tokens(second, decoding=run.has_output)
         load = ledger.load
         assert load.requests - load.others == len(there)
         assert load.prefill_tokens == sum(c.prefill_tokens for c in there if not c.has_output)

@@ -22,7 +22,8 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     decode_to_server,
     encode,
 )
-from vllm_omni_plugin.replicas.links.link import Frames, SocketReader
+from vllm_omni_plugin.replicas.links.link import SocketReader
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
 
 IDENTITY = b"\x03\x00"
 CLIENT_INDEX = 2

@@ -2,12 +2,11 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 _UNKNOWN_PROMPT = 512
 """Assumed length of an unknown prompt, in tokens."""
@@ -21,8 +20,7 @@ class MediaSpan(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
+class Prompt(Struct, frozen=True, eq=False):
     """What determines which cached blocks a request can use.
 
     If `cacheable` is false, the engine takes no blocks from its cache, and only the length of `token_ids` is used. Only
@@ -35,7 +33,7 @@ class Prompt:
     media: tuple[MediaSpan, ...] = ()
     cacheable: bool = True
     # By block size, so that a prompt is hashed at most once for each.
-    known_keys: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
+    known_keys: dict[int, list[int]] = field(default_factory=dict)
 
 
 NO_PROMPT = Prompt((), cacheable=False)

@@ -63,10 +63,10 @@ def _continue_keys(known: list[int], prompt: Prompt, rest: Sequence[int], block_
     begin, more = len(keys), max(0, len(rest) - 1) // block_size
     end = begin + more
     data = memoryview(pack_tokens(rest[: more * block_size]))
-    width = 4 * block_size
+    width, has_extra_keys = 4 * block_size, bool(prompt.lora_name or prompt.cache_salt or prompt.media)
     for block in range(begin, end):
         tokens = data[(block - begin) * width : (block - begin + 1) * width]
-        if block == 0 or prompt.media:
+        if has_extra_keys and (block == 0 or prompt.media):
             parent = block_key(parent, tokens, _extra_keys(prompt, block * block_size, block_size))
         else:
             parent = xxh3_64_intdigest(tokens, seed=parent)

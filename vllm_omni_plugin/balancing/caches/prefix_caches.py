@@ -16,11 +16,12 @@ class EstimatedCache:
     """Estimates the prefix cache of one replica by simulating vLLM's eviction, with 8 bytes for each block.
 
     vLLM evicts the least recently used block, and of blocks used at the same time the last one of the prompt. So every
-    block belongs to the *run* of the prompt that used it last, and the oldest run loses its last block first.
+    block belongs to the *run* of the prompt that used it last, and the oldest run loses its last block first. `size` is
+    the number of cached blocks.
     """
 
     def __init__(self) -> None:
-        self._size = 0
+        self.size = 0
         self._most_runs = _FEWEST_RUNS
         # Oldest first. A run whose blocks all moved to later runs stays as an empty array until a clean-up.
         self._by_age: deque[array[int]] = deque()
@@ -35,11 +36,11 @@ class EstimatedCache:
             del other[:common]
             if other:
                 self._by_head[other[0]] = other
-            self._size -= common
+            self.size -= common
             known += common
         self._by_head[keys[0]] = run
         self._by_age.append(run)
-        self._size += len(run)
+        self.size += len(run)
         if len(self._by_age) > self._most_runs:
             self._by_age = deque(filter(None, self._by_age))
             self._most_runs = 2 * len(self._by_age) + _FEWEST_RUNS
@@ -57,7 +58,7 @@ class EstimatedCache:
         kept = max(0, known - begins)
         gone = own[kept:]
         del own[kept:]
-        self._size -= len(gone)
+        self.size -= len(gone)
         if not own:
             del self._by_head[gone[0]]
         return gone
@@ -65,11 +66,11 @@ class EstimatedCache:
     def shrink(self, capacity: int) -> "array[int]":
         """Evict blocks until `capacity` are left. Returns the evicted keys."""
         evicted = array("Q")
-        while self._size > capacity:
+        while self.size > capacity:
             oldest = self._by_age[0]
-            kept = max(0, len(oldest) - (self._size - capacity))
+            kept = max(0, len(oldest) - (self.size - capacity))
             evicted += oldest[kept:]
-            self._size -= len(oldest) - kept
+            self.size -= len(oldest) - kept
             if kept:
                 del oldest[kept:]
             else:
@@ -144,9 +145,10 @@ class PrefixCaches:
         keys = keys[:capacity]
         runs = self._estimated[bit]
         known = runs.use(keys)
-        evicted = runs.shrink(capacity)
+        evicted = runs.shrink(capacity) if runs.size > capacity else ()
         self._index.store(bit, keys[known:])
-        self._index.remove(bit, evicted)
+        if evicted:
+            self._index.remove(bit, evicted)
 
     def undo_estimate(self, bit: int, keys: Sequence[int], known: int) -> None:
         """Undo `estimate` for a prompt of which `known` blocks were cached before; see `end` for reporting replicas."""

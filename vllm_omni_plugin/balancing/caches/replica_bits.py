@@ -21,39 +21,51 @@ class FleetBits(NamedTuple):
     block_sizes: frozenset[int]
 
 
+class ReplicaCache(NamedTuple):
+    """The prefix cache of a replica: its bit, tokens in a block, and blocks. Sizes that are not known are guesses."""
+
+    bit: int
+    block_size: int
+    blocks: int
+
+
 class ReplicaBits:
-    """Gives each replica the lowest free bit until `free` is called for it."""
+    """Gives each replica the lowest free bit until `free` is called for it. Its sizes do not change until then."""
 
     def __init__(self) -> None:
-        self._bits: dict[tuple[int, str, str], int] = {}
+        self._caches: dict[tuple[int, str, str], ReplicaCache] = {}
         self._freed: list[int] = []
         self._seen: tuple[ReplicaView, ...] | None = None
         self._fleet = FleetBits([], {}, 0, frozenset())
 
-    def bit(self, replica: ReplicaView) -> int:
-        """The replica's bit; a new one at the first call."""
+    def cache(self, replica: ReplicaView) -> ReplicaCache:
+        """The replica's cache, with a new bit at the first call."""
         identity = identity_of(replica)
-        bit = self._bits.get(identity)
-        if bit is None:
-            bit = heappop(self._freed) if self._freed else len(self._bits)
-            self._bits[identity] = bit
-        return bit
+        cache = self._caches.get(identity)
+        if cache is None:
+            bit = heappop(self._freed) if self._freed else len(self._caches)
+            load = load_of(replica)
+            cache = ReplicaCache(bit, load.block_size or _DEFAULT_BLOCK_SIZE, load.kv_blocks or _DEFAULT_KV_BLOCKS)
+            self._caches[identity] = cache
+        return cache
 
     def free(self, replica: ReplicaView) -> int | None:
         """Free a replica's bit. Returns the bit, or None if it had none."""
-        bit = self._bits.pop(identity_of(replica), None)
-        if bit is not None:
-            heappush(self._freed, bit)
-            self._seen = None
-        return bit
+        cache = self._caches.pop(identity_of(replica), None)
+        if cache is None:
+            return None
+        heappush(self._freed, cache.bit)
+        self._seen = None
+        return cache.bit
 
     def fleet(self, replicas: Sequence[ReplicaView]) -> FleetBits:
         """The bits of these replicas; O(1) for the same tuple as before."""
-        snapshot = snapshot_of(replicas)
-        if snapshot is not self._seen:
-            bits = [self.bit(replica) for replica in snapshot]
+        if replicas is not self._seen:
+            snapshot = snapshot_of(replicas)
+            caches = [self.cache(replica) for replica in snapshot]
+            bits = [cache.bit for cache in caches]
             positions = {bit: position for position, bit in enumerate(bits)}
-            self._fleet = FleetBits(bits, positions, mask_of(bits), frozenset(map(block_size_of, snapshot)))
+            self._fleet = FleetBits(bits, positions, mask_of(bits), frozenset([cache.block_size for cache in caches]))
             self._seen = snapshot
         return self._fleet
 
@@ -75,13 +87,3 @@ def sample_bits(mask: int, count: int, rng: random.Random) -> list[int]:
         chosen.append(lowest.bit_length() - 1)
         mask ^= lowest
     return chosen
-
-
-def block_size_of(replica: ReplicaView) -> int:
-    """Tokens in a KV block of a replica; vLLM's default if unknown."""
-    return load_of(replica).block_size or _DEFAULT_BLOCK_SIZE
-
-
-def capacity_of(replica: ReplicaView) -> int:
-    """KV blocks of a replica; a guess if unknown."""
-    return load_of(replica).kv_blocks or _DEFAULT_KV_BLOCKS

@@ -11,8 +11,6 @@ from vllm_omni_plugin.balancing.caches.rendezvous import ExpectedPrefix, Rendezv
 from vllm_omni_plugin.balancing.caches.replica_bits import (
     FleetBits,
     ReplicaBits,
-    block_size_of,
-    capacity_of,
     mask_of,
     sample_bits,
 )
@@ -107,22 +105,22 @@ class PrefixBalancer(DecidingBalancer):
         return Decision(position, reason, tuple(map(Candidate, positions, costs, matches)), fallback, matched)
 
     def assigned(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        keys = prompt_keys(task.get("prompt", NO_PROMPT), block_size_of(replica))
-        self._caches.send(self._bits.bit(replica), keys, capacity_of(replica))
+        bit, size, blocks = self._bits.cache(replica)
+        self._caches.send(bit, prompt_keys(task.get("prompt", NO_PROMPT), size), blocks)
 
     def assignment_cancelled(self, task: Task, replica: ReplicaView, decision: Decision) -> None:
-        size = block_size_of(replica)
+        bit, size, _ = self._bits.cache(replica)
         keys = prompt_keys(task.get("prompt", NO_PROMPT), size)
-        self._caches.undo_estimate(self._bits.bit(replica), keys, decision.matched_tokens // size)
+        self._caches.undo_estimate(bit, keys, decision.matched_tokens // size)
 
     def ended(self, task: Task, replica: ReplicaView, seconds: float, output_tokens: int) -> None:
         # The answer is cached, too.
         prompt, answer = task.get("prompt", NO_PROMPT), task.get("answer_ids", ())
-        bit, size = self._bits.bit(replica), block_size_of(replica)
+        bit, size, blocks = self._bits.cache(replica)
         if self._caches.reporting >> bit & 1:
             self._caches.end(bit, prompt_keys(prompt, size))
         elif answer:
-            self._caches.estimate(bit, answered_keys(prompt, answer, size), capacity_of(replica))
+            self._caches.estimate(bit, answered_keys(prompt, answer, size), blocks)
 
     def replica_lost(self, replica: ReplicaView) -> None:
         bit = self._bits.free(replica)
@@ -130,10 +128,10 @@ class PrefixBalancer(DecidingBalancer):
             self._caches.forget(bit)
 
     def cache_cleared(self, replica: ReplicaView) -> None:
-        self._caches.clear(self._bits.bit(replica))
+        self._caches.clear(self._bits.cache(replica).bit)
 
     def cache_changed(self, replica: ReplicaView, change: CacheChange) -> None:
-        self._caches.change(self._bits.bit(replica), change)
+        self._caches.change(self._bits.cache(replica).bit, change)
 
     def _levels(self, prompt: Prompt, fleet: FleetBits) -> list[Level]:
         """Matched tokens, and the bit mask of the replicas that have so many cached; longest match first."""
@@ -153,9 +151,9 @@ class PrefixBalancer(DecidingBalancer):
         expected: ExpectedPrefix | None,
     ) -> Sequence[int]:
         """The result of `positions_to_compare`; in a large fleet also replicas that may have the prompt cached."""
-        positions = positions_to_compare(replicas, self._rng)
         if len(replicas) <= MOST_COMPARED:
-            return positions
+            return range(len(replicas))
+        positions = positions_to_compare(replicas, self._rng)
         if expected is not None and expected.position not in positions:
             positions.append(expected.position)
         wanted, others = _MOST_HOLDERS, fleet.mask

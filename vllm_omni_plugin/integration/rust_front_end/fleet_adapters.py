@@ -56,10 +56,11 @@ class FleetAdapters:
         self._changed(applied)
 
     def use_in(self, request: Any) -> None:
-        """Name the adapter of an `EngineCoreRequest` as the fleet does. Raises StageInputError if it is not loaded."""
+        """Name the adapter of an `EngineCoreRequest` that has one as the fleet does.
+
+        Raises StageInputError if it is not loaded.
+        """
         adapter = request.lora_request
-        if adapter is None:
-            return
         if (shared := self.in_fleet.get(adapter.lora_name)) is None:
             raise StageInputError(f"The LoRA adapter {adapter.lora_name!r} is not loaded.")
         request.lora_request = replace(adapter, lora_int_id=shared.lora_int_id, lora_path=shared.lora_path)

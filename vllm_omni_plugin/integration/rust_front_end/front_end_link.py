@@ -39,9 +39,11 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     RequestMessage,
     SubmitRequest,
 )
-from vllm_omni_plugin.replicas.links.link import Frames, SocketReader
+from vllm_omni_plugin.replicas.links.frames import send_frames
+from vllm_omni_plugin.replicas.links.link import SocketReader
 from vllm_omni_plugin.vllm_api.codecs.front_end_arrays import find_unreadable
 from vllm_omni_plugin.vllm_api.codecs.front_end_codec import IDENTITY, FrontEndCodec
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
 from vllm_omni_plugin.vllm_api.engine_messages.request_building import drop_transfers
 
 logger = init_logger(__name__)
@@ -259,7 +261,8 @@ class FrontEndLink(FrontEnd):
             # The front end asks every engine for a watermark. An answer with one depends on what was answered before,
             # so it could not resume on another engine.
             request.sampling_params.watermarking = False
-        self.adapters.use_in(request)
+        if request.lora_request is not None:
+            self.adapters.use_in(request)
         terms = self._rules.read_terms(request)
         self._submit(SubmitRequest(request, time.monotonic(), terms=terms))
 
@@ -326,7 +329,7 @@ class FrontEndLink(FrontEnd):
             return
         if not self._unsent:
             try:
-                self._sockets[1].send_multipart(frames, zmq.NOBLOCK, copy=False)
+                send_frames(self._sockets[1], frames)
             except zmq.Again:
                 self._loop_of_reader().add_reader(self._sockets[1].fileno(), self._send_waiting)
             else:
@@ -337,7 +340,7 @@ class FrontEndLink(FrontEnd):
         """Called for each event of the socket, which is edge-triggered: sends until it is full or nothing waits."""
         while self._unsent:
             try:
-                self._sockets[1].send_multipart(self._unsent[0], zmq.NOBLOCK, copy=False)
+                send_frames(self._sockets[1], self._unsent[0])
             except zmq.Again:
                 return
             self._unsent.popleft()

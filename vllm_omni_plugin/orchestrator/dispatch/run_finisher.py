@@ -57,8 +57,9 @@ class RunFinisher:
         """
         accepted = []
         answered: StageRun | None = None
+        find, streaming, streamed = member.in_flight.get, RequestPhase.STREAMING, 0
         for output in outputs:
-            run = member.in_flight.get(output.request_id)
+            run = find(output.request_id)
             if run is None:
                 if self._tag not in output.request_id and output.finish_reason is None:
                     # It belongs to a head that is gone, and no other process would end it.
@@ -67,16 +68,19 @@ class RunFinisher:
             answered = run
             output.request_id = run.request_id
             try:
-                if run.phase is RequestPhase.STREAMING and output.finish_reason is None:
+                if run.phase is streaming and output.finish_reason is None:
                     # Most outputs are in the middle of an answer.
-                    member.ledger.add_tokens(run, len(output.new_token_ids))
-                    run.produced.extend(output.new_token_ids)
+                    tokens = output.new_token_ids
+                    run.produced.extend(tokens)
+                    run.output_tokens += len(tokens)
+                    streamed += len(tokens)
                 elif not self._accept_output(member, run, output):
                     continue
                 accepted.append((run, output))
             except Exception as error:
                 self.fail_unexpectedly(run, error)
         if answered is not None:
+            member.ledger.add_tokens(streamed, decoding=True)
             # In this place, since a call for each message costs more.
             progress, now = member.progress, self._clock()
             progress.longest_gap = max(progress.longest_gap, now - max(progress.since, answered.asked_at))
@@ -151,7 +155,8 @@ class RunFinisher:
         if not (run.has_output or cut_short):
             self._note_first_output(member, run, output)
         # Counted even if the client has these tokens already.
-        member.ledger.add_tokens(run, len(tokens))
+        run.output_tokens += len(tokens)
+        member.ledger.add_tokens(len(tokens), decoding=run.has_output)
         if run.skipping_delivered and not self._skip_delivered(run, output, cut_short):
             return False
         run.deliver(output.new_token_ids, finished, cut_short)

@@ -1,8 +1,10 @@
 """The state of an unfinished request, and the plan of the pipeline stages that it needs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import field
 
 from vllm_omni_plugin.admission import Ticket, TicketPhase
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput
@@ -75,8 +77,7 @@ def plan_request(pipeline: Pipeline, call: PipelineCall | None) -> RequestPlan:
     )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class PipelineRequestState(OrchestratorRequestState):
+class PipelineRequestState(OrchestratorRequestState, eq=False, kw_only=True):
     """A request of a pipeline.
 
     Attributes:

@@ -327,7 +327,8 @@ class StagePool:
             self._policy.notify("assignment_cancelled", run.task, member, run.decision)
         run.task["answer_ids"] = run.produced[run.resumed_tokens : run.resumed_tokens + run.output_tokens]
         self._policy.notify("ended", run.task, member, now - run.charged_at, run.output_tokens)
-        member.notify_if_idle()
+        if member.idle is not None:
+            member.notify_if_idle()
 
     def set_others_work(self, member: PoolMember, others: Work | None) -> None:
         """Other heads have charged this work to a replica; None: they do not report it, see `LoadLedger`."""

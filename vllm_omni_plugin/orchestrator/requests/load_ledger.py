@@ -192,10 +192,10 @@ class LoadLedger:
         self.decode_tokens += run.prompt_tokens + run.output_tokens
         self.prompted += run.prompt_tokens + run.output_tokens
 
-    def add_tokens(self, run: StageRun, tokens: int) -> None:
-        run.output_tokens += tokens
+    def add_tokens(self, tokens: int, decoding: bool) -> None:
+        """Runs have got tokens; `decoding`: after their first output. They count them in their `output_tokens`."""
         self.generated += tokens
-        if run.has_output:
+        if decoding:
             self.decode_tokens += tokens
             self._load = None
 

@@ -5,6 +5,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from vllm_omni_plugin.admission import AdmissionConfig, QueuePosition, RequestTerms
 from vllm_omni_plugin.balancing import Decision, ReplicaLoad, Task
 from vllm_omni_plugin.coordinator import HeadLeft, HeadWork, ReplicaInfo, SessionLost, Welcome
@@ -49,8 +51,7 @@ ChosenReplicas = list[tuple[str, Decision]]
 """The replicas (`<stage>.<replica>`) to which a request was sent, each with the policy's decision."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitRequest:
+class SubmitRequest(Struct, frozen=True):
     """A new request, or the next chunk of a streaming-input session, submitted at a monotonic time.
 
     The orchestrator never changes the request. Its thread appends to `chosen_replicas` until the answer begins, and

@@ -3,8 +3,9 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
+
+from msgspec import Struct, field
 
 from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.errors import OmniError
@@ -22,8 +23,7 @@ from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded,
 logger = init_logger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class OrchestratorRequestState:
+class OrchestratorRequestState(Struct, eq=False):
     """One request from acceptance until every stage that it needs has ended.
 
     `request` is vLLM's `EngineCoreRequest` as the client submitted it; `runs` are those of the stages that have begun,

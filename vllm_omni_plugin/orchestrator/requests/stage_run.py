@@ -2,10 +2,11 @@
 
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct, field
 
 from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.balancing import Decision, Task
@@ -42,8 +43,7 @@ class LostReplica(Protocol):
     def machine(self) -> str: ...
 
 
-@dataclass(slots=True, eq=False)
-class Loss:
+class Loss(Struct, eq=False):
     """The loss of one replica, shared by all requests that were in flight there, those of `others` as reported.
 
     The culprit is the request that crashed the engine, if there is one and it is known.
@@ -56,8 +56,7 @@ class Loss:
     culprit: "StageRun | None" = None
 
 
-@dataclass(slots=True, eq=False)
-class StreamingInputState:
+class StreamingInputState(Struct, eq=False):
     """A session whose prompt arrives in chunks, each answered by a turn of output.
 
     The engine keeps the session between its turns, and ends it after the last turn once the input is closed. `unsent`
@@ -91,8 +90,7 @@ class StreamingInputState:
         self.open_turns = 1 + sum(chunk.resumable for chunk in self.unsent)
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class StageRun:
+class StageRun(Struct, eq=False):
     """The work of one stage on one request, from its input to its end, over all attempts.
 
     An attempt is one assignment to one replica. The attributes from `task` on belong to the current attempt. Times are
@@ -145,19 +143,19 @@ class StageRun:
     crash_losses: list[Loss] = field(default_factory=list)
     apart_until: float = 0
     refused_by: Collection[int] = ()
-    ended: bool = field(default=False, init=False)
-    affinity_key: int | None = field(default=None, init=False)
-    task: Task = field(default_factory=Task, init=False)
-    decision: Decision = field(default=_UNDECIDED, init=False)
-    charged_at: float = field(default=0.0, init=False)
-    asked_at: float = field(default=0.0, init=False)
-    resumed_tokens: int = field(default=0, init=False)
-    prompt_tokens: int = field(default=0, init=False)
-    prefill_tokens: int = field(default=0, init=False)
-    has_output: bool = field(default=False, init=False)
-    output_tokens: int = field(default=0, init=False)
-    _to_skip: int = field(default=0, init=False)
-    _loss: str = field(default="", init=False)
+    ended: bool = False
+    affinity_key: int | None = None
+    task: Task = field(default_factory=Task)
+    decision: Decision = _UNDECIDED
+    charged_at: float = 0.0
+    asked_at: float = 0.0
+    resumed_tokens: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    has_output: bool = False
+    output_tokens: int = 0
+    _to_skip: int = 0
+    _loss: str = ""
 
     def __repr__(self) -> str:
         return f"request {self.request_id} is {self.phase.value}"

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from vllm_omni_plugin.errors import NOT_ALLOWED, MessageTooLargeError, NotAllowedError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.links.link import Frames, Link
-from vllm_omni_plugin.vllm_api.engine_messages.engine_types import ENGINE_SHUTTING_DOWN
+from vllm_omni_plugin.replicas.links.link import Link
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import ENGINE_SHUTTING_DOWN, Frames
 
 logger = init_logger(__name__)
 

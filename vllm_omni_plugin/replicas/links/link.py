@@ -2,16 +2,16 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.replicas.links.frames import receive_frames, send_frames
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
 from vllm_omni_plugin.vllm_api.launch.spawning import remove_ipc_files
-
-Frames = Sequence[Any]
 
 _BURST = 64
 """Messages handled before other callbacks of the loop run."""
@@ -37,7 +37,7 @@ class Link(ABC):
         Raises MessageTooLargeError if the other end would not accept it, ReplicaError if the engine is not connected.
         """
         try:
-            self.input_socket.send_multipart((self.identity, *frames), zmq.NOBLOCK, copy=False)
+            send_frames(self.input_socket, (self.identity, *frames))
         except zmq.ZMQError as error:
             raise ReplicaError(f"cannot send on {self.input_addr}: {error}") from error
 
@@ -151,7 +151,7 @@ class SocketReader:
 
     def drain(self) -> None:
         """Handle every message that has arrived, paused or not."""
-        while (frames := self._receive()) is not None:
+        while (frames := receive_frames(self._socket)) is not None:
             self._on_message(frames)
 
     def _readable(self) -> None:
@@ -168,7 +168,7 @@ class SocketReader:
         for _ in range(_BURST):
             if not self._reading:
                 return
-            frames = self._receive()
+            frames = receive_frames(self._socket)
             if frames is None:
                 return
             try:
@@ -181,9 +181,3 @@ class SocketReader:
             if self._reading and not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
                 return
         self._schedule()
-
-    def _receive(self) -> list[Any] | None:
-        try:
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None

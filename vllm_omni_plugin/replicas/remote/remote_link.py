@@ -17,8 +17,9 @@ from vllm_omni_plugin.replicas.links.connection import (
     HandshakeRefusedError,
     Socket,
 )
-from vllm_omni_plugin.replicas.links.link import Frames, Link
+from vllm_omni_plugin.replicas.links.link import Link
 from vllm_omni_plugin.replicas.remote.unreachable import why_unreachable
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
 
 _CONNECT_TIMEOUT_MS = 3000
 MIB = 2**20

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass
+from operator import attrgetter
 from random import Random, SystemRandom
 from types import GenericAlias
 from typing import Annotated, Any
@@ -23,6 +24,10 @@ from vllm_omni_plugin.vllm_api.engine_messages import moving, ready
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames, LoadReport, Move
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
+# An access to the value of an enum member takes two calls.
+_ADD, _ABORT, _UTILITY = (
+    kind.value for kind in (EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY)
+)
 _HASH_SPACE = 1 << 32
 _SEED_BITS = 63
 _ID_LIMIT = 2**31
@@ -71,16 +76,16 @@ class EngineApi:
         attempt = msgspec.structs.replace(
             request, request_id=engine_request_id, client_index=client_index, **self._wave
         )
-        return (EngineCoreRequestType.ADD.value, *self._encoder.encode(attempt))
+        return (_ADD, *self._encoder.encode(attempt))
 
     def encode_abort(self, engine_request_ids: Sequence[str]) -> Frames:
         """Frames that abort attempts; the engine ignores unknown ids."""
-        return (EngineCoreRequestType.ABORT.value, *self._encoder.encode(list(engine_request_ids)))
+        return (_ABORT, *self._encoder.encode(list(engine_request_ids)))
 
     def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
         """Frames that call `method(*args)` on the engine; its reply has the `call_id`."""
         call = (client_index, call_id, method, args)
-        return (EngineCoreRequestType.UTILITY.value, *self._encoder.encode(call))
+        return (_UTILITY, *self._encoder.encode(call))
 
     def decode_outputs(self, frames: Frames) -> Any:
         """Decode the `EngineCoreOutputs` of one message; raises WireError for other frames."""
@@ -117,7 +122,8 @@ class EngineApi:
             session=request.session_id,
             max_tokens=params.max_tokens if params else None,
         )
-        return task, get_late_interaction_engine_index(request.pooling_params, _HASH_SPACE)
+        pooling = request.pooling_params
+        return task, None if pooling is None else get_late_interaction_engine_index(pooling, _HASH_SPACE)
 
     def cached_tokens(self, output: Any) -> int | None:
         """Prompt tokens that came from caches; None for all outputs of a request but the first."""
@@ -179,14 +185,19 @@ class EngineApi:
         return EngineCoreOutputs(engine_index=engine_index, scheduler_stats=SchedulerStats())
 
 
+_prefill_counts = attrgetter(*[each.name for each in fields(PrefillStats)])
+
+
 @dataclass
 class _PrefillStats(PrefillStats):  # type: ignore[misc]
     """No front end can count tokens below 0, and no client asked for them: they are set to 0."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if not 0 <= getattr(self, each.name) < _COUNT_LIMIT:
-                setattr(self, each.name, 0)
+        counts = _prefill_counts(self)
+        if not 0 <= min(counts) <= max(counts) < _COUNT_LIMIT:
+            for each in fields(self):
+                if not 0 <= getattr(self, each.name) < _COUNT_LIMIT:
+                    setattr(self, each.name, 0)
 
 
 def _checked(kind: Any, types: dict[Any, Any]) -> Any:

@@ -1,0 +1,66 @@
+"""The requests of vLLM's Rust front end: what a codec that keeps sampling parameters makes of them."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.vllm_api.codecs.front_end_codec import FrontEndCodec
+
+PARAMETERS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=32),
+    "seeded": SamplingParams(temperature=0.7, seed=7, max_tokens=32),
+    "penalties": SamplingParams(presence_penalty=0.5, stop=["."], logit_bias={3: 1.5}, bad_words=["bad"]),
+    "logprobs": SamplingParams(logprobs=2, prompt_logprobs=1),
+    "structured": SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object"})),
+    "custom": SamplingParams(extra_args={"tenant": "a"}),
+    "none": None,
+}
+
+
+def frames(request_id: str, params: Any) -> list[Any]:
+    request = EngineCoreRequest(request_id, [1, 2, 3], None, params, None, 1.5, None, None, None, session_id="s")
+    return [EngineCoreRequestType.ADD.value, *MsgpackEncoder().encode(request)]
+
+
+def fields(request: Any) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in EngineCoreRequest.__struct_fields__}
+
+
+@pytest.mark.parametrize("params", PARAMETERS.values(), ids=PARAMETERS)
+def test_a_request_is_decoded_as_an_engine_decodes_it_the_first_and_the_second_time(params: Any) -> None:
+    codec = FrontEndCodec()
+    for request_id in ("first", "second"):
+        message = frames(request_id, params)
+        alone = MsgpackDecoder(EngineCoreRequest).decode(message[1:])
+        kind, request = codec.decode(message)
+        assert (kind, fields(request)) == ("add", fields(alone))
+        assert MsgpackEncoder().encode(request) == MsgpackEncoder().encode(alone)
+
+
+def test_parameters_that_an_engine_refuses_are_refused_each_time() -> None:
+    codec, wrong = FrontEndCodec(), SamplingParams()
+    wrong.top_p = 3.0
+    for request_id in ("first", "second"):
+        with pytest.raises(WireError, match="top_p"):
+            codec.decode(frames(request_id, wrong))
+    assert codec.decode(frames("third", SamplingParams()))[1].request_id == "third"
+
+
+def test_only_a_bounded_number_of_short_parameters_is_kept() -> None:
+    def decode(params: SamplingParams) -> Any:
+        return codec.decode(frames("request", params))[1].sampling_params
+
+    codec = FrontEndCodec()
+    first, long = SamplingParams(seed=0), SamplingParams(stop=["x" * 2000])
+    kept = decode(first)
+    assert decode(first) is kept
+    assert decode(long) is not decode(long)
+    for seed in range(1, 1100):
+        decode(SamplingParams(seed=seed))
+    assert decode(first) is not kept
+    assert msgspec.structs.asdict(decode(first)) == msgspec.structs.asdict(kept)
