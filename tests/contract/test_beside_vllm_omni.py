@@ -1,4 +1,4 @@
-"""The package vllm_omni beside us: it gets its command lines as if we were not there."""
+"""Our flags in vLLM's parser: the package vllm_omni beside us keeps its own, and a pipeline needs no model."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_omni_plugin.integration.flags import add_group
+from vllm_omni_plugin.config import NO_MODEL
+from vllm_omni_plugin.integration.flags import add_group, patch_parser
 
 STAND_IN = """
 import json
@@ -61,11 +62,6 @@ def parse(parser: Any, *words: str) -> Any:
     return parser.parse_args(words)
 
 
-def test_vllm_omnis_names_of_our_flags_are_accepted() -> None:
-    args = parse(FlexibleArgumentParser(), "--stage-id", "3", "-ora", "10.0.0.8")
-    assert (args.omni_stage_id, args.omni_replica_address) == (3, "10.0.0.8")
-
-
 @pytest.mark.parametrize("alias", ["--stage-id", "-ora", "-oma"])
 def test_an_alias_that_another_option_has_is_left_to_it(alias: str) -> None:
     parser = FlexibleArgumentParser()
@@ -74,3 +70,46 @@ def test_an_alias_that_another_option_has_is_left_to_it(alias: str) -> None:
         parser, alias, "x", "--omni-stage-id", "3", "--omni-replica-address", "a", "--omni-master-address", "b"
     )
     assert (args.theirs, args.omni_stage_id, args.omni_replica_address, args.omni_master_address) == ("x", 3, "a", "b")
+
+
+class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    """vLLM's, to be changed by a test."""
+
+
+@pytest.fixture
+def parser() -> Any:
+    """The part of `vllm serve` that has to do with models."""
+    patch_parser(Parser)
+    parser = Parser(prog="vllm")
+    serve = parser.add_subparsers(dest="subparser").add_parser("serve")
+    serve.add_argument("model_tag", nargs="?")
+    for flag in ("--served-model-name", "--omni-pipeline", "--config", "--port"):
+        serve.add_argument(flag)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "model"),
+    [
+        pytest.param("--omni-pipeline f --served-model-name both", "", NO_MODEL, id="a name"),
+        pytest.param("--config", "omni-pipeline: f\nport: 9000\n", NO_MODEL, id="the file names the pipeline"),
+        pytest.param("--config", "omni_pipeline: f\nport: 9000\n", NO_MODEL, id="with an underscore"),
+        pytest.param("--omni-pipeline=f --config", "port: 9000\n", NO_MODEL, id="a file beside the pipeline"),
+        pytest.param("some/model --omni-pipeline f --served-model-name both", "", "some/model", id="a model"),
+    ],
+)
+def test_beside_a_pipeline_a_model_may_be_missing_and_is_left_where_it_is(
+    parser: Any, tmp_path: Path, line: str, file: str, model: str
+) -> None:
+    (config := tmp_path / "config.yaml").write_text(file)
+    args = parser.parse_args(["serve", *line.split(), *([str(config)] if file else [])])
+    assert (args.model_tag, args.omni_pipeline) == (model, "f")
+    assert (args.port, args.served_model_name) == (("9000", None) if file else (None, "both"))
+
+
+def test_without_a_pipeline_vllm_needs_a_model(parser: Any, tmp_path: Path) -> None:
+    (config := tmp_path / "config.yaml").write_text("port: 9000\n")
+    with pytest.raises(ValueError, match="model"):
+        parser.parse_args(["serve", "--served-model-name", "both"])
+    with pytest.raises(ValueError, match="No model specified"):
+        parser.parse_args(["serve", "--config", str(config)])

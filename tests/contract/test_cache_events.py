@@ -1,12 +1,15 @@
 """What vLLM's own block pool and publisher report is what policies look prompts up by; no engine is needed for that."""
 
+import random
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
     BlockRemoved,
@@ -20,11 +23,15 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from tests.balancing.pool import PooledReplica
 from tests.fakes.conditions import eventually
 from tests.replicas.cache_publisher import Mirror
+from vllm_omni_plugin.balancing import KvAwareBalancer, ReplicaLoad
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.replicas.kv_events import cache_listener
 from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
@@ -113,19 +120,6 @@ def test_blocks_that_a_connector_has_stored_elsewhere_leave_those_of_the_pool_kn
     events = [offloaded, *Pool(request()).pool.take_events(), offloaded]
     batch = msgspec.msgpack.encode(KVEventBatch(ts=time.time(), events=events))
     assert len(CachedBlocks().apply(decode_events(batch)).stored) == BLOCKS
-
-
-def test_evicted_blocks_and_a_cleared_cache_are_reported() -> None:
-    pool, names = Pool(request()), CachedBlocks()
-    keys = names.apply(decode_events(pool.take())).stored
-    pool.pool.free_blocks(reversed(pool.blocks))
-    pool.pool.get_new_blocks(13)
-    assert names.apply(decode_events(pool.take())).removed == (keys[2],)
-    fresh = Pool(request())
-    fresh.take()
-    fresh.pool.free_blocks(reversed(fresh.blocks))
-    assert fresh.pool.reset_prefix_cache()
-    assert names.apply(decode_events(fresh.take())).restart
 
 
 @pytest.fixture
@@ -221,3 +215,105 @@ async def test_a_listener_that_missed_events_follows_its_publisher_again(
     listener.close()
     publisher.shutdown()
     remove_event_sockets(config)
+
+
+POOL_BLOCKS = 60
+MAX_RUNNING = 4
+
+
+class Engine:
+    """vLLM's scheduling of blocks, without a scheduler: prompts are computed at once, answers token by token."""
+
+    def __init__(self) -> None:
+        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        config = KVCacheConfig(POOL_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        self._manager = KVCacheManager(config, 1000, SIZE, SIZE, enable_kv_cache_events=True)
+        self._running: deque[Request] = deque()
+
+    def add(self, request: Request) -> int:
+        """Compute a prompt; returns how many of its tokens were cached."""
+        while len(self._running) >= MAX_RUNNING:
+            self.end()
+        blocks, cached, _ = self._manager.get_computed_blocks(request)
+        while self._manager.allocate_slots(request, request.num_tokens - cached, cached, blocks) is None:
+            self.end()
+        request.num_computed_tokens = request.num_tokens
+        self._running.append(request)
+        return cached
+
+    def step(self, token: int) -> None:
+        """Every answer grows by a token."""
+        for request in list(self._running):
+            request.append_output_token_ids(token)
+            if self._manager.allocate_slots(request, 1) is None:
+                self._running.remove(request)
+                self._manager.free(request)
+            else:
+                request.num_computed_tokens += 1
+
+    def end(self) -> None:
+        self._manager.free(self._running.popleft())
+
+    def reset(self) -> None:
+        while self._running:
+            self.end()
+        assert self._manager.reset_prefix_cache()
+
+    def report(self) -> bytes:
+        """What has happened to the cache since the last report."""
+        return msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=self._manager.take_events()))
+
+
+class Client:
+    """Makes prompts, most of which begin as others did."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._hasher = get_request_block_hasher(SIZE, sha256)
+        self._prompts: list[list[int]] = [[]]
+        self._count = 0
+
+    def ask(self) -> Request:
+        rng = self._rng
+        former = rng.choice(self._prompts[-12:])
+        prompt = former[: rng.randint(0, len(former))] + [rng.randrange(99) for _ in range(rng.randint(1, 12))]
+        if rng.random() < 0.2 and former:
+            prompt = former
+        self._prompts.append(prompt[:100])
+        self._count += 1
+        return Request(
+            str(self._count),
+            prompt[:100],
+            SamplingParams(max_tokens=50),
+            None,
+            lora_request=LoRARequest("adapter", 1, "/a") if rng.random() < 0.2 else None,
+            cache_salt="salt" if rng.random() < 0.2 else None,
+            block_hasher=self._hasher,
+        )
+
+    def answered(self, request: Request) -> None:
+        """The next turn of a conversation begins with this one and its answer."""
+        self._prompts.append(list(request.all_token_ids)[:100])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_predicted_hits_are_those_of_vllms_cache_manager(seed: int) -> None:
+    init_none_hash(sha256)
+    rng = random.Random(seed)
+    engine, client, names, policy = Engine(), Client(seed), CachedBlocks(), KvAwareBalancer()
+    replica = PooledReplica(0, ReplicaLoad(kv_blocks=POOL_BLOCKS, block_size=SIZE))
+    predicted: list[int] = []
+    actual: list[int] = []
+    for _ in range(300):
+        policy.cache_changed(replica, names.apply(decode_events(engine.report())))
+        request = client.ask()
+        predicted.append(policy.decide(EngineApi().describe(request)[0], (replica,)).matched_tokens)
+        actual.append(engine.add(request))
+        for _ in range(rng.randint(0, 6)):
+            engine.step(rng.randrange(5))
+        client.answered(request)
+        if rng.random() < 0.01:
+            engine.reset()
+    assert predicted == actual
+    assert sum(actual) > 1000
+    assert names.copies <= POOL_BLOCKS

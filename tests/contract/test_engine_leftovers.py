@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe, get_context, resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -92,27 +92,26 @@ def cores() -> Iterator[list[RunningCore]]:
         core.close()
 
 
-def test_a_stuck_worker_whose_core_was_killed_ends_with_its_engine_and_that_of_another_engine_does_not(
-    cores: list[RunningCore],
+@pytest.mark.parametrize(
+    ("core_runs", "end"),
+    [
+        (False, lambda engine: engine.shutdown(0.0)),
+        (False, EngineProcess.kill),
+        (True, EngineProcess.kill),
+    ],
+    ids=["shut down", "killed", "killed with its core"],
+)
+def test_a_stuck_worker_ends_with_its_engine_and_that_of_another_engine_does_not(
+    cores: list[RunningCore], core_runs: bool, end: Callable[[EngineProcess], None]
 ) -> None:
     # The other one would be killed first.
-    other, killed = cores
-    killed.core.kill()
-    killed.core.wait()
-    assert not killed.worker_ends(0)
-    killed.engine.shutdown(0.0)
-    assert killed.worker_ends(10)
-    assert not other.worker_ends(0)
-
-
-@pytest.mark.parametrize("runs", [True, False])
-def test_a_worker_is_killed_with_its_core_or_after_it(cores: list[RunningCore], runs: bool) -> None:
-    other, killed = cores
-    if not runs:
-        killed.core.kill()
-        killed.core.wait()
-    killed.engine.kill()
-    assert killed.worker_ends(10)
+    other, ended = cores
+    if not core_runs:
+        ended.core.kill()
+        ended.core.wait()
+        assert not ended.worker_ends(0)
+    end(ended.engine)
+    assert ended.worker_ends(10)
     assert not other.worker_ends(0)
 
 

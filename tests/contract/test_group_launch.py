@@ -14,7 +14,6 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.engine_messages.ready import apply_ready_responses
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
-from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher
 from vllm_omni_plugin.vllm_api.launch.group_launch import GroupLauncher, new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
 
@@ -29,25 +28,11 @@ def experts(tmp_path: Path) -> Path:
     return write_model(tmp_path / "experts", **MIXTRAL)
 
 
-@pytest.fixture
-def dense(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "dense")
-
-
 def launcher_of(model: Path, **arguments: Any) -> Any:
     engine_config, _ = split_ranks(vllm_config(model, **arguments))
     return new_launcher(
         engine_config, object, True, NodeShare(0, 4), lambda _pid: None, report_cache=False, numbers=range(3, 7)
     )
-
-
-def test_ranks_of_a_dense_model_are_engines_of_their_own(dense: Path) -> None:
-    config = vllm_config(dense, data_parallel_size=RANKS)
-    assert split_ranks(config) == (config, RANKS)
-    assert config.parallel_config.data_parallel_size == 1
-    launcher = launcher_of(dense, data_parallel_size=RANKS)
-    assert isinstance(launcher, EngineLauncher)
-    assert [launcher.identity(replica) for replica in range(RANKS)] == [b"\x03\x00", b"\x04\x00"]
 
 
 def test_a_mixture_of_experts_has_all_ranks_in_the_engine_config_and_one_in_the_front_end(experts: Path) -> None:

@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
-from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.outputs import LogprobsLists
 
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.core_client.output_guard import guard_outputs, guard_statistics
@@ -27,13 +26,8 @@ from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from .stage_models import source
 
 
-def logprobs(*shape: int, ranks: tuple[int, ...] | None = None) -> LogprobsLists:
-    ranks = shape[:1] if ranks is None else ranks
-    return LogprobsLists(np.ones(shape, np.int64), np.zeros(shape, np.float32), np.ones(ranks, np.int64))
-
-
-def prompt_logprobs(*shape: int, ranks: tuple[int, ...] | None = None) -> LogprobsTensors:
-    return LogprobsTensors(*map(torch.from_numpy, logprobs(*shape, ranks=ranks)[:3]))
+def logprobs(*shape: int) -> LogprobsLists:
+    return LogprobsLists(np.ones(shape, np.int64), np.zeros(shape, np.float32), np.ones(shape[:1], np.int64))
 
 
 class Front:
@@ -119,17 +113,7 @@ async def test_an_output_that_cannot_be_processed_fails_its_request_alone(
     ("sampling", "fields"),
     [
         pytest.param({}, {"new_logprobs": logprobs(1, 3)}, id="not asked for"),
-        pytest.param({"logprobs": 1}, {"new_logprobs": logprobs(1, 0)}, id="no columns"),
         pytest.param({"logprobs": 1}, {"new_logprobs": logprobs(3)}, id="one dimension"),
-        pytest.param({"logprobs": 1}, {"new_logprobs": logprobs(1, 3, ranks=())}, id="a single rank"),
-        pytest.param(
-            {"prompt_logprobs": 1}, {"new_prompt_logprobs_tensors": prompt_logprobs(3)}, id="prompt in one dimension"
-        ),
-        pytest.param(
-            {"prompt_logprobs": 1},
-            {"new_prompt_logprobs_tensors": prompt_logprobs(1, 3, ranks=())},
-            id="a single rank of a prompt",
-        ),
         pytest.param({}, {"routed_experts": np.array(1), "finish_reason": FinishReason.STOP}, id="no experts"),
     ],
 )

@@ -15,7 +15,7 @@ from vllm_omni_plugin.integration.fleet_setup.pipeline_command import (
     pipeline_of,
 )
 
-from .pipeline_files import JOIN, STAGES, read, write_disaggregated, write_pipeline
+from .pipeline_files import JOIN, STAGES, read, write_pipeline
 
 VOCODER = f"engine: {STAGES}:Vocoder"
 
@@ -33,15 +33,6 @@ def test_the_entry_stage_overrides_the_command_line(tmp_path: Path) -> None:
     args, _ = read(f"--omni-pipeline {file} --max-model-len 64 --enforce-eager --max-num-seqs 3 --port 9000")
     assert args.model == args.model_tag == f"{tmp_path}/thinker"
     assert (args.max_model_len, args.enforce_eager, args.max_num_seqs, args.port) == (128, False, 3, 9000)
-
-
-def test_after_a_prefill_stage_the_answering_stage_overrides_the_command_line(tmp_path: Path) -> None:
-    file = write_disaggregated(tmp_path, "engine_args: {max-model-len: 128}", "engine_args: {max-model-len: 256}")
-    args, options = read(f"--omni-pipeline {file}")
-    assert (args.model, args.max_model_len) == (f"{tmp_path}/thinker", 256)
-    command = loaded_pipeline(options)
-    assert command is not None
-    assert [engine_args.max_model_len for engine_args in command.engine_args.values()] == [128, 256]
 
 
 def test_other_stages_have_the_command_line_and_their_own_arguments_but_not_those_of_the_entry(tmp_path: Path) -> None:

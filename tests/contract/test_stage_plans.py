@@ -106,6 +106,8 @@ def test_each_stage_has_the_configuration_of_its_section(tmp_path: Path) -> None
     assert refiner.vllm_config.model_config.max_model_len == 128
     assert vocoder.vllm_config is None
     assert {plan.fingerprint["stage"] for plan in (thinker, refiner, vocoder)} == {"0", "1", "2"}
+    # What vLLM divides the cores of a CPU by.
+    assert {plan.vllm_config.parallel_config._api_process_count for plan in (thinker, refiner)} == {3}
 
 
 def test_the_server_reads_prompts_as_long_as_the_stage_takes_that_answers_them(tmp_path: Path) -> None:
@@ -137,14 +139,6 @@ def test_a_stage_class_is_needed_only_where_its_replicas_run(tmp_path: Path, rep
     *_, plan = plans_of(f"--omni-pipeline {file} {ENGINE} {JOIN}")
     task, _ = plan.api.describe(StageRequest("a", text="four"))
     assert len(task["prompt"].token_ids) == cost
-
-
-def test_engines_of_the_node_are_numbered_through_all_stages(tmp_path: Path) -> None:
-    file = write_pipeline(tmp_path, "replicas: 2", "replicas: 2")
-    thinker, refiner = plans_of(f"--omni-pipeline {file} {ENGINE}")
-    assert identities(thinker, refiner) == [[b"\x00\x00", b"\x01\x00"], [b"\x02\x00", b"\x03\x00"]]
-    # What vLLM divides the cores of a CPU by.
-    assert {plan.vllm_config.parallel_config._api_process_count for plan in (thinker, refiner)} == {4}
 
 
 @pytest.mark.parametrize("flags", ["", "--max-model-len 200"], ids=["the model's", "the command line's"])

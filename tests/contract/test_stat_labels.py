@@ -93,7 +93,7 @@ def test_a_fleet_whose_first_replica_is_of_a_later_stage_takes_the_others(config
 def test_the_counts_of_a_replica_that_left_stay_and_its_gauges_go(manager: StatLoggerManager) -> None:
     labels = StatLabels(manager)
     before = samples()
-    for count in range(1, 21):
+    for count in range(1, 4):
         labels.add(5)
         record(manager, 5)
         manager.log()

@@ -1,14 +1,18 @@
 """The installed vLLM has every symbol that we use, and each is listed in symbols.txt."""
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.executor import abstract, uniproc_executor
+from vllm.v1.worker.worker_base import WorkerBase
 
 import vllm_omni_plugin
+from tests.fakes.sleeping_executor import Worker
 from vllm_omni_plugin.coordinator.protocol.call_effects import HEAD_CALLS
 from vllm_omni_plugin.integration.core_client import utility_calls
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
@@ -90,3 +94,23 @@ def test_the_fleet_takes_the_parameters_that_vllms_own_client_takes(name: str) -
     vllms = names(getattr(AsyncMPClient, name))
     # Those of a later version may follow.
     assert names(getattr(FleetClient, name))[: len(vllms)] == vllms
+
+
+CALLED = set(
+    re.findall(r'collective_rpc\(\s*"(\w+)"', inspect.getsource(abstract) + inspect.getsource(uniproc_executor))
+)
+OURS = {name: member for name, member in vars(Worker).items() if inspect.isfunction(member)}
+
+
+def parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(method).parameters.values())[1:]
+
+
+def test_the_calls_are_found() -> None:
+    assert {"set_kv_cache_layout", "determine_available_memory", "execute_model"} <= CALLED
+
+
+@pytest.mark.parametrize("name", sorted(CALLED & OURS.keys() & vars(WorkerBase).keys()))
+def test_our_worker_takes_what_vllms_is_given(name: str) -> None:
+    theirs = parameters(getattr(WorkerBase, name))
+    inspect.signature(OURS[name]).bind(None, *theirs)

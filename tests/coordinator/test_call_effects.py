@@ -210,7 +210,6 @@ def test_encoded_arguments_decode_to_the_same_arguments(shared: tuple[Any, ...])
         ("collective_rpc", ("update_weights", None, [object()], {})),
         ("collective_rpc", ("update_weights", None, ["x" * 200_000], {})),
         ("add_lora", (object(),)),
-        ("shutdown", ()),
     ],
 )
 def test_queries_and_what_is_not_plain_are_not_for_other_heads(method: str, args: tuple[Any, ...]) -> None:
@@ -221,9 +220,7 @@ def test_queries_and_what_is_not_plain_are_not_for_other_heads(method: str, args
     ("method", "arguments"),
     [
         ("shutdown", []),
-        ("is_sleeping", []),
         ("add_lora", [["a", 1, ""]]),
-        ("add_lora", [["a", 0, "p"]]),
         ("add_lora", []),
         (ABORT_CLIENT_REQUESTS, ["a"]),
         (REMOVE, [[0, "", "x"]]),

@@ -242,6 +242,7 @@ async def test_outputs_between_an_interruption_and_the_reset_are_dropped(peer: P
 async def test_only_long_calls_make_an_engine_busy(peer: Peer) -> None:
     question, update = await peer.open_call("is_sleeping"), await peer.open_call("collective_rpc", "update_weights")
     assert peer.client.is_busy
+    assert peer.link.calls[1][1:] == ("collective_rpc", ["update_weights"])
     peer.link.answer(peer.link.calls[1][0])
     await update
     assert not peer.client.is_busy
