@@ -43,12 +43,7 @@ default_tenant: {class: a}
 """
     )
     a = RequestClass(
-        name="a",
-        priority_at_most=-1,
-        deadline=2.5,
-        max_waiting_requests=7,
-        max_waiting_tokens=8,
-        max_wait=9.0,
+        name="a", priority_at_most=-1, deadline=2.5, max_waiting_requests=7, max_waiting_tokens=8, max_wait=9.0
     )
     x = TenantSettings(weight=0.5, class_name="b", max_in_flight=13, tokens_per_s=14.0, burst_tokens=15)
     assert load_admission(file) == AdmissionConfig(

@@ -269,10 +269,7 @@ def test_several_heads_share_the_limit(heads: int, expected: int, says: str) -> 
 
 @pytest.mark.parametrize(
     ("heads", "part"),
-    [
-        (1, "its limit (tokens_per_s 10)"),
-        (2, "its part of the limit (tokens_per_s 10, divided among 2 heads)"),
-    ],
+    [(1, "its limit (tokens_per_s 10)"), (2, "its part of the limit (tokens_per_s 10, divided among 2 heads)")],
 )
 def test_a_refusal_says_whose_part_of_the_tokens_is_used(heads: int, part: str) -> None:
     rules = admission(AdmissionConfig(default_tenant=TenantSettings(tokens_per_s=10.0)), heads=heads)
@@ -319,9 +316,7 @@ def test_an_expected_refusal_with_unknown_priority_assumes_the_best_class() -> N
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 1), st.integers(1, 300)), max_size=60))
-def test_no_request_that_may_wait_has_an_expected_refusal_and_bounds_hold(
-    requests: list[tuple[str, int, int]],
-) -> None:
+def test_no_request_that_may_wait_has_an_expected_refusal_and_bounds_hold(requests: list[tuple[str, int, int]]) -> None:
     plan = AdmissionConfig(
         classes=(CLASSES[0], RequestClass(name="last", max_waiting_tokens=500)),
         max_waiting_requests=6,

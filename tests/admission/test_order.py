@@ -41,8 +41,7 @@ def test_a_priority_that_no_class_takes_is_in_the_last_one() -> None:
 
 
 @given(
-    st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2),
-    st.integers(0, 2**32),
+    st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2), st.integers(0, 2**32)
 )
 def test_busy_tenants_get_tokens_by_their_weights(weights: dict[str, float], seed: int) -> None:
     rng = Random(seed)

@@ -184,10 +184,7 @@ class FakeHead(FakeFleet):
         return link
 
     async def bring_up(
-        self,
-        replica_id: int,
-        told: ReplicaState = NOTHING_TOLD,
-        link: FakeLink | None = None,
+        self, replica_id: int, told: ReplicaState = NOTHING_TOLD, link: FakeLink | None = None
     ) -> list[Any]:
         """A replica of another process attaches; returns what this head tells it before it serves."""
         if link is None:

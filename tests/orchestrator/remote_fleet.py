@@ -95,12 +95,7 @@ class Fleet(FakeFleet):
         )
 
     async def attach(
-        self,
-        info: ReplicaInfo,
-        replica_id: int,
-        settings: AttachSettings,
-        on_outputs: OnOutputs,
-        on_status: OnStatus,
+        self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, on_outputs: OnOutputs, on_status: OnStatus
     ) -> Any:
         self.attaching += 1
         self.most_attaching = max(self.most_attaching, self.attaching)

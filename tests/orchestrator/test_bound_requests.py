@@ -45,17 +45,6 @@ async def test_it_ends_with_its_replica_and_is_sent_to_no_other(fleet: FakeFleet
     assert fleet.orchestrator.metrics.requests_failed["replica_lost"] == 1
 
 
-async def test_a_replica_that_joins_in_between_gets_none_of_it(fleet: FakeFleet) -> None:
-    replica_id = await send_first(fleet)
-    await end_first(fleet)
-    for _ in range(3):
-        fleet.join(fleet.pool.add())
-        await send_next(fleet)
-        assert fleet.home("next") == replica_id
-        fleet.say("next", finish_reason="stop")
-        await fleet.read()
-
-
 @pytest.mark.parametrize("back", [False, True])
 async def test_it_ends_when_its_replica_was_lost_in_between_and_may_have_come_back(
     fleet: FakeFleet, back: bool

@@ -73,9 +73,7 @@ async def test_a_call_of_one_head_holds_for_all_heads_and_survives_the_coordinat
     assert [head.pool.member(1).cordons for head in (first, second, late)] == [{"admin"}] * 3
 
 
-async def test_an_attaching_replica_waits_until_its_head_is_synced_again(
-    heads: list[FakeHead],
-) -> None:
+async def test_an_attaching_replica_waits_until_its_head_is_synced_again(heads: list[FakeHead]) -> None:
     await heads[0].call("pause_scheduler", "keep", True)
     heads[1].fleet_calls.handle(SessionLost())
     heads[1].fleet_calls.handle(Welcome(["a", "c"]))

@@ -39,9 +39,7 @@ async def test_a_replica_that_fails_or_dies_during_a_call_is_taken_out_and_the_o
     assert fleet.statuses == ["up", status, "up"]
 
 
-async def test_a_call_that_one_node_does_not_allow_is_an_error_and_takes_no_replica_out(
-    fleet: FakeFleet,
-) -> None:
+async def test_a_call_that_one_node_does_not_allow_is_an_error_and_takes_no_replica_out(fleet: FakeFleet) -> None:
     fleet.links[1].on_call = lambda link, call_id, method, args: link.refuse(call_id, f"{NOT_ALLOWED}{method}")
     with pytest.raises(NotAllowedError, match="not allowed: sleep"):
         await fleet.call("sleep", 1, "abort")

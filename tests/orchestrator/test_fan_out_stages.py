@@ -84,8 +84,7 @@ async def test_a_call_to_stages_without_replicas_is_refused_and_not_recorded(fle
 
 
 @pytest.mark.parametrize(
-    ("call", "replayed"),
-    [(SLEEP, ASLEEP), (("set_weight_version", "v2"), [("set_weight_version", ["v2"])])],
+    ("call", "replayed"), [(SLEEP, ASLEEP), (("set_weight_version", "v2"), [("set_weight_version", ["v2"])])]
 )
 async def test_a_call_that_one_stage_refuses_is_an_error_and_holds_in_the_other_stages(
     fleet: FakePipelineFleet, call: tuple[Any, ...], replayed: list[Any]

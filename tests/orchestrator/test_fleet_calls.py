@@ -168,9 +168,7 @@ async def test_a_call_made_elsewhere_while_a_replica_attaches_reaches_it_after_i
     assert [method for method, _ in await attaching] == ["pause_scheduler", "resume_scheduler"]
 
 
-async def test_another_head_calls_its_private_replica_before_the_call_returns(
-    heads: list[FakeHead],
-) -> None:
+async def test_another_head_calls_its_private_replica_before_the_call_returns(heads: list[FakeHead]) -> None:
     private = heads[1].attach(5, private=True)
     private.on_call = None
     reply = heads[0].ask("sleep", 1, "wait")

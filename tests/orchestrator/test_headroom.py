@@ -5,10 +5,7 @@ import pytest
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings, Ticket
-from vllm_omni_plugin.balancing import (
-    LeastTokensBalancer,
-    PrefixBalancer,
-)
+from vllm_omni_plugin.balancing import LeastTokensBalancer, PrefixBalancer
 from vllm_omni_plugin.orchestrator import StagePool, StageRun
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
@@ -16,19 +13,7 @@ from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
-from .late_fleet import (
-    CALM,
-    EQUALS,
-    FLOOD,
-    LATE,
-    ROOMY,
-    SLOTS,
-    SPARE,
-    answer_first,
-    got,
-    late,
-    submit_all,
-)
+from .late_fleet import CALM, EQUALS, FLOOD, LATE, ROOMY, SLOTS, SPARE, answer_first, got, late, submit_all
 
 
 async def flooded(fleet: FakeFleet, requests: int, priority: int = 0) -> str:
@@ -58,13 +43,6 @@ async def test_a_tenant_over_its_share_leaves_slots_for_other_tenants() -> None:
             await fleet.submit(name, prompt=[1, 2], terms=CALM)
             assert got(fleet.links[0])[-1] == name
         assert fleet.orchestrator.metrics.idle_while_waiting == 0
-
-
-async def test_a_minute_after_the_last_request_of_others_no_slots_are_left_free() -> None:
-    async with late(size=ROOMY, plan=EQUALS) as fleet:
-        await answer_first(fleet, "0", CALM)
-        fleet.now = 61.0
-        assert len(await flooded(fleet, 20)) >= SLOTS
 
 
 async def test_requests_within_their_share_go_first_and_two_are_sent_ahead_to_a_full_engine() -> None:

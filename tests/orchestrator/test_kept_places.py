@@ -116,13 +116,6 @@ async def test_the_first_request_is_sent_to_a_replica_that_has_room_earlier() ->
         assert [request["sampling_params"]["kv"] for request in link.requests] == [{"of": "c"}]
 
 
-async def test_a_drain_refuses_and_evicts_no_request() -> None:
-    async with late(replicas=2, plan=AdmissionConfig(max_waiting_tokens=8)) as fleet:
-        await submit_all(fleet, "abcdefgh")
-        drain(fleet)
-        assert (await fleet.read(), fleet.in_flight, fleet.orchestrator.metrics.queued) == ([], [2, 2], 4)
-
-
 async def test_an_output_of_a_replica_that_is_found_dead_when_it_has_room_comes_before_the_error() -> None:
     async with late(migration_limit=0) as fleet:
         await submit_all(fleet, "abc")

@@ -97,8 +97,7 @@ async def test_an_engine_that_hangs_keeps_updated_weights_and_waits_if_it_missed
 
 
 async def test_a_call_fails_on_an_engine_that_hangs_and_returns_the_other_answers(
-    node: Node,
-    probes: list[ToldProbe],
+    node: Node, probes: list[ToldProbe]
 ) -> None:
     reply: Future[list[object]] = Future()
     node.orchestrator.rpc_async_queue.put(CallReplicas("set_weight_version", ("v2",), reply))

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.observations import observed
-from vllm_omni_plugin.errors import MessageTooLargeError, NoReplicaError, OmniError
+from vllm_omni_plugin.errors import MessageTooLargeError, OmniError
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 
@@ -70,25 +70,6 @@ async def test_replicas_found_dead_by_the_send_do_not_count_for_the_limit() -> N
         fleet.join(fleet.pool.member(0))
         fleet.kill(8)
         assert "moved 1 times" in str(await fleet.the_error("a"))
-
-
-async def test_a_request_without_any_replica_left_is_refused_once_and_the_first_that_comes_back_serves(
-    fleet: FakeFleet,
-) -> None:
-    await fleet.submit("a")
-    for _ in range(2):
-        fleet.kill(fleet.home("a"))
-    error = await fleet.the_error("a")
-    assert isinstance(error, NoReplicaError)
-    assert not fleet.orchestrator.can_serve
-    await fleet.submit("b")
-    error = await fleet.the_error("b")
-    assert type(error) is NoReplicaError
-    assert (fleet.orchestrator.request_states, fleet.orchestrator.metrics.requests_failed["no_replica"]) == ({}, 2)
-    fleet.join(fleet.pool.member(1))
-    assert fleet.orchestrator.can_serve
-    await fleet.submit("c")
-    assert fleet.in_flight == [0, 1]
 
 
 async def test_the_time_until_the_first_send_is_observed_once_per_request(fleet: FakeFleet) -> None:

@@ -66,20 +66,6 @@ async def test_a_join_waits_for_all_its_inputs_and_gets_them_in_their_order() ->
         assert link.prompts[attempt] == fleet.shown("r", "left") + fleet.shown("r", "right")
 
 
-async def test_speech_alone_ends_the_servers_request_after_the_last_event() -> None:
-    async with FakePipelineFleet(SPEECH) as fleet:
-        await fleet.submit("r", "audio")
-        await fleet.step("r", 0, count=9)
-        assert fleet.ends == []
-        await fleet.finish()
-        assert fleet.tokens["r"] == []
-        assert fleet.ends == [("r", "stop")]
-        assert {event.stage for event in fleet.events["r"][:-1] if isinstance(event, StageEvent)} == {"vocoder"}
-        last = fleet.events["r"][-2]
-        assert isinstance(last, StageEvent)
-        assert last.output.finish_reason == "stop"
-
-
 async def test_the_clients_sampling_is_for_the_answering_stage_and_others_are_named() -> None:
     async with FakePipelineFleet(CHAIN) as fleet:
         await fleet.submit("r", "text", sampling={"thinker": {"top_k": 7}})
@@ -199,17 +185,3 @@ async def test_a_traced_request_reports_the_times_of_its_stages_once(end: str) -
         assert (refiner.stage_id, refiner.stage, refiner.began_at, refiner.ended_at) == (1, "refiner", 3.0, 4.0)
         assert thinker.parts["run"] == 2.0
         assert ("run" in refiner.parts) == (end == "completed")
-
-
-async def test_replicas_of_each_stage_share_its_work_whatever_their_numbers() -> None:
-    async with FakePipelineFleet(CHAIN, replicas=[1, 3]) as fleet:
-        for number in range(12):
-            await fleet.submit(f"r{number}")
-        while any(0 in state.runs and not state.runs[0].finished for state in fleet.states.values()):
-            for name, stage_id in list(fleet.at_work(list(fleet.states))):
-                if stage_id == 0:
-                    await fleet.step(name, 0, count=9)
-        assert [member.queue_length for member in fleet.pools[1].members] == [4, 4, 4]
-        assert [member.queue_length for member in fleet.pools[0].members] == [0]
-        await fleet.finish()
-        assert len(fleet.ends) == 12

@@ -29,20 +29,6 @@ def has_ended(fleet: FakePipelineFleet, stage_id: int) -> bool:
     return fleet.states["r"].runs[stage_id].finished
 
 
-async def test_a_stage_begins_before_its_upstream_stage_has_ended() -> None:
-    async with FakePipelineFleet(SPEECH) as fleet:
-        await fleet.submit("r", "text", "audio", prompt=[3])
-        await fleet.step("r", 0, count=1)
-        assert 1 not in fleet.states["r"].runs
-        for _ in range(2):
-            await fleet.step("r", 0)
-        assert not fleet.states["r"].runs[0].finished
-        assert chunks(fleet, 1) == [[4, 7]]
-        await fleet.step("r", 0)
-        assert chunks(fleet, 1) == [[4, 7], [10, 13]]
-        assert fleet.links[1, 0].requests[-1]["resumable"] is False
-
-
 async def test_chunks_keep_their_order_though_the_transform_is_slow(gate: threading.Event) -> None:
     seen: list[int] = []
 
@@ -125,20 +111,6 @@ async def test_each_chunk_is_built_with_the_size_of_its_session() -> None:
         await fleet.finish()
         sizes = [len(chunk) + 4 for chunk in chunks(fleet, 1)]
         assert fleet.apis[1].held == [sum(sizes[:number]) for number in range(len(sizes))] != []
-
-
-async def test_vllms_server_gets_one_answer_of_an_answering_stage_with_chunks() -> None:
-    async with FakePipelineFleet(CHUNKED_FRONT) as fleet:
-        await fleet.submit("r", "text", outputs=["refiner"], prompt=[3])
-        for _ in range(3):
-            await fleet.step("r", 0)
-        await fleet.step("r", 1, count=9)
-        assert fleet.tokens["r"]
-        assert fleet.ends == []
-        await fleet.finish()
-        assert len(chunks(fleet, 1)) == 2
-        assert fleet.ends == [("r", "stop")]
-        assert fleet.tokens["r"] == fleet.shown("r", "refiner")
 
 
 async def test_an_answering_stage_whose_input_closes_after_its_last_turn_ends_the_answer() -> None:

@@ -11,16 +11,10 @@ from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, FAN_OUT, PYTHON, SPEECH
 from tests.fakes.transforms import leaving, raising, refusing
 from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    PipelineCallEnded,
-    StageEvent,
-)
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline import Stage
 
-JUDGED = (
-    stage(0, "thinker", "text", final=True),
-    stage(1, "judge", "scores", final=True),
-)
+JUDGED = (stage(0, "thinker", "text", final=True), stage(1, "judge", "scores", final=True))
 """Two stages that know nothing of each other."""
 
 GATED = (

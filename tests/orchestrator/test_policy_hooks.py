@@ -9,13 +9,7 @@ import pytest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.policies import NotingPolicy
 from vllm_omni_plugin.admission import RequestTerms
-from vllm_omni_plugin.balancing import (
-    CacheChange,
-    Decision,
-    LeastQueueLengthBalancer,
-    LoadBalancer,
-    Task,
-)
+from vllm_omni_plugin.balancing import CacheChange, Decision, LeastQueueLengthBalancer, LoadBalancer, Task
 from vllm_omni_plugin.errors import NoExplanationError, NoReplicaError, OmniError
 from vllm_omni_plugin.orchestrator.pool.policy_guard import POLICY_FAULT, UNEXPLAINED, PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.stage_pool import BOUND
@@ -45,11 +39,7 @@ async def test_hooks_follow_an_attempt() -> None:
         link.output(attempt, 7, cached=2)
         fleet.now = 5.0
         link.output(attempt, 8, 9, finish_reason="stop")
-    assert policy.notes == [
-        ("assigned", 1, "a", "noted"),
-        ("began", 1, "a", 2),
-        ("ended", 1, "a", 5.0, 3, [7, 8, 9]),
-    ]
+    assert policy.notes == [("assigned", 1, "a", "noted"), ("began", 1, "a", 2), ("ended", 1, "a", 5.0, 3, [7, 8, 9])]
 
 
 async def test_a_policy_knows_the_prompt_that_is_sent_and_its_session() -> None:

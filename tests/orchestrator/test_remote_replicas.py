@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
 
 from tests.fakes.conditions import eventually
@@ -22,12 +21,8 @@ from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    ReplicaJoined,
-    ReplicaLeft,
-)
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
 from vllm_omni_plugin.replicas.remote.remote_replica import AttachRefusedError
-from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 
 @pytest.fixture
@@ -167,33 +162,6 @@ async def test_a_replica_with_an_invalid_ready_response_is_refused_and_not_repor
     await fleet.serving(2)
     await fleet.read()
     assert [change.replica_id for change in fleet.changes] == [0, 1]
-
-
-async def test_a_replica_whose_memory_fits_a_shorter_length_than_the_head_promises_is_refused(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vllm#40302: each engine fits `--max-model-len -1` to its own memory, and dies of a longer request."""
-
-    def next_fits(tokens: int) -> None:
-        monkeypatch.setattr(Attachment, "ready_response", msgspec.json.encode(EngineSize(max_model_len=tokens)))
-
-    next_fits(2048)
-    await fleet.joined(row(1))
-    next_fits(4096)
-    fleet.register(row(2))
-    await fleet.serving(2)
-    next_fits(896)
-    fleet.pause_over.clear()
-    fleet.register(row(3))
-    await eventually(lambda: fleet.pauses)
-    assert (
-        "a max model length of 896 tokens (--max-model-len -1), and this head has promised its clients 2048: give"
-        in (caplog.text)
-    )
-    assert [replica.closed for replica in fleet.attachments] == [False, False, True]
-    next_fits(2048)
-    fleet.pause_over.set()
-    await fleet.serving(3)
 
 
 async def test_a_replica_that_fails_a_call_that_others_accepted_is_attached_to_anew(fleet: Fleet) -> None:

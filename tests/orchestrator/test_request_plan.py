@@ -10,10 +10,7 @@ from vllm_omni_plugin.orchestrator.multi_stage.request_state import RequestPlan,
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall
 from vllm_omni_plugin.pipeline import Pipeline, Stage
 
-GUARDED = (
-    stage(0, "writer", "text"),
-    stage(1, "gate", "text", "writer", engine=PYTHON, final=True),
-)
+GUARDED = (stage(0, "writer", "text"), stage(1, "gate", "text", "writer", engine=PYTHON, final=True))
 DISAGGREGATED_GUARDED = (
     DISAGGREGATED[0],
     stage(1, "decode", "text", "prefill", model="one", transform="kv_transfer"),

@@ -19,11 +19,7 @@ class Played:
             self.flow.entered(self.now)
 
     def begin(
-        self,
-        after: float,
-        prompt_tokens: int = 0,
-        cached_tokens: int | None = None,
-        in_engine_s: float | None = None,
+        self, after: float, prompt_tokens: int = 0, cached_tokens: int | None = None, in_engine_s: float | None = None
     ) -> None:
         self.now += after
         self.flow.first_output(self.now, prompt_tokens, cached_tokens, in_engine_s)

@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.balancing import (
-    Decision,
-    LeastQueueLengthBalancer,
-    LoadBalancer,
-    PrefixBalancer,
-    Task,
-)
+from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, LoadBalancer, PrefixBalancer, Task
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator import PoolMember, StagePool, StageRun

@@ -9,6 +9,7 @@ from tests.fakes.engine_api import REFUSED
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.errors import ReplicaError, RequestLostError
 from vllm_omni_plugin.orchestrator.dispatch import dispatcher, suspects
+from vllm_omni_plugin.orchestrator.pool.stage_pool import APART
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 LONG = 600.0
@@ -60,6 +61,20 @@ async def test_a_crash_counts_against_a_request_to_its_end() -> None:
         assert "a" in fleet.orchestrator.request_states
         die(fleet, fleet.home("a"))
         assert "it gets no third replica" in str(dict(await fleet.read())["a"])
+
+
+async def test_suspects_with_some_tokens_go_on_at_once_where_no_other_is_kept_apart() -> None:
+    async with FakeFleet(replicas=4) as fleet:
+        for name in "abcd":
+            await fleet.submit(name, affinity=0)
+            fleet.say(name, *range(suspects.CLEARING_TOKENS))
+        await fleet.submit("p", affinity=0)
+        die(fleet, 0)
+        tried = fleet.home("p")
+        assert {fleet.home(name) for name in "abcd"} <= {1, 2, 3} - {tried}
+        assert fleet.orchestrator.metrics.decisions[0, "LeastQueueLengthBalancer", APART] > 0
+        die(fleet, tried)
+        assert isinstance(dict(await fleet.read())["p"], RequestLostError)
 
 
 async def test_a_replica_that_crashes_twice_gives_no_culprit_while_another_serves() -> None:

@@ -36,10 +36,7 @@ from .files import DIAMOND, SINGLE, SPEECH, complaint, tail
             ),
             "pipeline.yaml:1: a: unknown key: use stages",
         ),
-        (
-            "stages:\n  - id: 0\n    name: a\n    id: 1\n",
-            "pipeline.yaml:4: invalid YAML: the key 'id' occurs twice",
-        ),
+        ("stages:\n  - id: 0\n    name: a\n    id: 1\n", "pipeline.yaml:4: invalid YAML: the key 'id' occurs twice"),
         ("stages:\n  - no: a\n", "pipeline.yaml:2: invalid YAML: the key 'no' is not text: quote it"),
         ("a: 1\n? !!str [b]\n: 1\n", "pipeline.yaml:2: invalid YAML: a list or mapping cannot be a key"),
         ("a: !!seq b\n", "pipeline.yaml:1: invalid YAML: expected a sequence node, but found scalar"),

@@ -1,7 +1,5 @@
 """The API of Python stages for the orchestrator."""
 
-import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,10 +7,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from tests.balancing.pool import pool_of
 from tests.stages.classes import Priced
 from tests.stages.heads import END_TOKEN, api, source, stage
-from vllm_omni_plugin.balancing import LeastTokensBalancer, Task
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline import StageInput, StageOutput
 from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
@@ -85,19 +81,6 @@ def test_a_first_stage_gets_the_prompt_as_tokens_and_text_or_as_embeddings() -> 
 def test_the_default_cost_is_the_size_of_the_input(given: StageInput, size: int) -> None:
     task, _ = API.describe(build(given))
     assert (task["prompt"].token_ids, task["prompt"].cacheable, task["max_tokens"]) == (range(size), False, 1)
-
-
-def test_a_stage_can_define_the_cost_of_an_input() -> None:
-    priced = api(stage("classes:Priced"), Priced.cost)
-
-    def task_of(cost: int) -> Task:
-        request = priced.build(source(), StageInput(text="as long", metadata={"cost": cost}), {}, for_client=False)
-        return priced.describe(request)[0]
-
-    pool = pool_of(LeastTokensBalancer(rng=random.Random(0)), 2)
-    dear = pool.send(task_of(100)).position
-    cheap = Counter(pool.send(task_of(1)).position for _ in range(100))
-    assert cheap == {1 - dear: 100}
 
 
 class Fatal:
