@@ -133,10 +133,9 @@ def agree(fleet: Fleet, one_by_one: bool) -> bool:
         one_by_one: each call ended before the next one began, so the engines that a head has for itself follow, too.
     """
     first, *others = fleet.heads.values()
-    late, drained = others[-1], first.orchestrator.drained
+    late = others[-1]
     return (
         all(head.fleet_calls.state == first.fleet_calls.state for head in others)
-        and all(head.orchestrator.drained == drained for head in others)
         and all(cordons(head) == cordons(first) for head in others)
         and (not one_by_one or all(follows_privately(fleet, head) for head in (first, *others)))
         # The servers of the others have made calls themselves, and know of those without being told.

@@ -252,13 +252,13 @@ async def test_a_drain_is_recorded_by_heads_that_are_not_attached_to_the_replica
     heads[0].attach(4)
     await heads[0].manage("drain", 4)
     member = heads[0].pool.member(4)
-    assert heads[1].orchestrator.drained == {(0, member.input_addr, member.output_addr)}
+    assert heads[1].fleet_calls.state.drained == ((0, member.input_addr, member.output_addr),)
 
 
 async def test_a_private_replica_is_drained_by_its_own_head_only(bus: HeadBus, heads: list[FakeHead]) -> None:
     heads[0].attach(4, private=True)
     await heads[0].manage("drain", 4)
-    assert (bus.calls, heads[0].orchestrator.drained) == ([], set())
+    assert (bus.calls, heads[0].fleet_calls.state.drained) == ([], ())
     await heads[0].join_fleet()
     assert heads[0].pool.member(4).cordons == {ADMIN_CORDON}, "what others drained is no matter of it"
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni_plugin.admission import NO_QUEUE, AdmissionConfig
-from vllm_omni_plugin.coordinator import ReplicaKey, ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
@@ -71,7 +71,6 @@ class Orchestrator:
     Attributes:
         front_end: where requests come from and outputs go to.
         rpc_async_queue: all other messages (`RpcMessage`); `FleetControl` handles them.
-        drained: replicas that an operator drained, attached to this head or not.
         request_states: unfinished requests by the client's id.
         stage_pools: their `members` and `serving` may be read from any thread.
         stage_calls: operator calls of each stage, by stage id.
@@ -99,7 +98,6 @@ class Orchestrator:
         self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue()
         self.metrics = OrchestratorMetrics()
         self.events = EventLog()
-        self.drained: set[ReplicaKey] = set()
         self.serving_signal = ServingSignal(lambda: self.can_serve)
         self._apis = apis
         self._clock = clock

@@ -119,13 +119,11 @@ class RemoteReplicas:
 
     def _add(self, key: ReplicaKey, message: RegisterRemoteReplica) -> None:
         info = message.info
-        pool = self._orchestrator.stage_pools[info.stage_id]
         # All heads use the coordinator's id, unless a replica of this head has the same id.
-        taken = {member.replica_id for member in pool.members}
-        member = pool.add(info.replica_id if info.replica_id >= 0 and info.replica_id not in taken else None)
+        member = self._orchestrator.stage_pools[info.stage_id].add(info.replica_id if info.replica_id >= 0 else None)
         member.remote, member.leave = True, partial(self.leave, member)
         member.input_addr, member.output_addr = info.input_addr, info.output_addr
-        if key in self._orchestrator.drained:
+        if key in self._fleet_calls.state.drained:
             self._orchestrator.cordon(member, ADMIN_CORDON)
         keeper = self._keepers[key] = RemoteReplicaKeeper(
             self._orchestrator,

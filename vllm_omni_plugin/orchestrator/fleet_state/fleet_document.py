@@ -65,10 +65,8 @@ class FleetDocument:
         work = []
         for stage_id, stage in enumerate(self._stages):
             work += stage.adopt(state.of_stage(stage_id), reached)
-        self._orchestrator.drained.clear()
-        self._orchestrator.drained.update(state.drained)
         for member in remote_members(self._orchestrator):
-            drains = ReplicaKey.of(member) in self._orchestrator.drained
+            drains = ReplicaKey.of(member) in state.drained
             (self._orchestrator.cordon if drains else self._orchestrator.uncordon)(member, ADMIN_CORDON)
         now, level_now = self.adapters, state.of_stage(0).state.sleep_level
         loaded = tuple(adapter for lora_id, adapter in now.items() if adapters.get(lora_id) != adapter)

@@ -108,15 +108,9 @@ class StagePool:
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self.unreported)
 
     def add(self, replica_id: int | None = None) -> PoolMember:
-        """Add a member, not serving yet, with this id or the lowest free one.
-
-        Raises:
-            ValueError: the id is taken.
-        """
-        if replica_id is None:
+        """Add a member, not serving yet, with this id if it is free, or else the lowest free one."""
+        if replica_id is None or replica_id in self._by_id:
             replica_id = next(number for number in itertools.count() if number not in self._by_id)
-        if replica_id in self._by_id:
-            raise ValueError(f"stage {self.stage_id} has a replica {replica_id} already")
         member = self._by_id[replica_id] = PoolMember(replica_id, self.stage_id)
         counts = dict(self.departed)
         member.assignments, member.restarts, member.stalls = counts.pop(replica_id, (0, 0, 0))
@@ -125,13 +119,8 @@ class StagePool:
         return member
 
     def remove(self, member: PoolMember) -> None:
-        """Remove a member and free its id. Idempotent.
-
-        Raises:
-            ValueError: it has not been lost, so requests may be in flight on it.
-        """
-        if member.client is not None:
-            raise ValueError(f"replica {member.replica_id} of stage {self.stage_id} still serves")
+        """Remove a lost member and free its id. Idempotent."""
+        assert member.client is None, member.name
         if self._by_id.get(member.replica_id) is member:
             del self._by_id[member.replica_id]
             self.departed = {**self.departed, member.replica_id: member.counts}
