@@ -187,7 +187,8 @@ class Dispatcher:
 
     def run_ended(self, run: StageRun) -> None:
         """A run has ended, also because its client hung up: it waits no more."""
-        self._waiting.remove(run)
+        if run.replica_id is None:
+            self._waiting.remove(run)
         if run.ticket is not None and self._head.gate is not None:
             self._head.gate.dequeue(run.ticket)
         if run.crash_losses and run.replica_id is not None:

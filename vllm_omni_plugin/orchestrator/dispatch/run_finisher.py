@@ -210,7 +210,6 @@ class RunFinisher:
                 member.client.abort_requests(engine_request_ids)
 
     def _end(self, run: StageRun) -> None:
-        run.finish()
-        run.ended = True
+        run.end()
         self._pool.release(run)
         self._runs.run_ended(run)

@@ -255,9 +255,9 @@ class StageRun(Struct, eq=False):
         if self.streaming.over:
             self.phase = RequestPhase.FINISHED
 
-    def finish(self) -> None:
-        """No output follows, whatever the phase was. Idempotent."""
-        self.phase = RequestPhase.FINISHED
+    def end(self) -> None:
+        """No output follows, whatever the phase was. For `RunFinisher`. Idempotent."""
+        self.phase, self.ended = RequestPhase.FINISHED, True
 
     def lose_replica(
         self, loss: Loss, migration_limit: int, on_delivered: Move, vocabulary: int | None = None
