@@ -12,14 +12,13 @@ import pytest
 from vllm_omni_plugin.balancing import (
     Decision,
     KvAwareBalancer,
-    LeastQueueLengthBalancer,
     LeastTokensBalancer,
     PrefixBalancer,
     RoundRobinBalancer,
     SessionBalancer,
 )
 
-from .pool import BLOCK, Pool, pool_of, prompt_task
+from .pool import Pool, pool_of, prompt_task
 
 
 def prefix() -> PrefixBalancer:
@@ -82,38 +81,6 @@ def test_a_cold_replica_is_not_warmed_while_the_others_have_time() -> None:
     assert cold_share(PrefixBalancer(answer_tokens=512, rng=random.Random(0)), in_flight=40) >= 0.05
 
 
-def test_rebalancing_takes_the_longest_prefix_among_the_less_busy() -> None:
-    """sglang#32195: with imbalanced loads the shortest queue won, and its empty cache made it slower."""
-    pool, context = pool_of(prefix(), 3), tokens(0, 4000)
-    warm(pool, 0, context)
-    warm(pool, 1, context[:3600])
-    pool.replicas[0].charge(100)
-    pool.replicas[1].charge(1)
-    assert pool.policy.decide(prompt_task(context), pool.replicas).position == 1
-
-
-def test_affinity_returns_after_a_burst() -> None:
-    """sglang#32195: requests sent elsewhere must not remove the first replica's cache."""
-    pool, context = pool_of(prefix(), 3), tokens(0, 4000)
-    warm(pool, 0, context)
-    pool.replicas[0].charge(100)
-    other = pool.policy.decide(prompt_task(context[:2000] + tokens(1, 2000)), pool.replicas)
-    warm(pool, other.position, context[:2000] + tokens(1, 2000))
-    pool.replicas[0].charge(-100)
-    assert other.position != 0
-    assert pool.policy.select(prompt_task(context), pool.replicas) == 0
-
-
-@pytest.mark.parametrize("queued", [(1, 0, 0, 0), (2, 1, 0, 0), (3, 1, 3, 3)])
-def test_a_difference_of_one_request_does_not_leave_a_cached_context(queued: tuple[int, ...]) -> None:
-    """smg#2150: at low load a ratio of queue lengths is noise; 18% of requests left their cache."""
-    pool, context = pool_of(prefix(), 4), tokens(0, 4000)
-    warm(pool, 0, context)
-    for replica, requests in zip(pool.replicas, queued, strict=True):
-        replica.charge(requests)
-    assert pool.policy.decide(prompt_task([*context, *tokens(1, 50)]), pool.replicas).position == 0
-
-
 def test_sessions_do_not_spill_at_low_load() -> None:
     """smg#2150, for sessions: ten requests over four replicas are never even."""
 
@@ -129,18 +96,6 @@ def test_sessions_do_not_spill_at_low_load() -> None:
     assert spilled(SessionBalancer()) < 0.02
 
 
-def test_the_estimated_cache_is_bounded_by_the_replicas_memory() -> None:
-    """ps#687, ps#711: the trie of all prompts used all memory, and predicted hits on evicted blocks."""
-    prompts = [tokens(seed, 800) for seed in range(200)]
-    pool = pool_of(prefix(), 1, kv_blocks=500)
-    for prompt in prompts:
-        pool.send(prompt_task(prompt), finish=True)
-    matched = [pool.policy.decide(prompt_task(prompt), pool.replicas).matched_tokens for prompt in prompts]
-    assert sum(matched) == 500 * BLOCK
-    assert matched[:189] == [0] * 189
-    assert matched[190:] == [49 * BLOCK] * 10
-
-
 def test_a_context_that_is_being_computed_is_not_computed_again_elsewhere() -> None:
     """While a replica computes a shared context, its prefill load must not repel the requests for that context.
 
@@ -150,41 +105,6 @@ def test_a_context_that_is_being_computed_is_not_computed_again_elsewhere() -> N
     for question in range(1, 13):
         pool.send(prompt_task(context + tokens(question, 150)))
     assert len(set(pool.assigned)) == 1
-
-
-def test_a_hot_session_does_not_thrash_one_replica() -> None:
-    """prime-rl#3255: consistent hashing without a bound on load."""
-
-    def busiest(policy: SessionBalancer) -> int:
-        pool = pool_of(policy, 4)
-        for request in range(100):
-            pool.send({"session": "hot" if request % 10 else f"cold-{request}"})
-        return max(replica.queue_length for replica in pool.replicas)
-
-    assert busiest(SessionBalancer(load_factor=100)) >= 90
-    assert busiest(SessionBalancer()) <= 1.25 * 100 / 4 + 5
-
-
-def makespan(policy: Any, prompts: list[int]) -> float:
-    """Tokens of the busiest of four replicas when all prompts arrive at once."""
-    pool = pool_of(policy, 4, prefill_rate=1000.0)
-    for number, count in enumerate(prompts):
-        # Every prompt begins differently, so caches have no effect.
-        pool.send(
-            {"request_id": f"{number}", "max_tokens": 1, **prompt_task(range(number << 16, (number << 16) + count))}
-        )
-    return max(replica.load.prefill_tokens for replica in pool.replicas)
-
-
-def test_long_contexts_count_by_their_tokens() -> None:
-    """vllm#48808, dynamo#14174, vllm-omni#5135: counting requests lost 18-34% of the makespan."""
-    by_work = by_requests = 0.0
-    for seed in range(20):
-        rng = random.Random(seed)
-        prompts = [8000 if rng.random() < 0.2 else 200 for _ in range(60)]
-        by_work += makespan(LeastTokensBalancer(rng=random.Random(seed)), prompts)
-        by_requests += makespan(LeastQueueLengthBalancer(random.Random(seed)), prompts)
-    assert by_work < 0.82 * by_requests
 
 
 @pytest.mark.parametrize("policy", [PrefixBalancer, KvAwareBalancer, LeastTokensBalancer])

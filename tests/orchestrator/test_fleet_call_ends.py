@@ -7,7 +7,6 @@ import pytest
 
 from tests.fakes.conditions import eventually
 from tests.orchestrator.head_bus import FakeHead, HeadBus
-from tests.orchestrator.test_fleet_calls import PAUSED
 from vllm_omni_plugin.coordinator.protocol.call_effects import ABORT_CLIENT_REQUESTS
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.orchestrator.fleet_state import call_session
@@ -27,17 +26,6 @@ async def test_closing_answers_an_operator_whose_action_other_heads_have_not_fol
     with pytest.raises(asyncio.CancelledError):
         await managing
     assert caplog.records == []
-
-
-async def test_closing_leaves_nothing_behind(bus: HeadBus) -> None:
-    async with FakeHead(bus, "a") as head, FakeHead(bus, "b") as other:
-        await head.join_fleet()
-        await other.join_fleet()
-        bus.delayed.add("b")
-        head.ask("pause_scheduler", "keep", True)
-        await head.until(PAUSED)
-        head.ask("resume_scheduler")
-    await eventually(lambda: [t for t in asyncio.all_tasks() if t.get_name().startswith("omni")] == [])
 
 
 async def test_a_call_that_another_head_is_slow_to_follow_returns_with_one_warning(

@@ -145,16 +145,6 @@ async def test_a_replica_that_attaches_during_a_call_is_told_before_the_call_ret
     assert [link.calls[0][1:] for link in links] == [("set_weight_version", ["v2"])] * 2
 
 
-async def test_a_replica_that_only_another_head_reaches_gets_the_call_itself_once(heads: list[FakeHead]) -> None:
-    link = heads[1].attach(2)
-    await heads[0].call("pause_scheduler", "abort", True)
-    await heads[2].call("reset_prefix_cache", False, False)
-    assert [call[1:] for call in link.calls] == [
-        ("pause_scheduler", ["abort", True]),
-        ("reset_prefix_cache", [False, False]),
-    ]
-
-
 async def test_a_call_made_elsewhere_while_a_replica_attaches_reaches_it_after_its_replay(
     heads: list[FakeHead],
 ) -> None:
@@ -230,13 +220,6 @@ async def test_an_adapter_is_known_to_all_heads_when_the_call_returns(heads: lis
     assert [head.adapters for head in (heads[0], heads[2])] == [{}] * 2
     assert [head.replay for head in heads] == [[]] * 3
     assert [len(head.calls(0)) for head in heads] == [2, 0 if unload == FORGET_LORA else 1, 0]
-
-
-async def test_the_servers_of_all_heads_are_notified_of_the_sleep_level(heads: list[FakeHead]) -> None:
-    await heads[0].call("sleep", 2, "abort")
-    assert [head.sleep_level for head in heads[1:]] == [2, 2]
-    await heads[1].call("wake_up", ["weights"])
-    assert heads[2].sleep_level == 0
 
 
 async def test_the_last_head_of_a_fleet_needs_no_coordinator(bus: HeadBus, heads: list[FakeHead]) -> None:

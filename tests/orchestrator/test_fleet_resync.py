@@ -121,16 +121,6 @@ async def test_a_call_waits_for_the_heads_that_a_new_coordinator_does_not_know_y
     assert [head.replay for head in (fresh, *heads)] == [[("add_lora", (STORY,)), *PAUSED]] * 4
 
 
-async def test_a_caller_that_cannot_reach_the_coordinator_gets_an_error(
-    heads: list[FakeHead], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send = heads[0].send
-    monkeypatch.setattr(heads[0], "send", lambda message: not isinstance(message, FleetCall) and send(message))
-    for attempt in (heads[0].call("set_weight_version", "v2"), heads[0].manage("drain", 1)):
-        with pytest.raises(CoordinatorUnavailableError, match="lost during the call"):
-            await attempt
-
-
 @pytest.mark.parametrize("when", ["before the engines answer", "before the coordinator answers"])
 async def test_a_caller_that_loses_the_coordinator_gets_an_error_and_reports_the_call_later(
     bus: HeadBus, heads: list[FakeHead], when: str
@@ -201,12 +191,3 @@ async def test_heads_that_changed_their_documents_apart_agree_on_the_later_one_a
     await eventually(lambda: one.fleet_calls.state == other.fleet_calls.state)
     assert (one.fleet_calls.state.version, one.replay) == (2, [])
     await eventually(lambda: one.calls(0)[-1] == ("resume_scheduler", []))
-
-
-async def test_a_head_that_does_not_answer_delays_a_call_until_it_has_left(bus: HeadBus, heads: list[FakeHead]) -> None:
-    bus.delayed.add("b")
-    reply = heads[0].ask("pause_scheduler", "keep", True)
-    await heads[2].until(PAUSED)
-    assert not reply.done()
-    bus.cut(heads[1])
-    assert len(await asyncio.wrap_future(reply)) == 2

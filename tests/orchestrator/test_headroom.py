@@ -5,15 +5,14 @@ import pytest
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings, Ticket
-from vllm_omni_plugin.balancing import LeastTokensBalancer, PrefixBalancer
+from vllm_omni_plugin.balancing import LeastTokensBalancer
 from vllm_omni_plugin.orchestrator import StagePool, StageRun
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
-from .late_fleet import CALM, EQUALS, FLOOD, LATE, ROOMY, SLOTS, SPARE, answer_first, got, late, submit_all
+from .late_fleet import CALM, EQUALS, FLOOD, ROOMY, SLOTS, SPARE, answer_first, got, late, submit_all
 
 
 async def flooded(fleet: FakeFleet, requests: int, priority: int = 0) -> str:
@@ -116,47 +115,6 @@ async def test_an_engine_with_few_or_unknown_slots_never_idles_for_headroom(sequ
         for name in "abcd":
             assert name in got(fleet.links[0])
             fleet.say(name, 1, finish_reason="stop", running=0)
-
-
-SMALL_STEPS = EngineSize(step_tokens=16, sequences=100)
-
-
-async def test_a_request_within_its_share_overtakes_over_share_work() -> None:
-    async with late(replicas=2, size=SMALL_STEPS, plan=EQUALS) as fleet:
-        fleet.pool.cordon(fleet.pool.member(0), ADMIN_CORDON)
-        await answer_first(fleet, "0", CALM)
-        for name in "abcdef":
-            await fleet.submit(name, prompt=list(range(100)), terms=FLOOD)
-        fleet.orchestrator.uncordon(fleet.pool.member(0), ADMIN_CORDON)
-        await fleet.submit("1", prompt=list(range(100)), terms=CALM)
-        assert (got(fleet.links[0]), got(fleet.links[1])) == ("cd", "0ab")
-        fleet.say("a", 1)
-        assert (got(fleet.links[0]), got(fleet.links[1])) == ("cd", "0ab1")
-
-
-async def test_a_request_waits_for_the_replica_that_has_much_of_its_prompt_cached() -> None:
-    cached = list(range(2000))
-    async with FakeFleet(2, PrefixBalancer(), send_window=LATE, size=SMALL_STEPS, plan=EQUALS) as fleet:
-        fleet.pool.cordon(fleet.pool.member(1), ADMIN_CORDON)
-        await fleet.submit("0", prompt=cached, terms=CALM)
-        fleet.say("0", 1)
-        for name in "12":
-            await fleet.submit(name, prompt=[int(name)] * 100, terms=CALM)
-        fleet.orchestrator.uncordon(fleet.pool.member(1), ADMIN_CORDON)
-        await fleet.submit("3", prompt=cached, terms=CALM)
-        fleet.links[1].report(running=0)
-        assert (got(fleet.links[0]), got(fleet.links[1])) == ("012", "")
-
-
-async def test_a_head_without_requests_at_a_busy_engine_sends_a_few_since_it_gets_no_reports() -> None:
-    async with late(size=ROOMY, plan=EQUALS) as fleet:
-        await answer_first(fleet, "0", CALM)
-        await fleet.submit("a", prompt=list(range(10)), terms=FLOOD)
-        fleet.say("a", 1, running=SLOTS)
-        await submit_all(fleet, "bcd", terms=FLOOD)
-        assert got(fleet.links[0]) == "0a"
-        fleet.say("a", 2, finish_reason="stop", running=SLOTS)
-        assert got(fleet.links[0]) == "0abcd"
 
 
 def test_the_priority_of_a_stranger_brings_it_before_nobody() -> None:

@@ -52,15 +52,6 @@ async def test_each_replica_gets_what_its_own_batches_hold() -> None:
         assert [len(fleet.links[replica_id].added) for replica_id in (0, 1)] == [4, 43]
 
 
-async def test_an_engine_that_comes_back_smaller_gets_less() -> None:
-    async with late(size=EngineSize(step_tokens=1000, sequences=40)) as fleet:
-        fleet.lose(0)
-        fleet.ready_response = msgspec.json.encode(EngineSize(step_tokens=1000, sequences=2))
-        fleet.join(fleet.pool.member(0))
-        await submit_all(fleet, NAMES)
-        assert got(fleet.links[0]) == "abcd"
-
-
 async def test_an_engine_without_free_kv_memory_gets_one_request_behind_another() -> None:
     async with late(size=EngineSize(100, 1, step_tokens=1000, sequences=1000)) as fleet:
         await fleet.submit("x")
@@ -106,29 +97,6 @@ async def test_requests_that_wait_while_the_only_replica_drains_are_held_for_the
         assert (got(fleet.links[0]), fleet.orchestrator.metrics.held) == ("ab", 1)
         fleet.join(fleet.pool.add())
         assert got(fleet.links[1]) == "c"
-
-
-async def test_a_cached_prompt_is_computed_elsewhere_only_if_no_other_prompt_waits_there() -> None:
-    cached = list(range(2000))
-    async with FakeFleet(2, PrefixBalancer(), send_window=LATE) as fleet:
-
-        async def submit_to(replica: int, name: str, prompt: list[int]) -> None:
-            other = fleet.pool.member(1 - replica)
-            fleet.orchestrator.cordon(other, ADMIN_CORDON)
-            await fleet.submit(name, prompt=prompt)
-            fleet.orchestrator.uncordon(other, ADMIN_CORDON)
-
-        await submit_to(0, "0", cached)
-        fleet.say("0", 1)
-        for replica, name, tokens in ((0, "a", 4000), (0, "b", 4000), (1, "c", 5000), (1, "d", 100)):
-            await submit_to(replica, name, [ord(name)] * tokens)
-        await fleet.submit("x", prompt=cached)
-        assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cd")
-        fleet.say("c", 1)
-        # By the costs of that request alone it goes: 2,000 tokens instead of a wait for 8,000.
-        assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cd")
-        fleet.say("d", 1)
-        assert (got(fleet.links[0]), got(fleet.links[1])) == ("0ab", "cdx")
 
 
 @pytest.mark.parametrize("end", ["refused", "aborted", "sent and aborted"])

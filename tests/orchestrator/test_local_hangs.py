@@ -39,21 +39,6 @@ async def bring_up_to_date(engine: FakeEngine) -> None:
     await answer(engine, "is_sleeping", False)
 
 
-async def test_requests_of_an_engine_that_hangs_move_and_it_is_neither_killed_nor_restarted(
-    node: Node, probes: list[ToldProbe]
-) -> None:
-    first, second = node.pool.members
-    node.pool.cordon(second, "admin")
-    node.submit(FakeRequest("a"))
-    await eventually(lambda: first.queue_length == 1)
-    node.orchestrator.uncordon(second, "admin")
-    probes[0].hangs()
-    assert node.statuses == [ERROR, UP]
-    assert (first.queue_length, second.queue_length) == (0, 1)
-    assert not any(engine.process.ended for engine in node.launcher.engines)
-    assert node.pauses == []
-
-
 async def test_an_engine_that_answers_again_is_reset_brought_up_to_date_and_serves(
     node: Node, probes: list[ToldProbe]
 ) -> None:

@@ -167,19 +167,6 @@ async def test_a_restart_that_takes_too_long_is_tried_again_and_the_log_names_th
     await node.until_back(0, restarts=2)
 
 
-async def test_a_replica_that_dies_before_the_others_are_ready_comes_back(node: Node) -> None:
-    node.launcher.plan(1, Plan(ready=False))
-    starting = asyncio.create_task(node.replicas.start())
-    await node.until_statuses(UP, DOWN)
-    node.engine_of(0).process.die()
-    await node.until_statuses(DOWN, DOWN)
-    loading = next(engine for engine in node.launcher.engines if not engine.process.ended)
-    loading.process.signals.put("ready")
-    await starting
-    node.go_on.release()
-    await node.until_statuses(UP, UP)
-
-
 async def test_a_restarted_replica_is_brought_up_to_date(node: Node) -> None:
     await node.replicas.start()
     node.engine_of(0).process.die()

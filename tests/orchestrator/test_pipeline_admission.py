@@ -61,13 +61,6 @@ async def test_a_request_that_waits_too_long_for_its_first_stage_is_refused_and_
         assert (sent(fleet, PREFILL), sent(fleet, DECODE)) == (prefills, decodes)
 
 
-async def test_a_full_queue_refuses_before_the_prefill() -> None:
-    async with late(DISAGGREGATED, plan=AdmissionConfig(max_waiting_requests=1)) as fleet:
-        await submit_all(fleet, "abcd", prompt=LONG)
-        assert await refusals(fleet) == {"d": "queue_full"}
-        assert (sent(fleet, PREFILL), sent(fleet, DECODE)) == ("ab", "")
-
-
 async def test_a_request_whose_prefill_has_begun_is_refused_no_more_however_long_it_waits_for_decode() -> None:
     plan = AdmissionConfig(classes=(*CLASSES[:1], RequestClass(name="last", deadline=1.0)), max_waiting_requests=1)
     async with late(DISAGGREGATED, plan=plan) as fleet:

@@ -32,16 +32,6 @@ async def fleet() -> AsyncIterator[Fleet]:
         await fleet.remote.close()
 
 
-async def test_a_listed_replica_serves_and_its_answers_come_back(fleet: Fleet) -> None:
-    (replica,) = await fleet.joined(row(1))
-    (member,) = fleet.pool.members
-    assert (member.replica_id, member.remote, member.input_addr) == (0, True, row(1).input_addr)
-    await fleet.submit("a")
-    replica.link.output(replica.link.added[0], 5, finish_reason="stop")
-    assert ("a", "stop") in await fleet.read()
-    assert fleet.changes == [ReplicaJoined(0, 0, b"ready")]
-
-
 async def test_replicas_have_the_ids_of_the_list_so_that_all_heads_use_the_same_names(fleet: Fleet) -> None:
     fleet.register(row(1, replica_id=4))
     fleet.register(row(2, replica_id=0))
@@ -67,18 +57,6 @@ async def test_a_replica_gets_what_it_was_not_told_before_it_serves(fleet: Fleet
     await fleet.serving(3)
     calls = [[call[1:] for call in replica.link.calls] for replica in fleet.attachments[1:]]
     assert calls == [[("set_weight_version", ["v2"])], []]
-
-
-async def test_the_requests_of_a_lost_replica_move_and_it_is_attached_to_again(fleet: Fleet) -> None:
-    first, second = await fleet.joined(row(1), row(2))
-    await fleet.submit("a")
-    lost, other = (first, second) if first.link.added else (second, first)
-    lost.link.say_dead()
-    await eventually(lambda: other.link.added)
-    await fleet.serving(2)
-    assert lost.closed
-    assert fleet.attachments[2].info == lost.info
-    assert len(fleet.pool.members) == 2
 
 
 @pytest.mark.parametrize("by_list", [True, False], ids=["from the list", "from its node"])
