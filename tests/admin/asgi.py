@@ -63,11 +63,13 @@ def app_of(fleet: FakeFleet | None, *, has_admin_key: bool = True, **local: bool
     return app
 
 
-def broadcast_of(fleet: FakeFleet, drain: HeadDrain, tick: float = 0.01) -> FleetBroadcast:
+def broadcast_of(
+    fleet: FakeFleet, drain: HeadDrain, tick: float = 0.01, is_over: Callable[[], bool] = lambda: False
+) -> FleetBroadcast:
     rates = TokenRates(CollectorRegistry(), lambda: fleet.now)
     names = {"name": "here", "vllm": "0", "plugin": "0"}
     view = FleetView(fleet.orchestrator, drain, lambda: False, rates, names, None, lambda: fleet.now, lambda: 1000.0)
-    return FleetBroadcast(view, fleet.orchestrator.events, lambda: False, tick)
+    return FleetBroadcast(view, fleet.orchestrator.events, is_over, tick)
 
 
 @asynccontextmanager

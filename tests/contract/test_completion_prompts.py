@@ -12,7 +12,6 @@ from vllm.lora.request import LoRARequest
 from tests.contract.pipeline_http.app import make_model
 from vllm_omni_plugin.admin.explain import BadPromptError, PromptReader, UnknownModelError
 from vllm_omni_plugin.integration.http.completion_prompts import read_prompt
-from vllm_omni_plugin.integration.rust_front_end import model_prompts
 from vllm_omni_plugin.integration.rust_front_end.model_prompts import ModelPrompts
 
 MAX_MODEL_LEN = 32
@@ -70,13 +69,14 @@ async def test_the_tokenizer_is_loaded_once_for_the_first_text(
 ) -> None:
     loaded: list[Any] = []
 
-    def load(config: Any) -> Any:
-        loaded.append(config)
+    def load(model_config: Any, *_: Any, **options: Any) -> Any:
+        loaded.append(model_config)
         return state.online_renderer
 
-    monkeypatch.setattr(model_prompts, "_load", load)
+    monkeypatch.setattr("vllm.renderers.renderer_from_config", lambda config: None)
+    monkeypatch.setattr("vllm.renderers.online_renderer.OnlineRenderer", load)
     prompts = ModelPrompts(state.config, ["tiny"], list)
     await prompts.read([1, 2], None)
     assert loaded == []
     await asyncio.gather(*(prompts.read("Once", None) for _ in range(3)))
-    assert loaded == [state.config]
+    assert loaded == [state.config.model_config]

@@ -7,7 +7,6 @@ import pytest
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.command_line import parse_options
-from vllm_omni_plugin.integration.fleet_setup import pipeline_command
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import (
     loaded_pipeline,
     local_engines,
@@ -55,14 +54,15 @@ def test_null_is_the_default_of_vllm_whatever_the_command_line_says(tmp_path: Pa
 
 
 def test_an_api_server_process_reads_the_arguments_it_is_given_as_its_supervisor_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     second = "engine_args: {max-num-seqs: 5}"
     args, options = read(f"--omni-pipeline {write_pipeline(tmp_path, 'engine_args: {seed: 7}', second)} --port 9000")
     command = loaded_pipeline(options)
     assert command is not None
     handed_on = pickle.loads(pickle.dumps(args))
-    monkeypatch.setattr(pipeline_command, "_loaded", {})
+    # Another name of the file, which this process has not loaded.
+    handed_on.omni_pipeline = f"{tmp_path}/./pipeline.yaml"
     handed_on.omni_joined = {"master_address": "127.0.0.1", "master_port": 7500}
 
     joined = parse_options(handed_on)
@@ -70,6 +70,7 @@ def test_an_api_server_process_reads_the_arguments_it_is_given_as_its_supervisor
     assert (joined.join, joined.master_port, local_engines(joined, headless=False)) == (True, 7500, 0)
     own = loaded_pipeline(joined)
     assert own is not None
+    assert own is not command
     assert own.pipeline == command.pipeline
     assert own.engine_args == command.engine_args
     assert (handed_on.model, handed_on.port) == (f"{tmp_path}/thinker", 9000)
