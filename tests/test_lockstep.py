@@ -73,7 +73,7 @@ def test_a_process_added_to_an_ended_incarnation_is_killed() -> None:
 
 
 def test_a_process_that_cannot_be_killed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._EXIT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep.RANKS_EXIT_TIMEOUT_S", 0.0)
     incarnation, undying = GroupIncarnation(1), Undying(0)
     incarnation.add(undying)
     incarnation.end()
@@ -100,7 +100,7 @@ def test_a_cancelled_rank_stops_waiting_and_may_start_again(threads: ThreadPoolE
 def test_no_incarnation_begins_beside_processes_that_do_not_end(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep._EXIT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("vllm_omni_plugin.vllm_api.launch.lockstep.RANKS_EXIT_TIMEOUT_S", 0.0)
     barrier = StartBarrier(2, lambda: GroupIncarnation(2), SOON_S)
     first = [wait(threads, barrier, rank) for rank in (0, 1)]
     undying = Undying(0)

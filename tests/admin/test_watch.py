@@ -121,7 +121,7 @@ async def test_one_producer_serves_all_viewers(
 async def test_the_producer_ends_some_time_after_the_last_viewer(
     fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_broadcast, "_HISTORY", 1)
+    monkeypatch.setattr(fleet_broadcast, "HISTORY", 1)
     stream = broadcast.stream(with_state=True)
     await first(stream)
     await stream.aclose()
@@ -133,8 +133,8 @@ async def test_the_producer_ends_some_time_after_the_last_viewer(
 async def test_a_viewer_that_joins_while_the_producer_ends_gets_states(
     fleet: FakeFleet, broadcast: FleetBroadcast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_broadcast, "_HISTORY", 1)
-    monkeypatch.setattr(fleet_broadcast, "_SAMPLE_EVERY", 1)
+    monkeypatch.setattr(fleet_broadcast, "HISTORY", 1)
+    monkeypatch.setattr(fleet_broadcast, "SAMPLE_EVERY", 1)
     broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=0.2)
     sampled: list[int] = []
     own_sample = FleetView.sample

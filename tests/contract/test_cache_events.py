@@ -183,7 +183,7 @@ async def test_a_listener_that_missed_events_follows_its_publisher_again(
     config.kv_events_config.hwm = config.kv_events_config.buffer_steps = 10
     publisher = EventPublisherFactory.create(config.kv_events_config, 0)
     assert isinstance(publisher, ZmqEventPublisher)
-    monkeypatch.setattr(cache_listener, "_MAX_UNREAD", 10)
+    monkeypatch.setattr(cache_listener, "MAX_UNREAD", 10)
     ready = msgspec.msgpack.encode({"num_gpu_blocks": 16, "kv_events_config": publisher.get_publisher_config()})
     pool, mirror = Pool(request()), Mirror()
     listener = listen_to_cache(ready, mirror.apply, "replica 0")

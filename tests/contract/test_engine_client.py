@@ -345,7 +345,7 @@ async def test_a_head_whose_first_replica_is_lost_at_once_waits_for_the_next(
 async def test_a_head_waits_for_its_first_replica_however_long_that_takes(
     orchestrator: Orchestrator, client: FleetClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fleet_client, "_WAITING_NOTICE_S", 0.001)
+    monkeypatch.setattr(fleet_client, "WAITING_NOTICE_S", 0.001)
     with caplog.at_level(logging.INFO, "vllm"):
         asking = asyncio.create_task(client.get_supported_tasks_async())
         await eventually(lambda: len(caplog.records) > 1 or asking.done(), "two notices")

@@ -138,7 +138,7 @@ async def test_more_blocks_than_the_engine_has_mean_a_loss(publisher: FakePublis
 async def test_a_gap_without_replay_is_a_loss(
     publisher: FakePublisher, listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_listener, "_MOST_MISSED", 3)
+    monkeypatch.setattr(cache_listener, "MOST_MISSED", 3)
     publisher.answers = False
     mirror = await listen()
     publisher.publish(stored(FIRST, 1))

@@ -54,7 +54,7 @@ def test_a_message_with_too_many_keys_is_refused() -> None:
 
 
 async def test_changes_in_the_pause_after_an_answer_are_sent_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_polling, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(cache_polling, "PAUSE_S", 0.0)
     sent: list[Any] = []
     followers, log = CachePollServer(lambda peer, message: sent.append(message)), CacheLog()
     lease = Lease(LEASE, slot=0, peer=b"head", head_id="head", ends_at=0.0)

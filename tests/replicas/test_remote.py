@@ -186,7 +186,7 @@ async def test_a_server_that_ends_the_lease_is_a_loss(
 async def test_the_servers_reason_counts_even_if_another_sign_of_the_loss_arrives_first(
     head: RemoteHead, server: FakeServer, monkeypatch: pytest.MonkeyPatch, sign: Callable[[FakeServer], None]
 ) -> None:
-    monkeypatch.setattr(remote_module, "_GRACE_S", 20.0)
+    monkeypatch.setattr(remote_module, "GRACE_S", 20.0)
     async with head.attached(server.info) as replica:
         sign(server)
         # The sign comes in less time than these take.
@@ -292,7 +292,7 @@ async def test_a_link_that_stands_still_for_less_than_the_lease_timeout_makes_th
     head: RemoteHead, server: FakeServer, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Late after two seconds, in which two heartbeats find no answer; lost long after that.
-    monkeypatch.setattr(remote_module, "_LATE_SHARE", 0.2)
+    monkeypatch.setattr(remote_module, "LATE_SHARE", 0.2)
     head.set(lease_timeout=10.0, heartbeat_timeout=60.0)
     async with head.attached(server.info) as replica:
         late: list[bool] = []

@@ -115,7 +115,7 @@ async def test_draining_before_the_engine_is_ready_cancels_its_start(node: Node)
 async def test_an_engine_that_dies_during_a_drain_is_not_restarted(
     start_node: StartNode, monkeypatch: pytest.MonkeyPatch, leave: str
 ) -> None:
-    monkeypatch.setattr(replica_server, "_LINGER_S", 5.0)
+    monkeypatch.setattr(replica_server, "LINGER_S", 5.0)
     node = await start_node()
     async with node.attached() as head:
         getattr(node.server, leave)()

@@ -116,7 +116,7 @@ async def test_a_missing_answer_is_no_hang_if_this_process_was_blocked() -> None
 async def test_a_long_call_extends_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_keeper, "_LONG_CALL_S", 0.2)
+    monkeypatch.setattr(engine_keeper, "LONG_CALL_S", 0.2)
     async with probed(timeout=0.01, is_busy=True) as engine:
         await eventually(lambda: engine.events)
         engine.is_busy = False
@@ -129,7 +129,7 @@ async def test_a_long_call_extends_the_limit(
 
 
 async def test_a_long_call_that_is_heard_of_after_the_probe_extends_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_keeper, "_LONG_CALL_S", 0.2)
+    monkeypatch.setattr(engine_keeper, "LONG_CALL_S", 0.2)
     async with probed(timeout=0.05) as engine:
         engine.is_busy = True
         await eventually(lambda: engine.events)

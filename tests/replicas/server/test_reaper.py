@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from vllm_omni_plugin.config import FLEET_ENGINE
-from vllm_omni_plugin.replicas.engine.reaper import _KILL_TIMEOUT_S, Reaper
+from vllm_omni_plugin.replicas.engine.reaper import KILL_TIMEOUT_S, Reaper
 from vllm_omni_plugin.vllm_api.launch.leftovers import marked_processes
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -106,7 +106,7 @@ def test_closing_kills_the_engines_and_does_not_wait_for_the_end_of_this_process
         closed_at = time.monotonic()
         reaper.close()
         assert engine.wait() == -signal.SIGKILL
-        assert time.monotonic() - closed_at < _KILL_TIMEOUT_S
+        assert time.monotonic() - closed_at < KILL_TIMEOUT_S
 
 
 def test_a_process_of_another_parent_is_not_killed() -> None:

@@ -19,8 +19,8 @@ MAX_VIEWERS = 64
 """Maximum number of concurrent streams; each keeps a connection open."""
 TICK_S = 1.0
 """Interval of states."""
-_SAMPLE_EVERY = 5
-_HISTORY = 120
+SAMPLE_EVERY = 5
+HISTORY = 120
 """Number of kept samples: ten minutes. The producer also runs for ten minutes after the last viewer has left."""
 _COMMENT_EVERY = 5
 """Turns without data after which a comment is sent, so that each side notices a broken connection."""
@@ -44,7 +44,7 @@ class FleetBroadcast:
         self._changed = asyncio.Event()
         self._producer: asyncio.Task[None] | None = None
         self._state = b""
-        self._samples: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=HISTORY)
 
     @property
     def is_full(self) -> bool:
@@ -125,10 +125,10 @@ class FleetBroadcast:
         failing = False
         try:
             # No await between this check and the end: a viewer that joins later finds no producer and starts one.
-            while not self._is_over() and (self._count or alone < _HISTORY * _SAMPLE_EVERY):
+            while not self._is_over() and (self._count or alone < HISTORY * SAMPLE_EVERY):
                 alone = 0 if self._count else alone + 1
                 try:
-                    self._update(is_sampled=turns % _SAMPLE_EVERY == 0)
+                    self._update(is_sampled=turns % SAMPLE_EVERY == 0)
                     failing = False
                 except Exception:
                     if not failing:

@@ -42,7 +42,7 @@ from vllm_omni_plugin.vllm_api.launch.spawning import EXIT_TIMEOUT_S
 
 logger = init_logger(__name__)
 
-_WAITING_NOTICE_S = 10.0
+WAITING_NOTICE_S = 10.0
 _YIELD_EVERY_S = 0.01
 _NO_ELASTIC_EP = "Elastic expert parallelism does not apply to a fleet of --omni-* replicas."
 
@@ -199,7 +199,7 @@ class FleetClient(UtilityCallClient):
         """The model's tasks. vLLM's server calls this at its start; waits until a replica serves."""
         while True:
             try:
-                async with asyncio.timeout(_WAITING_NOTICE_S):
+                async with asyncio.timeout(WAITING_NOTICE_S):
                     await self.until_serving()
             except TimeoutError:
                 logger.info("Waiting for the first replica to join. The server starts as soon as there is one.")

@@ -13,7 +13,7 @@ from vllm_omni_plugin.replicas.kv_events.cache_log import BEGINNING, CacheLog, C
 logger = init_logger(__name__)
 
 _KEY_BYTES = 8
-_PAUSE_S = 0.04
+PAUSE_S = 0.04
 """Pause between answers. An engine reports changes with each step; one answer per step would load the head too much."""
 
 
@@ -47,7 +47,7 @@ class CachePollServer:
             return
         answered = [self._answer(lease, cursor) for lease, cursor in list(self._polls.values())]
         if any(answered):
-            self._pause = asyncio.get_running_loop().call_later(_PAUSE_S, self._end_pause)
+            self._pause = asyncio.get_running_loop().call_later(PAUSE_S, self._end_pause)
 
     def _end_pause(self) -> None:
         self._pause = None

@@ -16,7 +16,7 @@ _LONG_STEPS = 4.0
 """Limit of an answer, as a multiple of the longest answer seen: an engine answers between steps, and steps differ."""
 _FADE = 0.99
 """Decay of the longest answer with each later one. Otherwise one compilation would hide all later hangs."""
-_LONG_CALL_S = 300.0
+LONG_CALL_S = 300.0
 """Limit of an answer while a long call is open."""
 
 
@@ -68,7 +68,7 @@ class Probe:
             # Looked at only now, because a head says up to an interval later that it has made a call.
             if is_overdue and self.engine.is_busy:
                 self._measures_steps = False
-                waited = max(limit, _LONG_CALL_S)
+                waited = max(limit, LONG_CALL_S)
                 is_overdue = not await self._arrives(answer, waited - limit)
             if is_overdue:
                 self.on_hang(f"its engine has not answered for {waited:.1f} s")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, unmarked_environment
 
-_KILL_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 5.0
 _CLOSED = b"closed"
 """The last line of a parent that goes on."""
 
@@ -97,7 +97,7 @@ class _Watched:
         if self._parent_has_ended():
             # Workers whose engine had ended before are children of no engine.
             kill_marked(f"/proc/{self._parent}/fd/")
-        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        deadline = time.monotonic() + KILL_TIMEOUT_S
         for fd in self._pids:
             select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
 
@@ -127,7 +127,7 @@ def main() -> None:
                 watched.add(int(line))
     if parent_fd is not None and not is_closed:
         # The files of a killed process are closed a moment before it has ended.
-        select.select([parent_fd], [], [], _KILL_TIMEOUT_S)
+        select.select([parent_fd], [], [], KILL_TIMEOUT_S)
     watched.kill()
 
 

@@ -16,9 +16,9 @@ from vllm_omni_plugin.replicas.links.link import SocketReader
 logger = init_logger(__name__)
 
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-_MAX_UNREAD = 10_000
+MAX_UNREAD = 10_000
 _NUMBER_BYTES = 8
-_MOST_MISSED = 1000
+MOST_MISSED = 1000
 """Largest gap, in batches, for which a replay is requested after the start; a larger gap counts as lost."""
 _END_OF_REPLAY = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
@@ -69,7 +69,7 @@ class CacheListener:
             reader = SocketReader(socket, on_message)
             self._sockets.append((socket, reader))
             socket.maxmsgsize = _MAX_MESSAGE_BYTES
-            socket.rcvhwm = _MAX_UNREAD
+            socket.rcvhwm = MAX_UNREAD
             socket.ipv6 = "[" in address
             socket.connect(address)
             reader.resume()
@@ -81,7 +81,7 @@ class CacheListener:
         match frames:
             case [_, number, payload] if len(number) == _NUMBER_BYTES:
                 missed = int.from_bytes(bytes(number), "big") - self._expected
-                if self._replay_socket is not None and missed > 0 and (missed <= _MOST_MISSED or not self._started):
+                if self._replay_socket is not None and missed > 0 and (missed <= MOST_MISSED or not self._started):
                     self._request_replay(self._replay_socket)
                 else:
                     self._handle(missed, bytes(payload))

@@ -43,11 +43,11 @@ _WINDOW_S = 60.0
 
 _MAX_SOCKETS = 16384
 """A replica takes nine, monitor sockets included. ZMQ's default limit would allow 113 replicas."""
-_GRACE_S = 1.0
+GRACE_S = 1.0
 """How long to wait for the server's status after the engine reported its death or its connection broke. Only the server
 knows the engine's exit status, but its message may arrive later."""
 
-_LATE_SHARE = 1 / 3
+LATE_SHARE = 1 / 3
 """Of the lease timeout: a replica is late after this time."""
 
 OnOutputs = Callable[[Any], None]
@@ -189,7 +189,7 @@ class RemoteReplica:
             self._rebase,
             self._end,
             lease.client_index,
-            _GRACE_S,
+            GRACE_S,
         )
         self._renew()
         await self._link.established()
@@ -287,7 +287,7 @@ class RemoteReplica:
         if silent_for >= settings.heartbeat_timeout:
             self._lose(f"its server has not answered for {settings.heartbeat_timeout:g} s")
             return
-        self._set_late(silent_for >= settings.lease_timeout * _LATE_SHARE)
+        self._set_late(silent_for >= settings.lease_timeout * LATE_SHARE)
         self._unanswered += 1
         self._control.send(RenewLease(self._lease, self.client.is_busy))
         if self._cache_polls is not None:

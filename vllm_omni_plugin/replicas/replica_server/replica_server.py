@@ -23,7 +23,7 @@ from vllm_omni_plugin.replicas.replica_server.server_settings import NO_IDENTITY
 logger = init_logger(__name__)
 
 _DETACH_GRACE_S = 2.0
-_LINGER_S = 0.2
+LINGER_S = 0.2
 
 
 class ReplicaServer:
@@ -135,7 +135,7 @@ class ReplicaServer:
             lambda peer, message: heads.handle(peer, message),
             self._settings.heartbeat_timeout,
         )
-        stack.callback(control.close, _LINGER_S)
+        stack.callback(control.close, LINGER_S)
         heads = AttachedHeads(
             self._settings,
             first_ports,

@@ -10,7 +10,7 @@ from vllm_omni_plugin.errors import ReplicaError
 
 _START_TIMEOUT_S = 90.0
 """Longer than the longest pause before a replica is restarted, since the pauses of the ranks of a group may differ."""
-_EXIT_TIMEOUT_S = 10.0
+RANKS_EXIT_TIMEOUT_S = 10.0
 """For a process that was killed."""
 
 
@@ -70,7 +70,7 @@ class GroupIncarnation:
     def close(self, rank: BaseProcess) -> None:
         """Wait for a rank that exits. If it is the last one, kill the helpers and block until they have exited."""
         with self._changed:
-            self._changed.wait_for(lambda: rank not in self._running, _EXIT_TIMEOUT_S)
+            self._changed.wait_for(lambda: rank not in self._running, RANKS_EXIT_TIMEOUT_S)
             last = self._running.isdisjoint(self._ranks)
         if last:
             self.end()
@@ -78,7 +78,7 @@ class GroupIncarnation:
 
     def join(self) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._running, _EXIT_TIMEOUT_S):
+            if not self._changed.wait_for(lambda: not self._running, RANKS_EXIT_TIMEOUT_S):
                 raise ReplicaError("a process of its group was killed and does not exit")
 
     @property
