@@ -23,7 +23,7 @@ from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Re
 
 from vllm_omni_plugin.admin.admin_keys import find_head_of, read_admin_keys
 from vllm_omni_plugin.admin.watch.server_sent import LAST_EVENT_ID, MEDIA_TYPE, SILENT_S, read_messages
-from vllm_omni_plugin.admin.watch.top import Top, table
+from vllm_omni_plugin.admin.watch.top import Top, table, with_current_names
 from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE, installed_version, why_unsupported
 
@@ -272,7 +272,7 @@ def _http_url(text: str) -> str:
 def _replicas(args: argparse.Namespace) -> list[dict[str, Any]]:
     answer = _call(args, "GET", "replicas")
     try:
-        return [dict(replica) for replica in json.loads(answer)["replicas"]]
+        return [with_current_names(replica) for replica in json.loads(answer)["replicas"]]
     except (ValueError, LookupError, TypeError) as error:
         raise _not_a_fleet(args) from error
 

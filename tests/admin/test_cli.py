@@ -44,6 +44,24 @@ ID    STATUS    WHERE   IN FLIGHT  ASSIGNED  RESTARTS  SINCE  CORDONS      ADDRE
 0.0   up        local   12         100       0         61 s   -            ipc:///a
 0.10  draining  remote  0          0         3         -      admin, late  -
 """
+RECORDED_0_1 = {
+    "replicas": [
+        {
+            "id": "0.1",
+            "stage": 0,
+            "replica": 1,
+            "status": "draining",
+            "held_back": ["admin"],
+            "remote": True,
+            "input_addr": "tcp://a:1",
+            "output_addr": "tcp://a:2",
+            "in_flight": 12,
+            "dispatched": 100,
+            "restarts": 3,
+            "since_seconds": 61.4,
+        }
+    ]
+}
 DECISION = {
     "policy": "kv-aware",
     "reason": "match",
@@ -92,6 +110,13 @@ def test_ls_prints_an_aligned_table(head: FakeServer, capsys: pytest.CaptureFixt
     assert main(["replicas", "ls", "--url", head.url]) == 0
     assert capsys.readouterr().out == TABLE
     assert head.asked == [("GET", "/omni/replicas", None)]
+
+
+def test_the_names_of_version_0_1_are_read_too(head: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    head.answers["GET", "/omni/replicas"] = (200, RECORDED_0_1)
+    assert main(["replicas", "ls", "--url", head.url]) == 0
+    shown = " ".join(capsys.readouterr().out.splitlines()[1].split())
+    assert shown == "0.1 draining remote 12 100 3 61 s admin tcp://a:1"
 
 
 def test_ls_prints_json_when_asked(head: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +207,7 @@ def test_a_key_is_not_sent_to_a_redirect_target(
     assert "--url" in error
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"\xff", [], {"replicas": 1}, {}])
+@pytest.mark.parametrize("body", [b"<html>", b"\xff", [], {"replicas": 1}, {"replicas": [1]}, {}])
 def test_an_answer_of_another_kind_of_server_is_reported(
     head: FakeServer, capsys: pytest.CaptureFixture[str], body: Any
 ) -> None:

@@ -68,6 +68,14 @@ def test_it_shows_replicas_and_events_without_control_characters(
     assert shown.endswith("lost    0.1     3 requests: ?[2J\n")
 
 
+def test_the_former_name_of_cordons_is_read_too() -> None:
+    (stage,) = STATE["stages"]
+    (replica,) = stage["replicas"]
+    former = {"held_back" if name == "cordons" else name: value for name, value in replica.items()}
+    shown = run(Streams([("state", {**STATE, "stages": [{**stage, "replicas": [former]}]})]), io.StringIO())
+    assert shown.startswith(TABLE)
+
+
 def fleet_of(statuses: dict[int, str]) -> Stream:
     (stage,) = STATE["stages"]
     (replica,) = stage["replicas"]

@@ -11,6 +11,7 @@ from vllm_omni_plugin.errors import ServerUnavailableError
 
 _COLUMNS = ("ID", "STATUS", "REQUESTS", "WAIT", "TOKENS", "KV", "TOKENS/S", "HITS", "BEAT", "RESTARTS", "CORDONS")
 _REQUESTS = ("unfinished", "queued", "held", "moved", "lost", "refused")
+_FORMER_NAMES = {"held_back": "cordons", "in_flight": "total_in_flight", "dispatched": "assigned"}
 _EVENTS = 10
 _CLEAR = "\x1b[H\x1b[2J"
 """Moves a terminal's cursor to the top and clears the screen."""
@@ -78,6 +79,12 @@ class Top:
         self._out.flush()
 
 
+def with_current_names(replica: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of a replica, whose head may have version 0.1, with the names of this version as well."""
+    given = dict(replica)
+    return {_FORMER_NAMES.get(name, name): value for name, value in given.items()} | given
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows as lines, each column as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -112,7 +119,7 @@ def _headline(state: Mapping[str, Any]) -> str:
 
 
 def _rows(state: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    replicas = [replica for stage in state["stages"] for replica in stage["replicas"]]
+    replicas = [with_current_names(replica) for stage in state["stages"] for replica in stage["replicas"]]
     return [_COLUMNS, *map(_row, sorted(replicas, key=_order))]
 
 
