@@ -2,7 +2,6 @@
 
 from coordinator_support import make_event
 
-from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.coordinator.state.list_deltas import PublishSchedule, replica_list
 from vllm_omni_plugin.coordinator.state.membership_table import Liveness, Member
 from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
@@ -40,24 +39,3 @@ def test_list_has_a_stable_order() -> None:
         return [info.input_addr for info in replica_list(members, ReplicaIds(), 0.0, 0.0).replicas]
 
     assert shown("c", "a", "b") == shown("b", "c", "a") == ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
-
-
-def test_list_shows_only_replicas_that_may_work() -> None:
-    def member(name: str, status: ReplicaStatus, liveness: Liveness) -> Member:
-        return Member(make_event(name, status=status), liveness, 0.0, 0.0, 0.0)
-
-    shown = replica_list(
-        [
-            member("up", ReplicaStatus.UP, Liveness.ALIVE),
-            member("late", ReplicaStatus.UP, Liveness.LATE),
-            member("draining", ReplicaStatus.DRAINING, Liveness.ALIVE),
-            member("error", ReplicaStatus.ERROR, Liveness.ALIVE),
-            member("dead", ReplicaStatus.UP, Liveness.DEAD),
-            member("left", ReplicaStatus.DOWN, Liveness.LEFT),
-        ],
-        ReplicaIds(),
-        0.0,
-        0.0,
-    )
-    assert [info.input_addr for info in shown.replicas] == ["tcp://up:1"]
-    assert [info.input_addr for info in shown.no_new_work] == ["tcp://draining:1", "tcp://late:1"]

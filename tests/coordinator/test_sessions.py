@@ -22,7 +22,6 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
-    Beat,
     CallRefused,
     FleetCall,
     Hello,
@@ -125,16 +124,6 @@ def test_a_silent_head_is_removed(fleet: MemoryFleet) -> None:
             fleet.exchange(name)
     assert "h1" not in fleet.heads["h2"].others
     assert "h1" not in fleet.heads["h3"].others
-
-
-def test_a_head_with_a_broken_connection_is_removed_at_the_next_send(fleet: MemoryFleet) -> None:
-    fleet.report("h1", work())
-    fleet.settle()
-    del fleet.heads["h1"]
-    fleet.announce(make_event("a"))
-    fleet.tick(0.1)
-    fleet.exchange("h2")
-    assert "h1" not in fleet.heads["h2"].others
 
 
 def test_a_late_coordinator_removes_no_head(fleet: MemoryFleet) -> None:
@@ -273,7 +262,3 @@ def test_a_coordinator_that_refuses_a_session_counts_as_silent(answer: str) -> N
         assert session.check_silence(now, 3) == []
     assert session.check_silence(SILENCE_TIMEOUT, 4) == [SessionLost()]
     assert session.check_silence(2 * SILENCE_TIMEOUT, 5) == []
-
-
-def test_a_beat_is_answered(fleet: MemoryFleet) -> None:
-    assert fleet.sessions.handle(fleet.heads["h1"].peer, Beat(), fleet.now) == [(fleet.heads["h1"].peer, b"[]")]

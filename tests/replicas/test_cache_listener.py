@@ -58,18 +58,6 @@ async def test_batches_from_before_the_subscription_are_replayed(publisher: Fake
     assert (mirror.complete, mirror.restarts) == (True, 1)
 
 
-async def test_a_lost_batch_is_replayed(
-    publisher: FakePublisher, listen: Listen, caplog: pytest.LogCaptureFixture
-) -> None:
-    mirror = await listen()
-    publisher.publish(stored(FIRST, 1))
-    publisher.lose(stored(SECOND, 2, parent=1))
-    publisher.publish(stored(THIRD, 3, parent=2))
-    await eventually(lambda: mirror.keys == set(KEYS))
-    assert publisher.asked == [0, 1]
-    assert (mirror.complete, mirror.restarts, warnings(caplog)) == (True, 1, [])
-
-
 async def test_after_a_permanent_loss_the_cache_is_unknown_until_it_is_cleared(
     publisher: FakePublisher, listen: Listen, caplog: pytest.LogCaptureFixture
 ) -> None:

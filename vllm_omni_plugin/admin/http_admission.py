@@ -94,7 +94,7 @@ def _tenant(headers: Headers, names: Sequence[str]) -> str:
 
 
 class DeferredResponse:
-    """A response whose start may be held back, made by one or several requests to the fleet.
+    """A response whose start may wait, made by one or several requests to the fleet.
 
     If its requests may be refused while they wait (`deferred`), the start is buffered until a request was submitted and
     then something follows the start. Until then a `refusal` can still replace the response. `arrived` is in monotonic

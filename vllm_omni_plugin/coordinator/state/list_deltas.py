@@ -5,11 +5,7 @@ from collections.abc import Iterable
 from msgspec import Raw
 
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey, ReplicaList
-from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    FullList,
-    ListDelta,
-    encode_to_head,
-)
+from vllm_omni_plugin.coordinator.protocol.head_messages import FullList, ListDelta, encode_to_head
 from vllm_omni_plugin.coordinator.state.membership_table import Change, Member, MembershipTable
 from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 

@@ -19,13 +19,7 @@ class StageApi(EngineApi, ABC):
 
     @abstractmethod
     def build(
-        self,
-        source: Any,
-        given: StageInput,
-        sampling: Mapping[str, Any],
-        *,
-        for_client: bool,
-        part: InputPart = WHOLE,
+        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, for_client: bool, part: InputPart = WHOLE
     ) -> Any:
         """Build the engine request of this stage. Runs on a thread of the stage, and may tokenize.
 
