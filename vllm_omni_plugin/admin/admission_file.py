@@ -27,7 +27,8 @@ class AdmissionFile:
     async def reload(self) -> list[str]:
         """Reload the file, here and in the other API servers; returns the changed values, one line each.
 
-        Waiting requests keep their places. Raises ConfigError if the file has an error; the previous config then stays.
+        Waiting requests keep their places. Raises ConfigError if the file has an error (the previous config then
+        stays), QueueClosedError if the server is about to end.
         """
         changes = await self._load()
         self._reload_others()

@@ -42,6 +42,8 @@ _NAME = "loopback.secret"
 
 
 class KeyPair(NamedTuple):
+    """One CURVE key pair in Z85, 40 characters each."""
+
     public: bytes
     secret: bytes
 
@@ -83,6 +85,7 @@ class Secrets:
         return self._keys(0, "server", role)
 
     def peer_server_key(self, role: str, attempt: int) -> bytes:
+        """The public key of a server that uses the secret number ``attempt``, modulo `count`; as in `client_keys`."""
         return self._keys(attempt, "server", role).public
 
     def client_keys(self, role: str, attempt: int) -> KeyPair:

@@ -62,6 +62,7 @@ class FleetBroadcast:
         return self._view.state()
 
     def events(self, after: str = "") -> list[FleetEvent]:
+        """See `EventLog.after`."""
         return self._log.after(after)
 
     async def stream(self, after: str = "", *, with_state: bool = False) -> AsyncGenerator[bytes]:

@@ -22,9 +22,9 @@ class OmniCoordClientForStage:
     """Registers one replica: UP at once, then an event for each change, and heartbeats.
 
     One thread owns the socket; all methods are thread-safe. A coordinator that is away is no error: it gets the
-    registration as soon as there is a connection. See `ReplicaEvent` for the fields. `heartbeat_interval` must be less
-    than a third of the coordinator's timeout. The client's thread calls `on_unreachable`, which must not block, with
-    each new reason, and with "" once the coordinator is reached.
+    registration as soon as there is a connection. See `ReplicaEvent` for the fields. `heartbeat_interval`, in
+    seconds, must be less than a third of the coordinator's timeout. The client's thread calls `on_unreachable`, which
+    must not block, with each new reason, and with "" once the coordinator is reached.
 
     Raises `ConfigError` for an unusable address or interval, `WireError` if the registration would be refused.
     """

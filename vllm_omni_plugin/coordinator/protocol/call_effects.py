@@ -76,6 +76,7 @@ def decode(method: str, arguments: list[Any]) -> tuple[Any, ...]:
 
 
 def leaves_state(method: str, args: Sequence[Any]) -> bool:
+    """Whether a call changes the document."""
     return method in _CHANGES and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)
 
 

@@ -44,7 +44,8 @@ class Fleet:
     """Owns the coordinator process, this head's session with it, and the orchestrator thread with the local replicas.
 
     A head that joins a fleet, as each of several API servers does, has a session with another process's coordinator and
-    no local replicas. Raises ConfigError if a stage cannot be served as configured, or the coordinator cannot listen.
+    no local replicas. It has no `coordinator`, nor has a fleet that nothing can join. Raises ConfigError if a stage
+    cannot be served as configured, or the coordinator cannot listen.
     """
 
     def __init__(

@@ -23,9 +23,9 @@ class RequestPlan:
     """The stages that a request runs through; the same for all requests for the same outputs.
 
     `roots` begin with the request itself, in topological order. It is admitted at the `entries`: the first vLLM root
-    and, if that is a prefill, its decode stage. `finals` complete it. This head reads the outputs of `readable` stages,
-    for a transform or for the call, and sends those that are `shown` to the call. For `client_sampled` see
-    `Pipeline.sampled_by_client`.
+    and, if that is a prefill, its decode stage. `finals` complete it; `answer_stage`, if any, answers through vLLM's
+    server. This head reads the outputs of `readable` stages, for a transform or for the call, and sends those that are
+    `shown` to the call. For `client_sampled` see `Pipeline.sampled_by_client`.
     """
 
     roots: tuple[Stage, ...]
@@ -69,11 +69,13 @@ def plan_request(pipeline: Pipeline, call: PipelineCall | None) -> RequestPlan:
 
 
 class PipelineRequestState(OrchestratorRequestState, eq=False, kw_only=True):
-    """A request of a pipeline. Readers, inputs and ends are by the id of the stage.
+    """A request of a pipeline. Readers, inputs and times are by the id of the stage.
 
-    `answered` stages have produced output. Without a prefill there are no transfer parameters of its KV cache and no
-    number of tokens that it found cached. `prompt` is text, and None until a transform needs it. `stage_submit_ts` says
-    when each stage got its first input, `pipeline_timings` how many seconds each part of a stage took by its name.
+    `stage_submit_ts` and `ended`: monotonic seconds of a stage's first input and of its end. `answered` stages have
+    produced output. Without a prefill there are no transfer parameters of its KV cache and no number of tokens that it
+    found cached. `prompt` is text, and None until a transform needs it. `pipeline_timings` are seconds by stage name
+    and part. `transfer`: transforms and building inputs; `queue`: until it is sent; `first_output`: from there to the
+    first output; `run`: from being sent to the end.
     """
 
     plan: RequestPlan

@@ -71,7 +71,7 @@ class PoolMember:
         changed_at: monotonic seconds at which the replica last began to serve or was lost.
         leave: removes the replica for good, moves its requests and frees its id. Returns at once; raises
             `ReplicaError` if the replica cannot be reached. Set by the owner of the replica.
-        told: what its engine was told of the fleet's state. `report_told` tells that to a remote replica's server.
+        told: what its engine was told of the fleet's state. `report_told` tells a remote replica's server, if it can.
         is_busy: whether any head has a call open that may block its engine for long, as its server says.
         idle: done as soon as nothing is in flight; None if nothing waits for that.
         engine_index, name: in vLLM's metrics and logs; for users, `<stage>.<replica>`.

@@ -75,7 +75,8 @@ class StageFlow:
     ) -> None:
         """An attempt's first output came.
 
-        Cached tokens are None if the engine did not report them, `in_engine_s` if it is not to be counted.
+        Cached tokens are None if the engine did not report them. `in_engine_s` are seconds since the attempt was sent
+        to the engine; None: not to be counted.
         """
         before = self._leaving
         since_last_s = before.since_last_at(now)

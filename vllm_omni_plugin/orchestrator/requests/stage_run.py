@@ -18,7 +18,7 @@ from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 class RequestPhase(Enum):
     """The phase of a request in one stage."""
 
-    WAITING = "waiting"
+    QUEUED = "queued"
     """It has no replica yet."""
     ASSIGNED = "assigned"
     """A replica was chosen, and has not sent any output that is new to the client."""
@@ -99,6 +99,7 @@ class StageRun(Struct, eq=False):
     Attributes:
         request_id, request: the client's; vLLM's `EngineCoreRequest`, or what a stage of another kind takes.
         phase: changed by the methods below only.
+        attempts: how many were sent.
         produced: token ids delivered so far, over all attempts.
         skipping_delivered: whether outputs of the current attempt may still repeat delivered tokens.
         first_request: what the first replica gets in place of `request`.
@@ -111,12 +112,13 @@ class StageRun(Struct, eq=False):
         asked_at: since when the replica has had something to answer: a request, or input of a session.
         resumed_tokens: how many tokens of `produced` are part of the attempt's prompt.
         prefill_tokens: tokens of the attempt's prompt that count as still to be computed until the first output.
+        output_tokens: tokens that the engine has produced in the attempt.
     """
 
     request_id: str
     request: Any
     submitted_at: float
-    phase: RequestPhase = RequestPhase.WAITING
+    phase: RequestPhase = RequestPhase.QUEUED
     replica_id: int | None = None
     engine_request_id: str = ""
     attempts: int = 0
@@ -176,7 +178,7 @@ class StageRun(Struct, eq=False):
         self.prompt_tokens = len(prompt.token_ids) if prompt is not None else 0
 
     def assign(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
-        assert self.phase in (RequestPhase.WAITING, RequestPhase.MOVING), self
+        assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.ASSIGNED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
@@ -288,7 +290,7 @@ class StageRun(Struct, eq=False):
 
     def fail_without_replica(self, error: NoReplicaError) -> OmniError:
         """Finish the run, since no replica can take it. Returns the error for its client."""
-        assert self.phase in (RequestPhase.WAITING, RequestPhase.MOVING), self
+        assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
         self.phase = RequestPhase.FINISHED
         if self.confined_to:
             return self.query_of_death()

@@ -24,7 +24,9 @@ LONG_CALL_S = 300.0
 class Probe:
     """Probes an engine periodically, one probe at a time, and reports hangs and recoveries.
 
-    `on_hang` gets the reason when an answer is overdue, see `limit`. `on_answer` is awaited when that answer has come.
+    `interval` are the seconds between an answer and the next probe, `timeout` the least that count as a hang. `on_hang`
+    gets the reason when an answer is overdue, see `limit`. `on_answer` is awaited when that answer has come, before the
+    next probe.
     """
 
     engine: Engine
@@ -114,8 +116,8 @@ class EngineKeeper(Generic[E]):
 
     An engine that hangs is taken out of service but not killed, since a long step looks the same. It returns to service
     when it answers. `serve` puts an engine into service; if it raises, the engine is restarted. `suspend` takes it out
-    at once, and gets the reason and whether it hangs. `on_restart` gets the pause and the reason. `must_start` says
-    whether the error of a failed first start ends the keeper.
+    at once, but not while it is shut down, and gets the reason and whether it hangs. `on_restart` gets the pause, in
+    seconds, and the reason. `must_start` says whether the error of a failed first start ends the keeper.
 
     After `begin`: `ready` has the first engine that serves; `tried` is done when the first start has ended; `running`
     when the engine is not restarted any more, or with the error of a start that must succeed.

@@ -39,11 +39,11 @@ class DataProxy:
     The proxy has its own ZMQ context. Terminating the context stops both directions at once whatever the peers do,
     drops unread outputs, and closes the head's connections: a head without a lease cannot write to the engine.
 
-    A head that does not read its outputs for the heartbeat timeout is disconnected, and `on_lost` called on the running
-    loop. The engine's outputs come from `slot_socket`, which belongs to the proxy until `close`. `data_key` is the
-    public CURVE key (Z85) of both ports, "" without encryption. `ended` is done after `close`, once the ports are free:
-    at once, or when the files of an adapter have been read. Raises `zmq.ZMQError` or `OSError` if no descriptor is
-    left.
+    Only `credential` is admitted. A head that does not read its outputs for the heartbeat timeout is disconnected, and
+    `on_lost` called on the running loop. The engine's outputs come from `slot_socket`, which belongs to the proxy until
+    `close`. `data_key` is the public CURVE key (Z85) of both ports, "" without encryption. `ended` is done after
+    `close`, once the ports are free: at once, or when the files of an adapter have been read. Raises `zmq.ZMQError` or
+    `OSError` if no descriptor is left.
     """
 
     def __init__(

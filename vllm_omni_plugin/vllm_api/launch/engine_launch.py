@@ -238,8 +238,8 @@ class EngineLauncher:
     """Starts the engines of this node's replicas, all with the same configuration.
 
     `on_spawn` gets the id of each new process, on the thread that spawns it. `numbers` are those of the replicas in the
-    fleet. Each start of a replica has the next incarnation, see `set_identity`. An engine must send its ready response
-    within `ready_timeout` seconds of vLLM's handshake.
+    fleet, by replica id. Each start of a replica has the next incarnation, see `set_identity`. An engine must send its
+    ready response within `ready_timeout` seconds of vLLM's handshake.
     """
 
     vllm_config: Any

@@ -55,7 +55,7 @@ class DeviceTurns:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """The place of the engines of one launcher among all engines of this process, which share the turns."""
+    """The place of the engines of one launcher among all `engines` of this process, which share the turns."""
 
     first_engine: int = 0
     engines: int = 1

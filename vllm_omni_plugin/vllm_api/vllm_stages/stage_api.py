@@ -25,7 +25,8 @@ class StageApi(EngineApi, ABC):
 
         The id, arrival time, priority, trace headers, session and cache salt are those of the client's request,
         `source`. The request's parameters for this stage, `sampling`, override those of the transform, which override
-        those of the stage. If the stage answers the client, the client's own apply, adapted to this stage's tokenizer.
+        those of the stage. If the stage answers the client, the client's own apply, adapted to this stage's tokenizer,
+        with `max_tokens` limited by the length of the prompt.
         Raises StageInputError, with a text for the client, if the stage cannot take the input.
         """
 
