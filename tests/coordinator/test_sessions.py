@@ -1,4 +1,4 @@
-"""Sessions of heads, ids of replicas and lists, without sockets."""
+"""Sessions of heads, ids of replicas, and lists: what is in them, and when they go out. Without sockets."""
 
 import itertools
 from collections.abc import Iterator
@@ -32,6 +32,9 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     frames_to_head,
 )
 from vllm_omni_plugin.coordinator.state.connected_heads import HEAD_TIMEOUT, MAX_WORK_ROWS, ConnectedHead
+from vllm_omni_plugin.coordinator.state.list_deltas import PublishSchedule, replica_list
+from vllm_omni_plugin.coordinator.state.membership_table import Liveness, Member
+from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 from vllm_omni_plugin.errors import WireError
 
 
@@ -262,3 +265,37 @@ def test_a_coordinator_that_refuses_a_session_counts_as_silent(answer: str) -> N
         assert session.check_silence(now, 3) == []
     assert session.check_silence(SILENCE_TIMEOUT, 4) == [SessionLost()]
     assert session.check_silence(2 * SILENCE_TIMEOUT, 5) == []
+
+
+def test_under_any_load_at_most_ten_lists_go_out_per_second() -> None:
+    schedule = PublishSchedule(0.0, quiet_until=0.0)
+    published = 0
+    for step in range(100_000):
+        now = step / 10_000
+        schedule.request(now)
+        if now >= schedule.due_at:
+            schedule.published(now)
+            published += 1
+    assert 90 <= published <= 100
+
+
+def test_without_changes_the_keep_alive_is_due_every_five_seconds() -> None:
+    schedule = PublishSchedule(0.0, quiet_until=0.0)
+    schedule.published(3.0)
+    assert schedule.due_at == 8.0
+
+
+def test_list_shows_times_by_the_wall_clock() -> None:
+    member = Member(make_event(queue_length=4), Liveness.ALIVE, registered_at=10.0, last_event_at=40.0, changed_at=10.0)
+    shown = replica_list([member], ReplicaIds(), now=50.0, wall_now=1_000_050.0)
+    assert shown.timestamp == 1_000_050.0
+    (info,) = shown.replicas
+    assert (info.registered_at, info.last_heartbeat, info.queue_length) == (1_000_010.0, 1_000_040.0, 4)
+
+
+def test_list_has_a_stable_order() -> None:
+    def shown(*order: str) -> list[str]:
+        members = [Member(make_event(name), Liveness.ALIVE, 0.0, 0.0, 0.0) for name in order]
+        return [info.input_addr for info in replica_list(members, ReplicaIds(), 0.0, 0.0).replicas]
+
+    assert shown("c", "a", "b") == shown("b", "c", "a") == ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
