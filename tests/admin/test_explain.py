@@ -16,7 +16,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.explain import BadPromptError, UnknownModelError, explain
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms
 from vllm_omni_plugin.balancing import Candidate, Decision, Prompt, ReplicaView, Task
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 
@@ -191,7 +191,7 @@ async def test_the_answer_has_the_place_in_the_queue() -> None:
     plan = AdmissionConfig(classes=(RequestClass(name="first", priority_at_most=0), RequestClass(name="last")))
     balancer = Scripted()
     balancer.decision = Decision(0, "match")
-    fleet = FakeFleet(1, balancer, send_window=SendWindow(limited=True), plan=plan)
+    fleet = FakeFleet(1, balancer, traits=PoolTraits(waits_for_room=True), plan=plan)
     async with fleet, client_of(explaining(fleet)) as client:
         for name in "abcd":
             await fleet.submit(name, prompt=[1])
@@ -209,7 +209,9 @@ async def test_the_answer_has_the_place_in_the_queue() -> None:
 async def test_the_answer_respects_the_headroom_for_other_tenants() -> None:
     balancer = Scripted()
     balancer.decision = Decision(0, "match")
-    fleet = FakeFleet(1, balancer, send_window=SendWindow(limited=True), size=EngineSize(step_tokens=1000, sequences=9))
+    fleet = FakeFleet(
+        1, balancer, traits=PoolTraits(waits_for_room=True), size=EngineSize(step_tokens=1000, sequences=9)
+    )
     async with fleet, client_of(explaining(fleet)) as client:
         await fleet.submit("calm", prompt=[1], terms=RequestTerms("calm"))
         for number in range(6):

@@ -23,7 +23,6 @@ from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.errors import NoReplicaError, RequestRefusedError
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
 from vllm_omni_plugin.vllm_api.codecs.stage_protocol import ready_response
@@ -207,8 +206,7 @@ class Fleet(PlayedFleet):
     def __init__(self, config: Any) -> None:
         apis = [VllmStageApi(config, config, stage) for stage in PIPELINE.stages]
         pools = [
-            StagePool(stage.id, RandomBalancer(), traits=PoolTraits(send_window=SendWindow(limited=True)))
-            for stage in PIPELINE.stages
+            StagePool(stage.id, RandomBalancer(), traits=PoolTraits(waits_for_room=True)) for stage in PIPELINE.stages
         ]
         input_builder = StageInputBuilder(PIPELINE, apis, str)
         self.orchestrator = Orchestrator(

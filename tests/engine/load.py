@@ -42,13 +42,10 @@ class Outcome:
 
 
 class Load:
-    """Sends completions to a server, or over a client's connections, in threads.
+    """Sends completions to a server in threads. A context manager; leaving it waits for all of them."""
 
-    A context manager; leaving it waits for all of them.
-    """
-
-    def __init__(self, to: Server | httpx.Client) -> None:
-        self._http = to.http(TIMEOUT_S) if isinstance(to, Server) else to
+    def __init__(self, server: Server) -> None:
+        self._http = server.http(TIMEOUT_S)
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="load")
         self._sent: list[tuple[Outcome, Future[None]]] = []
 

@@ -34,7 +34,6 @@ class NodeFleet:
     Args:
         log: log of the head; the nodes' lie beside it.
         local: replicas of the head itself.
-        sims: further nodes, with simulated engines.
         cable: the head and the nodes are at its two ends, if given, else all on loopback.
     """
 
@@ -45,7 +44,6 @@ class NodeFleet:
         nodes: int,
         *,
         local: int = 0,
-        sims: int = 0,
         cable: Cable | None = None,
         flags: tuple[str, ...] = (),
         head_flags: tuple[str, ...] = (),
@@ -65,9 +63,8 @@ class NodeFleet:
         try:
             for _ in range(nodes):
                 self.add_node()
-            self.nodes += [self.start_sim() for _ in range(sims)]
             self.head.wait()
-            self.wait_for_replicas(local + nodes + sims)
+            self.wait_for_replicas(local + nodes)
         except BaseException:
             self.stop()
             raise

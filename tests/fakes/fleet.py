@@ -12,8 +12,7 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PLAIN, PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
@@ -48,7 +47,7 @@ class FakeFleet(PlayedFleet):
         migration_limit: int = 3,
         replica_wait: float = 0.0,
         exchange: WorkExchange | None = None,
-        send_window: SendWindow = SEND_AT_ONCE,
+        traits: PoolTraits = PLAIN,
         plan: AdmissionConfig | None = None,
         size: EngineSize = UNKNOWN_SIZE,
         stall_timeout: float = 0.0,
@@ -58,10 +57,10 @@ class FakeFleet(PlayedFleet):
             0,
             balancer or LeastQueueLengthBalancer(random.Random(0)),
             clock=lambda: self.now,
-            traits=PoolTraits(exchange=exchange, send_window=send_window),
+            traits=traits._replace(exchange=exchange),
         )
         apis = [FakeEngineApi()]
-        if plan is None and send_window.limited:
+        if plan is None and traits.waits_for_room:
             plan = AdmissionConfig()
         self.exchange = exchange
         self.orchestrator = Orchestrator(

@@ -13,8 +13,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator import Orchestrator, OrchestratorRequestState, PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState
-from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
-from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PLAIN, PoolTraits
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     ChosenReplicas,
     PipelineCall,
@@ -60,12 +59,12 @@ class FakePipelineFleet(PlayedFleet):
         replicas: int | Sequence[int] = 1,
         migration_limit: int = 3,
         replica_wait: float = 0.0,
-        send_window: SendWindow = SEND_AT_ONCE,
+        traits: PoolTraits = PLAIN,
         plan: AdmissionConfig | None = None,
     ) -> None:
         self.now = 0.0
         self.pipeline = Pipeline(tuple(stages))
-        if plan is None and send_window.limited:
+        if plan is None and traits.waits_for_room:
             plan = AdmissionConfig()
         self.apis = [FakeStageApi(stage) for stage in self.pipeline.stages]
         self.pools = [
@@ -73,7 +72,7 @@ class FakePipelineFleet(PlayedFleet):
                 stage.id,
                 LeastQueueLengthBalancer(random.Random(0)),
                 clock=self.clock,
-                traits=PoolTraits(send_window=send_window),
+                traits=traits,
             )
             for stage in self.pipeline.stages
         ]

@@ -157,8 +157,8 @@ class FakeHead(FakeFleet):
     async def join_fleet(self) -> None:
         """Connect; returns when this head has the fleet's state."""
         self.bus.connect(self)
-        await eventually(lambda: self.fleet_calls.refusal is None)
-        await self.fleet_calls.wait_synced()
+        await eventually(lambda: self.fleet_calls.session.refusal is None)
+        await self.fleet_calls.session.wait_synced()
 
     def receive(self, outputs: list[SessionOutput]) -> None:
         for one in outputs:
@@ -196,7 +196,7 @@ class FakeHead(FakeFleet):
         client = EngineClient(link, FakeEngineApi(), str(replica_id), lambda outputs: None, lambda reason: None)
         client.start()
         async with asyncio.timeout(10):
-            await self.fleet_calls.wait_synced()
+            await self.fleet_calls.session.wait_synced()
             await self.orchestrator.prepare_replica(member, client, b"", told.state.is_paused)
         member.report_told = partial(self.bus.tell, member.input_addr)
         self.pool.serve(member, client, link.input_addr, link.output_addr)

@@ -7,10 +7,10 @@ from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastTokensBalancer
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
-LATE = SendWindow(limited=True, any_replica=True)
+LATE = PoolTraits(waits_for_room=True, any_replica=True)
 """An engine of unknown size gets one request to begin and one behind it."""
 FLOOD, CALM = RequestTerms("flood"), RequestTerms("calm")
 SLOTS = 9
@@ -21,9 +21,9 @@ ROOMY = EngineSize(step_tokens=1000, sequences=SLOTS)
 EQUALS = AdmissionConfig()
 
 
-def late(replicas: int = 1, send_window: SendWindow = LATE, **options: Any) -> FakeFleet:
+def late(replicas: int = 1, traits: PoolTraits = LATE, **options: Any) -> FakeFleet:
     options.setdefault("balancer", LeastTokensBalancer(rng=random.Random(0)))
-    return FakeFleet(replicas, send_window=send_window, **options)
+    return FakeFleet(replicas, traits=traits, **options)
 
 
 async def submit_all(fleet: FakeFleet, names: str, **fields: Any) -> None:

@@ -8,7 +8,7 @@ from tests.orchestrator.work_bus import Timers
 from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.coordinator import HeadWork, ReplicaWork, Welcome
 from vllm_omni_plugin.errors import RequestRefusedError
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 
 
@@ -34,7 +34,10 @@ async def test_what_waits_at_one_head_leaves_less_room_at_the_other() -> None:
         for number in range(2):
             exchange = WorkExchange(report_of(number), call_later=timers.call_later)
             head = FakeFleet(
-                1, send_window=SendWindow(limited=True), exchange=exchange, plan=AdmissionConfig(max_waiting_requests=3)
+                1,
+                traits=PoolTraits(waits_for_room=True),
+                exchange=exchange,
+                plan=AdmissionConfig(max_waiting_requests=3),
             )
             heads.append(await stack.enter_async_context(head))
         for head in heads:

@@ -35,8 +35,8 @@ class ConnectedHead(FakeHead):
 
 async def connected(stack: AsyncExitStack, head_id: str, coordinator: OmniCoordinator) -> ConnectedHead:
     head = await stack.enter_async_context(ConnectedHead(head_id, coordinator.router_zmq_addr))
-    await eventually(lambda: head.fleet_calls.refusal is None)
-    await head.fleet_calls.wait_synced()
+    await eventually(lambda: head.fleet_calls.session.refusal is None)
+    await head.fleet_calls.session.wait_synced()
     return head
 
 
@@ -59,12 +59,12 @@ async def test_a_call_of_one_head_holds_for_all_heads_and_survives_the_coordinat
     await second.manage("drain", 1)
     address, pub = coordinator.router_zmq_addr, coordinator.pub_zmq_addr
     await asyncio.to_thread(coordinator.close)
-    await eventually(lambda: first.fleet_calls.refusal is not None)
+    await eventually(lambda: first.fleet_calls.session.refusal is not None)
     with pytest.raises(CoordinatorUnavailableError):
         await first.call("resume_scheduler")
     coordinator = await asyncio.to_thread(OmniCoordinator, address, pub)
     stack.callback(coordinator.close)
-    await eventually(lambda: first.fleet_calls.refusal is None and second.fleet_calls.refusal is None)
+    await eventually(lambda: first.fleet_calls.session.refusal is None and second.fleet_calls.session.refusal is None)
     late = await connected(stack, "c", coordinator)
     await late.until(first.replay)
     await eventually(lambda: late.adapters == {"story": STORY})

@@ -32,12 +32,12 @@ async def test_a_head_without_a_coordinator_continues_without_the_fleets_state(
 ) -> None:
     monkeypatch.setattr(call_session, "FIRST_STATE_TIMEOUT_S", 0.01)
     async with FakeHead(bus, "a") as head:
-        await head.fleet_calls.wait_synced()
+        await head.fleet_calls.session.wait_synced()
         with pytest.raises(CoordinatorUnavailableError, match="cannot be reached"):
             await head.call("pause_scheduler", "keep", True)
         await head.join_fleet()
         await head.call("pause_scheduler", "keep", True)
-        await FleetCalls(head.orchestrator).wait_synced()
+        await FleetCalls(head.orchestrator).session.wait_synced()
 
 
 async def test_calls_through_two_heads_at_once_both_hold(heads: list[FakeHead]) -> None:
@@ -270,7 +270,7 @@ async def test_invalid_calls_and_states_are_logged_and_change_nothing(
     assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
     assert heads[0].replay == PAUSED
     assert caplog.text.count("a state of 2 stages: this head has 1") == 2
-    assert "not an operator call: shutdown" in caplog.text
+    assert "not an operator's call: shutdown" in caplog.text
 
 
 async def test_a_document_that_a_head_cannot_adopt_does_not_keep_it_trying_for_ever(

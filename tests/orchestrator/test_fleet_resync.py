@@ -115,7 +115,7 @@ async def test_a_call_waits_for_the_heads_that_a_new_coordinator_does_not_know_y
     reply = fresh.ask("pause_scheduler", "keep", True)
     for head in heads:
         bus.connect(head)
-    await eventually(lambda: all(head.fleet_calls.refusal is None for head in (fresh, *heads)))
+    await eventually(lambda: all(head.fleet_calls.session.refusal is None for head in (fresh, *heads)))
     bus.settle()
     assert len(await asyncio.wrap_future(reply)) == 2
     assert [head.replay for head in (fresh, *heads)] == [[("add_lora", (STORY,)), *PAUSED]] * 4

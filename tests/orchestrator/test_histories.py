@@ -17,7 +17,7 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator import OrchestratorRequestState
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
-from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 
 from .late_fleet import LATE
 
@@ -50,11 +50,11 @@ class Histories(RuleBasedStateMachine):
     )
     def begin(self, limit: int, seed: int, wait: float, late: bool, most: int | None) -> None:
         balancer = LeastQueueLengthBalancer(random.Random(seed))
-        send_window, plan = (
-            LATE if late else SEND_AT_ONCE,
+        traits, plan = (
+            LATE if late else PoolTraits(),
             AdmissionConfig(classes=CLASSES, max_waiting_requests=most),
         )
-        self.fleet = FakeFleet(REPLICAS, balancer, limit, wait, send_window=send_window, plan=plan)
+        self.fleet = FakeFleet(REPLICAS, balancer, limit, wait, traits=traits, plan=plan)
         self.run(self.fleet.__aenter__())
 
     def run(self, step: Coroutine[Any, Any, Any]) -> None:

@@ -106,7 +106,7 @@ async def test_the_first_request_is_sent_after_a_replica_that_was_dead() -> None
 
 
 async def test_the_first_request_is_sent_to_a_replica_that_has_room_earlier() -> None:
-    async with FakePipelineFleet(DISAGGREGATED, send_window=LATE) as fleet:
+    async with FakePipelineFleet(DISAGGREGATED, traits=LATE) as fleet:
         for name in "abc":
             await fleet.submit(name)
             fleet.tell(name, 0, 9, finish_reason="length", kv_transfer_params={"of": name}, cached=2)

@@ -102,7 +102,7 @@ async def test_requests_that_wait_while_the_only_replica_drains_are_held_for_the
 @pytest.mark.parametrize("end", ["refused", "aborted", "sent and aborted"])
 async def test_a_prompt_that_no_engine_got_does_not_count_as_cached(end: str) -> None:
     prompt, plan = list(range(160)), AdmissionConfig(max_waiting_requests=1)
-    async with FakeFleet(1, PrefixBalancer(), send_window=LATE, plan=plan) as fleet:
+    async with FakeFleet(1, PrefixBalancer(), traits=LATE, plan=plan) as fleet:
         if end == "refused":
             await submit_all(fleet, "abc")
         elif end == "aborted":

@@ -9,7 +9,7 @@ from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import CHAIN, DISAGGREGATED, JOIN
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass, RequestTerms, TenantSettings
 from vllm_omni_plugin.errors import RequestRefusedError
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.pipeline import Stage
 
 LONG, SHORT = [1, 2, 3], [1, 2]
@@ -21,7 +21,7 @@ SOON = RequestTerms(timeout_s=0.01)
 
 def late(stages: tuple[Stage, ...], **options: Any) -> FakePipelineFleet:
     """Engines that get one request to begin and one behind it."""
-    return FakePipelineFleet(stages, send_window=SendWindow(limited=True), **options)
+    return FakePipelineFleet(stages, traits=PoolTraits(waits_for_room=True), **options)
 
 
 def sent(fleet: FakePipelineFleet, stage_id: int) -> str:

@@ -12,7 +12,7 @@ from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator import PoolMember, StagePool
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
-from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE
+from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 
 from .late_fleet import LATE
 
@@ -46,7 +46,7 @@ class History:
         self._replicas = draw.randint(2, 5)
         self._restart_s = draw.choice([0.1, 1.0, 10.0, NEVER_S])
         self._length = draw.choice([8, 30])
-        self._send_window = draw.choice([SEND_AT_ONCE, LATE])
+        self._traits = draw.choice([PoolTraits(), LATE])
         self._move = draw.choice(["resume", "replay"])
         # Where no engine crashes by itself, others are killed or drained, which ends nobody.
         self._disturbed = draw.random() < 0.5
@@ -66,7 +66,7 @@ class History:
         async with AsyncExitStack() as stack:
             for _ in range(draw.randint(1, 3)):
                 balancer = LeastQueueLengthBalancer(draw)
-                fleet = FakeFleet(self._replicas, balancer, 100, REPLICA_WAIT_S, send_window=self._send_window)
+                fleet = FakeFleet(self._replicas, balancer, 100, REPLICA_WAIT_S, traits=self._traits)
                 self._heads.append(await stack.enter_async_context(fleet))
             for _ in range(10_000):
                 await self._step()

@@ -5,12 +5,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
+from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, OmniError, ReplicaError
 from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
-from vllm_omni_plugin.orchestrator.requests.thread_queue import result_of
 
 Action = Literal["drain", "resume", "remove"]
 
@@ -66,7 +66,7 @@ class FleetAdmin:
     @property
     def refusal(self) -> CoordinatorUnavailableError | None:
         """The error with which calls to the engines as a whole are refused now; None if they are accepted."""
-        return self.fleet_calls.refusal
+        return self.fleet_calls.session.refusal
 
     def replicas(self) -> list[ReplicaReport]:
         now = self.clock()

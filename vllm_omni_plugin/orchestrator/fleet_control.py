@@ -110,7 +110,7 @@ class FleetControl:
             member = self._pools[message.stage_id].member(message.replica_id)
         except LookupError:
             raise ReplicaError(f"stage {message.stage_id} has no replica {message.replica_id}") from None
-        key, refusal = ReplicaKey.of(member), self._fleet_calls.refusal
+        key, refusal = ReplicaKey.of(member), self._fleet_calls.session.refusal
         if member.remote and refusal is not None:
             raise refusal
         if message.action == "drain":

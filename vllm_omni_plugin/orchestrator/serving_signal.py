@@ -3,8 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-
-from vllm_omni_plugin.other_loop import call_on
+from contextlib import suppress
 
 
 class ServingSignal:
@@ -33,4 +32,6 @@ class ServingSignal:
         """A replica has begun to serve: wake all who wait."""
         with self._lock:
             for loop, changed in self._waiting:
-                call_on(loop, changed.set)
+                # A loop may have ended.
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(changed.set)

@@ -31,7 +31,6 @@ from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallCl
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink, FrontEndRules
 from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember, StagePool
-from vllm_omni_plugin.orchestrator.pool.send_window import SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
@@ -133,7 +132,7 @@ class RustFleet(PlayedFleet):
         ready_response: bytes = READY,
     ) -> None:
         self._ready_response = ready_response
-        traits = PoolTraits(send_window=SendWindow(limited=admission is not None))
+        traits = PoolTraits(waits_for_room=admission is not None)
         self.pool = StagePool(0, LeastQueueLengthBalancer(random.Random(0)), clock=time.monotonic, traits=traits)
         self.link = FrontEndLink()
         self.orchestrator = Orchestrator(

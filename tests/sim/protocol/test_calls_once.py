@@ -44,7 +44,7 @@ async def test_an_engine_gets_each_call_once_and_stays_paused_without_heads(
             assert told == ["pause_scheduler", "resume_scheduler", "pause_scheduler"]
         told.clear()
         async with new_head() as next_head:
-            await eventually(lambda: next_head.fleet_calls.refusal is None)
+            await eventually(lambda: next_head.fleet_calls.session.refusal is None)
             assert await call(next_head, "is_scheduler_paused") == [True]
             assert (told, next_head.member.cordons) == ([], {"asleep"})
             await call(next_head, "resume_scheduler")

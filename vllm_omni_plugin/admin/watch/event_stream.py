@@ -21,10 +21,7 @@ connections are open."""
 
 
 class EventStreamResponse(StreamingResponse):
-    """Sends server-sent events; closes the connection of a viewer who does not read them. Always closes `chunks`.
-
-    Raises an `HTTPException` if `broadcast` is full.
-    """
+    """Sends server-sent events; closes the connection of a viewer who does not read them. Always closes `chunks`."""
 
     media_type = MEDIA_TYPE
 

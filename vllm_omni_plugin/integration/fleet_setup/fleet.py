@@ -15,7 +15,11 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan, own_numbers, stage_plans
-from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, with_secret
+from vllm_omni_plugin.integration.options.listening import (
+    bind_address,
+    coordinator_address,
+    with_secret,
+)
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, OrchestratorThread, SessionListener, StagePool
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
@@ -23,7 +27,6 @@ from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteRepli
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
-from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
@@ -44,8 +47,7 @@ class Fleet:
     """Owns the coordinator process, this head's session with it, and the orchestrator thread with the local replicas.
 
     A head that joins a fleet, as each of several API servers does, has a session with another process's coordinator and
-    no local replicas. It has no `coordinator`, nor has a fleet that nothing can join. Raises ConfigError if a stage
-    cannot be served as configured, or the coordinator cannot listen.
+    no local replicas. Raises ConfigError if a stage cannot be served as configured, or the coordinator cannot listen.
     """
 
     def __init__(
@@ -239,8 +241,7 @@ def _pool(plan: StagePlan, exchange: WorkExchange | None, admits: bool) -> Stage
     # Late binding alone gains too little; but admission control can only order
     # requests that wait at the head. The limits of a Python stage are not known.
     waits = plan.vllm_config is not None and admits
-    send_window = SendWindow(limited=True, any_replica=binds_late) if waits else SEND_AT_ONCE
-    traits = PoolTraits(plan.lockstep, exchange, send_window)
+    traits = PoolTraits(plan.lockstep, exchange, waits_for_room=waits, any_replica=binds_late)
     pool = StagePool(plan.stage_id, balancer, policy=plan.policy, traits=traits)
     if plan.vllm_config is not None and pool.wants_cache_events and (reason := why_no_cache_events(plan.vllm_config)):
         logger.warning("Policy %s of stage %s estimates what engines have cached: %s.", plan.policy, plan.name, reason)

@@ -134,7 +134,7 @@ class RemoteReplicaKeeper:
             member.told = replica.told
             stage = self._orchestrator.stage_calls[member.stage_id]
             replica.on_told, replica.on_busy = partial(stage.told_elsewhere, member), partial(stage.set_busy, member)
-            await self._fleet_calls.wait_synced()
+            await self._fleet_calls.session.wait_synced()
             await self._orchestrator.prepare_replica(member, replica.client, replica.ready_response, replica.sleeps)
             if is_later(member.told, replica.told):
                 replica.report_told(member.told)

@@ -28,11 +28,9 @@ class HeadContext:
 
 
 class StageRules(NamedTuple):
-    """What holds for all requests of a stage.
+    """Losses with another culprit do not count for `migration_limit`. No request waits with a `replica_wait` of 0.
 
-    Losses with another culprit do not count for `migration_limit`. A request waits for `replica_wait` seconds at most
-    while no replica serves; with 0, none does. A stage that `has_upstream` gets outputs of other stages: the fleet has
-    accepted all its requests.
+    A stage that `has_upstream` gets outputs of other stages: the fleet has accepted all its requests.
     """
 
     migration_limit: int

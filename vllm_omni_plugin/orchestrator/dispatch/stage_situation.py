@@ -7,6 +7,7 @@ from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext, Sta
 from vllm_omni_plugin.orchestrator.dispatch.suspects import Suspects
 from vllm_omni_plugin.orchestrator.dispatch.waiting_runs import Choice
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
+from vllm_omni_plugin.orchestrator.pool.send_window import has_room
 from vllm_omni_plugin.orchestrator.pool.stage_pool import StagePool
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 
@@ -86,19 +87,19 @@ class StageSituation:
 
     def is_bound(self, run: StageRun) -> bool:
         """Whether a run goes nowhere but where the policy or its key says."""
-        return run.affinity_key is not None or not self._pool.send_window.any_replica
+        return run.affinity_key is not None or not self._pool.any_replica
 
     def needs_room(self, run: StageRun) -> bool:
         """Whether a run with a ticket is sent only to a replica that has room for it."""
         # A suspect has its replica for itself.
-        return self._pool.send_window.limited and not run.crash_losses and not run.request.abort_immediately
+        return self._pool.waits_for_room and not run.crash_losses and not run.request.abort_immediately
 
     def has_room(self, run: StageRun, member: PoolMember, tokens: int) -> bool:
         """Whether a replica has room for a run with so many tokens to compute."""
         ledger, over_share = member.ledger, self.is_over_share(run)
         newest = ledger.newest_pending
         behind_in_share = over_share and newest is not None and not self.is_over_share(newest)
-        return self._pool.send_window.has_room(ledger, tokens, over_share, behind_in_share)
+        return has_room(ledger, tokens, over_share, behind_in_share)
 
     def replica_with_room(self, run: StageRun) -> PoolMember | None:
         """The replica with the fewest requests among those that have room for a run."""

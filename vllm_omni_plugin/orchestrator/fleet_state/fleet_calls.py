@@ -1,4 +1,4 @@
-"""Operator calls: made to all engines in parallel, and recorded in the document that all heads have."""
+"""Operators' calls: made to all engines in parallel, and recorded in the document that all heads have."""
 
 import asyncio
 import itertools
@@ -52,7 +52,7 @@ class FleetCalls:
         self._stages = orchestrator.stage_calls
         self._head_id = head_id
         self._document = FleetDocument(orchestrator, head_id)
-        self._session = CallSession(head_id, client)
+        self.session = CallSession(head_id, client)
         # One change at a time, so that each changes the document that the coordinator has.
         self._changing = asyncio.Lock()
         # In this order calls begin; of those that pause or resume, the last one that has ended.
@@ -60,18 +60,9 @@ class FleetCalls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def refusal(self) -> CoordinatorUnavailableError | None:
-        """Why operator calls are refused now; None if they are not. Safe to read from any thread."""
-        return self._session.refusal
-
-    @property
     def state(self) -> FleetState:
         """The document, as this head has it."""
         return self._document.state
-
-    async def wait_synced(self) -> None:
-        """Wait until this head has the fleet's document, or cannot get it."""
-        await self._session.wait_synced()
 
     async def close(self) -> None:
         """Stop making and following calls."""
@@ -91,10 +82,10 @@ class FleetCalls:
                 return []
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
         order, lasts = next(self._orders), leaves_state(method, args)
-        plain = None if self._session.is_alone else encode(method, args)
+        plain = None if self.session.is_alone else encode(method, args)
         if lasts or plain is not None:
             await self._check_allowed()
-        if plain is None and lasts and method not in HEAD_CALLS and not self._session.is_alone:
+        if plain is None and lasts and method not in HEAD_CALLS and not self.session.is_alone:
             logger.warning("Other heads cannot be notified of this call of %s.", method)
         if method == "add_lora":
             check_size(self._document.after_call(method, args, stage_ids))
@@ -120,26 +111,26 @@ class FleetCalls:
 
     def handle(self, message: CoordinatorMessage) -> None:
         """Handle a message of the coordinator about other heads or their calls."""
-        self._session.handle(message)
+        self.session.handle(message)
         match message:
             case Welcome() if self.state.version:
                 # A new coordinator does not know it.
-                self._session.send(self.state)
+                self.session.send(self.state)
             case FleetState() if is_later(message, self.state):
                 self._spawn(_all_of(self._adopt(message, (), is_own=False)))
             case FleetState() if is_later(self.state, message):
-                self._session.send(self.state)
+                self.session.send(self.state)
             case RelayedCall() if message.head_id == self._head_id:
-                if (sent := self._session.passed_on(message.call_id)) is not None:
+                if (sent := self.session.passed_on(message.call_id)) is not None:
                     sent.work = self._apply(message)
                     sent.taken.set_result(True)
             case RelayedCall():
                 self._do_part(message)
 
     async def _check_allowed(self) -> None:
-        await self.wait_synced()
-        if self.refusal is not None:
-            raise self.refusal
+        await self.session.wait_synced()
+        if self.session.refusal is not None:
+            raise self.session.refusal
 
     async def _call_engines(self, method: str, args: tuple[Any, ...], stage_ids: Sequence[int]) -> dict[int, StageCall]:
         """Call the engines that this head reaches; take out those that failed what others accepted."""
@@ -177,14 +168,14 @@ class FleetCalls:
                     base = self.state
                     told = replace(told, state=change(), base_version=base.version, base_head=base.head_id)
                 try:
-                    sent = self._session.tell(told)
+                    sent = self.session.tell(told)
                     if sent is None or await sent.taken:
                         break
                 except CoordinatorUnavailableError:
                     # The operator gets an error, but engines have accepted the call.
                     self._spawn(_all_of(self._apply(told, is_own=False)))
                     _report_told(calls)
-                    self._session.send(self.state)
+                    self.session.send(self.state)
                     raise
                 if not repeat:
                     return False
@@ -192,7 +183,7 @@ class FleetCalls:
             _report_told(calls)
         await asyncio.gather(*work)
         if sent is not None:
-            await self._session.until_finished(sent, told.method or "of an operator")
+            await self.session.until_finished(sent, told.method or "of an operator")
         return True
 
     def _do_part(self, message: RelayedCall) -> None:
@@ -228,7 +219,7 @@ class FleetCalls:
                 call.stage.take_out_failed(call)
             _report_told(calls)
         finally:
-            self._session.send(CallDone(message.call_id, message.head_id))
+            self.session.send(CallDone(message.call_id, message.head_id))
 
     def _remove(self, key: ReplicaKey) -> None:
         for member in remote_members(self._orchestrator):

@@ -1,7 +1,6 @@
 """How much the head sends to an engine ahead of time: enough that the engine never idles, and no more."""
 
 from math import ceil, sqrt
-from typing import NamedTuple
 
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 
@@ -17,45 +16,29 @@ _EXTRA_SLOTS = 1 / 16
 """Requests that are sent beyond the engine's sequence slots, as a share of these: about as many end in two steps."""
 
 
-class SendWindow(NamedTuple):
-    """When a request may be sent, by what the replica's own `EngineSize` says, not the head's flags.
+def has_room(ledger: LoadLedger, prefill_tokens: int, over_share: bool = False, behind_in_share: bool = False) -> bool:
+    """Whether an engine can begin a request with this many tokens to be computed in its next steps.
 
-    If not `limited`, each is sent at once. `any_replica`: a waiting one may go elsewhere than the policy chose first.
+    What it can is said by its own `EngineSize`, not by the head's flags. Behind the prompt that it computes there is
+    always another one, or it would idle until the head gets the output. More is sent as long as it fits into `_STEPS`
+    steps, of which this head has its share of all heads' prompts, and as long as the engine has sequence slots and KV
+    memory by its last report.
+
+    A request `over_share` leaves headroom. Sent `behind_in_share`, it would also make the step of another tenant's
+    prompt longer.
     """
-
-    limited: bool = False
-    any_replica: bool = False
-
-    def has_room(
-        self,
-        ledger: LoadLedger,
-        prefill_tokens: int,
-        over_share: bool = False,
-        behind_in_share: bool = False,
-    ) -> bool:
-        """Whether an engine can begin a request with this many tokens to be computed in its next steps.
-
-        Behind the prompt that the engine computes there is always another one, or the engine would idle until the head
-        gets the output. More is sent as long as it fits into `_STEPS` steps, of which this head has its share of all
-        heads' prompts, and as long as the engine has sequence slots and KV memory by its last report.
-
-        A request `over_share` leaves headroom. Sent `behind_in_share`, it would also make the step of another tenant's
-        prompt longer.
-        """
-        if not self.limited:
-            return True
-        if over_share and not _keeps_headroom(ledger, prefill_tokens, behind_in_share):
-            return False
-        pending, share = ledger.pending, ledger.prefill_share
-        if pending < (2 if share == 1.0 else 1):
-            return True
-        # Whatever the length of this prompt: the pending prompts last for a step at least.
-        if ledger.pending_tokens_behind_first >= _STEPS * ledger.size.step_tokens * share:
-            return False
-        slots = ledger.size.sequences
-        if ledger.running + pending >= slots + max(2.0, slots * _EXTRA_SLOTS):
-            return False
-        return _fits_cache(ledger, prefill_tokens)
+    if over_share and not _keeps_headroom(ledger, prefill_tokens, behind_in_share):
+        return False
+    pending, share = ledger.pending, ledger.prefill_share
+    if pending < (2 if share == 1.0 else 1):
+        return True
+    # Whatever the length of this prompt: the pending prompts last for a step at least.
+    if ledger.pending_tokens_behind_first >= _STEPS * ledger.size.step_tokens * share:
+        return False
+    slots = ledger.size.sequences
+    if ledger.running + pending >= slots + max(2.0, slots * _EXTRA_SLOTS):
+        return False
+    return _fits_cache(ledger, prefill_tokens)
 
 
 def short_prefill_tokens(ledger: LoadLedger) -> float:
@@ -86,7 +69,3 @@ def _keeps_headroom(ledger: LoadLedger, prefill_tokens: int, behind_in_share: bo
 def _fits_cache(ledger: LoadLedger, prefill_tokens: int, spare_tokens: float = 0.0) -> bool:
     free = ledger.free_tokens
     return free is None or ledger.pending_tokens + prefill_tokens + spare_tokens <= free
-
-
-SEND_AT_ONCE = SendWindow()
-"""No request waits at the head."""

@@ -24,7 +24,7 @@ from vllm_omni_plugin.orchestrator.pool.engine_refusals import EngineRefusals
 from vllm_omni_plugin.orchestrator.pool.policy_guard import PolicyGuard
 from vllm_omni_plugin.orchestrator.pool.pool_member import STALL_CORDON, WEIGHTS_CORDON, PoolMember
 from vllm_omni_plugin.orchestrator.pool.progress import Progress
-from vllm_omni_plugin.orchestrator.pool.send_window import SEND_AT_ONCE, SendWindow
+from vllm_omni_plugin.orchestrator.pool.send_window import has_room
 from vllm_omni_plugin.orchestrator.pool.stage_flow import StageFlow
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE, LoadLedger, Work
@@ -49,16 +49,20 @@ _MAX_DESCRIBED = 8
 class PoolTraits(NamedTuple):
     """What a stage's replicas have in common.
 
-    In `lockstep`, engines die with others of their group: a crash says nothing about requests there. `exchange` reports
-    this head's work to other heads, if there can be any.
+    Attributes:
+        lockstep: whether engines die with others of their group, so that a crash says nothing about requests there.
+        exchange: reports this head's work to other heads; None if there cannot be any.
+        waits_for_room: whether a request waits at the head until a replica has room; otherwise it is sent at once.
+        any_replica: whether a waiting request may go elsewhere than the policy chose first.
     """
 
     lockstep: bool = False
     exchange: WorkExchange | None = None
-    send_window: SendWindow = SEND_AT_ONCE
+    waits_for_room: bool = False
+    any_replica: bool = False
 
 
-_PLAIN = PoolTraits()
+PLAIN = PoolTraits()
 
 
 class StagePool:
@@ -74,8 +78,8 @@ class StagePool:
         members: all replicas, in order of their ids. Replaced when membership changes, so that other threads may read
             it.
         serving: the replicas that take new requests; likewise.
-        departed: the `counts` of removed replicas, by their ids; likewise. A new replica with such an id goes on
-            counting, so that sums of these counters never fall.
+        departed: the `counts` of replicas that were removed, by their ids; likewise. A new replica
+            with such an id goes on counting, so that sums of these counters never fall.
         unreported: what other heads have probably sent to this stage since their last reports.
         refusals: which engines have refused requests lately.
     """
@@ -87,10 +91,10 @@ class StagePool:
         *,
         policy: str = "",
         clock: Callable[[], float] = time.monotonic,
-        traits: PoolTraits = _PLAIN,
+        traits: PoolTraits = PLAIN,
     ) -> None:
         self.stage_id = stage_id
-        self.lockstep, self.exchange, self.send_window = traits
+        self.lockstep, self.exchange, self.waits_for_room, self.any_replica = traits
         self._policy = PolicyGuard(balancer, policy)
         self.policy = self._policy.name
         self.follows_caches = self._policy.follows_caches
@@ -208,11 +212,14 @@ class StagePool:
     ) -> tuple[PoolMember, Decision]:
         """Choose the replica for a request.
 
-        Requests with the same `affinity_key` go to the same replica while membership stands; a `pinned` one only goes
-        where the first one of its key went, even if that is cordoned. Replicas to `avoid` get none while others serve,
-        whatever policy and key say.
+        Args:
+            affinity_key: requests with the same key go to the same replica while membership stands.
+            avoid: ids of replicas that do not get the request while others serve, whatever policy and key say.
+            pinned: the request can only go where the first request of its key went, even if that replica is cordoned.
 
-        Raises NoReplicaError if none serves, or RequestLostError if the only possible replica was lost.
+        Raises:
+            NoReplicaError: no replica serves.
+            RequestLostError: the only possible replica was lost.
         """
         bound = self._bindings.replica_of(affinity_key) if pinned and affinity_key is not None else None
         if bound is not None:
@@ -237,18 +244,27 @@ class StagePool:
         return member, decision
 
     def explain(self, task: Task, queue_position: QueuePosition) -> Explanation:
-        """What `decide` would answer now, without effect. Raises NoReplicaError or NoExplanationError."""
+        """What `decide` would answer now. Nothing is charged or recorded.
+
+        Raises:
+            NoReplicaError: no replica serves.
+            NoExplanationError: the policy cannot explain.
+        """
         if not self.serving:
             raise self.unavailable()
         decision = self._policy.explain(task, self.serving)
         tokens = max(0, prompt_tokens(task) - decision.matched_tokens)
         ledger = self.serving[decision.position].ledger
-        may_begin = self.send_window.has_room(ledger, tokens, queue_position.is_over_share)
+        may_begin = not self.waits_for_room or has_room(ledger, tokens, queue_position.is_over_share)
         loads = tuple((member.name, member.load) for member in self.serving)
         return Explanation(self.policy, decision, loads, may_begin, queue_position)
 
     def unavailable(self, waited: float = 0.0) -> NoReplicaError:
-        """The error for a request that has waited for some seconds while no replica serves. From any thread."""
+        """The error for a request while no replica serves. Safe to call from any thread.
+
+        Args:
+            waited: seconds for which the request was held.
+        """
         wait = f"; the request waited {waited:.0f} s for one" if waited else ""
         return NoReplicaError(
             f"No replica of stage {self.stage_id} can serve right now ({_states(self.members)}){wait}. "
@@ -282,7 +298,7 @@ class StagePool:
         member.queue_length = member.ledger.requests
 
     def restart_silence(self) -> None:
-        """That engines have been silent until now says nothing: an operator call kept them from computing."""
+        """That engines have been silent until now says nothing: an operator's call kept them from computing."""
         for member in self.members:
             member.progress.since = self._clock()
 

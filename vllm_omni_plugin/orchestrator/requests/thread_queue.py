@@ -1,14 +1,11 @@
-"""A queue from any thread to one event loop, and answers from there."""
+"""A queue from any thread to one event loop."""
 
 import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.other_loop import call_on
 
 T = TypeVar("T")
 
@@ -26,8 +23,8 @@ class ThreadQueue(Generic[T]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items: list[T] = []
-        # Wakes the consumer, if it waits, on its loop.
-        self._wake: Callable[[], None] | None = None
+        # The consumer's loop, and the event that it waits for.
+        self._consumer: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -39,9 +36,9 @@ class ThreadQueue(Generic[T]):
             if self._closed:
                 raise QueueClosedError("the queue is closed")
             self._items.append(item)
-            wake, self._wake = self._wake, None
-        if wake is not None:
-            wake()
+            consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            _wake(*consumer)
 
     async def get_batch(self) -> list[T]:
         """Wait for at least one item and take all there are. One consumer at a time. Raises QueueClosedError."""
@@ -53,7 +50,7 @@ class ThreadQueue(Generic[T]):
                     batch, self._items = self._items, []
                     return batch
                 added = asyncio.Event()
-                self._wake = partial(call_on, asyncio.get_running_loop(), added.set)
+                self._consumer = (asyncio.get_running_loop(), added)
             await added.wait()
 
     def close(self) -> list[T]:
@@ -61,18 +58,13 @@ class ThreadQueue(Generic[T]):
         with self._lock:
             self._closed = True
             dropped, self._items = self._items, []
-            wake, self._wake = self._wake, None
-        if wake is not None:
-            wake()
+            consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            _wake(*consumer)
         return dropped
 
 
-async def result_of(reply: "Future[T]") -> T:
-    """Return the reply's result, or raise its error: QueueClosedError if the orchestrator ended before it replied."""
-    try:
-        return await asyncio.wrap_future(reply)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise QueueClosedError("The server is about to end.") from None
+def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    # The loop may have ended.
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(event.set)
