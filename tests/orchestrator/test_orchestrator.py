@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.fakes.conditions import eventually
+from tests.fakes.engine_api import FakeOutput, FakeOutputs
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.observations import observed
 from vllm_omni_plugin.errors import MessageTooLargeError, OmniError
@@ -116,6 +118,21 @@ async def test_a_report_counts_without_what_finished_in_the_same_message(fleet: 
     load = fleet.pool.member(0).load
     # One of ours is left, and two of another head's.
     assert (load.requests, load.others) == (3, 2)
+
+
+async def test_the_load_is_exact_after_a_message_with_the_first_the_middle_and_the_last_output_of_requests(
+    fleet: FakeFleet,
+) -> None:
+    for name in "abc":
+        await fleet.submit(name, affinity=0, prompt=[1, 2, 3])
+    fleet.say("a", 7)
+    fleet.say("b", 7)
+    link, _ = fleet.attempt("a")
+    said = [("a", [8, 9], None), ("b", [8, 9], None), ("b", [6], "stop"), ("c", [7], None)]
+    outputs = [FakeOutput(fleet.attempt(name)[1], tokens, reason, name == "c") for name, tokens, reason in said]
+    link.say(msgspec.json.encode(FakeOutputs(outputs=outputs)))
+    ledger = fleet.pool.member(0).ledger
+    assert (ledger.load.requests, ledger.load.decode_tokens, ledger.generated) == (2, (3 + 3) + (3 + 1), 8)
 
 
 async def test_a_closed_orchestrator_refuses_and_survives_late_outputs() -> None:

@@ -259,7 +259,7 @@ class FrontEndLink(FrontEnd):
             drop_transfers(request)
         if not self._rules.watermarks:
             # The front end asks every engine for a watermark. An answer with one depends on what was answered before,
-            # so it could not resume on another engine.
+            # so it could not resume on another engine. Requests that share these parameters get none either.
             request.sampling_params.watermarking = False
         if request.lora_request is not None:
             self.adapters.use_in(request)
