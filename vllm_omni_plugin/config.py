@@ -145,11 +145,7 @@ class OmniConfig:
         json_object,
     )
     dp_size_local: int = _flag(
-        1,
-        Side.BOTH,
-        "Replicas that this process runs itself. A head may have none (0).",
-        "N",
-        integer(0),
+        1, Side.BOTH, "Replicas that this process runs itself. A head may have none (0).", "N", integer(0)
     )
     master_address: str | None = _flag(
         None,
@@ -159,25 +155,11 @@ class OmniConfig:
         aliases=("-oma",),
     )
     master_port: int | None = _flag(
-        None,
-        Side.BOTH,
-        "Port of --omni-master-address.",
-        "PORT",
-        integer(1, _MAX_PORT),
-        ("-omp",),
+        None, Side.BOTH, "Port of --omni-master-address.", "PORT", integer(1, _MAX_PORT), ("-omp",)
     )
-    join: bool = _flag(
-        False,
-        Side.HEAD,
-        "Join the fleet at the master address as one more head, without engines.",
-    )
+    join: bool = _flag(False, Side.HEAD, "Join the fleet at the master address as one more head, without engines.")
     stage_id: int = _flag(
-        0,
-        Side.HEADLESS,
-        "Stage that the replicas of this node serve.",
-        "N",
-        integer(0, _MAX_STAGE_ID),
-        ("--stage-id",),
+        0, Side.HEADLESS, "Stage that the replicas of this node serve.", "N", integer(0, _MAX_STAGE_ID), ("--stage-id",)
     )
     replica_address: str | None = _flag(
         None,
@@ -234,14 +216,10 @@ class OmniConfig:
         "FILE",
     )
     insecure: bool = _flag(
-        False,
-        Side.BOTH,
-        "Use no secret anywhere: everybody who reaches the fleet's ports can use and harm it.",
+        False, Side.BOTH, "Use no secret anywhere: everybody who reaches the fleet's ports can use and harm it."
     )
     any_vllm: bool = _flag(
-        False,
-        Side.BOTH,
-        "Accept a version of vLLM that this plugin does not support. Anything may go wrong.",
+        False, Side.BOTH, "Accept a version of vLLM that this plugin does not support. Anything may go wrong."
     )
     admin_key_file: str | None = _flag(
         None,

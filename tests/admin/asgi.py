@@ -23,6 +23,7 @@ from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
+from vllm_omni_plugin.pipeline import Pipeline
 
 CHANGES = (
     ("DELETE", "/omni/replicas/0.0"),
@@ -63,13 +64,18 @@ def app_of(fleet: FakeFleet | None, *, has_admin_key: bool = True, **local: bool
     return app
 
 
-def broadcast_of(
-    fleet: FakeFleet, drain: HeadDrain, tick: float = 0.01, is_over: Callable[[], bool] = lambda: False
-) -> FleetBroadcast:
-    rates = TokenRates(CollectorRegistry(), lambda: fleet.now)
+def view_of(fleet: FakeFleet, drain: HeadDrain | None = None, pipeline: Pipeline | None = None) -> FleetView:
+    """The state of a fleet as data."""
+    drain, rates = drain or HeadDrain(fleet.orchestrator.events), TokenRates(CollectorRegistry(), lambda: fleet.now)
     names = {"name": "here", "vllm": "0", "plugin": "0"}
-    view = FleetView(fleet.orchestrator, drain, lambda: False, rates, names, None, lambda: fleet.now, lambda: 1000.0)
-    return FleetBroadcast(view, fleet.orchestrator.events, is_over, tick)
+    clocks = (lambda: fleet.now, lambda: 1000.0)
+    return FleetView(fleet.orchestrator, drain, lambda: False, rates, names, pipeline, *clocks)
+
+
+def broadcast_of(
+    fleet: FakeFleet, drain: HeadDrain | None = None, tick: float = 0.01, is_over: Callable[[], bool] = lambda: False
+) -> FleetBroadcast:
+    return FleetBroadcast(view_of(fleet, drain), fleet.orchestrator.events, is_over, tick)
 
 
 @asynccontextmanager

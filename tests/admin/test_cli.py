@@ -15,29 +15,16 @@ from vllm_omni_plugin import cli
 from vllm_omni_plugin.cli import main
 from vllm_omni_plugin.vllm_api.versions.supported import RANGE
 
+OF_REPLICA = (
+    *("id", "status", "cordons", "remote", "input_addr"),
+    *("total_in_flight", "assigned", "restarts", "since_seconds"),
+)
 REPLICAS = [
-    {
-        "id": "0.0",
-        "status": "up",
-        "cordons": [],
-        "remote": False,
-        "input_addr": "ipc:///a",
-        "total_in_flight": 12,
-        "assigned": 100,
-        "restarts": 0,
-        "since_seconds": 61.4,
-    },
-    {
-        "id": "0.10",
-        "status": "draining",
-        "cordons": ["admin", "late"],
-        "remote": True,
-        "input_addr": "",
-        "total_in_flight": 0,
-        "assigned": 0,
-        "restarts": 3,
-        "since_seconds": None,
-    },
+    dict(zip(OF_REPLICA, values, strict=True))
+    for values in (
+        ("0.0", "up", [], False, "ipc:///a", 12, 100, 0, 61.4),
+        ("0.10", "draining", ["admin", "late"], True, "", 0, 0, 3, None),
+    )
 ]
 TABLE = """\
 ID    STATUS    WHERE   IN FLIGHT  ASSIGNED  RESTARTS  SINCE  CORDONS      ADDRESS
@@ -62,6 +49,7 @@ RECORDED_0_1 = {
         }
     ]
 }
+OF_CANDIDATE = ["replica", "score", "matched_tokens", "requests", "prefill_tokens", "decode_tokens", "kv_usage"]
 DECISION = {
     "policy": "kv-aware",
     "reason": "match",
@@ -69,24 +57,8 @@ DECISION = {
     "chosen": "0.10",
     "prompt_tokens": 480,
     "candidates": [
-        {
-            "replica": "0.0",
-            "score": None,
-            "matched_tokens": 0,
-            "requests": 12,
-            "prefill_tokens": 2048,
-            "decode_tokens": 100,
-            "kv_usage": 0.875,
-        },
-        {
-            "replica": "0.10",
-            "score": 12.345678901,
-            "matched_tokens": 464,
-            "requests": 0,
-            "prefill_tokens": 0,
-            "decode_tokens": 0,
-            "kv_usage": 0.0,
-        },
+        dict(zip(OF_CANDIDATE, ("0.0", None, 0, 12, 2048, 100, 0.875), strict=True)),
+        dict(zip(OF_CANDIDATE, ("0.10", 12.345678901, 464, 0, 0, 0, 0.0), strict=True)),
     ],
 }
 EXPLAINED = """\

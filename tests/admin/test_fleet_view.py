@@ -3,10 +3,8 @@
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from tests.admin.asgi import app_of, client_of
+from tests.admin.asgi import app_of, client_of, view_of
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin.head_drain import HeadDrain
-from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.token_rates import TokenRates
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
@@ -46,14 +44,7 @@ async def test_requests_that_wait_in_the_admission_queue_are_queued() -> None:
     async with FakeFleet(
         replicas=1, traits=PoolTraits(waits_for_room=True), size=EngineSize(step_tokens=1000, sequences=1)
     ) as fleet:
-        view = FleetView(
-            fleet.orchestrator,
-            HeadDrain(fleet.orchestrator.events),
-            lambda: False,
-            TokenRates(CollectorRegistry(), lambda: 0.0),
-            {},
-            None,
-        )
+        view = view_of(fleet)
         for number in range(9):
             await fleet.submit(f"r{number}")
         sent = len(fleet.links[0].added)
@@ -64,8 +55,7 @@ async def test_requests_that_wait_in_the_admission_queue_are_queued() -> None:
 async def test_a_viewer_leaves_the_loads_that_the_orchestrators_thread_keeps_alone(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drain = HeadDrain(fleet.orchestrator.events)
-    view = FleetView(fleet.orchestrator, drain, lambda: False, TokenRates(CollectorRegistry(), lambda: 0.0), {}, None)
+    view = view_of(fleet)
     await fleet.submit("r0")
     monkeypatch.delattr(LoadLedger, "load")
     assert view.sample()["unfinished"] == 1
@@ -77,9 +67,7 @@ def test_a_pipeline_is_a_graph_of_stages(fleet: FakeFleet) -> None:
         Stage(0, "writer", VLLM_ENGINE, Modality.TEXT, model="w", final=True),
         Stage(1, "refiner", VLLM_ENGINE, Modality.TEXT, model="r", inputs=("writer",), final=True),
     )
-    drain = HeadDrain(fleet.orchestrator.events)
-    rates = TokenRates(CollectorRegistry(), lambda: 0.0)
-    view = FleetView(fleet.orchestrator, drain, lambda: False, rates, {}, Pipeline(stages))
+    view = view_of(fleet, pipeline=Pipeline(stages))
     (writer,) = view.state()["stages"]
     assert (writer["name"], writer["level"], writer["inputs"], writer["output"]) == ("writer", 0, [], "text")
 

@@ -19,8 +19,8 @@ from vllm_omni_plugin.errors import OmniError, ServerUnavailableError
 
 TABLE = """\
 host: up, other heads 1, coordinator away  unfinished 3  queued 0  held 2  moved 5  lost 0  refused 2
-ID   STATUS    REQUESTS  WAIT  TOKENS  KV   TOKENS/S  HITS  BEAT   RESTARTS  CORDONS
-0.1  draining  3         1     480     50%  100       -     0.2 s  0         admin
+ID   STATUS    REQUESTS  WAIT  TOKENS  KV   TOKENS/S  HITS  HEARTBEAT  RESTARTS  CORDONS
+0.1  draining  3         1     480     50%  100       -     0.2 s      0         admin
 """
 LOST = {"time": 0, "kind": "lost", "stage": 0, "replica": "0.1", "reason": "it died", "requests": 3}
 Stream = list[tuple[str, Any] | OmniError]

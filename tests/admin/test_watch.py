@@ -16,7 +16,6 @@ from starlette.types import Message
 from tests.admin.asgi import Client, app_of, broadcast_of, client_of, served
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.watch import event_stream, fleet_broadcast
 from vllm_omni_plugin.admin.watch.event_stream import EventStreamResponse
 from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
@@ -27,7 +26,7 @@ from vllm_omni_plugin.orchestrator.event_log import EventKind
 
 @pytest.fixture
 def broadcast(fleet: FakeFleet) -> FleetBroadcast:
-    return broadcast_of(fleet, HeadDrain(fleet.orchestrator.events))
+    return broadcast_of(fleet)
 
 
 async def messages(stream: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, Any]]:
@@ -76,7 +75,7 @@ async def test_a_stream_has_the_kept_events_and_then_new_ones(fleet: FakeFleet, 
 
 
 async def test_an_event_of_another_thread_reaches_the_stream(fleet: FakeFleet, broadcast: FleetBroadcast) -> None:
-    broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=600.0)
+    broadcast = broadcast_of(fleet, tick=600.0)
     stream = messages(broadcast.stream())
     waiting = asyncio.create_task(first(stream))
     await eventually(lambda: broadcast.is_producing, "the viewer")
@@ -135,7 +134,7 @@ async def test_a_viewer_that_joins_while_the_producer_ends_gets_states(
 ) -> None:
     monkeypatch.setattr(fleet_broadcast, "HISTORY", 1)
     monkeypatch.setattr(fleet_broadcast, "SAMPLE_EVERY", 1)
-    broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), tick=0.2)
+    broadcast = broadcast_of(fleet, tick=0.2)
     sampled: list[int] = []
     own_sample = FleetView.sample
 
@@ -174,7 +173,7 @@ async def test_a_failed_state_is_skipped_and_logged_once(
 @pytest.mark.parametrize("has_producer", [True, False])
 async def test_streams_end_with_the_server(fleet: FakeFleet, has_producer: bool) -> None:
     over: list[int] = []
-    broadcast = broadcast_of(fleet, HeadDrain(fleet.orchestrator.events), is_over=lambda: bool(over))
+    broadcast = broadcast_of(fleet, is_over=lambda: bool(over))
     streams = [broadcast.stream(), broadcast.stream(with_state=True)]
     reading = [asyncio.create_task(_read_all(stream)) for stream in streams]
     # They wait now, and the producer has not begun.
@@ -203,7 +202,7 @@ async def test_the_number_of_streams_is_limited(fleet: FakeFleet, monkeypatch: p
 
 async def test_a_stream_counts_before_its_first_byte_is_sent(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_broadcast, "MAX_VIEWERS", 1)
-    app, broadcast = app_of(fleet), broadcast_of(fleet, HeadDrain(fleet.orchestrator.events))
+    app, broadcast = app_of(fleet), broadcast_of(fleet)
     asked: list[int] = []
     released = asyncio.Event()
 

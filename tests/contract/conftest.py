@@ -1,5 +1,6 @@
 """Imports vLLM before any test does: importing it warns, and warnings are errors here. And a client without engines."""
 
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,16 @@ def models_are_looked_at_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", here)
         yield
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags of a server with a certificate."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = str(folder / "key"), str(folder / "certificate")
+    subject = ["-subj", "/CN=localhost", "-days", "1", "-keyout", key, "-out", certificate]
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject], check=True, timeout=60)
+    return ["--ssl-keyfile", key, "--ssl-certfile", certificate]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import tempfile
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -162,16 +161,6 @@ def key_file(tmp_path: Path) -> str:
     (path := tmp_path / "keys").write_text(KEY)
     path.chmod(0o600)
     return str(path)
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The flags of a server with a certificate."""
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = str(folder / "key"), str(folder / "certificate")
-    subject = ["-subj", "/CN=localhost", "-days", "1", "-keyout", key, "-out", certificate]
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject], check=True, timeout=60)
-    return ["--ssl-keyfile", key, "--ssl-certfile", certificate]
 
 
 @pytest.mark.parametrize("with_keys", [True, False])

@@ -1,26 +1,14 @@
 """Tenant and deadline of requests behind vLLM's Rust front end, from their custom arguments (`vllm_xargs`)."""
 
-import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
-import zmq.asyncio
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni_plugin.admin.http_admission import BadTimeoutError, tenant_headers
 from vllm_omni_plugin.admission import RequestTerms
-from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.rust_front_end.client_terms import terms_reader
-from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink, FrontEndRules
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import RequestMessage, SubmitRequest
-from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
-from vllm_omni_plugin.vllm_api.codecs.front_end_codec import IDENTITY, VALIDATION_ERROR
 from vllm_omni_plugin.vllm_api.engine_messages.request_building import build_engine_core_request_from_tokens
-from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
 
 READ = terms_reader(tenant_headers(None, "admission.yaml"))
 
@@ -71,31 +59,3 @@ def test_engines_get_only_the_other_arguments() -> None:
     READ(alone), READ(beside)
     assert (alone.sampling_params.extra_args, beside.sampling_params.extra_args) == (None, {"mine": 1})
     assert shared.extra_args == {"X-Tenant-ID": "acme", "mine": 1}
-
-
-@pytest.mark.skipif(not RUST_FRONT_END.applies, reason="this vLLM has no Rust front end that a fleet can use")
-async def test_a_bad_deadline_is_answered_and_the_next_request_has_its_terms() -> None:
-    link = FrontEndLink()
-    calls: Any = SimpleNamespace(stages=FleetStages(None, [None]), shared_adapters=dict)
-    link.bind({}, calls, FrontEndRules(lambda: "", READ, lambda _, report: report, lambda _: None, lambda _: None))
-    addresses = FrontEndAddresses(new_ipc_address(), new_ipc_address())
-    submitted: asyncio.Queue[RequestMessage] = asyncio.Queue()
-    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as requests, context.socket(zmq.PULL) as outputs:
-        requests.bind(addresses.input_addr)
-        outputs.bind(addresses.output_addr)
-        serving = asyncio.create_task(link.serve(submitted.put_nowait))
-        await asyncio.sleep(0)
-        link.connect(addresses, b"ready")
-        assert await requests.recv_multipart() == [IDENTITY, b"ready"]
-        await submitted.get()  # what an earlier front end wanted is aborted
-        encode = MsgpackEncoder().encode
-        for given in ({"X-Request-Timeout": "soon"}, {"X-Request-Timeout": 2}):
-            await requests.send_multipart([IDENTITY, b"\0", *encode(request(**given))])
-        answer = MsgpackDecoder(EngineCoreOutputs).decode(await outputs.recv_multipart()).outputs[0]
-        assert (answer.error.code, answer.error.retryable) == (VALIDATION_ERROR, False)
-        assert "X-Request-Timeout" in answer.error.message
-        message = await submitted.get()
-        assert isinstance(message, SubmitRequest)
-        assert message.terms == RequestTerms(timeout_s=2.0)
-        link.close()
-        await serving

@@ -21,7 +21,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch import engine_launch
 from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
-from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
+from vllm_omni_plugin.vllm_api.launch.spawning import NodeShare
 
 from .configs import vllm_config, write_model
 

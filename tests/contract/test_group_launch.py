@@ -15,7 +15,7 @@ from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.engine_messages.ready import apply_ready_responses
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
 from vllm_omni_plugin.vllm_api.launch.group_launch import GroupLauncher, new_launcher, split_ranks
-from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
+from vllm_omni_plugin.vllm_api.launch.spawning import NodeShare
 
 from .configs import vllm_config, write_model
 from .test_node_shares import platform

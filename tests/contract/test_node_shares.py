@@ -20,7 +20,7 @@ from vllm_omni_plugin.vllm_api.launch.engine_launch import (
     divide_cores,
     spawn_engine,
 )
-from vllm_omni_plugin.vllm_api.launch.node_share import DeviceTurns, NodeShare
+from vllm_omni_plugin.vllm_api.launch.spawning import DeviceTurns, NodeShare
 
 from .configs import vllm_config, write_model
 

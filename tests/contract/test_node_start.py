@@ -12,7 +12,7 @@ from vllm_omni_plugin.coordinator import HeadInfo, HeadQueryResult
 from vllm_omni_plugin.integration.checks import head_checks
 from vllm_omni_plugin.integration.processes import headless
 from vllm_omni_plugin.integration.processes.headless import serve_replicas
-from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
+from vllm_omni_plugin.replicas.engine.engine_keeper import FirstStarts
 from vllm_omni_plugin.replicas.replica_server.server_settings import ReplicaIdentity
 
 from .pipeline_files import JOIN, read

@@ -1,11 +1,13 @@
-"""vLLM's own waiting for requests to drain, before it changes its engines, over a fleet."""
+"""What vLLM itself does between a fleet and its clients: it waits for requests to drain, and sends chunks."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -13,7 +15,12 @@ from tests.fakes.conditions import eventually
 from tests.fakes.engine_api import FakeRequest
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.idle_fleet import IdleFleet
+from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
+from vllm_omni_plugin.orchestrator import Orchestrator
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
+
+from .test_engine_client import registered
 
 
 class Drain:
@@ -58,3 +65,41 @@ async def test_requests_have_drained_when_all_that_were_submitted_have_ended(mon
         with pytest.raises(TimeoutError, match="after 5 seconds"):
             await drain.wait(5)
         client.shutdown()
+
+
+async def test_a_chunk_sent_before_its_session_is_known_to_have_failed_is_aborted(
+    orchestrator: Orchestrator, client: FleetClient
+) -> None:
+    processor, queue = registered(client, "session")
+    orchestrator.front_end.output_async_queue.put(RequestFailed("session", ReplicaError("The replica is lost.")))
+    await client.add_request_async(FakeRequest("session", resumable=True))
+    reading = asyncio.create_task(client.get_output_async())
+    with pytest.raises(GracefulHTTPError, match="The replica is lost"):
+        await queue.get()
+    chunk, abort = await orchestrator.front_end.request_async_queue.get_batch()
+    assert isinstance(chunk, SubmitRequest)
+    assert abort == AbortRequests(("session",), whole=True)
+    assert not processor.has_unfinished_requests()
+    reading.cancel()
+
+
+async def test_a_session_that_has_failed_sends_no_further_chunk(
+    orchestrator: Orchestrator, client: FleetClient
+) -> None:
+    _, queue = registered(client, "session")
+    may_send = asyncio.Event()
+
+    async def send_chunk() -> None:
+        await may_send.wait()
+        await client.add_request_async(FakeRequest("session", resumable=True))
+
+    # As `AsyncLLM` sends the chunks of a session.
+    sending = queue._input_stream_task = asyncio.create_task(send_chunk())
+    orchestrator.front_end.output_async_queue.put(RequestFailed("session", ReplicaError("The replica is lost.")))
+    reading = asyncio.create_task(client.get_output_async())
+    with pytest.raises(GracefulHTTPError, match="The replica is lost"):
+        await queue.get()
+    may_send.set()
+    await asyncio.wait([sending])
+    assert await orchestrator.front_end.request_async_queue.get_batch() == [AbortRequests(("session",), whole=True)]
+    reading.cancel()

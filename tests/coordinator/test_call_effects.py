@@ -1,4 +1,4 @@
-"""What operators' calls leave: the document after them, and the calls that bring an engine to it."""
+"""What operator calls leave: the document after them, and the calls that bring an engine to it."""
 
 from typing import Any
 

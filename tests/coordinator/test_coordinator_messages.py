@@ -71,12 +71,6 @@ def test_largest_list_is_below_the_size_limit() -> None:
     assert len(decode_replica_list(frame).replicas) == DEFAULT_MAX_REPLICAS
 
 
-def test_event_takes_the_six_documented_fields() -> None:
-    event = ReplicaEvent("tcp://a:1", "tcp://a:2", 0, "update", ReplicaStatus.UP, 0)
-    assert event == decode_event(json.dumps(PLAIN).encode())
-    assert {key: json.loads(encode_event(event))[key] for key in PLAIN} == PLAIN
-
-
 def test_replica_list_is_one_json_map_with_replicas_and_timestamp() -> None:
     frame = json.loads(encode_replica_list(ReplicaList([INFO], 7.5)))
     assert frame["timestamp"] == 7.5

@@ -22,7 +22,7 @@ from vllm_omni_plugin.coordinator import (
 from vllm_omni_plugin.coordinator.process import runtime as runtime_module
 from vllm_omni_plugin.coordinator.process.coordinator_process import CoordinatorProcess
 from vllm_omni_plugin.curve.descriptors import RESERVED_DESCRIPTORS
-from vllm_omni_plugin.errors import ConfigError, OmniError
+from vllm_omni_plugin.errors import OmniError
 
 
 @pytest.fixture
@@ -102,13 +102,6 @@ def test_given_port_is_the_one_for_replicas(keep: Keep) -> None:
     runtime = keep(OmniCoordinatorRuntime(port=int(address.rpartition(":")[2])))
     assert runtime.router_address == address
     assert runtime.pub_address != runtime.router_address
-
-
-def test_busy_port_is_a_config_error_naming_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"tcp://127.0.0.1:{port}"):
-            OmniCoordinatorRuntime(port=port)
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -43,7 +43,7 @@ def serve(keep: Keep) -> OpenCoordinator:
 
 @pytest.fixture
 def report(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> OpenReplica:
-    """Open stage clients that are closed at the end, soon even if the coordinator refuses them."""
+    """Open announcing clients that are closed at the end, soon even if the coordinator refuses them."""
     monkeypatch.setattr(link_module, "CLOSE_GRACE", 0.1)
 
     def report(

@@ -3,20 +3,17 @@
 import itertools
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
-import msgspec
 import pytest
 import zmq
-from coordinator_support import ANY, ManualClock, OpenSocket, SharedClock, eventually, make_event, names
+from coordinator_support import ANY, ManualClock, SharedClock, eventually, make_event, names
 
 from tests.fakes.keeping import Keep
 from vllm_omni_plugin.coordinator import (
     OmniCoordClientForHub,
     OmniCoordinator,
     ReplicaList,
-    decode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import CoordinatorSockets
 from vllm_omni_plugin.coordinator.state import list_deltas
@@ -38,33 +35,10 @@ def test_timeout_that_is_not_positive_is_refused(timeout: float) -> None:
         OmniCoordinator(ANY, ANY, timeout)
 
 
-def test_local_events_add_update_and_remove(coordinator: OmniCoordinator) -> None:
-    coordinator.add_new_replica(make_event("a"))
-    coordinator.add_new_replica(make_event("b", stage_id=1))
-    coordinator.update_replica_info(make_event("a", queue_length=7))
-    replicas = coordinator.get_active_replicas()
-    assert [(info.stage_id, info.queue_length) for info in replicas.replicas] == [(0, 7), (1, 0)]
-    coordinator.remove_replica(make_event("a"))
-    assert names(coordinator.get_active_replicas()) == ["b"]
-
-
 def test_invalid_local_event_is_the_callers_error(coordinator: OmniCoordinator) -> None:
     with pytest.raises(WireError, match="queue_length"):
         coordinator.add_new_replica(make_event(queue_length=-1))
     assert coordinator.get_active_replicas().replicas == []
-
-
-def test_published_frame_is_plain_json_for_any_subscriber(
-    coordinator: OmniCoordinator, open_socket: OpenSocket
-) -> None:
-    coordinator.add_new_replica(make_event("a"))
-    subscriber = open_socket(zmq.SUB)
-    subscriber.subscribe(b"")
-    subscriber.connect(coordinator.pub_zmq_addr)
-    (frame,) = subscriber.recv_multipart()
-    published = msgspec.json.decode(frame)
-    assert published["replicas"][0]["input_addr"] == "tcp://a:1"
-    assert published["timestamp"] == decode_replica_list(frame).timestamp > 0
 
 
 def test_late_subscriber_is_sent_the_list_without_any_change(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,30 +109,6 @@ def test_a_long_sleep_does_not_count_as_lateness(keep: Keep) -> None:
     # Requests that come long after the last list must not excuse the silent.
     published = [slowly.advance(2.5) for _ in range(7)]
     assert [len(replicas.replicas) for replicas in published] == [1] * 5 + [0] * 2
-
-
-def test_concurrent_callers_leave_a_consistent_table(coordinator: OmniCoordinator) -> None:
-    def report(name: str) -> None:
-        for queue_length in range(200):
-            coordinator.update_replica_info(make_event(name, queue_length=queue_length))
-            coordinator.publish_replica_list_update()
-            coordinator.get_active_replicas()
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(report, "abcd"))
-    replicas = coordinator.get_active_replicas()
-    assert names(replicas) == ["a", "b", "c", "d"]
-    assert {info.queue_length for info in replicas.replicas} == {199}
-
-
-def test_wait_for_shutdown_ends_with_close() -> None:
-    coordinator = OmniCoordinator(ANY, ANY)
-    waiter = threading.Thread(target=coordinator.wait_for_shutdown)
-    waiter.start()
-    assert waiter.is_alive()
-    coordinator.close()
-    waiter.join(20)
-    assert not waiter.is_alive()
 
 
 def test_wait_for_loop_pass_blocks_while_the_thread_hangs() -> None:

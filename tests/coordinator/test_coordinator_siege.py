@@ -209,16 +209,6 @@ def test_oversized_frame_ends_only_its_own_connection(coordinator: OmniCoordinat
     eventually(lambda: coordinator.get_active_replicas().replicas[0].queue_length == 2)
 
 
-def test_peer_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture) -> None:
-    drops = DropLog()
-    for _ in range(5):
-        drops.record(DropReason.STALE, "10.0.0.1", "old")
-        drops.record(DropReason.MALFORMED, "10.0.0.1", "bad")
-    assert len(caplog.records) == 2
-    assert caplog.text.count("'10.0.0.1'") == 2
-    assert caplog.text.count("(stale)") == caplog.text.count("(malformed)") == 1
-
-
 def test_number_of_logged_peers_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     drops = DropLog(max_peers=3)
     for number in range(100):

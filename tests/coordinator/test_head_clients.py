@@ -171,16 +171,6 @@ def test_failing_callback_still_gets_later_events(coordinator: OmniCoordinator, 
     eventually(lambda: first.client.send(CALL) and first.calls and second.calls)
 
 
-def test_coordinator_that_is_not_there_yet_is_no_error(keep: Keep) -> None:
-    address = free_address()
-    head = RecordingHead(address, "early")
-    keep(head.client)
-    eventually(lambda: any("no coordinator answers" in problem for problem in head.problems))
-    assert not head.client.send(CALL)
-    keep(OmniCoordinator(address, ANY))
-    eventually(lambda: head.resyncs)
-
-
 def test_the_first_list_of_a_new_coordinator_has_replicas_that_register_after_a_head(
     keep: Keep, connect: Connect
 ) -> None:
@@ -284,6 +274,7 @@ def test_a_head_reports_the_reason_of_a_missing_session(
     head = RecordingHead(coordinator.router_zmq_addr, "late", interval=0.05)
     keep(head.client)
     eventually(lambda: head.problems != [])
+    assert not head.client.send(CALL)
     peers[0].send(encode_from_head(Bye()))
     eventually(lambda: len(head.problems) == 2)
     full = f"the coordinator at {coordinator.router_zmq_addr} gives this head no session: there are 64 heads already"

@@ -166,14 +166,6 @@ def test_two_machines_with_one_host_slot_do_not_end_each_other_for_ever(left: bo
     assert tables.listed() == ({"a": 1} if left else {"a": 1, "b": 0})
 
 
-def test_a_present_replica_keeps_its_id_whatever_it_announces() -> None:
-    tables = Tables()
-    tables.announce("a")
-    assert tables.listed() == {"a": 0}
-    tables.announce("a", replica_id=5)
-    assert tables.listed() == {"a": 0}
-
-
 def test_the_second_replica_with_a_number_is_reported_once_and_gets_its_own_at_its_next_start() -> None:
     tables = Tables()
     tables.announce("a", "n/0", 5)

@@ -1,4 +1,4 @@
-"""Sessions of heads, ids of replicas and lists, without sockets."""
+"""Sessions of heads, ids of replicas, and lists: what is in them, and when they go out. Without sockets."""
 
 import itertools
 from collections.abc import Iterator
@@ -22,7 +22,6 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SESSION_PROTOCOL,
-    Beat,
     CallRefused,
     FleetCall,
     Hello,
@@ -33,6 +32,9 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     frames_to_head,
 )
 from vllm_omni_plugin.coordinator.state.connected_heads import HEAD_TIMEOUT, MAX_WORK_ROWS, ConnectedHead
+from vllm_omni_plugin.coordinator.state.list_deltas import PublishSchedule, replica_list
+from vllm_omni_plugin.coordinator.state.membership_table import Liveness, Member
+from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 from vllm_omni_plugin.errors import WireError
 
 
@@ -125,16 +127,6 @@ def test_a_silent_head_is_removed(fleet: MemoryFleet) -> None:
             fleet.exchange(name)
     assert "h1" not in fleet.heads["h2"].others
     assert "h1" not in fleet.heads["h3"].others
-
-
-def test_a_head_with_a_broken_connection_is_removed_at_the_next_send(fleet: MemoryFleet) -> None:
-    fleet.report("h1", work())
-    fleet.settle()
-    del fleet.heads["h1"]
-    fleet.announce(make_event("a"))
-    fleet.tick(0.1)
-    fleet.exchange("h2")
-    assert "h1" not in fleet.heads["h2"].others
 
 
 def test_a_late_coordinator_removes_no_head(fleet: MemoryFleet) -> None:
@@ -275,5 +267,35 @@ def test_a_coordinator_that_refuses_a_session_counts_as_silent(answer: str) -> N
     assert session.check_silence(2 * SILENCE_TIMEOUT, 5) == []
 
 
-def test_a_beat_is_answered(fleet: MemoryFleet) -> None:
-    assert fleet.sessions.handle(fleet.heads["h1"].peer, Beat(), fleet.now) == [(fleet.heads["h1"].peer, b"[]")]
+def test_under_any_load_at_most_ten_lists_go_out_per_second() -> None:
+    schedule = PublishSchedule(0.0, quiet_until=0.0)
+    published = 0
+    for step in range(100_000):
+        now = step / 10_000
+        schedule.request(now)
+        if now >= schedule.due_at:
+            schedule.published(now)
+            published += 1
+    assert 90 <= published <= 100
+
+
+def test_without_changes_the_keep_alive_is_due_every_five_seconds() -> None:
+    schedule = PublishSchedule(0.0, quiet_until=0.0)
+    schedule.published(3.0)
+    assert schedule.due_at == 8.0
+
+
+def test_list_shows_times_by_the_wall_clock() -> None:
+    member = Member(make_event(queue_length=4), Liveness.ALIVE, registered_at=10.0, last_event_at=40.0, changed_at=10.0)
+    shown = replica_list([member], ReplicaIds(), now=50.0, wall_now=1_000_050.0)
+    assert shown.timestamp == 1_000_050.0
+    (info,) = shown.replicas
+    assert (info.registered_at, info.last_heartbeat, info.queue_length) == (1_000_010.0, 1_000_040.0, 4)
+
+
+def test_list_has_a_stable_order() -> None:
+    def shown(*order: str) -> list[str]:
+        members = [Member(make_event(name), Liveness.ALIVE, 0.0, 0.0, 0.0) for name in order]
+        return [info.input_addr for info in replica_list(members, ReplicaIds(), 0.0, 0.0).replicas]
+
+    assert shown("c", "a", "b") == shown("b", "c", "a") == ["tcp://a:1", "tcp://b:1", "tcp://c:1"]

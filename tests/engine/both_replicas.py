@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from .server import Server
+from .server import ASSIGNMENTS, Server
 
 MAX_SENDS = 40
 """Sends after which a replica that got nothing is being avoided; ties between idle replicas are drawn by lot."""
@@ -26,5 +26,5 @@ def answers_of_both(fleet: Server, send: Callable[[], T]) -> list[T]:
 def assignments(fleet: Server) -> dict[str, float]:
     """Requests each replica that serves got so far. The counts of those that left stay."""
     present = fleet.by_replica("vllm_omni_fleet:replica_info")
-    counts = fleet.by_replica("vllm_omni_fleet:assignments_total")
+    counts = fleet.by_replica(ASSIGNMENTS)
     return {replica: count for replica, count in counts.items() if present.get(replica)}

@@ -2,11 +2,12 @@
 
 import importlib.util
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
@@ -15,11 +16,10 @@ from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
 
 from .api_servers import ApiServers
 from .lora import make_lora
-from .nodes import NodeFleet
-from .server import FRONT_ENDS, RUST, START_S, WORKERS, Server, until
+from .nodes import Node, NodeFleet
+from .server import FRONT_ENDS, IN_FLIGHT, RUST, START_S, WORKERS, Server, until
 from .servers import Servers
 from .suspended import PATIENT, keep_to_one_core
-from .traces import Collector
 from .vision_model import make_vision_model
 
 _TINY_MODEL = Path(__file__).parents[2] / "examples" / "cpu" / "tiny_model.py"
@@ -135,6 +135,13 @@ def vision_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return make_vision_model(tmp_path_factory.mktemp("vision") / "model", tiny_model)
 
 
+def two_replicas(servers: Servers, name: str, model: Path, *flags: str, **environment: str) -> Server:
+    """A head with two local replicas, both of which serve."""
+    server = servers.get(name, model, *TWO_REPLICAS, *flags, engines=2, **environment)
+    until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
+    return server
+
+
 @pytest.fixture
 def vision_fleet(servers: Servers, vision_model: Path, tiny_model: Path, front_end: str) -> Server:
     """A head with two local replicas that serve before each test, with worker processes and few requests at once.
@@ -144,10 +151,7 @@ def vision_fleet(servers: Servers, vision_model: Path, tiny_model: Path, front_e
     model = tiny_model if front_end == RUST else vision_model
     flags = ("--max-num-seqs", str(RUNNING_EACH), "--max-model-len", "4096", "--omni-replica-wait", REPLICA_WAIT_S)
     environment = {**DEV_MODE, "VLLM_CPU_OMP_THREADS_BIND": "0|1", **FRONT_ENDS[front_end]}
-    name, flags = f"vision-{front_end}", (*TWO_REPLICAS, *WORKERS, *flags, *PATIENT)
-    server = servers.get(name, model, *flags, engines=2, **environment)
-    until(lambda: server.replicas_up() == 2, "both replicas serve", START_S)
-    return server
+    return two_replicas(servers, f"vision-{front_end}", model, *WORKERS, *flags, *PATIENT, **environment)
 
 
 @pytest.fixture
@@ -181,15 +185,25 @@ def nodes(servers: Servers, tiny_model: Path, front_end: str) -> Iterator[NodeFl
     _wait_until_idle(running.head)
 
 
-@pytest.fixture(scope="session")
-def collector() -> Iterator[Collector]:
-    """Takes the traces of `nodes_of_both_kinds`."""
-    with Collector() as collector:
-        thread = threading.Thread(target=collector.serve_forever, args=(0.05,))
-        thread.start()
-        yield collector
-        collector.shutdown()
-        thread.join()
+@pytest.fixture
+def start_sim(nodes: NodeFleet) -> Iterator[Callable[..., Node]]:
+    """Starts nodes with simulated engines for the head of `nodes`; see `NodeFleet.start_sim`."""
+    started: list[Node] = []
+
+    def start(*flags: str, **how: Any) -> Node:
+        started.append(nodes.start_sim(*flags, **how))
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.stop()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """For clients that ask at the same time."""
+    with ThreadPoolExecutor(48) as threads:
+        yield threads
 
 
 @pytest.fixture(scope="session")
@@ -207,13 +221,10 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nodes_of_both_kinds(
-    servers: Servers, tiny_model: Path, adapter: Path, collector: Collector, admin_keys: Path, front_end: str
+    servers: Servers, tiny_model: Path, adapter: Path, admin_keys: Path, front_end: str
 ) -> NodeFleet:
     """One replica of the head's own, one behind a replica server, both with little memory, for a head that knows what
-    they have cached, sends traces and has a key for its operators."""
-    # vLLM's Rust front end has no traces.
-    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
-    traces = () if front_end == RUST else ("--otlp-traces-endpoint", endpoint)
+    they have cached and has a key for its operators."""
 
     def start(log: Path) -> NodeFleet:
         return NodeFleet(
@@ -225,12 +236,11 @@ def nodes_of_both_kinds(
             head_flags=(
                 *KV_AWARE,
                 *("--lora-modules", f"{ADAPTER}={adapter}"),
-                *traces,
                 *("--omni-admin-key-file", str(admin_keys)),
                 *("--omni-stall-timeout", "10"),
             ),
             environment={
-                **(RUNTIME_LORA | DEV_MODE | OF_TRACES | FRONT_ENDS[front_end]),
+                **(RUNTIME_LORA | DEV_MODE | FRONT_ENDS[front_end]),
                 "STALL_FILE": str(stall_file(tiny_model)),
             },
         )
@@ -246,8 +256,7 @@ def stall_file(model: Path) -> Path:
 
 
 def _wait_until_idle(server: Server) -> None:
-    in_flight = "vllm_omni_fleet:requests_in_flight"
-    until(lambda: set(server.by_replica(in_flight).values()) == {0}, "nothing is in flight")
+    until(lambda: set(server.by_replica(IN_FLIGHT).values()) == {0}, "nothing is in flight")
 
 
 def start_api_servers(model: Path, log: Path) -> ApiServers:
@@ -278,7 +287,6 @@ KV_AWARE = ("--omni-lb-policy", "kv-aware", "--enable-prompt-tokens-details")
 ADAPTER = "storyteller"
 ADMIN_KEY = "admin-key-of-these-tests"
 AS_ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
-OF_TRACES = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100"}
 STEP_TOKENS = 1024
 FEATURES = (
     # The one that models are served in, and on processors with AMX another kernel.

@@ -42,10 +42,13 @@ class Outcome:
 
 
 class Load:
-    """Sends completions to a server in threads. A context manager; leaving it waits for all of them."""
+    """Sends completions to a server, or over a client's connections, in threads.
 
-    def __init__(self, server: Server) -> None:
-        self._http = server.http(TIMEOUT_S)
+    A context manager; leaving it waits for all of them.
+    """
+
+    def __init__(self, to: Server | httpx.Client) -> None:
+        self._http = to.http(TIMEOUT_S) if isinstance(to, Server) else to
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="load")
         self._sent: list[tuple[Outcome, Future[None]]] = []
 

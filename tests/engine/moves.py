@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .answers import comparable, differences, join_events
-from .server import MODEL, MOVES, RUST, START_S, Server, until
+from .server import IN_FLIGHT, MODEL, MOVES, RUST, START_S, Server, until
 from .suspended import PATIENT, Engine, engines_of
 
 EXACT = ("--dtype", "float32", *PATIENT)
@@ -20,7 +20,6 @@ BEGUN_TOKENS = 8
 """Tokens that each answer has on average when the engine dies."""
 TIMEOUT_S = 240.0
 """More than engines need to come back."""
-IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
 GENERATED = "vllm:generation_tokens_total"
 
 TOKENS = 600

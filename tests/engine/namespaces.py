@@ -1,4 +1,4 @@
-"""Network namespaces joined by a cable that a test can cut, slow down and mend."""
+"""Network namespaces joined by a cable that a test can cut and mend."""
 
 import ctypes
 import itertools
@@ -24,7 +24,6 @@ class Cable:
         number = next(_numbers)
         self.head = f"omni-head-{os.getpid()}-{number}"
         self._node = f"omni-node-{os.getpid()}-{number}"
-        self._shaped = False
 
     def __enter__(self) -> Self:
         for namespace in (self.head, self._node):
@@ -49,17 +48,8 @@ class Cable:
         """Nothing gets through from now on. TCP at the head's end is not told."""
         _ip("-n", self._node, "link", "set", "cable", "down")
 
-    def slow_down(self, kbit_per_s: int) -> None:
-        """Only so much gets through from the node to the head, and what comes faster waits up to a second."""
-        shape = ("tbf", "rate", f"{kbit_per_s}kbit", "burst", "8kb", "latency", "1s")
-        _run(*self.at_node, "tc", "qdisc", "replace", "dev", "cable", "root", *shape)
-        self._shaped = True
-
     def mend(self) -> None:
         """As it was at first."""
-        if self._shaped:
-            _run(*self.at_node, "tc", "qdisc", "del", "dev", "cable", "root")
-            self._shaped = False
         _ip("-n", self._node, "link", "set", "cable", "up")
 
 
@@ -83,8 +73,4 @@ def inside(namespace: str) -> Iterator[None]:
 
 
 def _ip(*args: str) -> None:
-    _run("ip", *args)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(["ip", *args], check=True, capture_output=True)

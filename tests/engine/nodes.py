@@ -34,6 +34,7 @@ class NodeFleet:
     Args:
         log: log of the head; the nodes' lie beside it.
         local: replicas of the head itself.
+        sims: further nodes, with simulated engines.
         cable: the head and the nodes are at its two ends, if given, else all on loopback.
     """
 
@@ -44,6 +45,7 @@ class NodeFleet:
         nodes: int,
         *,
         local: int = 0,
+        sims: int = 0,
         cable: Cable | None = None,
         flags: tuple[str, ...] = (),
         head_flags: tuple[str, ...] = (),
@@ -63,8 +65,9 @@ class NodeFleet:
         try:
             for _ in range(nodes):
                 self.add_node()
+            self.nodes += [self.start_sim() for _ in range(sims)]
             self.head.wait()
-            self.wait_for_replicas(local + nodes)
+            self.wait_for_replicas(local + nodes + sims)
         except BaseException:
             self.stop()
             raise

@@ -36,15 +36,11 @@ class PipelineServer(Server):
         self._kind = kind
         self._flags = flags
         self._nodes = 0
-        self._uds = None
-        self.port = free_port()
-        self.url = self.admin_url = f"http://127.0.0.1:{self.port}"
         secret = write_secret(log.with_suffix(".secret"))
         self._join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
-        where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL, *PATIENT)
         # On a machine with other work an engine takes longer than the minute that requests wait for one.
-        where += ("--omni-replica-wait", str(int(START_S)))
-        ServeProcess.__init__(self, self._command(*where, *flags), log, **environment)
+        patient = (*PATIENT, "--omni-replica-wait", str(int(START_S)))
+        super().__init__(self.models, log, "--served-model-name", MODEL, *patient, *flags, **environment)
 
     @contextmanager
     def node(self, stage: int) -> Iterator[None]:
@@ -52,7 +48,8 @@ class PipelineServer(Server):
         before = self.replicas_up()
         self._nodes += 1
         log = self.log.with_name(f"{self.log.stem}-node-{self._nodes}.log")
-        node = ServeProcess(self._command("--headless", "--omni-stage-id", str(stage), *self._flags), log)
+        flags = ("--headless", "--omni-stage-id", str(stage), *self._flags)
+        node = ServeProcess(self.command(self.models, *flags), log)
         try:
             self.wait_for_replicas(before + 1)
             yield
@@ -111,9 +108,9 @@ class PipelineServer(Server):
             finally:
                 http.post(f"/omni/replicas/{stage}.0/resume").raise_for_status()
 
-    def _command(self, *flags: str) -> list[str]:
+    def command(self, model: Path, *args: str) -> list[str]:
         script = str(EXAMPLES / "serve.py")
-        return [sys.executable, script, self._kind, "--models", str(self.models), *self._join, *IN_PROCESS, *flags]
+        return [sys.executable, script, self._kind, "--models", str(model), *self._join, *IN_PROCESS, *args]
 
 
 class ExampleWorld:

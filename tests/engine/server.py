@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 import openai
@@ -25,6 +25,9 @@ from .namespaces import at, inside
 
 MODEL = "tiny"
 MOVES = "vllm_omni_fleet:request_moves_total"
+FAILED = "vllm_omni_fleet:requests_failed_total"
+IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
+ASSIGNMENTS = "vllm_omni_fleet:assignments_total"
 IN_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 """The model is computed in the process of its engine, as vLLM does by itself on one GPU. On CPUs it starts a worker."""
 WORKERS = ("--distributed-executor-backend", "mp")
@@ -61,6 +64,20 @@ def write_secret(path: Path) -> Path:
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
     return path
+
+
+def complete(client: httpx.Client, prompt: str = "Once upon a time", tokens: int = 24, model: str = MODEL) -> str:
+    """The greedy answer of so many tokens."""
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == httpx.codes.OK, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def replicas(client: httpx.Client) -> dict[str, Any]:
+    """What the operators' route lists of each replica, by its name."""
+    listed = client.get("/omni/replicas").raise_for_status().json()["replicas"]
+    return {replica["id"]: replica for replica in listed}
 
 
 def serve_command(model: Path, *args: str) -> list[str]:
@@ -215,7 +232,11 @@ class Server(ServeProcess):
             self.admin_url = f"http://127.0.0.1:{admin_port}"
         self._namespace = namespace
         prefix = at(namespace) if namespace else ()
-        super().__init__([*prefix, *serve_command(model, *where, *args)], log, **environment)
+        super().__init__([*prefix, *self.command(model, *where, *args)], log, **environment)
+
+    def command(self, model: Path, *args: str) -> list[str]:
+        """The command line of a server of this kind."""
+        return serve_command(model, *args)
 
     def __enter__(self) -> Self:
         self.wait()
@@ -275,6 +296,16 @@ class Server(ServeProcess):
     def async_client(self) -> openai.AsyncOpenAI:
         """The same for asyncio."""
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
+
+    def complete(self, **asked: Any) -> str:
+        """As the function of this name, over a connection of its own."""
+        with self.http(120.0) as http:
+            return complete(http, **asked)
+
+    def replicas(self) -> dict[str, Any]:
+        """As the function of this name."""
+        with self.http() as http:
+            return replicas(http)
 
     def metrics(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
         """Samples of one name from /metrics, by their sorted labels."""

@@ -14,7 +14,7 @@ import pytest
 from .answers import differences
 from .api_servers import ApiServers
 from .lora import make_lora
-from .server import MODEL, Server
+from .server import MODEL, Server, complete, replicas
 
 ADAPTER = "narrator"
 SAME_PARTS = ("model_config", "cache_config", "scheduler_config", "lora_config", "structured_outputs_config")
@@ -31,19 +31,8 @@ def post(client: httpx.Client, path: str, **payload: Any) -> httpx.Response:
     return client.post(path, json=payload)
 
 
-def text(client: httpx.Client, model: str = MODEL) -> str:
-    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
-    answer = client.post("/v1/completions", json=body).raise_for_status().json()
-    return str(answer["choices"][0]["text"])
-
-
 def models(client: httpx.Client) -> list[str]:
     return [card["id"] for card in client.get("/v1/models").raise_for_status().json()["data"]]
-
-
-def replicas(client: httpx.Client) -> dict[str, Any]:
-    listed = client.get("/omni/replicas").raise_for_status().json()["replicas"]
-    return {replica["id"]: replica for replica in listed}
 
 
 def test_all_servers_drain_when_one_is_told_to(both: tuple[httpx.Client, httpx.Client]) -> None:
@@ -59,18 +48,6 @@ def test_all_servers_drain_when_one_is_told_to(both: tuple[httpx.Client, httpx.C
     assert [each.post("/v1/completions", json=body).status_code for each in both] == [200, 200]
 
 
-def test_a_pause_by_one_server_ends_by_the_other(both: tuple[httpx.Client, httpx.Client]) -> None:
-    first, second = both
-    for here, there in ((first, second), (second, first)):
-        assert here.post("/pause", params={"mode": "keep"}).status_code == 200
-        try:
-            assert there.get("/is_paused").json() == {"is_paused": True}
-        finally:
-            assert there.post("/resume").status_code == 200
-        assert here.get("/is_paused").json() == {"is_paused": False}
-    assert text(first) == text(second)
-
-
 def test_an_adapter_loaded_by_one_server_is_served_and_unloaded_by_the_other(
     both: tuple[httpx.Client, httpx.Client], tmp_path: Path
 ) -> None:
@@ -78,7 +55,7 @@ def test_an_adapter_loaded_by_one_server_is_served_and_unloaded_by_the_other(
     loaded = post(first, "/v1/load_lora_adapter", lora_name=ADAPTER, lora_path=str(make_lora(tmp_path / "a", seed=1)))
     assert loaded.status_code == 200, loaded.text
     assert ADAPTER in models(second)
-    assert text(first, ADAPTER) == text(second, ADAPTER) != text(second)
+    assert complete(first, model=ADAPTER) == complete(second, model=ADAPTER) != complete(second)
     again = post(second, "/v1/load_lora_adapter", lora_name=ADAPTER, lora_path=str(tmp_path / "a"))
     assert "has already been loaded" in again.text
     assert post(second, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200
@@ -86,7 +63,7 @@ def test_an_adapter_loaded_by_one_server_is_served_and_unloaded_by_the_other(
     other = make_lora(tmp_path / "b", seed=2)
     assert post(second, "/v1/load_lora_adapter", lora_name="other", lora_path=str(other)).status_code == 200
     try:
-        assert text(first, "other") == text(second, "other") != text(first)
+        assert complete(first, model="other") == complete(second, model="other") != complete(first)
     finally:
         assert post(first, "/v1/unload_lora_adapter", lora_name="other").status_code == 200
 
@@ -98,7 +75,7 @@ def test_a_replica_drained_by_one_server_gets_nothing_from_the_other(both: tuple
         assert replicas(second)["0.1"]["cordons"] == ["admin"]
         before = replicas(second)["0.1"]["assigned"]
         for _ in range(4):
-            text(second)
+            complete(second)
         assert replicas(second)["0.1"]["assigned"] == before
     finally:
         assert second.post("/omni/replicas/0.1/resume").status_code == 204
@@ -133,7 +110,7 @@ def test_a_server_that_starts_again_knows_what_the_other_was_told(api_servers: A
         path = str(make_lora(tmp_path / "a", seed=1))
         assert post(first, "/v1/load_lora_adapter", lora_name=ADAPTER, lora_path=path).status_code == 200
         assert first.post("/omni/replicas/0.1/drain").status_code == 204
-        expected = text(first, ADAPTER)
+        expected = complete(first, model=ADAPTER)
         before = api_servers.pids[1]
         os.kill(before, signal.SIGKILL)
         api_servers.wait_for_restart(1, before)
@@ -141,7 +118,7 @@ def test_a_server_that_starts_again_knows_what_the_other_was_told(api_servers: A
             with api_servers.connected(1) as second:
                 assert ADAPTER in models(second)
                 assert replicas(second)["0.1"]["cordons"] == ["admin"]
-                assert text(second, ADAPTER) == expected
+                assert complete(second, model=ADAPTER) == expected
                 assert second.post("/omni/replicas/0.1/resume").status_code == 204
                 assert post(second, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200
             assert ADAPTER not in models(first)

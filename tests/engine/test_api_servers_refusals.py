@@ -1,12 +1,11 @@
 """Requests that may not come in or cannot start in time, over real HTTP and two API servers: clients are told so by the
 status, also of streams.
 
-vLLM's Rust front end has no second API server: for it see `test_deadlines`.
+vLLM's Rust front end has no second API server: for it see `tests/contract/rust_front_end`.
 """
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from .api_servers import ApiServers
 from .conftest import ADMISSION, admission_file
-from .server import MODEL, START_S, Server, until
+from .server import MODEL, START_S, replicas, until
 
 FILLING = 24
 """Long prompts that fill what both engines are sent ahead, and the queues of both API servers."""
@@ -33,24 +32,14 @@ def file(tiny_model: Path) -> Path:
     return admission_file(tiny_model)
 
 
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2 * FILLING) as threads:
-        yield threads
-
-
 def body(prompt: str, stream: bool = False) -> dict[str, Any]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "stream": stream}
-
-
-def refused(server: Server) -> float:
-    return sum(server.metrics(REFUSED).values())
 
 
 def test_a_request_that_cannot_start_in_time_is_refused_with_the_true_status(
     api_servers: ApiServers, threads: ThreadPoolExecutor
 ) -> None:
-    before = refused(api_servers)
+    before = api_servers.total(REFUSED)
     with api_servers.http(START_S) as http:
 
         def ask(stream: bool, **headers: str) -> httpx.Response:
@@ -69,22 +58,7 @@ def test_a_request_that_cannot_start_in_time_is_refused_with_the_true_status(
         assert "x-omni-replica" not in answer.headers
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("Service Unavailable", 503)
-    until(lambda: refused(api_servers) == before + 2, "both are counted")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_one_that_starts_in_time_is_answered(api_servers: ApiServers, stream: bool) -> None:
-    with api_servers.http(START_S) as http:
-        headers = {"X-Request-Timeout": str(START_S)}
-        answer = http.post("/v1/completions", json=body("in time", stream), headers=headers).raise_for_status()
-    assert answer.headers["content-type"].startswith("text/event-stream" if stream else "application/json")
-
-
-def test_a_time_that_is_none_is_the_client_s_mistake(api_servers: ApiServers) -> None:
-    with api_servers.http() as http:
-        answer = http.post("/v1/completions", json=body("x"), headers={"X-Request-Timeout": "soon"})
-    assert answer.status_code == httpx.codes.BAD_REQUEST
-    assert "X-Request-Timeout: 'soon' is not a number of seconds above 0." in answer.text
+    until(lambda: api_servers.total(REFUSED) == before + 2, "both are counted")
 
 
 def both_have_said(server: ApiServers, text: str, times: int) -> None:
@@ -115,8 +89,7 @@ def test_a_file_that_is_read_while_they_serve_bounds_what_waits_at_both_api_serv
         http = stack.enter_context(api_servers.http(START_S))
 
         def seen() -> set[int]:
-            listed = [client.get("/omni/replicas").json()["replicas"] for client in clients]
-            return {sum(replica["total_in_flight"] for replica in replicas) for replicas in listed}
+            return {sum(replica["total_in_flight"] for replica in replicas(client).values()) for client in clients}
 
         def ask(client: httpx.Client) -> httpx.Response:
             return client.post("/v1/completions", json=body(LONG))

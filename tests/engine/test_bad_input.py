@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.free_ports import free_port
-
 from .cli_probe import probe
 from .server import serve_command, serve_environment
 
@@ -32,28 +30,18 @@ def fleet_with(arguments: str, flag: str, reason: str, **environment: str) -> Ca
     return Case(f"--omni-dp-size-local 2 {arguments}", flag, reason, tuple(environment.items()))
 
 
-ONE_PORT = free_port()
-TOO_FEW_PORTS = Case(
-    f"--headless -oma 127.0.0.1 -omp 1 --omni-replica-ports {ONE_PORT}-{ONE_PORT}",
-    "--omni-replica-ports",
-    "3 are needed",
-)
 LEAST_TOKENS = "--omni-lb-policy least-tokens --omni-lb-config"
 OWN_FLAGS = (
     Case("--omni-lb-policy roundrobin", "--omni-lb-policy", "unknown load balancing policy 'roundrobin'"),
     Case("--omni-lb-policy roundrobin", "--omni-lb-policy", "did you mean 'round-robin'?"),
     Case("--omni-lb-policy x", "--omni-lb-policy", f"use one of {POLICIES}"),
     Case("--omni-lb-policy nowhere:Policy", "--omni-lb-policy", "'nowhere:Policy' cannot be imported"),
-    Case("--omni-lb-policy json:Nothing", "--omni-lb-policy", "'json:Nothing' cannot be imported"),
     Case("--omni-lb-policy json:dumps", "--omni-lb-policy", "is not a class"),
     Case("--omni-lb-policy json:JSONEncoder", "--omni-lb-policy", "has no method select(task, replicas)"),
     Case("--omni-dp-size-local 0", "--omni-dp-size-local", "at least one, or else --omni-master-address"),
-    Case("--omni-dp-size-local -1", "--omni-dp-size-local", "-1 is below 0"),
     Case("--omni-dp-size-local abc", "--omni-dp-size-local", "'abc' is not a whole number"),
-    Case("--omni-dp-size-local 1.5", "--omni-dp-size-local", "'1.5' is not a whole number"),
     Case("--omni-dp-size-local", "--omni-dp-size-local", "expected one argument"),
     Case("--omni-pipeline stages.yaml", "--omni-pipeline", "not allowed with a model (some-model)"),
-    Case("--omni-pipeline", "--omni-pipeline", "expected one argument"),
     Case("--omni-admin-key-file /nowhere/keys", "--omni-admin-key-file", "/nowhere/keys: No such file or directory"),
     Case("--omni-admin-key-file /dev/null", "--omni-admin-key-file", "it is not a regular file"),
     Case("--omni-admin-key-file /dev/null --omni-admin-loopback", "--omni-admin-loopback", "choose one of them"),
@@ -74,7 +62,6 @@ OWN_FLAGS = (
     Case("--omni-admission /dev/null", "--omni-admission", "/dev/null: the file is empty"),
     Case("--omni-tenant-header X:Y", "--omni-tenant-header", "'X:Y' is not a valid name of an HTTP header"),
     Case("--omni-migration-limit -1", "--omni-migration-limit", "-1 is below 0"),
-    Case("--omni-migration-limit many", "--omni-migration-limit", "'many' is not a whole number"),
 )
 HEAD = "-oma 127.0.0.1 -omp 23900"
 NODE = f"--headless {HEAD}"
@@ -188,7 +175,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_refused_with_one_line_naming_flag_and_reason(answers: Any, name: str) -> None:
-    assert_refused(CASES[name], answers[name]["code"], answers[name]["errors"])
+    case, log = CASES[name], answers[name]["errors"]
+    assert answers[name]["code"] == 2
+    (line,) = [line for line in log.splitlines() if line.startswith("vllm serve: error: ")]
+    assert case.flag in line.split(": ")[2]
+    assert case.reason in line
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize("name", HONOURED)
@@ -197,48 +189,21 @@ def test_what_can_be_honoured_is_not_refused(answers: Any, name: str) -> None:
     assert "error" not in answers[name]["errors"]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(OWN_FLAGS[0], id="unknown policy", marks=pytest.mark.long),
-        pytest.param(TOGETHER[3], id="data parallel", marks=pytest.mark.long),
-        pytest.param(TOGETHER[10], id="API servers", marks=pytest.mark.long),
-        pytest.param(TOO_FEW_PORTS, id="ports", marks=pytest.mark.long),
-    ],
-)
-def test_the_command_ends_before_any_engine_starts(tiny_model: Path, case: Case) -> None:
-    code, log = serve(tiny_model, free_port(), *case.arguments.split())
-    assert_refused(case, code, log)
-    assert "EngineCore" not in log
-
-
 def test_a_busy_port_ends_the_command_before_any_engine_starts(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, log = serve(tiny_model, taken.getsockname()[1], "--omni-dp-size-local", "2")
-    assert code not in (0, None)
-    assert "Address already in use" in log
-    assert "EngineCore" not in log
-
-
-def assert_refused(case: Case, code: object, log: str) -> None:
-    assert code == 2
-    (line,) = [line for line in log.splitlines() if line.startswith("vllm serve: error: ")]
-    assert case.flag in line.split(": ")[2]
-    assert case.reason in line
-    assert "Traceback" not in log
-
-
-def serve(model: Path, port: int, *args: str) -> tuple[int, str]:
-    """Run the command to its end. Returns its exit code and what it wrote, once nothing it started is left."""
-    with subprocess.Popen(
-        serve_command(model, "--host", "127.0.0.1", "--port", str(port), *args),
-        env=serve_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        log, _ = process.communicate(timeout=120)
+        port = str(taken.getsockname()[1])
+        command = serve_command(tiny_model, "--host", "127.0.0.1", "--port", port, "--omni-dp-size-local", "2")
+        with subprocess.Popen(
+            command,
+            env=serve_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            log, _ = process.communicate(timeout=120)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-    return process.returncode, log
+    assert process.returncode != 0
+    assert "Address already in use" in log
+    assert "EngineCore" not in log

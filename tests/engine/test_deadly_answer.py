@@ -7,14 +7,13 @@ import psutil
 import pytest
 
 from .load import Load, Outcome
-from .server import FRONT_ENDS, RUST, START_S, Server, until
+from .server import FAILED, FRONT_ENDS, RUST, START_S, Server, until
 from .startup.deadly_logits import DEADLY_TOKEN, MARKER
 
 REPLICAS = 3
 STREAMS = 9
 LONG = 700
 """Tokens: a stream is still running when the second engine dies."""
-FAILED = "vllm_omni_fleet:requests_failed_total"
 
 
 def send(load: Load, number: int) -> Outcome:

@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import REPLICA_WAIT_S, RUNNING_EACH
 from .load import Load, Outcome
-from .server import MOVES, RUST, START_S, Server, until
+from .server import FAILED, IN_FLIGHT, MOVES, RUST, START_S, Server, until
 from .suspended import Engine, engines_of
 
 WAITING_EACH = 4
@@ -18,8 +18,6 @@ WAITING_EACH = 4
 LONG, SHORT = 1200, 20
 """Tokens: of a request that is still running when an engine dies, and of one that waits behind such requests."""
 
-IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
-FAILED = "vllm_omni_fleet:requests_failed_total"
 RUNNING = "vllm:num_requests_running"
 
 

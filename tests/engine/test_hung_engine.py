@@ -4,13 +4,11 @@ import psutil
 import pytest
 
 from .load import Load
-from .server import MOVES, Server, until
+from .server import ASSIGNMENTS, IN_FLIGHT, MOVES, Server, until
 from .suspended import keep_to_one_core
 
 STREAMS = 4
 LONG, SHORT = 900, 8
-ASSIGNMENTS = "vllm_omni_fleet:assignments_total"
-IN_FLIGHT = "vllm_omni_fleet:requests_in_flight"
 
 
 @pytest.mark.both_front_ends(newest=True)

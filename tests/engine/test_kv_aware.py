@@ -1,23 +1,18 @@
 """`--omni-lb-policy kv-aware` knows what real engines have cached: what it predicts is what they report."""
 
 import itertools
-import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
-from tests.fakes.free_ports import free_port
-
 from .both_replicas import assignments
-from .conftest import ADAPTER, AS_ADMIN, BLOCK, KV_AWARE, SMALL_CACHE
+from .conftest import ADAPTER, AS_ADMIN, BLOCK
 from .nodes import NodeFleet
-from .server import FRONT_ENDS, MODEL, START_S, Server, until
-from .servers import Servers
+from .server import MODEL, START_S, Server, until
 
 STORY = (
     "When a replica goes quiet, the others carry on with its unfinished answers and nobody waits twice. "
@@ -135,19 +130,6 @@ def test_predicted_hits_are_those_that_engines_report(aware: Fleet) -> None:
     assert aware.fallbacks() == before
 
 
-def test_after_many_evictions_predictions_are_right(aware: Fleet) -> None:
-    first = "The first of many. " + STORY * 8
-    aware.ask(prompt=first)
-    assert max(aware.matched(first).values()) >= 5 * BLOCK
-    for number in range(16):
-        aware.ask(prompt=f"{number}. " + STORY * 10)
-    assert max(aware.matched(first).values()) == 0
-    aware.ask(prompt=first)
-    aware.ask(prompt=first)
-    assert_predicted(aware, at_least=5 * BLOCK)
-    assert aware.hits[-2].reported == 0
-
-
 def test_after_caches_are_reset_nothing_is_predicted(aware: Fleet) -> None:
     aware.ask(prompt=STORY * 8)
     assert max(aware.matched(STORY * 8).values()) > 0
@@ -179,45 +161,3 @@ def test_after_a_replica_was_restarted_predictions_are_right(
     for prompt in prompts + prompts:
         aware.ask(prompt=prompt)
     assert_predicted(aware, at_least=6 * 2 * BLOCK)
-
-
-def start_alone(servers: Servers, name: str, model: Path, keys: Path, front_end: str, *flags: str) -> Server:
-    """A head with one replica, whose engine is one that may not report."""
-    flags = (*KV_AWARE, "--omni-dp-size-local", "1", "--omni-admin-key-file", str(keys), *SMALL_CACHE, *flags)
-    return servers.get(f"kv-aware-{name}-{front_end}", model, *flags, engines=1, **FRONT_ENDS[front_end])
-
-
-@pytest.mark.long
-def test_without_a_prefix_cache_requests_are_served_and_the_policy_says_why(
-    servers: Servers, tiny_model: Path, admin_keys: Path, front_end: str
-) -> None:
-    head = start_alone(servers, "uncached", tiny_model, admin_keys, front_end, "--no-enable-prefix-caching")
-    aware = Fleet(head)
-    assert aware.explain(STORY)["fallback"] == "no-events"
-    with head.http(60.0) as http:
-        body = {"model": MODEL, "prompt": STORY, "max_tokens": 4}
-        assert [http.post("/v1/completions", json=body).status_code for _ in range(3)] == [200] * 3
-    assert aware.fallbacks() == {"no-events": 3}
-    assert head.log.read_text().count("prefix caching is off") == 1
-    aware.close()
-
-
-@pytest.mark.long
-def test_a_users_own_publisher_is_left_alone_and_followed(
-    servers: Servers, tiny_model: Path, admin_keys: Path, front_end: str
-) -> None:
-    port, replay = free_port(), free_port()
-    own = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{port}",
-        "replay_endpoint": f"tcp://*:{replay}",
-        "topic": "mine",
-    }
-    head = start_alone(servers, "own", tiny_model, admin_keys, front_end, "--kv-events-config", json.dumps(own))
-    aware = Fleet(head)
-    until(lambda: not aware.explain(STORY)["fallback"], "the engine has reported")
-    for _ in range(3):
-        aware.ask(prompt=STORY * 4)
-    assert_predicted(aware, at_least=2 * 3 * BLOCK)
-    aware.close()

@@ -10,11 +10,10 @@ import pytest
 
 from .load import Load, Outcome
 from .nodes import NodeFleet
-from .server import START_S, STOP_S, Server, until
+from .server import MOVES, START_S, STOP_S, Server, until
 
 STREAMS = 6
 TOKENS = 900
-MOVES = "vllm_omni_fleet:request_moves_total"
 RUNNING = "vllm:num_requests_running"
 
 pytestmark = pytest.mark.both_front_ends
@@ -43,15 +42,6 @@ def streams(head: Server, expected: dict[str, str]) -> Iterator[list[Outcome]]:
     assert [outcome.text for outcome in sent] == [expected[prompt] for prompt in prompts]
 
 
-def replica_names(head: Server) -> set[str]:
-    with head.http() as http:
-        return {row["id"] for row in http.get("/omni/replicas").json()["replicas"]}
-
-
-def total(head: Server, name: str) -> float:
-    return sum(head.metrics(name).values())
-
-
 @pytest.mark.both_front_ends(newest=True)
 def test_a_killed_engine_is_replaced_and_its_streams_go_on(nodes: NodeFleet, expected: dict[str, str]) -> None:
     node = nodes.nodes[0]
@@ -72,19 +62,19 @@ def test_a_killed_server_leaves_no_engine_behind(nodes: NodeFleet, expected: dic
     with streams(nodes.head, expected):
         node.kill()
     until(lambda: not any(process.is_running() for process in processes), "its engine has ended with it")
-    names = replica_names(nodes.head)
+    names = set(nodes.head.replicas())
     successor = nodes.replace_node(node)
     nodes.wait_for_replicas(2)
-    assert replica_names(nodes.head) == names
+    assert set(nodes.head.replicas()) == names
     until(lambda: successor.says("Replica 0 of this node is replica 0."), "it says by which name users know it")
 
 
 @pytest.mark.long
 def test_ctrl_c_tells_a_nodes_engines_too_and_its_streams_finish(nodes: NodeFleet, expected: dict[str, str]) -> None:
-    node, before = nodes.nodes[1], total(nodes.head, MOVES)
+    node, before = nodes.nodes[1], nodes.head.total(MOVES)
     with streams(nodes.head, expected):
         os.killpg(node.process.pid, signal.SIGINT)
-    assert total(nodes.head, MOVES) == before
+    assert nodes.head.total(MOVES) == before
     assert node.process.wait(STOP_S) == 0
     nodes.replace_node(node)
     nodes.wait_for_replicas(2)

@@ -9,7 +9,7 @@ from .both_replicas import answers_of_both
 from .load import Load, Outcome, constant_load
 from .lora import make_lora
 from .nodes import NodeFleet
-from .server import MODEL, MOVES, Server, until
+from .server import MOVES, until
 
 ADAPTER = "storyteller"
 CLIENTS = 2
@@ -17,12 +17,6 @@ TOKENS = 60
 LONG = 900
 PAUSE_S = 3.0
 """Between a client's requests. Engines spin for a second after each, and on two cores a node needs one to start."""
-
-
-def answer(server: Server, model: str) -> str:
-    with server.http(60.0) as http:
-        body = {"model": model, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
-        return str(http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]["text"])
 
 
 def end_in_time(nodes: NodeFleet) -> None:
@@ -57,8 +51,8 @@ def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(nodes: No
     with nodes.head.http(60.0) as http:
         path = str(make_lora(tmp_path / "lora", seed=1))
         http.post("/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": path}).raise_for_status()
-    told = answer(nodes.head, ADAPTER)
-    assert told != answer(nodes.head, MODEL)
+    told = nodes.head.complete(model=ADAPTER)
+    assert told != nodes.head.complete()
     with constant_load([nodes.head], CLIENTS, TOKENS, PAUSE_S) as outcomes:
         end_in_time(nodes)
         nodes.wait_for_replicas(2)
@@ -66,4 +60,4 @@ def test_restarting_every_node_in_turn_loses_no_request_and_no_adapter(nodes: No
         nodes.wait_for_replicas(2)
     assert len(outcomes) > CLIENTS
     assert [outcome for outcome in (*outcomes, *long) if not outcome.finished_whole] == []
-    assert set(answers_of_both(nodes.head, partial(answer, nodes.head, ADAPTER))) == {told}
+    assert set(answers_of_both(nodes.head, partial(nodes.head.complete, model=ADAPTER))) == {told}

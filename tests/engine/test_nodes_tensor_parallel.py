@@ -1,5 +1,7 @@
-"""A replica of two tensor-parallel workers on a headless node."""
+"""A replica of two tensor-parallel workers on a headless node, of which one is ended by a signal."""
 
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from .load import Load
 from .nodes import NodeFleet
 from .server import WORKERS, until
 
+WORKER_ENDED = re.compile(r"the engine reported its own death: its worker VllmWorker-[01] was ended by SIGILL")
 FLAGS = ("--tensor-parallel-size", "2", *WORKERS, *QUICK_HEARTBEATS)
 
 
@@ -18,7 +21,14 @@ FLAGS = ("--tensor-parallel-size", "2", *WORKERS, *QUICK_HEARTBEATS)
 def pair(tiny_model: Path, logs: Path, make_room: None) -> Iterator[NodeFleet]:
     """A head without engines and one node whose engine has two workers."""
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    running = NodeFleet(tiny_model, logs / "tensor-parallel.log", nodes=1, flags=FLAGS, environment=cores)
+    running = NodeFleet(
+        tiny_model,
+        logs / "tensor-parallel.log",
+        nodes=1,
+        flags=FLAGS,
+        head_flags=("--omni-replica-wait", "240"),
+        environment=cores,
+    )
     try:
         yield running
     finally:
@@ -26,16 +36,19 @@ def pair(tiny_model: Path, logs: Path, make_room: None) -> Iterator[NodeFleet]:
 
 
 @pytest.mark.long
-def test_a_tensor_parallel_replica_serves_dies_with_all_its_workers_and_comes_back(pair: NodeFleet) -> None:
+def test_it_serves_dies_with_all_its_workers_for_a_reason_that_both_logs_name_and_comes_back(pair: NodeFleet) -> None:
     node = pair.nodes[0]
-    workers = node.engine.children(recursive=True)
+    workers = [child for child in node.engine.children() if child.name().startswith("VLLM::Worker")]
+    assert len(workers) == 2
     with Load(pair.head) as load:
         first = load.send(30, stream=True, temperature=0)
     with Load(pair.head) as load:
         held = load.send(900, stream=True, temperature=0)
         assert held.started.wait(60)
-        node.engine.kill()
+        workers[0].send_signal(signal.SIGILL)
         until(lambda: not any(psutil.pid_exists(worker.pid) for worker in workers), "its workers have ended")
     assert first.finished_whole
     assert held.finished_whole, "the only replica came back within the time that requests wait"
     assert held.text.startswith(first.text)
+    for log in (node.log, pair.head.log):
+        assert WORKER_ENDED.search(log.read_text())

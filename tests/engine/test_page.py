@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +22,8 @@ from tests.fakes.free_ports import free_port
 
 from .browser import Browser
 from .load import Load
-from .server import MODEL, START_S, STOP_S, ServeProcess, Server, serve_command, until, write_secret
+from .nodes import NodeFleet
+from .server import MODEL, STOP_S, ServeProcess, Server, until, write_secret
 
 pytestmark = pytest.mark.long
 
@@ -34,88 +35,49 @@ MARKUP = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</scri
 ROW_WITHIN_S = 2.0
 
 
-class SimFleet:
-    """A head without engines, and nodes with simulated ones."""
-
-    def __init__(self, head: Server, nodes: list[ServeProcess]) -> None:
-        self.head = head
-        self.nodes = nodes
-        try:
-            self.head.wait()
-            until(lambda: self.head.replicas_up() == len(nodes), "all nodes serve", START_S)
-        except BaseException:
-            self.stop()
-            raise
-
-    @classmethod
-    def of_one_model(cls, model: Path, folder: Path, nodes: int, *flags: str) -> Self:
-        join = joining(folder)
-        head = Server(model, folder / "head.log", "--omni-dp-size-local", "0", *join, *flags)
-        command = [SIM, "sim", *serve_command(model, *join)[2:]]
-        return cls(head, [ServeProcess(command, folder / f"node{number}.log") for number in range(nodes)])
-
-    @classmethod
-    def of_pipeline(cls, file: Path) -> Self:
-        """One replica for each of two stages."""
-        join = joining(file.parent)
-        command = [SIM, "sim", "--omni-pipeline", str(file), *join, "--omni-stage-id"]
-        head = PipelineHead(file, *join)
-        return cls(head, [ServeProcess([*command, str(stage)], file.with_name(f"{stage}.log")) for stage in range(2)])
-
-    def stop(self) -> None:
-        for process in (*self.nodes, self.head):
-            process.tell_to_end()
-        for process in (*self.nodes, self.head):
-            process.stop()
-
-
 class PipelineHead(Server):
-    def __init__(self, file: Path, *flags: str) -> None:
-        self._uds = None
-        self.port = free_port()
-        self.url = self.admin_url = f"http://127.0.0.1:{self.port}"
-        command = [VLLM, "serve", "--omni-pipeline", str(file), "--host", "127.0.0.1", "--port", str(self.port), *flags]
-        ServeProcess.__init__(self, command, file.with_name("head.log"))
+    """A head for a pipeline's file."""
 
-
-def joining(folder: Path) -> tuple[str, ...]:
-    secret = write_secret(folder / "secret")
-    where = ("--omni-master-address", "127.0.0.1", "--omni-master-port", str(free_port()))
-    return (*where, "--omni-secret-file", str(secret))
+    def command(self, model: Path, *args: str) -> list[str]:
+        return [VLLM, "serve", "--omni-pipeline", str(model), *args]
 
 
 @pytest.fixture
-def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
-    """Two replicas behind keys."""
+def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[NodeFleet]:
+    """Two simulated replicas behind keys."""
     keys = tmp_path / "admin.keys"
     keys.touch(mode=0o600)
     keys.write_text(ADMIN_KEY)
     flags = ("--api-key", API_KEY, "--omni-admin-key-file", str(keys), "--omni-drain-timeout", "0")
-    fleet = SimFleet.of_one_model(tiny_model, tmp_path, 2, *flags)
+    fleet = NodeFleet(tiny_model, tmp_path / "guarded.log", nodes=0, sims=2, head_flags=flags)
     yield fleet
     fleet.stop()
 
 
 @pytest.fixture
-def plain_sim(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
-    """One replica, and no flags but those it needs."""
-    fleet = SimFleet.of_one_model(tiny_model, tmp_path, 1)
-    yield fleet
+def plain_sim(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
+    """A head with one simulated replica, and no flags but those it needs."""
+    fleet = NodeFleet(tiny_model, tmp_path / "plain.log", nodes=0, sims=1)
+    yield fleet.head
     fleet.stop()
 
 
 @pytest.fixture
-def pipeline(tiny_model: Path, tmp_path: Path) -> Iterator[SimFleet]:
-    """A writer and a refiner."""
+def pipeline(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
+    """The head of a writer and a refiner, with one simulated replica each."""
     file = tmp_path / "pipeline.yaml"
     common: dict[str, Any] = {"engine": "vllm", "model": str(tiny_model), "replicas": 0, "output": "text"}
     common["engine_args"] = {"max-model-len": 512, "enforce-eager": True, "dtype": "float32"}
     stages = [{"id": 0, "name": "writer", **common}]
     stages.append({"id": 1, "name": "refiner", **common, "inputs": ["writer"], "final": True})
     file.write_text(json.dumps({"stages": stages}))
-    fleet = SimFleet.of_pipeline(file)
-    yield fleet
-    fleet.stop()
+    secret = write_secret(tmp_path / "secret")
+    join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
+    node = [SIM, "sim", "--omni-pipeline", str(file), *join, "--omni-stage-id"]
+    with ExitStack() as running:
+        for stage in range(2):
+            running.push(ServeProcess([*node, str(stage)], tmp_path / f"{stage}.log"))
+        yield running.enter_context(PipelineHead(file, tmp_path / "head.log", *join))
 
 
 @pytest.fixture
@@ -146,7 +108,7 @@ def use_key(browser: Browser, key: str) -> None:
     browser.type(key)
 
 
-def test_the_page_shows_the_fleet_as_it_changes_and_changes_it(guarded: SimFleet, browser: Browser) -> None:
+def test_the_page_shows_the_fleet_as_it_changes_and_changes_it(guarded: NodeFleet, browser: Browser) -> None:
     head = guarded.head
     pictures = Path(os.environ["OMNI_PICTURES"]) if "OMNI_PICTURES" in os.environ else None
     browser.look(1280, 1100)
@@ -215,9 +177,9 @@ def click_yes(browser: Browser) -> None:
     browser.press("Enter", 13, "\r")
 
 
-def test_a_pipeline_is_shown_as_columns_and_as_a_graph(pipeline: SimFleet, browser: Browser) -> None:
+def test_a_pipeline_is_shown_as_columns_and_as_a_graph(pipeline: Server, browser: Browser) -> None:
     browser.look(1280, 1000)
-    browser.open(f"{pipeline.head.url}/omni")
+    browser.open(f"{pipeline.url}/omni")
     until(lambda: [row(browser, name) for name in ("0.0", "1.0")] == ["up", "up"], "a row in each column")
     assert browser.run("document.querySelector('#graph svg').getAttribute('aria-label')") == "Stages: writer to refiner"
     titles = "[...document.querySelectorAll('.stage h3')].map((title) => title.textContent.split(':')[0])"
@@ -227,8 +189,8 @@ def test_a_pipeline_is_shown_as_columns_and_as_a_graph(pipeline: SimFleet, brows
     assert browser.faults == []
 
 
-def test_requests_have_time_at_the_end_unless_a_second_signal_comes(plain_sim: SimFleet) -> None:
-    head = plain_sim.head
+def test_requests_have_time_at_the_end_unless_a_second_signal_comes(plain_sim: Server) -> None:
+    head = plain_sim
     with Load(head) as load, head.operator() as http, http.stream("GET", "/omni/events", headers=AS_STREAM) as viewer:
         for call, health in (("drain", 503), ("resume", 200)):
             assert http.post(f"/omni/{call}").status_code == httpx.codes.NO_CONTENT

@@ -18,7 +18,7 @@ from tests.pipeline.scenarios import cases
 
 from . import by_hand
 from .pipelines import EXAMPLES, ExampleWorld, PipelineServer, shared_example
-from .server import MODEL
+from .server import ASSIGNMENTS, MODEL
 from .servers import Servers
 
 pytestmark = pytest.mark.timeout(600)
@@ -198,7 +198,7 @@ async def test_what_happens_to_a_request(speech: PipelineServer, scenario: Any, 
 def test_a_headless_node_serves_the_vocoder(speech: PipelineServer) -> None:
     with speech.node(VOCODER), speech.drained(VOCODER):
         sound = ask(speech, modalities=BOTH, audio=VOICE).choices[0].message.audio
-        assignments = speech.by_replica_of(VOCODER, "vllm_omni_fleet:assignments_total")
+        assignments = speech.by_replica_of(VOCODER, ASSIGNMENTS)
     assert assignments[1] == 1
     assert_same_sound(pcm_of(base64.b64decode(sound.data)), spoken(speech))
 

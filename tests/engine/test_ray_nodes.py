@@ -13,8 +13,8 @@ from tests.fakes.free_ports import free_port
 
 from .load import Load
 from .ray_cluster import HAS_RAY, NO_TOKEN, RayCluster
-from .server import START_S, ServeProcess, Server, serve_command, until, write_secret
-from .test_nodes_faults import MOVES, STREAMS, TOKENS, streams, total
+from .server import MOVES, START_S, ServeProcess, Server, serve_command, until, write_secret
+from .test_nodes_faults import STREAMS, TOKENS, streams
 
 pytestmark = [
     pytest.mark.long,
@@ -22,13 +22,6 @@ pytestmark = [
     pytest.mark.skipif(not HAS_RAY, reason="needs Ray, which `make test-long` installs"),
 ]
 NODES = 2
-
-
-def ray_up(model: Path, ray: RayCluster, log: Path, *arguments: str) -> ServeProcess:
-    """`vllm-omni-plugin ray up` with the model's flags and these."""
-    program = str(Path(sys.executable).with_name("vllm-omni-plugin"))
-    options = ("--num-gpus", "0", "--address", ray.address)
-    return ServeProcess([program, "ray", "up", *options, *serve_command(model)[2:], *arguments], log, **NO_TOKEN)
 
 
 class RayFleet:
@@ -39,7 +32,9 @@ class RayFleet:
         secret = write_secret(folder / "fleet.secret")
         join = ("-oma", "127.0.0.1", "-omp", str(free_port()), "--omni-secret-file", str(secret))
         self.head = Server(model, folder / "head.log", *join, "--omni-dp-size-local", "0")
-        self.up = ray_up(model, ray, folder / "up.log", "--url", self.head.url, *join, *arguments)
+        program = str(Path(sys.executable).with_name("vllm-omni-plugin"))
+        up = [program, "ray", "up", "--num-gpus", "0", "--address", ray.address, *serve_command(model)[2:]]
+        self.up = ServeProcess([*up, "--url", self.head.url, *join, *arguments], folder / "up.log", **NO_TOKEN)
 
     def __enter__(self) -> Self:
         return self
@@ -79,26 +74,13 @@ def fleet(ray: RayCluster, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
         yield fleet
 
 
-def test_a_command_line_that_nodes_refuse_ends_the_command(ray: RayCluster, tiny_model: Path, tmp_path: Path) -> None:
-    join = ("--omni-master-address", "127.0.0.1", "--omni-master-port", "7500", "--no-such-flag")
-    up = ray_up(tiny_model, ray, tmp_path / "up.log", *join)
-    try:
-        assert up.process.wait(START_S) == 1
-    finally:
-        up.stop()
-    log = up.log.read_text()
-    assert "unrecognized arguments: --no-such-flag" in log
-    assert "the command line of nodes is refused" in log
-    assert not any(machine.nodes() for machine in ray.machines)
-
-
 def test_a_lost_machine_costs_no_token_and_its_node_is_replaced(fleet: RayFleet) -> None:
     lost = next(machine for machine in fleet.ray.machines if machine.nodes())
     with streams(fleet.head, {}):
         killed = lost.lose()
     # Those that nobody has waited for yet still count as running.
     until(lambda: not any(process.is_running() for process in killed), "all of it is gone", START_S)
-    assert total(fleet.head, MOVES) > 0
+    assert fleet.head.total(MOVES) > 0
     until(lambda: fleet.has_said("node 2: runs on"), "the node is replaced", START_S)
     fleet.wait_for_replicas(NODES)
     assert len(fleet.nodes()) == NODES
@@ -108,13 +90,13 @@ def test_the_end_of_the_command_drains_every_node(fleet: RayFleet) -> None:
     fleet.wait_for_replicas(NODES)
     nodes = fleet.nodes()
     assert len(nodes) == NODES
-    before = total(fleet.head, MOVES)
+    before = fleet.head.total(MOVES)
     with Load(fleet.head) as load:
         sent = [load.send(TOKENS, stream=True, prompt=f"number {number}") for number in range(STREAMS)]
         assert all(outcome.started.wait(60) for outcome in sent)
         fleet.up.tell_to_end()
     assert [outcome for outcome in sent if not outcome.finished_whole] == []
-    assert total(fleet.head, MOVES) == before
+    assert fleet.head.total(MOVES) == before
     assert fleet.up.process.wait(START_S) == 0
     assert [node for node in nodes if node.is_running()] == []
 

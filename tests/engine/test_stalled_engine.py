@@ -1,7 +1,6 @@
 """An engine that answers every probe while its scheduler stands still."""
 
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -9,17 +8,11 @@ import pytest
 from .conftest import stall_file
 from .load import Load
 from .nodes import NodeFleet
-from .server import MOVES, Server, until
+from .server import MOVES, until
 from .suspended import keep_to_one_core
 
 STREAMS, LONG, SHORT = 4, 900, 8
 STALLS = "vllm_omni_fleet:replica_stalls_total"
-
-
-def replicas(head: Server) -> list[dict[str, Any]]:
-    with head.http() as http:
-        listed: list[dict[str, Any]] = http.get("/omni/replicas").json()["replicas"]
-    return listed
 
 
 @pytest.mark.both_front_ends
@@ -40,7 +33,7 @@ def test_its_streams_go_on_elsewhere_and_it_serves_again_once_it_computes_a_requ
             load.wait()
         assert [outcome for outcome in sent if not outcome.finished_whole] == []
         assert head.total(MOVES) > moves
-        local, remote = replicas(head)
+        local, remote = head.replicas().values()
         assert (local["status"], local["cordons"]) == ("up", [])
         assert (remote["status"], remote["cordons"]) == ("error", ["stall"])
         assert head.by_replica(STALLS) == {**stalls, "1": stalls["1"] + 1}
@@ -48,8 +41,8 @@ def test_its_streams_go_on_elsewhere_and_it_serves_again_once_it_computes_a_requ
         file.unlink(missing_ok=True)
     until(lambda: head.replicas_up() == 2, "it serves again")
     assert engine.is_running()
-    before = replicas(head)[1]["assigned"]
+    before = head.replicas()["0.1"]["assigned"]
     with Load(head) as load:
         again = [load.send(SHORT, stream=True, prompt=f"{number} bears") for number in range(STREAMS)]
     assert [outcome for outcome in again if not outcome.finished_whole] == []
-    assert replicas(head)[1]["assigned"] > before
+    assert head.replicas()["0.1"]["assigned"] > before

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -48,66 +47,38 @@ def second(
     return head
 
 
-def complete(head: Server, tokens: int = 16) -> str:
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    with head.http(120.0) as http:
-        response = http.post("/v1/completions", json=body)
-    assert response.status_code == httpx.codes.OK, response.text
-    return str(response.json()["choices"][0]["text"])
-
-
-def replicas(head: Server) -> dict[str, Any]:
-    with head.http() as http:
-        return {row["id"]: row for row in http.get("/omni/replicas").json()["replicas"]}
-
-
 def coordinator_and_heads(head: Server) -> list[float]:
     return [value for name in SESSION for value in head.metrics(name).values()]
-
-
-@pytest.mark.long
-def test_a_replica_drained_at_one_takes_nothing_of_the_other(nodes: NodeFleet, second: Server) -> None:
-    with second.operator() as http:
-        assert http.post("/omni/replicas/0.0/drain").status_code == httpx.codes.NO_CONTENT
-        try:
-            assert replicas(nodes.head)["0.0"]["cordons"] == ["admin"]
-            before = replicas(nodes.head)["0.0"]["assigned"]
-            for _ in range(3):
-                complete(nodes.head)
-            assert replicas(nodes.head)["0.0"]["assigned"] == before
-        finally:
-            assert http.post("/omni/replicas/0.0/resume").status_code == httpx.codes.NO_CONTENT
-    assert replicas(nodes.head)["0.0"]["cordons"] == []
 
 
 @pytest.mark.parametrize("killed", [pytest.param("first", marks=pytest.mark.long), "second"])
 def test_the_streams_of_one_go_on_when_the_other_is_killed(nodes: NodeFleet, second: Server, killed: str) -> None:
     dying, living = (nodes.head, second) if killed == "first" else (second, nodes.head)
-    expected = complete(living, TOKENS)
+    expected = living.complete(prompt=PROMPT, tokens=TOKENS)
     until(lambda: coordinator_and_heads(living) == [1, 2], "it hears of the other")
     with ThreadPoolExecutor(2) as threads, Load(dying) as load:
         lost = [load.send(TOKENS, stream=True) for _ in range(2)]
-        kept = [threads.submit(complete, living, TOKENS) for _ in range(2)]
+        kept = [threads.submit(living.complete, prompt=PROMPT, tokens=TOKENS) for _ in range(2)]
         assert all(outcome.started.wait(60) for outcome in lost)
         dying.kill()
         assert [answer.result() for answer in kept] == [expected, expected]
     until(
-        lambda: sum(row["total_in_flight"] for row in replicas(living).values()) == 0,
+        lambda: sum(row["total_in_flight"] for row in living.replicas().values()) == 0,
         "nothing of the dead one is counted",
     )
     until(lambda: coordinator_and_heads(living) == [killed == "second", 1], "it says that it is alone")
-    assert complete(living, TOKENS) == expected
+    assert living.complete(prompt=PROMPT, tokens=TOKENS) == expected
     if killed == "first":
         nodes.restart_head()
         nodes.head.wait()
         nodes.wait_for_replicas(2)
-        assert complete(nodes.head, TOKENS) == expected
+        assert nodes.head.complete(prompt=PROMPT, tokens=TOKENS) == expected
 
 
 def test_a_head_that_is_drained_and_told_to_end_finishes_its_streams(
     nodes: NodeFleet, second: Server, front_end: str
 ) -> None:
-    expected = complete(nodes.head, TOKENS)
+    expected = nodes.head.complete(prompt=PROMPT, tokens=TOKENS)
     with Load(second) as load, second.operator() as http:
         streams = [load.send(TOKENS, stream=True, prompt=PROMPT, temperature=0) for _ in range(3)]
         assert all(stream.started.wait(60) for stream in streams)

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
-from .server import MODEL, Server, until
+from .server import IN_FLIGHT, MODEL, Server, until
 
 REQUESTS = 8
 
@@ -51,11 +51,6 @@ def call(server: Server, method: str, path: str, payload: dict[str, Any] | None)
     return path, response.status_code, response.text
 
 
-def completion(server: Server) -> str:
-    response = httpx.post(f"{server.url}/v1/completions", json=body(), timeout=60.0)
-    return str(response.raise_for_status().json()["choices"][0]["text"])
-
-
 def of_two_engines(path: str, status: int, text: str) -> tuple[str, int, str]:
     """The answer of one engine as two give it, as under data parallelism: all results, and all workers counted."""
     match path:
@@ -69,9 +64,9 @@ def of_two_engines(path: str, status: int, text: str) -> tuple[str, int, str]:
 
 
 def test_calls_answer_as_one_plain_engine_does(plain: Server, fleet: Server) -> None:
-    before = completion(fleet)
+    before = fleet.complete()
     assert [call(fleet, *each) for each in CALLS] == [of_two_engines(*call(plain, *each)) for each in CALLS]
-    assert completion(fleet) == completion(plain) == before
+    assert fleet.complete() == plain.complete() == before
     assert fleet.replicas_up() == 2
 
 
@@ -87,7 +82,7 @@ def test_requests_during_a_pause_are_refused_as_by_one_plain_engine(plain: Serve
         return answer.status_code, answer.json()["error"]["message"]
 
     assert refusal(fleet) == refusal(plain)
-    assert completion(fleet) == completion(plain)
+    assert fleet.complete() == plain.complete()
     assert fleet.replicas_up() == 2
 
 
@@ -95,7 +90,7 @@ def test_a_call_that_every_replica_refuses_is_an_error_and_costs_no_replica(flee
     engines = fleet.engine_pids()
     _, status, _ = call(fleet, "POST", "/collective_rpc", {"method": "no_such_method"})
     assert status == 500
-    assert completion(fleet)
+    assert fleet.complete()
     assert (fleet.replicas_up(), fleet.engine_pids()) == (2, engines)
 
 
@@ -146,4 +141,4 @@ def checksums(server: Server) -> dict[str, dict[str, str]]:
 
 
 def held_by_each(fleet: Server) -> list[float]:
-    return list(fleet.by_replica("vllm_omni_fleet:requests_in_flight").values())
+    return list(fleet.by_replica(IN_FLIGHT).values())

@@ -1,6 +1,7 @@
 """HTTP servers on loopback for tests: any, and one that gives the answers of a test and records the requests."""
 
 import json
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any, Self
@@ -14,7 +15,7 @@ class LoopbackServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, handler: Callable[..., BaseHTTPRequestHandler]) -> None:
         super().__init__(("127.0.0.1", 0), handler)
         self._thread = Thread(target=self.serve_forever, args=(0.01,))
 

@@ -270,7 +270,7 @@ async def test_invalid_calls_and_states_are_logged_and_change_nothing(
     assert await heads[0].call("is_sleeping") == ["is_sleeping"] * 2
     assert heads[0].replay == PAUSED
     assert caplog.text.count("a state of 2 stages: this head has 1") == 2
-    assert "not an operator's call: shutdown" in caplog.text
+    assert "not an operator call: shutdown" in caplog.text
 
 
 async def test_a_document_that_a_head_cannot_adopt_does_not_keep_it_trying_for_ever(

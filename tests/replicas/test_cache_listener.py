@@ -4,8 +4,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from tests.fakes.conditions import eventually
 from tests.fakes.keeping import Keep
@@ -14,6 +17,7 @@ from vllm_omni_plugin.balancing import Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.replicas.kv_events import cache_listener
 from vllm_omni_plugin.replicas.kv_events.cache_listener import listen_to_cache
+from vllm_omni_plugin.replicas.kv_events.engine_events import CacheSource, find_cache_source, publishes_cache_events
 
 TOKENS = list(range(12))
 KEYS = prompt_keys(Prompt([*TOKENS, 0]), BLOCK_SIZE)
@@ -56,18 +60,6 @@ async def test_batches_from_before_the_subscription_are_replayed(publisher: Fake
     mirror = await listen()
     await eventually(lambda: mirror.keys == set(KEYS[:2]))
     assert (mirror.complete, mirror.restarts) == (True, 1)
-
-
-async def test_a_lost_batch_is_replayed(
-    publisher: FakePublisher, listen: Listen, caplog: pytest.LogCaptureFixture
-) -> None:
-    mirror = await listen()
-    publisher.publish(stored(FIRST, 1))
-    publisher.lose(stored(SECOND, 2, parent=1))
-    publisher.publish(stored(THIRD, 3, parent=2))
-    await eventually(lambda: mirror.keys == set(KEYS))
-    assert publisher.asked == [0, 1]
-    assert (mirror.complete, mirror.restarts, warnings(caplog)) == (True, 1, [])
 
 
 async def test_after_a_permanent_loss_the_cache_is_unknown_until_it_is_cleared(
@@ -183,3 +175,63 @@ async def test_a_closed_listener_reports_nothing_and_can_be_closed_again(publish
     publisher.publish(stored(FIRST, 1))
     await asyncio.sleep(0)
     assert mirror.restarts == 0
+
+
+def ready(**publisher: Any) -> bytes:
+    return msgspec.msgpack.encode({"num_gpu_blocks": 9, "kv_events_config": publisher or None, "dtype": "float32"})
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        pytest.param(
+            {"endpoint": "ipc:///run/a", "replay_endpoint": "ipc:///run/b", "publisher": "zmq"},
+            CacheSource("ipc:///run/a", "ipc:///run/b", "", 9),
+            id="ours",
+        ),
+        pytest.param(
+            {"endpoint": "tcp://*:5557", "replay_endpoint": None, "topic": "kv"},
+            CacheSource("tcp://127.0.0.1:5557", None, "kv", 9),
+            id="the user's, without replay",
+        ),
+        pytest.param(
+            {"endpoint": "tcp://[::]:5557", "replay_endpoint": "tcp://127.0.0.1:5558"},
+            CacheSource("tcp://[::1]:5557", "tcp://127.0.0.1:5558", "", 9),
+            id="the user's, on every address",
+        ),
+    ],
+)
+def test_a_local_publisher_is_found(said: dict[str, Any], found: CacheSource) -> None:
+    assert publishes_cache_events(ready(**said))
+    assert find_cache_source(ready(**said)) == found
+
+
+@pytest.mark.parametrize("response", [ready(), b"", b'"ready"', msgspec.msgpack.encode([1])])
+def test_an_engine_without_a_publisher_is_ignored(response: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    assert not publishes_cache_events(response)
+    assert listen_to_cache(response, lambda _: None, "replica 0") is None
+    assert caplog.records == []
+    assert find_cache_source(response) is None
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://collector:5557", "inproc://events", "ipx://nonsense", "tcp://*:nonsense"])
+async def test_an_unusable_publisher_is_logged_with_its_address(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = ready(endpoint=endpoint)
+    assert publishes_cache_events(response)
+    assert listen_to_cache(response, lambda _: None, "replica 0") is None
+    (record,) = caplog.records
+    assert "replica 0" in record.getMessage()
+    assert endpoint.replace("*", "127.0.0.1") in record.getMessage()
+
+
+async def test_a_listener_without_a_socket_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with zmq.Context() as context:
+        context.max_sockets = 1
+        monkeypatch.setattr(zmq.Context, "instance", lambda: context)
+        with context.socket(zmq.SUB):
+            assert listen_to_cache(ready(endpoint="tcp://*:5557"), lambda _: None, "replica 0") is None
+    assert "Too many open files" in caplog.text

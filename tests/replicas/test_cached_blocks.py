@@ -9,7 +9,7 @@ from vllm_omni_plugin.balancing import CacheChange, Prompt
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.replicas.kv_events.cached_blocks import CachedBlocks
-from vllm_omni_plugin.replicas.kv_events.engine_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_events
+from vllm_omni_plugin.replicas.kv_events.engine_events import BlockRemoved, BlockStored, decode_events
 
 SIZE = 4
 TOKENS = list(range(100, 112))
@@ -73,13 +73,6 @@ def test_the_last_event_of_a_block_in_a_batch_counts() -> None:
     assert names.apply([removed(1), stored(1), removed(1)]) == CacheChange(removed=KEYS[:1])
 
 
-def test_a_clear_event_drops_all_earlier_blocks() -> None:
-    names = CachedBlocks()
-    names.apply([stored(1, 2, 3)])
-    assert names.apply([removed(3), AllBlocksCleared(), stored(1)]) == CacheChange(stored=KEYS[:1], restart=True)
-    assert names.copies == 1
-
-
 @pytest.mark.parametrize(
     "event",
     [
@@ -118,12 +111,6 @@ def test_a_removal_from_other_memory_is_ignored() -> None:
 def test_a_malformed_batch_is_refused(batch: bytes) -> None:
     with pytest.raises(WireError, match="batch of cache events"):
         decode_events(batch)
-
-
-def test_unknown_fields_of_a_batch_are_ignored() -> None:
-    event = msgspec.structs.asdict(stored(1)) | {"type": "BlockStored", "lora_id": None, "session_id": "s", "new": [1]}
-    (decoded,) = decode_events(msgspec.msgpack.encode([1.0, [event], 3]))
-    assert CachedBlocks().apply([decoded]).stored == KEYS[:1]
 
 
 @pytest.mark.parametrize(

@@ -43,17 +43,6 @@ async def peer() -> Peer:
     return Peer()
 
 
-async def test_each_call_gets_its_own_reply(peer: Peer) -> None:
-    first = await peer.open_call("one", 1)
-    second = await peer.open_call("two")
-    (first_id, *first_call), (second_id, *_) = peer.link.calls
-    assert first_call == ["one", [1]]
-    peer.link.answer(second_id, "second")
-    peer.link.answer(first_id, ["first"])
-    assert (await first, await second) == (["first"], "second")
-    assert peer.outputs == []
-
-
 async def test_replies_with_other_ids_are_ignored_and_a_refusal_is_an_error(peer: Peer) -> None:
     call = await peer.open_call("one")
     call_id = peer.link.calls[0][0]
@@ -67,16 +56,6 @@ async def test_replies_with_other_ids_are_ignored_and_a_refusal_is_an_error(peer
     with pytest.raises(ReplicaError, match="no such method"):
         await call
     assert peer.deaths == []
-
-
-async def test_a_reply_to_a_cancelled_call_is_ignored(peer: Peer) -> None:
-    call = await peer.open_call("one")
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert repr(peer.client).endswith("alive, 0 calls>")
-    peer.link.answer(peer.link.calls[0][0])
-    assert (peer.outputs, peer.deaths) == ([], [])
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xff\xfe", b"[]", b'{"outputs": 3}', b'{"utility_output": {"call_id": 0}}'])
@@ -155,13 +134,6 @@ async def test_closing_the_client_cancels_the_grace_timer(
     assert peer.deaths == ["closed"]
 
 
-async def test_outputs_of_a_dead_replica_are_ignored(peer: Peer) -> None:
-    peer.client.mark_dead("distrusted")
-    peer.link.output("a")
-    peer.link.report(3)
-    assert peer.outputs == []
-
-
 async def test_a_failed_send_marks_the_replica_dead_in_the_loops_next_turn(peer: Peer) -> None:
     peer.link.broken = True
     for _ in range(2):
@@ -182,25 +154,6 @@ async def test_a_call_that_cannot_be_sent_leaves_no_unretrieved_error() -> None:
         await peer.client.call("one")
     gc.collect()
     assert unretrieved == []
-
-
-async def test_close_closes_the_link_and_fails_open_calls(peer: Peer) -> None:
-    call = await peer.open_call("one")
-    peer.client.close()
-    with pytest.raises(ReplicaError, match="closed"):
-        await call
-    assert peer.link.closed
-
-
-async def test_messages_that_arrive_in_a_pause_are_read_on_resume_or_drain(peer: Peer) -> None:
-    peer.client.pause_reading()
-    peer.link.report(1)
-    assert peer.outputs == []
-    peer.client.drain()
-    assert [outputs.scheduler_stats for outputs in peer.outputs] == [1]
-    peer.link.report(2)
-    peer.client.resume_reading()
-    assert [outputs.scheduler_stats for outputs in peer.outputs] == [1, 2]
 
 
 async def test_an_interruption_fails_calls_but_not_probes(peer: Peer) -> None:

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from tests.fakes.conditions import eventually
-from tests.fakes.engines import connect, receive
+from tests.fakes.engines import connect
 from tests.fakes.keeping import Keep
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.links.link import IpcLink
@@ -44,13 +44,6 @@ class Ends:
 @pytest.fixture
 def ends(tmp_path: Path, keep: Keep) -> Ends:
     return keep(Ends(tmp_path))
-
-
-async def test_messages_pass_in_both_directions(ends: Ends) -> None:
-    ends.requests.send(b"ready")
-    assert receive(ends.link.input_socket)[1] == b"ready"
-    ends.link.send((b"kind", b"body"))
-    assert receive(ends.requests) == [b"kind", b"body"]
 
 
 async def test_sending_to_an_engine_that_never_connected_is_an_error(tmp_path: Path, keep: Keep) -> None:

@@ -29,8 +29,6 @@ from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.control.lease_messages import (
-    PROTOCOL_VERSION,
-    Attach,
     AttachRefused,
     Detach,
     DrainReplica,
@@ -93,23 +91,6 @@ def head(keep: Keep) -> RemoteHead:
 @pytest.fixture
 async def server(keep: Keep) -> FakeServer:
     return keep(FakeServer())
-
-
-async def test_attaching_sends_the_configuration_and_waits_for_an_answer_of_the_engine(
-    head: RemoteHead, server: FakeServer
-) -> None:
-    async with head.attached(server.info) as replica:
-        attach = server.control_messages[0]
-        assert isinstance(attach, Attach)
-        assert (attach.protocol, attach.incarnation, attach.head_id) == (PROTOCOL_VERSION, 1, "head")
-        assert attach.fingerprint == {"dtype": "bfloat16"}
-        assert replica.ready_response == b"ready"
-        replica.client.add_request(FakeRequest("a"), "a-1")
-        await eventually(lambda: len(server.received) == 2)
-        call, add = server.received
-        assert b"is_sleeping" in call[2]
-        assert (call[0], call[1], call[-1]) == (IDENTITY, b"utility", b"%d" % CLIENT_INDEX)
-        assert (add[0], add[1], add[-1]) == (IDENTITY, b"add", b"%d" % CLIENT_INDEX)
 
 
 @pytest.mark.parametrize(("current", "known"), [(7, 7), (0, 1)], ids=["of the lease", "of an older server"])
@@ -378,6 +359,7 @@ async def test_ends_with_a_common_secret_connect(
     async with head.attached(server.info) as replica:
         replica.client.add_request(FakeRequest("a"), "a-1")
         await eventually(lambda: len(server.received) == 2)
+        assert [(frames[0], frames[-1]) for frames in server.received] == [(IDENTITY, b"%d" % CLIENT_INDEX)] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.admission import load_admission
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplaceAdmission
-from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, result_of
 
 logger = init_logger(__name__)
 
@@ -28,7 +27,8 @@ class AdmissionFile:
     async def reload(self) -> list[str]:
         """Reload the file, here and in the other API servers; returns the changed values, one line each.
 
-        Waiting requests keep their places. Raises ConfigError if the file has an error; the previous config then stays.
+        Waiting requests keep their places. Raises ConfigError if the file has an error (the previous config then
+        stays), QueueClosedError if the server is about to end.
         """
         changes = await self._load()
         self._reload_others()

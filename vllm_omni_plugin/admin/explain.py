@@ -6,12 +6,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import Candidate, Prompt, Task
 from vllm_omni_plugin.errors import NoExplanationError, OmniError
 from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Explain, Explanation
+from vllm_omni_plugin.orchestrator.requests.thread_queue import result_of
 
 PromptReader = Callable[[str | list[int], str | None], Awaitable[Prompt]]
 """Tokenizes a text for a model, or takes token ids; None is the base model. Raises `BadPromptError` and

@@ -10,7 +10,7 @@ DRAINING = "This server is drained by an operator and takes no new requests. Ple
 
 
 class HeadDrain:
-    """Whether an operator drains this head, including all API servers of its command."""
+    """Whether an operator drains this head, with all API servers of its command. `begin` and `end` are idempotent."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events

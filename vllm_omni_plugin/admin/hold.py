@@ -60,9 +60,9 @@ class Hold:
     async def wait(self, disconnected: Callable[[], Coroutine[Any, Any, None]], has_key: bool) -> bool:
         """Wait until the fleet can serve or the client has disconnected; returns whether it is still connected.
 
-        `disconnected` returns when the client has disconnected, or raises an error that ends the wait. Raises
-        NoReplicaError if the time is up, too many requests or bytes wait, the server takes no requests, or this one has
-        no valid key.
+        `disconnected` returns when the client has disconnected, or raises an error that ends the wait; it is cancelled
+        when the wait ends. Raises NoReplicaError if the time is up, too many requests or bytes wait, the server takes
+        no requests, or this one needs a key and has no valid one.
         """
         if reason := self.closed_reason():
             raise self._refuse(reason)
@@ -117,8 +117,9 @@ class HoldMiddleware:
     """Holds POST requests to inference paths by `app.state.omni_hold`; says why a health check fails.
 
     A refusal is a 503 with `Retry-After` in the format of OpenAI's errors. Any other 503 of these paths gets the same
-    header, because vLLM's error handlers set none. `has_key` is asked since vLLM does not check the keys of all paths,
-    and requests without a key must not take the places of requests with one.
+    header, because vLLM's error handlers set none. `paths` are below the root path. `has_key`, also true if the server
+    needs no key, is asked since vLLM does not check the keys of all paths, and requests without a key must not take the
+    places of requests with one.
     """
 
     def __init__(self, app: ASGIApp, paths: frozenset[str], has_key: Callable[[Headers], bool]) -> None:

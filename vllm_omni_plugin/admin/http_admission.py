@@ -94,7 +94,7 @@ def _tenant(headers: Headers, names: Sequence[str]) -> str:
 
 
 class DeferredResponse:
-    """A response whose start may be held back, made by one or several requests to the fleet.
+    """A response whose start may wait, made by one or several requests to the fleet.
 
     If its requests may be refused while they wait (`deferred`), the start is buffered until a request was submitted and
     then something follows the start. Until then a `refusal` can still replace the response. `arrived` is in monotonic
@@ -153,9 +153,9 @@ class AdmissionMiddleware:
     """Refuses requests before the application sees them, and turns later refusals into the correct status.
 
     vLLM starts a stream before an engine has any output. This middleware holds the start back, so that a request that
-    is refused while it waits gets 429 or 503 with `Retry-After`, also for a stream. It needs
-    `app.state.omni_admission`. vLLM does not check the keys of all paths, so a client for whom `has_key` is false
-    counts for no tenant.
+    is refused while it waits gets 429 or 503 with `Retry-After`, also for a stream. It handles POST requests to
+    `paths`, below the root path, if `app.state.omni_admission` exists. vLLM does not check the keys of all paths, so a
+    client for whom `has_key` is false counts for no tenant; it is true if the server needs no key.
     """
 
     def __init__(self, app: ASGIApp, paths: frozenset[str], has_key: Callable[[RequestHeaders], bool]) -> None:

@@ -5,12 +5,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, OmniError, ReplicaError
 from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
+from vllm_omni_plugin.orchestrator.requests.thread_queue import result_of
 
 Action = Literal["drain", "resume", "remove"]
 

@@ -46,7 +46,11 @@ NO_QUEUE = QueuePosition("", 0.0, 0.0, False)
 
 
 class TenantReport(NamedTuple):
-    """Metrics of one tenant, or of several together. `served_tokens` are counted when a request ends."""
+    """Metrics of one tenant, or of several together. `in_flight` requests wait or run.
+
+    `served_tokens`: of prompts and answers of requests that ended while the tenant was in the file; in the report of
+    the others, while it was not.
+    """
 
     waiting: Backlog
     in_flight: int
@@ -93,7 +97,8 @@ class Admission:
     ) -> Ticket | RequestRefusedError:
         """Give a request its place in the order, or refuse it because its tenant is at a limit.
 
-        `tokens` are of the prompt. The deadline counts from `submitted_at`, by default from now.
+        `priority` is OpenAI's, 0 if the request has none; `tokens` are of the prompt. The deadline counts from
+        `submitted_at`, in monotonic seconds, by default from now.
         """
         account = self._accounts.get_or_create(terms.tenant)
         refusal = self._limit_refusal(account, now)

@@ -16,7 +16,8 @@ from vllm_omni_plugin.errors import did_you_mean
 class QueueBounds(msgspec.Struct, frozen=True, kw_only=True):
     """How much may wait, at all heads together; None: no bound.
 
-    `max_wait` is in seconds until the last one would start, at the rate at which this head's queue moves.
+    `max_waiting_tokens` are of prompts. `max_wait` is in seconds until the last one would start, at the rate at which
+    this head's queue moves.
     """
 
     max_waiting_requests: int | None = None

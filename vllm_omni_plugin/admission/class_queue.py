@@ -37,8 +37,9 @@ class ClassQueue:
     change it; any thread may read attributes and call methods that change nothing.
 
     `virtual_time` is the earliest start tag of a new request: the lowest tag of the waiting requests or, if none wait,
-    the highest tag of a request that has started. In a single queue of requests the two are the same. `weight` is that
-    of the waiting tenants together, `highest_load` that of the tenant with the most tokens per weight.
+    the highest tag of a request that has started. In a single queue of requests the two are the same. `last_arrival` is
+    in monotonic seconds; `tokens` are of prompts; `weight` is that of the waiting tenants together, `highest_load` that
+    of the tenant with the most tokens per weight.
     """
 
     def __init__(self) -> None:

@@ -42,9 +42,9 @@ class Ticket(Struct, order=True):
     Lower classes and lower `priority`, OpenAI's as vLLM reads it, start first; then the lower `start_tag`, the virtual
     start time in the fair order of the class, in tokens per weight; then `number`, which increases at a head.
 
-    An engine must have the request by `send_by`, and its first token must come by `deadline`: monotonic seconds or
-    infinity. `cost` is estimated, in tokens of prompt and answer, until the answer's length is known; the tenant's next
-    request starts later by `virtual_cost`, the cost per weight.
+    `tokens` are of the prompt. An engine must have the request for the first time by `send_by`, and its first token
+    must come by `deadline`: monotonic seconds or infinity. `cost` is estimated, in tokens of prompt and answer, until
+    the answer's length is known; the tenant's next request starts later by `virtual_cost`, the cost per weight.
     """
 
     class_index: int

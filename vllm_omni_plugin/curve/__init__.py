@@ -7,13 +7,14 @@ from vllm_omni_plugin.curve.secrets import (
     HANDSHAKE_MS,
     PLAIN_USERNAME,
     Secrets,
+    new_secret,
     require_key,
     require_password,
     secure_client,
     secure_server,
+    user_secret,
     why_refused,
 )
-from vllm_omni_plugin.curve.user_secret import new_secret, user_secret
 from vllm_omni_plugin.curve.zap_handler import NO_CREDENTIAL, ZapHandler
 
 __all__ = [

@@ -57,11 +57,7 @@ class HandshakeMonitor:
     """
 
     def __init__(
-        self,
-        reader: zmq.Socket[Any],
-        name: str,
-        refusals: RefusalLog,
-        on_last_disconnect: Callable[[], object] | None,
+        self, reader: zmq.Socket[Any], name: str, refusals: RefusalLog, on_last_disconnect: Callable[[], object] | None
     ) -> None:
         self.reader = reader
         self._name = name

@@ -1,11 +1,14 @@
-"""The secret file, the CURVE keys derived from it, and sockets that require or use them.
+"""Secret files, one of which all processes of a user share, the CURVE keys derived from them, and sockets with these.
 
 The end that binds a socket is its CURVE server: the coordinator, or a replica server.
 """
 
 import errno
 import hashlib
+import os
+import secrets
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +17,8 @@ from zmq.utils import z85
 
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.key_file import read_key_file
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.user_folder import folder_paths, open_user_folder
 
 FLAG = "--omni-secret-file"
 MIN_SECRET_CHARS = 16
@@ -31,8 +36,14 @@ HANDSHAKE_FRAME_BYTES = 512
 CURVE_BYTES = 64
 Socket = zmq.Socket[Any]
 
+logger = init_logger(__name__)
+# The secret of fleets on loopback, which other users can reach, too.
+_NAME = "loopback.secret"
+
 
 class KeyPair(NamedTuple):
+    """One CURVE key pair in Z85, 40 characters each."""
+
     public: bytes
     secret: bytes
 
@@ -74,6 +85,7 @@ class Secrets:
         return self._keys(0, "server", role)
 
     def peer_server_key(self, role: str, attempt: int) -> bytes:
+        """The public key of a server that uses the secret number ``attempt``, modulo `count`; as in `client_keys`."""
         return self._keys(attempt, "server", role).public
 
     def client_keys(self, role: str, attempt: int) -> KeyPair:
@@ -132,3 +144,43 @@ def _require_zap(socket: Socket, domain: str) -> None:
     socket.zap_domain = domain.encode()
     # Without it libzmq would admit everybody while the context has no ZAP handler.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def user_secret() -> str:
+    """Return this user's secret, created if there is none, as a path (see `keep_in_memory`). Raises `ConfigError`."""
+    problems: list[str] = []
+    usable: list[Path] = []
+    for path in folder_paths():
+        try:
+            with open_user_folder(path) as folder:
+                return keep_in_memory(folder.read(_NAME))
+        except FileNotFoundError:
+            usable.append(path)
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            logger.warning("%s: the secret of links on loopback is not looked for there.", problems[-1])
+    for path in usable:
+        try:
+            with open_user_folder(path, create=True) as folder:
+                folder.create(_NAME, secrets.token_urlsafe(32))
+                return keep_in_memory(folder.read(_NAME))
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+    raise ConfigError(
+        f"there is no place for the secret of links on loopback ({'; '.join(problems)}): give all processes of the "
+        f"fleet the same {FLAG}, or accept that every user here can use and harm it, with --omni-insecure"
+    )
+
+
+def new_secret() -> str:
+    """Return a new random secret as a path, see `keep_in_memory`."""
+    return keep_in_memory(secrets.token_urlsafe(32))
+
+
+@cache
+def keep_in_memory(secret: str) -> str:
+    """Return a path, for this user's processes, of a copy that nobody can delete while this process lives."""
+    descriptor = os.memfd_create("omni-secret")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, secret.encode())
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

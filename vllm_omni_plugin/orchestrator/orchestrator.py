@@ -105,15 +105,17 @@ class Orchestrator:
         # The loop's time beside its handle: uvloop's handle for a time that has passed has no `when`.
         self._timer: tuple[float, asyncio.Handle] | None = None
         self._closed = False
-        prefills, fed = set[int](), set[int]()
+        prefill_stages, downstream_stages = set[int](), set[int]()
         self.entry_pool = stage_pools[0]
         if input_builder is not None:
             pipeline = input_builder.pipeline
             self.async_chunk = any(stage.async_chunk for stage in pipeline.stages)
-            prefills = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
+            prefill_stages = {stage.id for stage in pipeline.stages if stage.output is Modality.KV_CACHE}
             # A stage whose only input is a prefill may also get requests directly from the client.
-            fed = {stage.id for stage in pipeline.stages if {up.id for up in pipeline.upstream(stage)} - prefills}
-            needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefills
+            downstream_stages = {
+                stage.id for stage in pipeline.stages if {up.id for up in pipeline.upstream(stage)} - prefill_stages
+            }
+            needed = {stage.id for stage in pipeline.needed_for(pipeline.default_modalities)} - prefill_stages
             self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
             self.entry_pool = stage_pools[pipeline.entry.id]
         gate = None
@@ -121,7 +123,7 @@ class Orchestrator:
             gate = AdmissionGate(self.entry_pool, admission_config, self.metrics, clock)
         self.admission = None if gate is None else gate.admission
         self.stage_calls = tuple(
-            StageCalls(pool, self.distrust, self._hold_back, self.uncordon) for pool in stage_pools
+            StageCalls(pool, self.distrust, self._cordon_for_weights, self.uncordon) for pool in stage_pools
         )
         head = HeadContext(clock, self.metrics, self._wake_at, MoveBudget(clock), gate)
         self._dispatchers, self._stalls = list[Dispatcher](), list[StallWatch]()
@@ -129,8 +131,8 @@ class Orchestrator:
             stalls = StallWatch(api, stall_timeout, calls.is_halted, self._wake_at, clock)
             self._stalls.append(stalls)
             # A prefill that cannot be assigned at once is skipped: the decode stage computes the prompt.
-            limit, wait = (0, 0.0) if pool.stage_id in prefills else (migration_limit, replica_wait)
-            rules = StageRules(limit, wait, has_upstream=pool.stage_id in fed)
+            limit, wait = (0, 0.0) if pool.stage_id in prefill_stages else (migration_limit, replica_wait)
+            rules = StageRules(limit, wait, has_upstream=pool.stage_id in downstream_stages)
             self._dispatchers.append(Dispatcher(pool=pool, api=api, head=head, rules=rules, stalls=stalls))
         self._requests: RequestOwner[Any]
         if input_builder is None:
@@ -231,7 +233,7 @@ class Orchestrator:
                 f"its model cannot {task!r}: its stage needs 'sampling: {{task: ...}}' with one of {known}"
             )
         stage = self.stage_calls[member.stage_id]
-        self._hold_back(member, not await stage.bring_up_to_date(member, client, sleeps))
+        self._cordon_for_weights(member, not await stage.bring_up_to_date(member, client, sleeps))
         # Last: another replica may have begun to serve meanwhile.
         self.stage_pools[member.stage_id].check_length(member, size)
 
@@ -327,7 +329,7 @@ class Orchestrator:
             queue_position = self.admission.queue_position(question.terms, question.priority, self._clock())
         return self.stage_pools[question.stage_id].explain(question.task, queue_position)
 
-    def _hold_back(self, member: PoolMember, waits: bool) -> None:
+    def _cordon_for_weights(self, member: PoolMember, waits: bool) -> None:
         """Cordon a replica until it has got a complete weight update, or uncordon it."""
         if not waits:
             self.uncordon(member, WEIGHTS_CORDON)

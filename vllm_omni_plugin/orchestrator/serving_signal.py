@@ -3,7 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+
+from vllm_omni_plugin.other_loop import call_on
 
 
 class ServingSignal:
@@ -32,6 +33,4 @@ class ServingSignal:
         """A replica has begun to serve: wake all who wait."""
         with self._lock:
             for loop, changed in self._waiting:
-                # A loop may have ended.
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(changed.set)
+                call_on(loop, changed.set)

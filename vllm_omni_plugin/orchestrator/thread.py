@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from typing import Any
 
 import uvloop
@@ -14,6 +13,7 @@ from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplica
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.fleet_control import FleetControl
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
+from vllm_omni_plugin.other_loop import call_on
 from vllm_omni_plugin.vllm_api.launch.spawning import EXIT_TIMEOUT_S
 
 logger = init_logger(__name__)
@@ -99,10 +99,7 @@ class OrchestratorThread:
             if not self._thread.is_alive():
                 return
             self._running.wait()
-            if self._loop is not None:
-                # The loop may have ended.
-                with suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(self._request_stop, timeout)
+            call_on(self._loop, self._request_stop, timeout)
             self._thread.join((EXIT_TIMEOUT_S if timeout is None else timeout) + _THREAD_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error("The orchestrator thread did not end in time; it ends with the process.")

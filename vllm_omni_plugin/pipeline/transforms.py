@@ -45,11 +45,7 @@ def prompt_embeds(outputs: Mapping[str, StageOutput], transfer: Transfer) -> Any
 
 
 _BUILT_IN: Mapping[str, Transform] = MappingProxyType(
-    {
-        BuiltInTransform.TOKENS: tokens,
-        BuiltInTransform.TEXT: text,
-        BuiltInTransform.PROMPT_EMBEDS: prompt_embeds,
-    }
+    {BuiltInTransform.TOKENS: tokens, BuiltInTransform.TEXT: text, BuiltInTransform.PROMPT_EMBEDS: prompt_embeds}
 )
 
 

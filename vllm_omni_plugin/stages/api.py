@@ -73,13 +73,7 @@ class PythonStageApi(StageApi):
             raise StageInputError(f"Stage '{self._stage.name}': it is not a model and has no logprobs.")
 
     def build(
-        self,
-        source: Any,
-        given: StageInput,
-        sampling: Mapping[str, Any],
-        *,
-        for_client: bool,
-        part: InputPart = WHOLE,
+        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, for_client: bool, part: InputPart = WHOLE
     ) -> StageRequest:
         # The client's sampling parameters are not used: a Python stage does not sample.
         try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.contract.pipeline_http.app import spoken
 from vllm_omni_plugin.integration.core_client.pipeline_calls import ActivePipelineCall, register_request
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
 
@@ -22,6 +23,21 @@ async def requests(*ids: str, then: Callable[[], Any] = lambda: None) -> AsyncGe
         register_request(request_id)
         yield request_id
     then()
+
+
+async def test_it_ends_when_the_answer_and_all_requests_have() -> None:
+    aborted: list[Any] = []
+    running = ActivePipelineCall(wanted, aborted.append)
+
+    def end() -> None:
+        running.call.put(ENDED)
+        running.call.put(spoken("late"))
+        running.call.put(ENDED)
+
+    async with asyncio.timeout(10):
+        items = [item async for item in running.run(requests("a", "b", then=end))]
+    assert items == ["a", "b", ENDED, spoken("late"), ENDED]
+    assert aborted == []
 
 
 async def test_an_error_of_the_answer_is_raised_also_if_its_last_request_ends_in_the_same_moment() -> None:

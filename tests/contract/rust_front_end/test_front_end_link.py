@@ -1,7 +1,6 @@
 """Between the front end's sockets and the orchestrator: all messages, and a front end that is replaced."""
 
 import asyncio
-import os
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -33,17 +32,6 @@ from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElse
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft, RequestFailed
 
 from .played import READY, PlayedFrontEnd, RustFleet
-
-
-async def test_outputs_of_a_request_come_back_under_its_id(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
-    await front_end.add("a-1")
-    await fleet.has("a-1")
-    fleet.say("a-1", 5)
-    fleet.say("a-1", 6, finish=FinishReason.LENGTH)
-    first, last = [await front_end.read_output() for _ in range(2)]
-    assert (first.request_id, first.new_token_ids, first.finish_reason) == ("a-1", [5], None)
-    assert (last.request_id, last.new_token_ids, last.finish_reason) == ("a-1", [6], FinishReason.LENGTH)
-    await fleet.has()
 
 
 async def test_an_abort_ends_the_work_of_its_request_only(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
@@ -139,18 +127,6 @@ async def test_an_output_that_the_front_end_cannot_read_fails_its_request_only(
     assert (good.request_id, good.new_token_ids, good.stop_reason) == ("b-1", [6], 6)
 
 
-async def test_a_closed_head_refuses_new_requests_only(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
-    await front_end.add("a-1")
-    await fleet.has("a-1")
-    fleet.why_closed = "the fleet drains"
-    await front_end.add("b-1")
-    refused = await front_end.read_output()
-    assert (refused.request_id, refused.finish_reason) == ("b-1", FinishReason.ERROR)
-    assert refused.error is not None
-    assert (refused.error.message, refused.error.retryable) == ("the fleet drains", True)
-    await fleet.has("a-1")
-
-
 async def test_rules_that_fail_fail_their_request_only(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
     def fail(request: Any) -> None:
         raise KeyError(request.request_id)
@@ -187,26 +163,6 @@ async def test_a_failed_request_says_why(
     output = await front_end.read_output()
     assert (output.request_id, output.new_token_ids, output.finish_reason) == ("a-1", [], FinishReason.ERROR)
     assert output.error == RequestError(code, str(error), retryable)
-
-
-async def test_without_a_replica_a_request_is_refused(sockets: Path) -> None:
-    async with RustFleet(replicas=0) as fleet, PlayedFrontEnd(sockets) as front_end:
-        fleet.link.connect(front_end.addresses, READY)
-        await front_end.greeted()
-        await front_end.add("a-1")
-        output = await front_end.read_output()
-        assert output.error is not None
-        assert output.error.retryable
-        await fleet.has()
-
-
-async def test_a_call_goes_to_all_replicas(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
-    fleet.answer_with(lambda link, call_id, method, args: link.answer(call_id, link is fleet.links[1]))
-    await front_end.call(1, "reset_prefix_cache", False, False)
-    answer = (await front_end.read()).utility_output
-    assert (answer.call_id, answer.failure_message, answer.result.result) == (1, None, False)
-    for link in fleet.links.values():
-        assert [(method, args) for _, method, args in link.calls] == [("reset_prefix_cache", [False, False])]
 
 
 async def test_a_call_that_fails_is_answered_with_the_reason(fleet: RustFleet, front_end: PlayedFrontEnd) -> None:
@@ -355,23 +311,6 @@ async def test_another_thread_ends_it(fleet: RustFleet, front_end: PlayedFrontEn
         fleet.link.connect(second.addresses, READY)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(second.greeted(), 0.05)
-
-
-async def test_front_ends_that_were_replaced_leave_no_file_open(fleet: RustFleet, sockets: Path) -> None:
-    def open_files() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    async with PlayedFrontEnd(sockets) as front_end:
-        fleet.link.connect(front_end.addresses, READY)
-        await front_end.greeted()
-        fleet.link.disconnect()
-        before = open_files()
-        for _ in range(5):
-            fleet.link.connect(front_end.addresses, READY)
-            await front_end.greeted()
-            fleet.link.disconnect()
-        # ZMQ closes them in a thread of its own.
-        await eventually(lambda: open_files() <= before, "closed files")
 
 
 async def test_it_may_be_closed_before_it_serves(fleet: RustFleet) -> None:

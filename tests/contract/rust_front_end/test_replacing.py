@@ -5,7 +5,6 @@ import errno
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -23,16 +22,6 @@ from .head import HERE, Head, answers_itself, is_running, started_head
 
 CUT_OFF = (httpx.RemoteProtocolError, httpx.ReadError)
 """Errors of a client whose connection has been accepted."""
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The flags of a server with a certificate."""
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = str(folder / "key"), str(folder / "certificate")
-    subject = ["-subj", "/CN=localhost", "-days", "1", "-keyout", key, "-out", certificate]
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject], check=True, timeout=60)
-    return ["--ssl-keyfile", key, "--ssl-certfile", certificate]
 
 
 @pytest.fixture
@@ -158,19 +147,6 @@ async def test_stop_refuses_new_connections_and_lets_requests_finish(head: Head)
     assert not any(map(is_running, head.processes))
 
 
-async def test_after_stop_it_may_be_ended_at_once(head: Head) -> None:
-    running = head.ask_later()
-    [request_id] = await head.requested()
-    link, engine_id = head.fleet.run_of(request_id)
-    head.front_end.stop()
-    head.front_end.kill()
-    await asyncio.wait_for(head.running, 10)
-    await head.fleet.has()
-    assert link.aborted == [engine_id]
-    with pytest.raises(CUT_OFF):
-        await running
-
-
 async def test_nothing_is_left(tiny_model: Path, sockets: Path) -> None:
     before = os.listdir("/proc/self/fd")
     async with started_head(tiny_model) as head:
@@ -182,15 +158,12 @@ async def test_nothing_is_left(tiny_model: Path, sockets: Path) -> None:
     await eventually(lambda: len(os.listdir("/proc/self/fd")) <= len(before), "closed files")
 
 
-async def test_at_a_unix_socket(tiny_model: Path, sockets: Path, tmp_path: Path) -> None:
-    async with started_head(tiny_model, "--uds", str(sockets / "http")) as head:
-        answers_itself(head.fleet)
-        os.kill(head.serving, signal.SIGKILL)
-        assert (await head.ask()).status_code == 200
-
-
-async def test_with_tls(tiny_model: Path, sockets: Path, certificate: list[str]) -> None:
-    async with started_head(tiny_model, *certificate) as head:
+@pytest.mark.parametrize("where", ["Unix socket", "TLS"])
+async def test_the_standby_serves_at_the_same_place(
+    tiny_model: Path, sockets: Path, certificate: list[str], where: str
+) -> None:
+    flags = certificate if where == "TLS" else ["--uds", str(sockets / "http")]
+    async with started_head(tiny_model, *flags) as head:
         answers_itself(head.fleet)
         os.kill(head.serving, signal.SIGKILL)
         assert (await head.ask()).status_code == 200

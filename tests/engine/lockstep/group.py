@@ -18,7 +18,7 @@ from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServe
 from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
-from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
+from vllm_omni_plugin.vllm_api.launch.spawning import NodeShare
 
 from .executor import EXECUTOR, additional_config
 from .heads import FINGERPRINT

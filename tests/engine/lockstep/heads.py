@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Self
 
 import msgspec
@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from tests.engine.experts import RANKS
+from tests.sim.protocol.requests import request
 from vllm_omni_plugin.coordinator import ReplicaInfo
 from vllm_omni_plugin.replicas.remote.remote_replica import (
     AttachRefusedError,
@@ -22,6 +23,7 @@ from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 FINGERPRINT = {"model": "experts"}
 _ANSWER_S = 20.0
+_ids = itertools.count()
 
 
 class FrontEnd:
@@ -29,7 +31,6 @@ class FrontEnd:
 
     def __init__(self, name: str) -> None:
         self.ranks: list[RemoteReplica] = []
-        self.reports: list[tuple[int, Any]] = []
         self._lost: set[int] = set()
         self._all_lost = asyncio.Event()
         self._name = name
@@ -57,11 +58,12 @@ class FrontEnd:
             replica.close()
         self.ranks = []
 
-    def send(self, rank: int, request: Any) -> "asyncio.Future[list[int]]":
-        """Submit a request; the tokens of its answer."""
-        self._tokens[request.request_id] = []
-        answer = self._answers[request.request_id] = asyncio.get_running_loop().create_future()
-        self.ranks[rank].client.add_request(request, request.request_id)
+    def send(self, rank: int, tokens: int = 4) -> "asyncio.Future[list[int]]":
+        """Submit a request for an answer of so many tokens; these tokens."""
+        request_id = f"request-{next(_ids)}"
+        self._tokens[request_id] = []
+        answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
+        self.ranks[rank].client.add_request(request(request_id, 8, max_tokens=tokens), request_id)
         return answer
 
     async def all_lost(self) -> None:
@@ -69,9 +71,9 @@ class FrontEnd:
         async with asyncio.timeout(_ANSWER_S):
             await self._all_lost.wait()
 
-    async def ask(self, rank: int, request: Any) -> list[int]:
+    async def ask(self, rank: int, tokens: int = 4) -> list[int]:
         async with asyncio.timeout(_ANSWER_S):
-            return await self.send(rank, request)
+            return await self.send(rank, tokens)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all ranks at once, as a head does."""
@@ -82,9 +84,7 @@ class FrontEnd:
         async with asyncio.timeout(_ANSWER_S):
             while True:
                 try:
-                    replica = await attach_remote(
-                        info, rank, settings, partial(self._receive, rank), lambda status: None
-                    )
+                    replica = await attach_remote(info, rank, settings, self._receive, lambda status: None)
                     replica.on_lost = lambda reason: self._lose(rank)
                     return replica
                 except AttachRefusedError as error:
@@ -97,9 +97,7 @@ class FrontEnd:
         if len(self._lost) == RANKS:
             self._all_lost.set()
 
-    def _receive(self, rank: int, outputs: Any) -> None:
-        if outputs.scheduler_stats is not None:
-            self.reports.append((rank, outputs.scheduler_stats))
+    def _receive(self, outputs: Any) -> None:
         for output in outputs.outputs:
             self._tokens[output.request_id] += output.new_token_ids
             answer = self._answers[output.request_id]
@@ -125,11 +123,11 @@ class Waves:
     """Subscribes to a group's coordinator as vLLM's own front end does.
 
     Attributes:
-        heard: when what was published.
+        heard: what was published.
     """
 
     def __init__(self, address: str) -> None:
-        self.heard: list[tuple[float, Publication]] = []
+        self.heard: list[Publication] = []
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.XSUB)
         self._socket.connect(address)
@@ -148,7 +146,7 @@ class Waves:
         seen = len(self.heard)
         async with asyncio.timeout(_ANSWER_S):
             while True:
-                for _, publication in self.heard[seen:]:
+                for publication in self.heard[seen:]:
                     if condition(publication):
                         return publication
                 seen = len(self.heard)
@@ -163,6 +161,5 @@ class Waves:
 
     async def _listen(self) -> None:
         while True:
-            publication = msgspec.msgpack.decode(await self._socket.recv(), type=Publication)
-            self.heard.append((asyncio.get_running_loop().time(), publication))
+            self.heard.append(msgspec.msgpack.decode(await self._socket.recv(), type=Publication))
             self._changed.set()

@@ -18,7 +18,7 @@ from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
 from tests.replicas.server.heads import Head
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
+from vllm_omni_plugin.replicas.engine.engine_keeper import FirstStarts
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
 

@@ -67,16 +67,6 @@ async def test_a_replica_has_the_id_that_heads_know_also_at_a_new_coordinator(
     assert (await node.up()).replica_id == 7
 
 
-async def test_two_heads_have_different_slots(node: Node) -> None:
-    async with node.attached() as first, node.attached() as second:
-        slot = second.attached.client_index
-        assert slot != 0
-        node.engine.send_tokens(0, *["first"] * 100)
-        node.engine.send_tokens(slot, *["second"] * 100)
-        assert await second.read_ids(100) == ["second"] * 100
-        assert await first.read_ids(100) == ["first"] * 100
-
-
 async def test_a_server_keeps_what_its_engine_was_told_and_passes_it_on_to_the_other_heads(node: Node) -> None:
     async with node.attached() as first, node.attached() as second:
         assert first.attached.told == NOTHING_TOLD
@@ -261,12 +251,6 @@ async def test_a_second_lease_of_a_head_ends_the_first(head: Head, node: Node) -
     assert await head.renew() == Expired(former.lease)
     head.attached = current
     assert isinstance(await head.renew(), Status)
-
-
-async def test_requests_with_outputs_on_an_unleased_slot_are_aborted(node: Node) -> None:
-    await node.up()
-    node.engine.send_tokens(2, *[f"r{number}" for number in range(5000)])
-    await eventually(lambda: len(node.engine.aborted) == 5000)
 
 
 async def test_bursts_longer_than_every_queue_arrive_complete_and_in_order(node: Node) -> None:

@@ -58,22 +58,6 @@ async def test_a_head_receives_all_cached_blocks_and_later_changes(
         assert (mirror.keys, mirror.complete) == (set(), True)
 
 
-async def test_two_heads_receive_changes_independently(
-    publisher: FakePublisher, node: Node, make_head: MakeHead
-) -> None:
-    info = await node.up()
-    first, second = Mirror(), Mirror()
-    async with make_head().attached(info) as one:
-        one.subscribe_cache(first.apply)
-        publisher.publish(stored(TOKENS, 1, 2))
-        await eventually(lambda: first.keys == set(KEYS))
-        async with make_head().attached(info) as other:
-            other.subscribe_cache(second.apply)
-            await eventually(lambda: second.keys == set(KEYS))
-            publisher.publish(removed(1, 2))
-            await eventually(lambda: not first.keys and not second.keys)
-
-
 async def test_a_head_that_attaches_again_receives_all_blocks_again(
     publisher: FakePublisher, node: Node, make_head: MakeHead
 ) -> None:

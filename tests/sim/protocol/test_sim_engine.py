@@ -15,7 +15,6 @@ from tests.sim.protocol.heads import FAST, Head
 from tests.sim.protocol.requests import LONG, request
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.replicas.engine.running_engine import Engine
-from vllm_omni_plugin.sim import sim_engine
 from vllm_omni_plugin.vllm_api.codecs import sim_protocol
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
@@ -23,10 +22,6 @@ from vllm_omni_plugin.vllm_api.versions.differences import PAUSE_REFUSES
 
 def ended(head: Head) -> dict[str, FinishReason]:
     return {output.request_id: output.finish_reason for output in head.outputs if output.finished}
-
-
-def broken(*args: Any) -> Any:
-    raise RuntimeError("broken")
 
 
 def tokens(head: Head, request_id: str) -> list[int]:
@@ -109,13 +104,24 @@ async def dies_of(head: Head, replica: Engine, reason: str) -> None:
     assert process.exit_reason() in head.deaths[0]
 
 
-async def test_a_duplicate_id_kills_the_engine_with_notice_as_in_vllm(replica: Engine, head: Head) -> None:
-    for _ in range(2):
-        replica.client.add_request(request("a", max_tokens=LONG), "a")
-    await dies_of(head, replica, "duplicate request id a")
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        pytest.param([request("a", max_tokens=LONG)] * 2, "duplicate request id a", id="a duplicate id, as in vLLM"),
+        pytest.param(
+            [request("good", max_tokens=LONG), request("bad", allowed_token_ids=[-1])], "OverflowError", id="a step"
+        ),
+    ],
+)
+async def test_a_request_kills_the_engine_with_notice(
+    replica: Engine, head: Head, asked: list[Any], reason: str
+) -> None:
+    for each in asked:
+        replica.client.add_request(each, each.request_id)
+    await dies_of(head, replica, reason)
 
 
-async def test_an_invalid_request_kills_the_engine(head: Head) -> None:
+async def test_an_invalid_message_kills_the_engine(head: Head) -> None:
     class Garbling(EngineApi):
         def encode_add(self, *args: Any, **kwargs: Any) -> Any:
             return (b"\x00", b"garbage")
@@ -125,17 +131,11 @@ async def test_an_invalid_request_kills_the_engine(head: Head) -> None:
     await dies_of(head, replica, "")
 
 
-async def test_a_request_that_breaks_a_step_kills_the_engine_with_notice(replica: Engine, head: Head) -> None:
-    replica.client.add_request(request("good", max_tokens=LONG), "good")
-    replica.client.add_request(request("bad", allowed_token_ids=[-1]), "bad")
-    await dies_of(head, replica, "OverflowError")
+async def test_an_output_that_cannot_be_made_kills_the_engine(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("broken")
 
-
-@pytest.mark.parametrize(("module", "name"), [(sim_protocol, "output"), (sim_engine, "to_request")])
-async def test_an_exception_with_an_output_or_a_message_kills_the_engine(
-    head: Head, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
-) -> None:
-    monkeypatch.setattr(module, name, broken)
+    monkeypatch.setattr(sim_protocol, "output", broken)
     replica = await head.start()
     replica.client.add_request(request(), "a")
     await dies_of(head, replica, "RuntimeError('broken')")

@@ -63,10 +63,7 @@ METRICS = (
         "leave the queue. Missing before a first output.",
         "livemax",
     ),
-    _gauge(
-        "requests_queued{class}",
-        "This head's requests in the wait queue; a part of `requests_waiting`.",
-    ),
+    _gauge("requests_queued{class}", "This head's requests in the wait queue; a part of `requests_waiting`."),
     _gauge(
         "class_expected_wait_seconds{class}",
         "Seconds until an engine would begin a new request at the end of its class's queue.",
@@ -77,19 +74,13 @@ METRICS = (
         "Requests refused on arrival or while they waited. `in_flight`, `token_rate`: a limit of the tenant; "
         "`queue_full`, `pushed_out`: others had precedence; `deadline`: too late.",
     ),
-    _counter(
-        "idle_while_waiting",
-        "Times a replica had begun all its requests while requests waited at the head.",
-    ),
+    _counter("idle_while_waiting", "Times a replica had begun all its requests while requests waited at the head."),
     _gauge(
         "tenant_requests_waiting{tenant}",
         "Requests that wait at this head, by tenants of the admission file; `other`: all others.",
     ),
     _gauge("tenant_requests_in_flight{tenant}", "Requests of these tenants that wait or run."),
-    _counter(
-        "tenant_tokens{tenant}",
-        "Prompt and answer tokens of ended requests.",
-    ),
+    _counter("tenant_tokens{tenant}", "Prompt and answer tokens of ended requests."),
     _gauge(
         "tenant_weight{tenant}",
         "Weight of these tenants; while all wait, `tenant_tokens` grows in proportion.",
@@ -105,18 +96,14 @@ METRICS = (
         "Share of prompt tokens of this head's requests found in prefix caches, 0 to 1, over some 30 s.",
         "livemostrecent",
     ),
-    _counter(
-        "assignments{stage,replica}",
-        "Requests assigned to a replica.",
-    ),
+    _counter("assignments{stage,replica}", "Requests assigned to a replica."),
     _counter("dispatches{stage,replica}", "`assignments_total` under its name of version 0.1, for this version only."),
     _gauge(
         "requests_in_flight{stage,replica}",
         "This head's requests charged to a replica; exact. May be summed over heads.",
     ),
     _gauge(
-        "prefill_tokens{stage,replica}",
-        "Prompt tokens of this head's requests that the replica must still compute.",
+        "prefill_tokens{stage,replica}", "Prompt tokens of this head's requests that the replica must still compute."
     ),
     _gauge(
         "decode_tokens{stage,replica}",
@@ -135,30 +122,22 @@ METRICS = (
         "replica_stalls{stage,replica}",
         "Times that this head took a replica out because it computed nothing for `--omni-stall-timeout`.",
     ),
-    _counter(
-        "decisions{stage,policy,reason}",
-        "Requests assigned to a replica, by the reason of the decision.",
-    ),
+    _counter("decisions{stage,policy,reason}", "Requests assigned to a replica, by the reason of the decision."),
     _counter(
         "decision_fallbacks{stage,policy,fallback}",
         "Requests assigned although the policy could not apply its full rule, by cause; `policy-fault`: it failed.",
     ),
     _counter(
-        "matched_tokens",
-        "Prompt tokens expected in the cache, for requests whose engine reported cached tokens.",
+        "matched_tokens", "Prompt tokens expected in the cache, for requests whose engine reported cached tokens."
     ),
-    _counter(
-        "cached_tokens",
-        "Prompt tokens that engines reported as cached, for the same requests.",
-    ),
+    _counter("cached_tokens", "Prompt tokens that engines reported as cached, for the same requests."),
     _gauge(
         "requests_held{where}",
         "Requests that wait: because no replica serves, `http` before they are accepted, `fleet` after; `move`: "
         "their replica is lost; `paused`: engines are paused.",
     ),
     _counter(
-        "request_moves{way}",
-        "Requests moved because their replica was lost, by `restart`, `resume` or `replay`.",
+        "request_moves{way}", "Requests moved because their replica was lost, by `restart`, `resume` or `replay`."
     ),
     _counter("tokens_swallowed", "Tokens that replays repeated and that were dropped."),
     _counter("replays_diverged", "Replays that did not repeat the delivered tokens."),

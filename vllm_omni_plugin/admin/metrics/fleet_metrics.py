@@ -38,13 +38,13 @@ def all_totals(orchestrator: Orchestrator) -> Iterator[StageTotals]:
     """The totals of each stage. Requests that wait before they are accepted count for the first stage they need."""
     metrics, first = orchestrator.metrics, orchestrator.needed_pools[0]
     for pool in orchestrator.stage_pools:
-        unsent = sum(metrics.waiting_in[pool.stage_id]())
-        yield _totals(pool, unsent + (metrics.held_before_accept if pool is first else 0))
+        waiting_here = sum(metrics.waiting_in[pool.stage_id]())
+        yield _totals(pool, waiting_here + (metrics.held_before_accept if pool is first else 0))
 
 
-def _totals(pool: StagePool, unsent: int) -> StageTotals:
+def _totals(pool: StagePool, waiting_here: int) -> StageTotals:
     queued = [(member.ledger.waiting, len(member.in_flight)) for member in pool.members]
-    waiting = unsent + sum(unbegun for unbegun, _ in queued)
+    waiting = waiting_here + sum(unbegun for unbegun, _ in queued)
     rate = pool.flow.leaving_rate
     return StageTotals(
         pool.stage_id,

@@ -21,7 +21,10 @@ connections are open."""
 
 
 class EventStreamResponse(StreamingResponse):
-    """Sends server-sent events; closes the connection of a viewer who does not read them. Always closes `chunks`."""
+    """Sends server-sent events; closes the connection of a viewer who does not read them. Always closes `chunks`.
+
+    Raises an `HTTPException` if `broadcast` is full.
+    """
 
     media_type = MEDIA_TYPE
 

@@ -12,6 +12,7 @@ from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.server_sent import COMMENT, message
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.event_log import EventLog, FleetEvent
+from vllm_omni_plugin.other_loop import call_on
 
 logger = init_logger(__name__)
 
@@ -61,6 +62,7 @@ class FleetBroadcast:
         return self._view.state()
 
     def events(self, after: str = "") -> list[FleetEvent]:
+        """See `EventLog.after`."""
         return self._log.after(after)
 
     async def stream(self, after: str = "", *, with_state: bool = False) -> AsyncGenerator[bytes]:
@@ -98,7 +100,7 @@ class FleetBroadcast:
         # A producer that was cancelled before its first step did not run its `finally`.
         if not self.is_producing:
             loop = asyncio.get_running_loop()
-            self._log.on_event = partial(self._notify_threadsafe, loop)
+            self._log.on_event = partial(call_on, loop, self._notify)
             self._producer = loop.create_task(self._produce(), name="omni-broadcast")
 
     async def _turns(self) -> AsyncIterator[None]:
@@ -110,11 +112,6 @@ class FleetBroadcast:
             yield
             with suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), _CHECK_EVERY * self._tick)
-
-    def _notify_threadsafe(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Another thread may add an event after this loop is closed.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._notify)
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -33,10 +33,7 @@ class TokenRates:
     """Computes rates from readings of vLLM's counters, if there are any. `before_reading` brings them up to date."""
 
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        clock: Callable[[], float],
-        before_reading: Callable[[], None] = lambda: None,
+        self, registry: CollectorRegistry, clock: Callable[[], float], before_reading: Callable[[], None] = lambda: None
     ) -> None:
         self._counters = registry.restricted_registry(_COUNTERS)
         self._clock = clock

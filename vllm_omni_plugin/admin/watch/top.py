@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from vllm_omni_plugin.errors import ServerUnavailableError
 
-_COLUMNS = ("ID", "STATUS", "REQUESTS", "WAIT", "TOKENS", "KV", "TOKENS/S", "HITS", "BEAT", "RESTARTS", "CORDONS")
+_COLUMNS = ("ID", "STATUS", "REQUESTS", "WAIT", "TOKENS", "KV", "TOKENS/S", "HITS", "HEARTBEAT", "RESTARTS", "CORDONS")
 _REQUESTS = ("unfinished", "queued", "held", "moved", "lost", "refused")
 _FORMER_NAMES = {"held_back": "cordons", "in_flight": "total_in_flight", "dispatched": "assigned"}
 _EVENTS = 10

@@ -41,11 +41,7 @@ class LeastTokensBalancer(DecidingBalancer):
     binds_late = True
 
     def __init__(
-        self,
-        *,
-        decode_weight: float = DECODE_WEIGHT,
-        kv_tokens: float = KV_TOKENS,
-        rng: random.Random | None = None,
+        self, *, decode_weight: float = DECODE_WEIGHT, kv_tokens: float = KV_TOKENS, rng: random.Random | None = None
     ) -> None:
         self._decode_weight = number("decode_weight", decode_weight, 0, 10)
         self._kv_tokens = number("kv_tokens", kv_tokens, 0)

@@ -22,9 +22,9 @@ class OmniCoordClientForStage:
     """Registers one replica: UP at once, then an event for each change, and heartbeats.
 
     One thread owns the socket; all methods are thread-safe. A coordinator that is away is no error: it gets the
-    registration as soon as there is a connection. See `ReplicaEvent` for the fields. `heartbeat_interval` must be less
-    than a third of the coordinator's timeout. The client's thread calls `on_unreachable`, which must not block, with
-    each new reason, and with "" once the coordinator is reached.
+    registration as soon as there is a connection. See `ReplicaEvent` for the fields. `heartbeat_interval`, in
+    seconds, must be less than a third of the coordinator's timeout. The client's thread calls `on_unreachable`, which
+    must not block, with each new reason, and with "" once the coordinator is reached.
 
     Raises `ConfigError` for an unusable address or interval, `WireError` if the registration would be refused.
     """
@@ -77,11 +77,7 @@ class OmniCoordClientForStage:
         return self._link.connected
 
     def update_info(
-        self,
-        status: ReplicaStatus | None = None,
-        queue_length: int | None = None,
-        *,
-        new_incarnation: bool = False,
+        self, status: ReplicaStatus | None = None, queue_length: int | None = None, *, new_incarnation: bool = False
     ) -> None:
         """Send what is given; with ``new_incarnation`` the replica has restarted, and heads must attach again.
 
@@ -91,7 +87,7 @@ class OmniCoordClientForStage:
             raise ValueError("at least one of status and queue_length must be given")
         with self._lock:
             if self._closed:
-                raise RuntimeError("the stage client is closed")
+                raise RuntimeError("the announcing client is closed")
             if new_incarnation:
                 self._last = replace(self._last, incarnation=_next_incarnation(self._last.incarnation), sequence=0)
             self._queue_event(
@@ -110,7 +106,7 @@ class OmniCoordClientForStage:
         """Send DOWN, waiting up to 2 s for it to be sent, and close. Raises RuntimeError when called again."""
         with self._lock:
             if self._closed:
-                raise RuntimeError("the stage client is closed already")
+                raise RuntimeError("the announcing client is closed already")
             self._closed = True
             self._queue_event("update", ReplicaStatus.DOWN, self._last.queue_length)
             self._link.wake()

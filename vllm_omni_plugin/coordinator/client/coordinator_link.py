@@ -30,8 +30,8 @@ class CoordinatorLink:
     """Owns one socket, and opens a new one after a failed handshake, which libzmq may never repeat.
 
     All methods except `wake` belong to one thread. The secrets are tried in turn, and all again after 1 s; ``refused``:
-    all handshakes have failed. ``on_change`` gets each new reason why there is no authenticated connection, and "" when
-    there is one.
+    all handshakes have failed; ``connected``: the current one has succeeded. Invalid frames are dropped. ``on_change``
+    gets each new reason why there is no authenticated connection, and "" when there is one.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class CoordinatorLink:
         self._wakeup.set()
 
     def send_all(self, frames: deque[bytes]) -> bool:
+        """Send and remove ``frames`` while there is a connection with room. Returns whether none is left."""
         try:
             # Only while connected: the frames in a socket are lost if another secret must be tried.
             while frames and self.connected:

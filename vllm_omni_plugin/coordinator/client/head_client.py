@@ -30,7 +30,9 @@ class OmniCoordClientForHead:
 
     One thread owns the socket; all methods are thread-safe. It calls ``on_event``, after a `Welcome` of which the head
     must report its work in full, and ``on_unreachable``, with the reason while there is no session and "" once there is
-    one. Neither may block. A coordinator that is away is no error: the last list remains valid.
+    one. Neither may block. A coordinator that is away is no error: the last list remains valid, and the work of the
+    other heads is unknown. ``head_id`` is unique among all heads, with 128 characters at most. ``heartbeat_interval``
+    is in seconds; more than 1 counts as 1.
 
     Raises `ConfigError` for an address or interval that cannot be used, `WireError` for such a ``head_id``.
     """

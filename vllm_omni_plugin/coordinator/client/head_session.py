@@ -73,6 +73,7 @@ class HeadSession:
                 self._add(WorkReport(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))
 
     def send(self, message: CallMessageFromHead) -> bool:
+        """Send a message. Returns False, and sends none, without a session."""
         if self._is_open:
             self._add(message)
         return self._is_open

@@ -62,7 +62,11 @@ class CoordinatorProcess:
         self.pid = self._popen.pid
 
     def wait_ready(self, timeout: float) -> tuple[str, str]:
-        """Block until the coordinator runs; return its addresses. Raises `ConfigError` or `OmniError`."""
+        """Block until the coordinator runs; return the addresses of its ROUTER and its PUB.
+
+        Raises `ConfigError` for its arguments, `OmniError` if it ended otherwise or is not ready in ``timeout``
+        seconds.
+        """
         if not self._poll.poll(timeout * 1000):
             raise OmniError(f"the coordinator process was not ready after {timeout} s")
         line = self._stdout.readline()

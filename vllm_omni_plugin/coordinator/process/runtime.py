@@ -34,7 +34,8 @@ class OmniCoordinatorRuntime:
 
     Arguments as of `OmniCoordinator`; without ``settle_time`` it is the time, at most 5 s, in which replicas register
     again: they may have run with the coordinator of a head that this one replaces. Each new process reads
-    ``secret_file`` again. Subscribers get a free port of 127.0.0.1.
+    ``secret_file`` again. Subscribers get a free port of 127.0.0.1. A process that does not answer for
+    ``answer_timeout`` seconds is killed and restarted.
 
     Raises `ConfigError` for its arguments or the secret file, `OmniError` if the first process fails otherwise.
     """

@@ -1,4 +1,4 @@
-"""Operators' calls: which of them heads tell each other, how they change the fleet's document, and what they leave."""
+"""Operator calls: which of them heads tell each other, how they change the fleet's document, and what they leave."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,7 +66,7 @@ def decode(method: str, arguments: list[Any]) -> tuple[Any, ...]:
     """Return the arguments that `encode` wrote. Raises `WireError`. What only an engine reads is left to the engine."""
     if method not in _TYPES:
         if method not in _CHANGES and method not in _WITHOUT_STATE:
-            raise WireError(f"not an operator's call: {method}")
+            raise WireError(f"not an operator call: {method}")
         return tuple(arguments)
     try:
         args: tuple[Any, ...] = msgspec.convert(arguments, _TYPES[method])
@@ -76,6 +76,7 @@ def decode(method: str, arguments: list[Any]) -> tuple[Any, ...]:
 
 
 def leaves_state(method: str, args: Sequence[Any]) -> bool:
+    """Whether a call changes the document."""
     return method in _CHANGES and (method != "collective_rpc" or args[0] in _WEIGHT_UPDATES)
 
 

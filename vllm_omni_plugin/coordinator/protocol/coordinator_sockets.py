@@ -71,7 +71,10 @@ _LINK_EVENTS = LINK_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONN
 
 
 def bind_router(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
-    """Return the bound ROUTER. Sending raises EAGAIN if the peer's queue is full, EHOSTUNREACH if the peer is gone."""
+    """Return the bound ROUTER. Raises `ConfigError`.
+
+    Sending raises `zmq.ZMQError`: EAGAIN if the peer's queue is full, EHOSTUNREACH if the peer is gone.
+    """
     router = context.socket(zmq.ROUTER)
     router.maxmsgsize = MAX_HEAD_FRAME_BYTES
     router.rcvhwm = RECEIVE_QUEUE_FRAMES
@@ -84,6 +87,7 @@ def bind_router(context: Context, address: str, secrets: Secrets | None, zap_han
 
 
 def bind_pub(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
+    """Return the bound XPUB, from which subscriptions can be read. Raises `ConfigError`."""
     pub = context.socket(zmq.XPUB)
     pub.maxmsgsize = MAX_SUBSCRIPTION_BYTES
     pub.rcvhwm = RECEIVE_QUEUE_FRAMES
@@ -118,7 +122,10 @@ def open_sub(context: Context) -> Socket:
 
 
 def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attempt: int) -> Socket:
-    """Connect with the secret number ``attempt``; return the monitor, which must be read while the socket is open."""
+    """Connect with the secret number ``attempt``, and return the socket's monitor. Raises `ConfigError`.
+
+    The monitor must be read while the socket is open, or libzmq blocks.
+    """
     socket.ipv6 = "[" in address
     socket.heartbeat_ivl = LINK_CHECK_MS
     socket.heartbeat_ttl = LINK_TTL_MS

@@ -1,4 +1,4 @@
-"""The document of what should be so in the fleet. Operators' calls change it, and all heads have the same one.
+"""The document of what should be so in the fleet. Operator calls change it, and all heads have the same one.
 
 Each change gives the document the next version. Of two documents the one of the later version counts (`is_later`): at
 the coordinator, at a head, and at a replica server, which keeps what its engine was told.

@@ -75,7 +75,7 @@ class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
 class Hello(Struct, frozen=True, tag="hello"):
     """Opens a session. The head repeats it until it gets `Welcome` or `SessionRefused`.
 
-    If lost: it is repeated with each beat until it is answered.
+    If lost: it is repeated every second until it is answered.
     """
 
     head_id: HeadId

@@ -41,6 +41,7 @@ class DropLog:
         return {reason.value: self._counts[reason] for reason in DropReason}
 
     def record(self, reason: DropReason, peer: str, detail: str) -> None:
+        """Count one dropped frame of the peer with this network address."""
         self._counts[reason] += 1
         if (peer, reason) in self._logged or len(self._logged) >= self._max_peers:
             return

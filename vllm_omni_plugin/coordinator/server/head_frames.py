@@ -23,12 +23,7 @@ from vllm_omni_plugin.errors import WireError
 class HeadFrames:
     """Connects the ROUTER with `ConnectedHeads`. For the coordinator's thread. ``head_info`` answers a query."""
 
-    def __init__(
-        self,
-        heads: ConnectedHeads,
-        router: Socket,
-        head_info: Callable[[HeadQuery], HeadInfo],
-    ) -> None:
+    def __init__(self, heads: ConnectedHeads, router: Socket, head_info: Callable[[HeadQuery], HeadInfo]) -> None:
         self._heads = heads
         self._router = router
         self._head_info = head_info

@@ -131,7 +131,10 @@ class OmniCoordinator:
             return self._snapshot(self._clock())
 
     def publish_replica_list_update(self) -> bool:
-        """Request that the list is published. False if closed, or not at once, since the last is under 0.1 s old."""
+        """Request that the list is published; return whether this is done at once.
+
+        False if closed, or if the last list is less than 0.1 s old: then one more follows 0.1 s after it.
+        """
         with self._lock:
             if self._closing:
                 return False

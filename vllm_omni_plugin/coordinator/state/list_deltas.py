@@ -5,11 +5,7 @@ from collections.abc import Iterable
 from msgspec import Raw
 
 from vllm_omni_plugin.coordinator.protocol.control_messages import ReplicaInfo, ReplicaKey, ReplicaList
-from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    FullList,
-    ListDelta,
-    encode_to_head,
-)
+from vllm_omni_plugin.coordinator.protocol.head_messages import FullList, ListDelta, encode_to_head
 from vllm_omni_plugin.coordinator.state.membership_table import Change, Member, MembershipTable
 from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 
@@ -72,7 +68,7 @@ class ListDeltas:
 
 
 def replica_list(members: Iterable[Member], replica_ids: ReplicaIds, now: float, wall_now: float) -> ReplicaList:
-    """Return the list to publish, in the order of `ReplicaKey`. Both times are the same moment, see `ListDeltas`."""
+    """Return the list to publish, in the order of `ReplicaKey`. ``now`` (monotonic) is ``wall_now``, in seconds."""
     replicas: list[ReplicaInfo] = []
     no_new_work: list[ReplicaInfo] = []
     for member in sorted(members, key=lambda member: ReplicaKey.of(member.event)):
@@ -105,7 +101,7 @@ KEEP_ALIVE_INTERVAL = 5.0
 
 
 class PublishSchedule:
-    """At most one list per interval, at least one per `KEEP_ALIVE_INTERVAL`, none before ``quiet_until``. Seconds."""
+    """At most one list per interval, one per `KEEP_ALIVE_INTERVAL` or more, none before ``quiet_until`` (monotonic)."""
 
     def __init__(self, now: float, quiet_until: float, min_interval: float = MIN_INTERVAL) -> None:
         self._min_interval = min_interval

@@ -63,6 +63,7 @@ class NumberBook:
         return self._numbers[scoped]
 
     def release(self, key: ReplicaKey) -> None:
+        """A replica is gone. Its number is remembered."""
         scoped = self._claimed.pop(key, None)
         if scoped is not None:
             del self._holders[scoped]

@@ -1,4 +1,4 @@
-"""Operators' calls at the coordinator: passed on from head to head, and the fleet's document with them."""
+"""Operator calls at the coordinator: passed on from head to head, and the fleet's document with them."""
 
 from collections.abc import Sequence
 

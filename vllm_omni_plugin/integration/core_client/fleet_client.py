@@ -50,9 +50,10 @@ _NO_ELASTIC_EP = "Elastic expert parallelism does not apply to a fleet of --omni
 class FleetClient(UtilityCallClient):
     """Implements vLLM's engine-core client for all replicas. Used on AsyncLLM's event loop, except where stated.
 
-    It owns the started fleet, and sets the values that engines determine at their start (KV blocks, ...) in AsyncLLM's
-    `vllm_config`. Labels of replicas that join later are added to `engine_ranks_managed`. With `resources.engine_dead`,
-    AsyncLLM never serves again; it stays False when all replicas are lost, since they come back.
+    It owns the started fleet, whose local `ready_responses` are by stage, and sets the values that engines determine at
+    their start (KV blocks, ...) in AsyncLLM's `vllm_config`. Labels of replicas that join later are added to
+    `engine_ranks_managed`. With `resources.engine_dead`, AsyncLLM never serves again; it stays False when all replicas
+    are lost, since they come back.
     """
 
     def __init__(

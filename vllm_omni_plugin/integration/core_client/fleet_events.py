@@ -43,9 +43,10 @@ FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, Engine
 class FleetEventHandler:
     """Applies events of the orchestrator to AsyncLLM's parts. Used on AsyncLLM's loop.
 
-    `abort` takes AsyncLLM's ids; `report_unusable` reports an output that cannot be processed to the orchestrator.
-    `sender` is the engine index of the outputs that AsyncLLM processes now. The handlers of `responses`, by request id,
-    hold the only strong references to them. `spans` is None without tracing.
+    `abort` takes AsyncLLM's ids; `kv_event_sources` are by engine index; `report_unusable` reports an output that
+    cannot be processed to the orchestrator. `sender` is the engine index of the outputs that AsyncLLM processes now.
+    The handlers of `responses`, by request id, hold the only strong references to them. `spans` is None without
+    tracing.
     """
 
     def __init__(

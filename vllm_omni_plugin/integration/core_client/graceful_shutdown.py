@@ -10,6 +10,7 @@ from typing import Any
 from vllm_omni_plugin.errors import SHUTTING_DOWN, NoReplicaError
 from vllm_omni_plugin.integration.core_client.request_failures import to_http
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded
+from vllm_omni_plugin.other_loop import call_on
 
 _ANSWER_S = 1.0
 """Seconds at least that AsyncLLM has to process the last outputs, even if less of the time for requests is left."""
@@ -69,13 +70,13 @@ class GracefulShutdown:
         """
         self.ending = True
         loop_in_other_thread = self.loop_in_other_thread
-        self._on_loop(self._ending_event.set)
+        call_on(self._loop, self._ending_event.set)
         if not timeout or not loop_in_other_thread:
             return timeout
         left = finish(timeout)
         if left:
             began_at = time.monotonic()
-            self._on_loop(self.outputs_processed)
+            call_on(self._loop, self.outputs_processed)
             self._all_processed.wait(max(left, _ANSWER_S))
             left = max(0.0, left - (time.monotonic() - began_at))
         return left
@@ -85,13 +86,7 @@ class GracefulShutdown:
 
     def abort_all(self) -> None:
         """Abort all requests. Otherwise vLLM's server would wait for their connections forever."""
-        self._on_loop(self._abort_all)
-
-    def _on_loop(self, do: Any) -> None:
-        # The loop may be closed.
-        with suppress(RuntimeError):
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(do)
+        call_on(self._loop, self._abort_all)
 
     def _abort_all(self) -> None:
         # AsyncLLM's construction may have failed before `bind`.

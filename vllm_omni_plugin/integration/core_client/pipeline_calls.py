@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from vllm_omni_plugin.admin.http_admission import current_response
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCall, PipelineCallEnded, StageEvent
+from vllm_omni_plugin.other_loop import call_on
 
 T = TypeVar("T")
 
@@ -78,9 +79,8 @@ class ActivePipelineCall:
             self._items.put_nowait(chunk)
 
     def _put(self, event: StageEvent | PipelineCallEnded) -> None:
-        # Called on the orchestrator's thread, which must not fail if this loop is closed.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._received, event)
+        # Called on the orchestrator's thread.
+        call_on(self._loop, self._received, event)
 
     def _received(self, event: StageEvent | PipelineCallEnded) -> None:
         if isinstance(event, PipelineCallEnded):

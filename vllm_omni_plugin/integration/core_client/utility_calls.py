@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_omni_plugin.admin.replies import result_of
 from vllm_omni_plugin.coordinator.protocol.call_effects import ABORT_CLIENT_REQUESTS, FORGET_LORA, HEAD_CALLS
 from vllm_omni_plugin.errors import OmniError, RanksUnknownError
 from vllm_omni_plugin.integration.core_client.request_failures import to_http
@@ -17,7 +16,7 @@ from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CallReplicas
-from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, result_of
 from vllm_omni_plugin.vllm_api.codecs.message_filter import ALLOWED_CALLS
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter, adapter_of
 

@@ -15,11 +15,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan, own_numbers, stage_plans
-from vllm_omni_plugin.integration.options.listening import (
-    bind_address,
-    coordinator_address,
-    with_secret,
-)
+from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, with_secret
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, OrchestratorThread, SessionListener, StagePool
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
@@ -47,7 +43,8 @@ class Fleet:
     """Owns the coordinator process, this head's session with it, and the orchestrator thread with the local replicas.
 
     A head that joins a fleet, as each of several API servers does, has a session with another process's coordinator and
-    no local replicas. Raises ConfigError if a stage cannot be served as configured, or the coordinator cannot listen.
+    no local replicas. It has no `coordinator`, nor has a fleet that nothing can join. Raises ConfigError if a stage
+    cannot be served as configured, or the coordinator cannot listen.
     """
 
     def __init__(

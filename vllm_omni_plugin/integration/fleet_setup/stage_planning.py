@@ -25,7 +25,7 @@ from vllm_omni_plugin.vllm_api.engine_messages.moving import has_custom_logits_p
 from vllm_omni_plugin.vllm_api.launch.engine_launch import assign_devices, divide_cores
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
-from vllm_omni_plugin.vllm_api.launch.node_share import DeviceTurns, NodeShare
+from vllm_omni_plugin.vllm_api.launch.spawning import DeviceTurns, NodeShare
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_params import set_server_defaults
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 

@@ -90,6 +90,7 @@ class ApiServerSupervisor:
                 os.kill(process.pid, signum)
 
     def kill(self) -> None:
+        """Kill all servers, after `stop` has been called."""
         self._killing = True
         for process in self._running.values():
             process.kill()

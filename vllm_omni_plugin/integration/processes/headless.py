@@ -28,8 +28,8 @@ from vllm_omni_plugin.integration.options.listening import (
     with_secret,
 )
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.engine.engine_keeper import FirstStarts
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
-from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange

@@ -35,11 +35,7 @@ from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coo
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, own_numbers, stage_plans
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG
 from vllm_omni_plugin.integration.options.exit_status import exit_status_of
-from vllm_omni_plugin.integration.options.listening import (
-    bind_address,
-    coordinator_address,
-    with_secret,
-)
+from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, with_secret
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServerSupervisor, run_until_signal
 from vllm_omni_plugin.integration.processes.headless import replica_servers
 from vllm_omni_plugin.replicas.engine.reaper import Reaper

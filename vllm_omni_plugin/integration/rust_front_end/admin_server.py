@@ -5,7 +5,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -31,6 +31,7 @@ from vllm_omni_plugin.integration.rust_front_end.model_prompts import ModelPromp
 from vllm_omni_plugin.integration.rust_front_end.replica_statistics import ReplicaStatistics
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
+from vllm_omni_plugin.other_loop import call_on
 
 logger = init_logger(__name__)
 
@@ -194,10 +195,7 @@ class AdminServer:
                 yield member.engine_index, member.ledger
 
     def _record_soon(self) -> None:
-        # The loop may be closed.
-        with suppress(RuntimeError):
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self.statistics.flush)
+        call_on(self._loop, self.statistics.flush)
 
 
 class _Server(uvicorn.Server):

@@ -24,6 +24,7 @@ from vllm_omni_plugin.integration.rust_front_end.front_end_http import FrontEndH
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink
 from vllm_omni_plugin.keep_running import Backoff, keep_running
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.other_loop import call_on
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter
 from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
@@ -183,10 +184,7 @@ class RustFrontEnd:
             self.serving.signal(signal.SIGKILL)
 
     def adapters_changed(self, applied: "Future[None] | None") -> None:
-        # The loop may have ended.
-        with suppress(RuntimeError):
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._follow_adapters, applied)
+        call_on(self._loop, self._follow_adapters, applied)
 
     def _follow_adapters(self, applied: "Future[None] | None") -> None:
         self._adapters_changed.set()

@@ -76,10 +76,7 @@ class ReplicaStatistics:
     """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        ledgers: Callable[[], Iterable[tuple[int, LoadLedger]]],
-        record_soon: Callable[[], None],
+        self, vllm_config: Any, ledgers: Callable[[], Iterable[tuple[int, LoadLedger]]], record_soon: Callable[[], None]
     ) -> None:
         self._config = vllm_config
         self._ledgers = ledgers

@@ -13,9 +13,8 @@ from vllm_omni_plugin.errors import AdapterFilesError, ReplicaError
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
-from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing
+from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, FirstStarts, Timing
 from vllm_omni_plugin.replicas.engine.engine_start import GroupedLauncher, Launcher
-from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.engine.running_engine import Engine, start_local_engine
 from vllm_omni_plugin.replicas.links.engine_client import Codec
 

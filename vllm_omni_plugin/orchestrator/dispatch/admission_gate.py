@@ -65,11 +65,7 @@ class AdmissionGate:
         return {each.name: Backlog(*exchange.others_waiting(each.name)) for each in self.admission.config.classes}
 
     def issue_ticket(self, message: SubmitRequest) -> Ticket:
-        """The ticket of a new request, which must be given to `request_ended` in the end.
-
-        Raises:
-            RequestRefusedError: the tenant is at a limit.
-        """
+        """The ticket of a new request, to be given to `request_ended`; RequestRefusedError at a limit of its tenant."""
         terms = message.terms or _NO_TERMS
         priority = terms.allowed_priority(message.request.priority)
         ticket = self.admission.new_ticket(terms, priority, message.prompt_tokens, self._clock(), message.submitted_at)
@@ -79,13 +75,9 @@ class AdmissionGate:
         return ticket
 
     def enqueue(self, run: StageRun, ticket: Ticket, evict: EvictRun) -> None:
-        """Let a request wait; others may be evicted for it. A request that has waited or started is not judged again.
+        """Let a request wait (or RequestRefusedError). One that has waited or started is not judged again.
 
-        Args:
-            evict: ends this run, if it has to make room later.
-
-        Raises:
-            RequestRefusedError: the request may not wait.
+        Others may be evicted for it; `evict` ends this run, if it has to make room later.
         """
         if ticket.phase not in (TicketPhase.NEW, TicketPhase.HAS_WAITED):
             return

@@ -48,9 +48,6 @@ class Dispatcher:
     """Assigns the runs of one stage to replicas, and sends them. Nothing in it waits.
 
     The methods return the runs that have ended otherwise than by an output.
-
-    Attributes:
-        finisher: accepts the outputs of the stage's replicas, and aborts runs.
     """
 
     def __init__(
@@ -159,7 +156,7 @@ class Dispatcher:
         """A paused engine has refused a run. Returns whether it waits here, or its client gets the refusal.
 
         Calls reach replicas at different times, so a run that one engine refuses goes to the others first. What all
-        refuse goes back to the client, as with one engine, unless the fleet had accepted it before the pause: then it
+        refuse is refused to the client, as with one engine, unless the fleet had accepted it before the pause: then it
         waits, as it would in an engine.
         """
         now, refusals = self._head.clock(), self._pool.refusals

@@ -28,9 +28,11 @@ class HeadContext:
 
 
 class StageRules(NamedTuple):
-    """Losses with another culprit do not count for `migration_limit`. No request waits with a `replica_wait` of 0.
+    """What holds for all requests of a stage.
 
-    A stage that `has_upstream` gets outputs of other stages: the fleet has accepted all its requests.
+    Losses with another culprit do not count for `migration_limit`. A request waits for `replica_wait` seconds at most
+    while no replica serves; with 0, none does. A stage that `has_upstream` gets outputs of other stages: the fleet has
+    accepted all its requests.
     """
 
     migration_limit: int

@@ -1,4 +1,4 @@
-"""Operators' calls: made to all engines in parallel, and recorded in the document that all heads have."""
+"""Operator calls: made to all engines in parallel, and recorded in the document that all heads have."""
 
 import asyncio
 import itertools

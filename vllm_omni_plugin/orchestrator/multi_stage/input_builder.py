@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni_plugin.errors import StageError, StageInputError
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput, OutputChunk
 from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState
+from vllm_omni_plugin.other_loop import call_on
 from vllm_omni_plugin.pipeline import (
     BuiltInTransform,
     Modality,
@@ -112,9 +113,7 @@ class StageInputBuilder:
                 outcome.set_result(work() if wanted() else None)
             except BaseException as error:
                 outcome.set_exception(error)
-            # The loop may have ended.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(done, outcome.result)
+            call_on(loop, done, outcome.result)
             # Breaks the reference cycle between an error and this frame.
             del outcome
 

@@ -22,15 +22,10 @@ from vllm_omni_plugin.pipeline.output_reader import OutputReader
 class RequestPlan:
     """The stages that a request runs through; the same for all requests for the same outputs.
 
-    Attributes:
-        roots: stages that begin with the request itself, in topological order.
-        entries: where the request is admitted: the first vLLM root and, if that is a prefill, its decode stage.
-        downstream: for each needed stage, the needed stages that get its output.
-        answer_stage: the stage that answers through vLLM's server; None: no stage does.
-        client_sampled: see `Pipeline.sampled_by_client`.
-        finals: stages that complete the request.
-        readable: stages whose outputs this head reads, for a transform or for the call.
-        shown: stages whose outputs are sent to the call.
+    `roots` begin with the request itself, in topological order. It is admitted at the `entries`: the first vLLM root
+    and, if that is a prefill, its decode stage. `finals` complete it; `answer_stage`, if any, answers through vLLM's
+    server. This head reads the outputs of `readable` stages, for a transform or for the call, and sends those that are
+    `shown` to the call. For `client_sampled` see `Pipeline.sampled_by_client`.
     """
 
     roots: tuple[Stage, ...]
@@ -44,11 +39,7 @@ class RequestPlan:
 
 
 def plan_request(pipeline: Pipeline, call: PipelineCall | None) -> RequestPlan:
-    """The plan of a request; without a call, for the default output of the pipeline.
-
-    Raises:
-        ValueError: the call asks for a modality that the pipeline does not have.
-    """
+    """The plan of a request; without a call, for the pipeline's default output. ValueError: no such modality."""
     modalities = call.modalities if call is not None else pipeline.default_modalities
     needed = pipeline.needed_for(modalities)
     ids = {stage.id for stage in needed}
@@ -78,19 +69,13 @@ def plan_request(pipeline: Pipeline, call: PipelineCall | None) -> RequestPlan:
 
 
 class PipelineRequestState(OrchestratorRequestState, eq=False, kw_only=True):
-    """A request of a pipeline.
+    """A request of a pipeline. Readers, inputs and times are by the id of the stage.
 
-    Attributes:
-        stage_submit_ts: monotonic seconds at which each stage got its first input, by stage id.
-        pipeline_timings: seconds by stage name and part. `transfer`: transforms and building inputs; `queue`: until
-            it is sent; `first_output`: from there to the first output; `run`: from being sent to the end.
-        readers: of the stages in `plan.readable` that have begun, by stage id.
-        chunked_inputs: of stages that work on chunks, by stage id.
-        answered: stages that have produced output.
-        ended: monotonic seconds at which stages ended, by stage id.
-        cache_params: transfer parameters of the prefill's KV cache; None without a prefill.
-        cached_tokens: prompt tokens that the prefill found cached; None without a prefill.
-        prompt: the prompt as text; None until a transform needs it.
+    `stage_submit_ts` and `ended`: monotonic seconds of a stage's first input and of its end. `answered` stages have
+    produced output. Without a prefill there are no transfer parameters of its KV cache and no number of tokens that it
+    found cached. `prompt` is text, and None until a transform needs it. `pipeline_timings` are seconds by stage name
+    and part. `transfer`: transforms and building inputs; `queue`: until it is sent; `first_output`: from there to the
+    first output; `run`: from being sent to the end.
     """
 
     plan: RequestPlan

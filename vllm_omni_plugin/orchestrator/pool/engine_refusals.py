@@ -9,7 +9,7 @@ and nothing says so."""
 
 class EngineRefusals:
     """While runs wait for the end of a pause, one of them is tried every `RETRY_S`. All others go when an engine has
-    begun to answer one, or when none was refused for as long.
+    begun to answer one, or when none was refused for as long. `tried`: one was sent, and none was refused since.
     """
 
     def __init__(self) -> None:

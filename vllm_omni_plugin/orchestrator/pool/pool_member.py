@@ -60,28 +60,21 @@ class PoolMember:
     Attributes:
         in_flight: requests charged to the replica, by engine-side id. The charge *is* the entry: inserted before the
             send and removed at the request's end, it makes the count exact and a second release impossible.
-        ledger: the replica's load.
         queue_length: unfinished requests as the ledger has them: this head's, which are exact, and those of other heads
             as they were reported. An attribute, since policies read it of all replicas.
-        progress: the signs that its engine computes.
-        assignments: requests assigned to the replica so far.
-        restarts: how often its engine was restarted.
         stalls: how often its engine answered and computed nothing, see `StallWatch`.
         bad_output_at: monotonic seconds at which it last sent an output that the front end could not process.
         request_to_try: what it gets after a stall, before it serves again; None: nothing.
         remote: whether its engine belongs to another process, which this head attaches to.
         incarnation: the incarnation that this head is or was attached to, of a remote replica.
-        cordons: the reasons for which the replica gets no new requests; JSON has them. Replaced and
-            never changed, since other threads read it.
+        cordons: why it gets no new requests; JSON has them. Replaced, since other threads read it.
         changed_at: monotonic seconds at which the replica last began to serve or was lost.
         leave: removes the replica for good, moves its requests and frees its id. Returns at once; raises
             `ReplicaError` if the replica cannot be reached. Set by the owner of the replica.
-        told: what its engine was told of the fleet's state.
-        report_told: tells the server of a remote replica what its engine was told; None: not now.
+        told: what its engine was told of the fleet's state. `report_told` tells a remote replica's server, if it can.
         is_busy: whether any head has a call open that may block its engine for long, as its server says.
         idle: done as soon as nothing is in flight; None if nothing waits for that.
-        engine_index: the replica's number in vLLM's metrics and logs.
-        name: the replica's name for users, `<stage>.<replica>`.
+        engine_index, name: in vLLM's metrics and logs; for users, `<stage>.<replica>`.
     """
 
     replica_id: int

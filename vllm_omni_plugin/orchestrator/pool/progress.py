@@ -10,9 +10,10 @@ _LONG_GAPS = 4.0
 class Progress:
     """The signs of one replica that its engine computes, since it began to serve. Each output is one.
 
-    An answer to a probe is none: an engine whose scheduler stands still answers between its empty steps. Silence before
-    `since` has another cause. `longest_gap`: between two signs while something was to be answered. `highest_kv_usage`:
-    since the last output.
+    An answer to a probe is none: an engine whose scheduler stands still answers between its empty steps. `since`:
+    monotonic seconds of the last sign, or of a later time before which silence has another cause. `longest_gap`:
+    seconds between two signs while something was to be answered. `highest_kv_usage`: share of KV memory, since the last
+    output.
     """
 
     since: float = 0.0

@@ -76,20 +76,20 @@ class StageCalls:
     """Calls to the replicas of one stage, and the state that they should have. Lives on the orchestrator's loop.
 
     Cordoned replicas are called, too. `distrust` is called with one that failed a call which another one accepted, and
-    the reason; `hold_back` with one and whether it must wait for a weight update before it serves; `uncordon` with each
-    one that is found asleep, when an operator has said if engines pause or sleep.
+    the reason; `cordon_for_weights` with one and whether it must wait for a weight update before it serves;
+    `uncordon` with each one that is found asleep, when an operator has said if engines pause or sleep.
     """
 
     def __init__(
         self,
         pool: StagePool,
         distrust: Callable[[PoolMember, str], None],
-        hold_back: Callable[[PoolMember, bool], None],
+        cordon_for_weights: Callable[[PoolMember, bool], None],
         uncordon: Callable[[PoolMember, str], None],
     ) -> None:
         self._pool = pool
         self._distrust = distrust
-        self._hold_back = hold_back
+        self._cordon_for_weights = cordon_for_weights
         self._uncordon = uncordon
         self.wanted = NOTHING_TOLD
         # Open calls of this head during which engines compute no requests.
@@ -105,7 +105,7 @@ class StageCalls:
         return self.wanted.state
 
     def is_halted(self) -> bool:
-        """Whether an operator's call keeps the engines from computing requests: a long one, a pause or a sleep."""
+        """Whether an operator call keeps the engines from computing requests: a long one, a pause or a sleep."""
         return self._halting > 0 or self.state.is_paused or any(member.is_busy for member in self.members)
 
     async def bring_up_to_date(self, member: PoolMember, client: EngineClient, is_resting: bool) -> bool:
@@ -216,7 +216,7 @@ class StageCalls:
     def _update_cordons(self) -> None:
         """Hold the replicas back that do not have the weights of the fleet, and no others."""
         for member in self.members:
-            self._hold_back(member, not self._is_updated(member, self.state))
+            self._cordon_for_weights(member, not self._is_updated(member, self.state))
 
     def _catch_up(self, member: PoolMember) -> "asyncio.Task[None]":
         task = self._catching_up.get(member)

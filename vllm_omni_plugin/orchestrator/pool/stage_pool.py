@@ -78,8 +78,8 @@ class StagePool:
         members: all replicas, in order of their ids. Replaced when membership changes, so that other threads may read
             it.
         serving: the replicas that take new requests; likewise.
-        departed: the `counts` of replicas that were removed, by their ids; likewise. A new replica
-            with such an id goes on counting, so that sums of these counters never fall.
+        departed: the `counts` of removed replicas, by their ids; likewise. A new replica with such an id goes on
+            counting, so that sums of these counters never fall.
         unreported: what other heads have probably sent to this stage since their last reports.
         refusals: which engines have refused requests lately.
     """
@@ -212,14 +212,11 @@ class StagePool:
     ) -> tuple[PoolMember, Decision]:
         """Choose the replica for a request.
 
-        Args:
-            affinity_key: requests with the same key go to the same replica while membership stands.
-            avoid: ids of replicas that do not get the request while others serve, whatever policy and key say.
-            pinned: the request can only go where the first request of its key went, even if that replica is cordoned.
+        Requests with the same `affinity_key` go to the same replica while membership stands; a `pinned` one only goes
+        where the first one of its key went, even if that is cordoned. Replicas to `avoid` get none while others serve,
+        whatever policy and key say.
 
-        Raises:
-            NoReplicaError: no replica serves.
-            RequestLostError: the only possible replica was lost.
+        Raises NoReplicaError if none serves, or RequestLostError if the only possible replica was lost.
         """
         bound = self._bindings.replica_of(affinity_key) if pinned and affinity_key is not None else None
         if bound is not None:
@@ -244,12 +241,7 @@ class StagePool:
         return member, decision
 
     def explain(self, task: Task, queue_position: QueuePosition) -> Explanation:
-        """What `decide` would answer now. Nothing is charged or recorded.
-
-        Raises:
-            NoReplicaError: no replica serves.
-            NoExplanationError: the policy cannot explain.
-        """
+        """What `decide` would answer now, without effect. Raises NoReplicaError or NoExplanationError."""
         if not self.serving:
             raise self.unavailable()
         decision = self._policy.explain(task, self.serving)
@@ -260,11 +252,7 @@ class StagePool:
         return Explanation(self.policy, decision, loads, may_begin, queue_position)
 
     def unavailable(self, waited: float = 0.0) -> NoReplicaError:
-        """The error for a request while no replica serves. Safe to call from any thread.
-
-        Args:
-            waited: seconds for which the request was held.
-        """
+        """The error for a request that has waited for some seconds while no replica serves. From any thread."""
         wait = f"; the request waited {waited:.0f} s for one" if waited else ""
         return NoReplicaError(
             f"No replica of stage {self.stage_id} can serve right now ({_states(self.members)}){wait}. "
@@ -298,7 +286,7 @@ class StagePool:
         member.queue_length = member.ledger.requests
 
     def restart_silence(self) -> None:
-        """That engines have been silent until now says nothing: an operator's call kept them from computing."""
+        """That engines have been silent until now says nothing: an operator call kept them from computing."""
         for member in self.members:
             member.progress.since = self._clock()
 

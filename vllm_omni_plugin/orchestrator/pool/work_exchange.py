@@ -21,7 +21,8 @@ class WorkExchange:
 
     A report has the current values of what changed since the report before, so any number of changes costs one row. The
     first report after a quiet time leaves as soon as the loop is free. While no other head is known, no report is made
-    and the engines' reports count; the first other head gets everything: `report` says if the rows are complete.
+    and the engines' reports count; the first other head gets everything: `report`, which must not block, gets the
+    rows and whether they are complete.
 
     Other heads' work is also kept for replicas that this head is not attached to yet.
     """

@@ -40,30 +40,14 @@ class WaitingCounts(NamedTuple):
 class OrchestratorMetrics:
     """Counters of one orchestrator since its start.
 
-    A field that is shown as a metric has its name. AsyncLLM's thread writes the fields that end in `_before_accept`:
-    they count requests that the orchestrator has not got. The client of the coordinator writes `coordinator_connected`;
-    the orchestrator's thread writes all others.
+    A field that is shown as a metric has its name; the catalogue says what it counts, and `HISTOGRAMS` what the times
+    are. AsyncLLM's thread writes the fields that end in `_before_accept`: they count requests that the orchestrator has
+    not got. The client of the coordinator writes `coordinator_connected`, None without a coordinator; the
+    orchestrator's thread writes all others.
 
-    Attributes:
-        queue_time_seconds: see `HISTOGRAMS`, as are `hold_time_seconds` and `stage_seconds`.
-        request_moves: requests sent again to another replica because theirs was lost, by way.
-        tokens_swallowed: tokens that replays repeated and clients did not get twice.
-        replays_diverged: replays that did not repeat what had been delivered; the reason `replica_lost` of
-            `requests_failed` includes them.
-        requests_failed: accepted requests that ended with an error of the fleet, by reason.
-        requests_failed_before_accept: requests refused for the reason `no_replica` before they were accepted.
-        waiting_in: by stage, returns how many of its requests wait at this head.
-        decisions: assignments by stage, policy and reason.
-        decision_fallbacks: assignments where a policy could not apply its main rule, by stage, policy and fallback.
-        idle_while_waiting: times a replica had begun all its requests while others waited here.
-        requests_refused: requests refused by admission, by stage, reason and HTTP status.
-        requests_refused_before_accept: those whose refusal was clear before they were accepted.
-        matched_tokens: prompt tokens that policies expected in the caches of the chosen replicas. Counts only attempts
-            whose engine reported its cached tokens.
-        cached_tokens: prompt tokens that these engines reported as cached.
-        coordinator_connected: whether this head has a session with the coordinator; None without a coordinator.
-        held_before_accept: requests that are held before they are accepted.
-        held_bytes_before_accept: bytes of their bodies.
+    `matched_tokens`, which policies expected in caches, are of the attempts whose engines reported `cached_tokens`.
+    `waiting_in` returns, by stage, how many of its requests wait at this head. Replays repeated the
+    `tokens_swallowed`, which clients did not get twice; `requests_failed` includes those that diverged.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class LoadLedger:
     until it is sent, or if that failed, *pending* until its first output, and *decoding* from then on.
 
     Fields that `ReplicaLoad` has, too, are explained there. `pending_tokens` are still to be computed. `prompted` and
-    `generated` are all so far, for this head, also from the cache.
+    `generated` are all tokens of prompts and outputs so far, for this head, also from the cache.
     """
 
     def __init__(self, size: EngineSize = UNKNOWN_SIZE) -> None:

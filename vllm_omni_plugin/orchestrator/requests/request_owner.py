@@ -51,13 +51,8 @@ S = TypeVar("S", bound=OrchestratorRequestState)
 class RequestOwner(ABC, Generic[S]):
     """Owns all unfinished requests. Subclasses: `SingleStageRequests`, `PipelineRequests`. Nothing in it blocks.
 
-    Args:
-        put: sends an item to AsyncLLM.
-        ticket_ended: takes the ticket of an ended request, and the number of tokens of its answer; None without
-            admission control.
-
-    Attributes:
-        states: unfinished requests by the client's id; only `_drop` removes entries.
+    `put` sends an item to AsyncLLM. `ticket_ended` takes the ticket of an ended request, and the number of tokens of
+    its answer; None without admission control. `states` are by the client's id; only `_drop` removes entries.
     """
 
     def __init__(self, put: Callable[[Any], None], ticket_ended: Callable[[Ticket, int], None] | None) -> None:

@@ -93,30 +93,22 @@ class StreamingInputState(Struct, eq=False):
 class StageRun(Struct, eq=False):
     """The work of one stage on one request, from its input to its end, over all attempts.
 
-    An attempt is one assignment to one replica. The attributes from `task` on belong to the current attempt. Times are
-    in monotonic seconds.
+    An attempt is one assignment to one replica. The attributes from `task` on belong to the current attempt, as do
+    `engine_request_id` and `move`: how it continues the earlier ones. Times are in monotonic seconds.
 
     Attributes:
-        request_id: the client's id of the request.
-        request: vLLM's `EngineCoreRequest`, or what a stage of another kind takes.
+        request_id, request: the client's; vLLM's `EngineCoreRequest`, or what a stage of another kind takes.
         phase: changed by the methods below only.
-        engine_request_id: the id of the current attempt on its engine, new for every attempt.
-        attempts: attempts that were sent.
-        streaming: state of a streaming-input session; None for an ordinary request.
+        attempts: how many were sent.
         produced: token ids delivered so far, over all attempts.
-        move: how the current attempt continues the earlier ones.
         skipping_delivered: whether outputs of the current attempt may still repeat delivered tokens.
-        chosen_replicas: see `SubmitRequest`.
         first_request: what the first replica gets in place of `request`.
         ticket: the request's place in the order of all; None without admission control.
-        first_sent_at: when it was sent for the first time.
-        losses: the lost replicas that had got the request.
-        crash_losses: losses by crashes of engines that had got the request, see `Suspects`.
+        losses, crash_losses: of replicas that had got the request; those by crashes of engines, see `Suspects`.
         apart_until: delivered tokens until which the request is kept apart from other suspects.
         refused_by: ids of the replicas that have refused it, being paused.
         ended: whether `RunFinisher` has ended the run: it is charged to no replica and waits nowhere. Before that it
             has `finished`: no output follows.
-        charged_at: when the attempt was charged to its replica.
         asked_at: since when the replica has had something to answer: a request, or input of a session.
         resumed_tokens: how many tokens of `produced` are part of the attempt's prompt.
         prefill_tokens: tokens of the attempt's prompt that count as still to be computed until the first output.

@@ -1,11 +1,14 @@
-"""A queue from any thread to one event loop."""
+"""A queue from any thread to one event loop, and answers from there."""
 
 import asyncio
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Generic, TypeVar
 
 from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.other_loop import call_on
 
 T = TypeVar("T")
 
@@ -23,8 +26,8 @@ class ThreadQueue(Generic[T]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items: list[T] = []
-        # The consumer's loop, and the event that it waits for.
-        self._consumer: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        # Wakes the consumer, if it waits, on its loop.
+        self._wake: Callable[[], None] | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -36,9 +39,9 @@ class ThreadQueue(Generic[T]):
             if self._closed:
                 raise QueueClosedError("the queue is closed")
             self._items.append(item)
-            consumer, self._consumer = self._consumer, None
-        if consumer is not None:
-            _wake(*consumer)
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
 
     async def get_batch(self) -> list[T]:
         """Wait for at least one item and take all there are. One consumer at a time. Raises QueueClosedError."""
@@ -50,7 +53,7 @@ class ThreadQueue(Generic[T]):
                     batch, self._items = self._items, []
                     return batch
                 added = asyncio.Event()
-                self._consumer = (asyncio.get_running_loop(), added)
+                self._wake = partial(call_on, asyncio.get_running_loop(), added.set)
             await added.wait()
 
     def close(self) -> list[T]:
@@ -58,13 +61,18 @@ class ThreadQueue(Generic[T]):
         with self._lock:
             self._closed = True
             dropped, self._items = self._items, []
-            consumer, self._consumer = self._consumer, None
-        if consumer is not None:
-            _wake(*consumer)
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
         return dropped
 
 
-def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    # The loop may have ended.
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(event.set)
+async def result_of(reply: "Future[T]") -> T:
+    """Return the reply's result, or raise its error: QueueClosedError if the orchestrator ended before it replied."""
+    try:
+        return await asyncio.wrap_future(reply)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise QueueClosedError("The server is about to end.") from None

@@ -37,8 +37,8 @@ _QUEUE_MESSAGES = 64
 class ControlClient:
     """The head's end, with the secret number `attempt`. Lives on the running event loop.
 
-    `on_lost` is called when the connection breaks: after `timeout` seconds without an answer of the server's machine.
-    Raises ReplicaError if the address is not valid.
+    `on_lost` is called when the connection breaks after it was established, as it does after `timeout` seconds without
+    an answer of the server's machine. Raises ReplicaError if the address is not valid.
     """
 
     def __init__(

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One head's right to use one output slot, its `client_index`, by one control connection, the routing id `peer`."""
+    """One head's right to use one output slot, its `client_index`, by one control connection, the routing id `peer`.
+
+    `lease_id` is never reused.
+    """
 
     lease_id: int
     slot: int

@@ -1,7 +1,7 @@
-"""Keeps one engine of this node in service: starts, probes and restarts it."""
+"""Keeps one engine of this node in service: starts, probes and restarts it; or decides that its node must end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,7 +24,9 @@ LONG_CALL_S = 300.0
 class Probe:
     """Probes an engine periodically, one probe at a time, and reports hangs and recoveries.
 
-    `on_hang` gets the reason when an answer is overdue, see `limit`. `on_answer` is awaited when that answer has come.
+    `interval` are the seconds between an answer and the next probe, `timeout` the least that count as a hang. `on_hang`
+    gets the reason when an answer is overdue, see `limit`. `on_answer` is awaited when that answer has come, before the
+    next probe.
     """
 
     engine: Engine
@@ -114,8 +116,8 @@ class EngineKeeper(Generic[E]):
 
     An engine that hangs is taken out of service but not killed, since a long step looks the same. It returns to service
     when it answers. `serve` puts an engine into service; if it raises, the engine is restarted. `suspend` takes it out
-    at once, and gets the reason and whether it hangs. `on_restart` gets the pause and the reason. `must_start` says
-    whether the error of a failed first start ends the keeper.
+    at once, but not while it is shut down, and gets the reason and whether it hangs. `on_restart` gets the pause, in
+    seconds, and the reason. `must_start` says whether the error of a failed first start ends the keeper.
 
     After `begin`: `ready` has the first engine that serves; `tried` is done when the first start has ended; `running`
     when the engine is not restarted any more, or with the error of a start that must succeed.
@@ -209,3 +211,24 @@ async def finish(work: Awaitable[Any]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+class FirstStarts:
+    """The first starts of the engines of one stage on one node.
+
+    A node whose engines all fail has a wrong command line, or no GPU that works. Otherwise only the GPU of the failed
+    engine is at fault, and the others serve.
+    """
+
+    def __init__(self, engines: int = 1) -> None:
+        self._engines = engines
+        self._failed: set[Hashable] = set()
+        self._any_served = False
+
+    def succeeded(self) -> None:
+        self._any_served = True
+
+    def failed(self, engine: Hashable) -> bool:
+        """Whether no engine has served, and none is still in its first start."""
+        self._failed.add(engine)
+        return not self._any_served and len(self._failed) == self._engines

@@ -30,9 +30,11 @@ class Process(Protocol):
         """
         ...
 
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None: ...
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        """Block until the engine has loaded its model."""
 
-    def abandon(self) -> None: ...
+    def abandon(self) -> None:
+        """End a process that is not ready yet."""
 
     def shutdown(self, timeout: float | None = None) -> None: ...
 
@@ -76,8 +78,8 @@ async def start_engine(
 ) -> tuple[Process, bytes]:
     """Spawn an engine when it is its turn, and wait until it is ready; return its process and its ready response.
 
-    The ipc addresses are bound; no other code may use `router`, bound to `input_addr`, meanwhile. Raises ReplicaError
-    if the engine ends or is not ready in time. It is killed on any error.
+    The ipc addresses are bound, those for outputs by client index; no other code may use `router`, bound to
+    `input_addr`, meanwhile. Raises ReplicaError if the engine ends or is not ready in time. It is killed on any error.
     """
     async with launcher.turn(replica_id):
         process = await spawn(executor, partial(launcher.start, replica_id), lambda process: process.abandon())

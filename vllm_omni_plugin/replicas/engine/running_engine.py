@@ -8,11 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from vllm_omni_plugin.replicas.engine.engine_start import (
-    Launcher,
-    Process,
-    start_engine,
-)
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher, Process, start_engine
 from vllm_omni_plugin.replicas.engine.socket_folder import new_ipc_address
 from vllm_omni_plugin.replicas.kv_events.cache_listener import CacheListener, OnCacheChange, listen_to_cache
 from vllm_omni_plugin.replicas.links.engine_client import Codec, EngineClient

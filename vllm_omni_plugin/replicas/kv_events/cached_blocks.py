@@ -45,6 +45,7 @@ class CachedBlocks:
         self._hashes: dict[int, int] = {}
 
     def apply(self, events: Iterable[CacheEvent]) -> CacheChange:
+        """The net change of the events of one batch."""
         reusable: dict[int, bool] = {}
         restart = False
         for event in events:

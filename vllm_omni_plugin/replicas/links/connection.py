@@ -33,7 +33,7 @@ class Connection:
 
     `established` is done when the handshake succeeded, or raises the `ReplicaError` that ended it; if the socket
     reconnects, it stays pending while the address does not answer. `on_lost` is called once when the connection breaks
-    after that.
+    after that. The caller closes this before the socket.
     """
 
     def __init__(self, socket: Socket, on_lost: Callable[[], None]) -> None:

@@ -53,8 +53,9 @@ class EngineClient:
     `on_outputs` gets every `EngineCoreOutputs` with request outputs or statistics. `on_dead` is called at most once,
     and never from inside a send, with the reason why the replica is dead; `engine_failed`: the engine crashed by itself
     or sent an invalid message. `grace` are the seconds in which `mark_dead_after_grace` waits for a better reason.
-    `answered_at` is set by the caller that probes, in monotonic seconds. Outputs are dropped while it `is_interrupted`,
-    until `reset`.
+    `answered_at` is set by the caller that probes: monotonic seconds of the last answer of the engine or its replica
+    server, 0 before the first. `client_index` is the engine's output that belongs to the link. Outputs are dropped
+    while it `is_interrupted`, until `reset`.
     """
 
     def __init__(
@@ -121,7 +122,10 @@ class EngineClient:
         await self._call_and_wait(self._probes, "is_sleeping", ())
 
     async def try_request(self, request: Any, timeout: float) -> None:
-        """Return when the engine has sent an output of a copy of a request; abort the copy. Raises `ReplicaError`."""
+        """Return when the engine has sent an output of a copy of a request; abort the copy.
+
+        Raises `ReplicaError` if none came for `timeout` seconds, or the replica is dead.
+        """
         engine_request_id = f"tried-{secrets.token_hex(8)}"
         first_output: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._tried[engine_request_id] = first_output

@@ -16,6 +16,8 @@ _send, _receive = _CompiledSocket.send, _CompiledSocket.recv
 def send_frames(socket: "zmq.Socket[bytes]", frames: Frames) -> None:
     """Queue a message in a socket. Large frames are not copied: their memory must not change.
 
+    All frames must be bytes-like: an error after the first frame would make the next message a part of this one.
+
     Raises:
         zmq.Again: the queue is full.
         zmq.ZMQError: as `zmq.Socket.send`.

@@ -24,6 +24,8 @@ _EPHEMERAL = 0
 
 @dataclass(frozen=True)
 class PortRange:
+    """Both ends are included."""
+
     first: int
     last: int
 

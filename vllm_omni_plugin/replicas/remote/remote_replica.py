@@ -92,8 +92,9 @@ def _context_for_many() -> Context:
 class AttachSettings:
     """Settings of all attachments of one head: codecs and fingerprints by stage, times in seconds.
 
-    A server is lost after `heartbeat_timeout` without an answer, or `lease_timeout` without one of its machine; after a
-    third of the latter the replica is late.
+    A lease is renewed every `heartbeat_interval`. A server is lost after `heartbeat_timeout` without an answer, which
+    is also the limit for attaching, or `lease_timeout` without one of its machine; after a third of the latter without
+    one of the server, the replica is late.
     """
 
     codecs: Mapping[int, Codec]

@@ -21,11 +21,7 @@ class Announcer:
     """Announces a replica with its control, input and output address, at first as UP. For the loop that made it."""
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        addresses: Sequence[str],
-        identity: ReplicaIdentity,
-        joined: asyncio.Event,
+        self, settings: ServerSettings, addresses: Sequence[str], identity: ReplicaIdentity, joined: asyncio.Event
     ) -> None:
         self._coordinator_addr = settings.coordinator_addr
         self._joined = joined

@@ -1,11 +1,11 @@
 """The data path of one lease: passes messages between the head's tcp and the engine's ipc sockets."""
 
 import asyncio
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import zmq
@@ -19,6 +19,7 @@ from vllm_omni_plugin.curve import (
     require_password,
 )
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.other_loop import call_on
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket, forward, forwarding_context
 from vllm_omni_plugin.replicas.links.replica_ports import Listener
 from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
@@ -38,11 +39,11 @@ class DataProxy:
     The proxy has its own ZMQ context. Terminating the context stops both directions at once whatever the peers do,
     drops unread outputs, and closes the head's connections: a head without a lease cannot write to the engine.
 
-    A head that does not read its outputs for the heartbeat timeout is disconnected, and `on_lost` called on the running
-    loop. The engine's outputs come from `slot_socket`, which belongs to the proxy until `close`. `data_key` is the
-    public CURVE key (Z85) of both ports, "" without encryption. `ended` is done after `close`, once the ports are free:
-    at once, or when the files of an adapter have been read. Raises `zmq.ZMQError` or `OSError` if no descriptor is
-    left.
+    Only `credential` is admitted. A head that does not read its outputs for the heartbeat timeout is disconnected, and
+    `on_lost` called on the running loop. The engine's outputs come from `slot_socket`, which belongs to the proxy until
+    `close`. `data_key` is the public CURVE key (Z85) of both ports, "" without encryption. `ended` is done after
+    `close`, once the ports are free: at once, or when the files of an adapter have been read. Raises `zmq.ZMQError` or
+    `OSError` if no descriptor is left.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class DataProxy:
         push.sndhwm = QUEUE_MESSAGES
         # The kernel closes a connection whose peer acknowledges nothing, or keeps its window closed, for this time.
         push.setsockopt(zmq.TCP_MAXRT, math.ceil(settings.heartbeat_timeout * 1000))
-        self._zap_handler.watch(push, f"outputs {outputs.address}", lambda: self._loop.call_soon_threadsafe(on_lost))
+        self._zap_handler.watch(push, f"outputs {outputs.address}", partial(call_on, self._loop, on_lost))
         to_forwarder = self._context.socket(zmq.PUSH)
         to_forwarder.sndhwm = QUEUE_MESSAGES
         to_forwarder.connect(forwarder_addr)
@@ -110,8 +111,7 @@ class DataProxy:
     def _end(self) -> None:
         self._context.term()
         # The loop is closed if the node has ended meanwhile.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.ended.set_result, None)
+        call_on(self._loop, self.ended.set_result, None)
 
     def _filter(self, settings: ServerSettings, to_slot: Socket) -> Callable[[Sequence[Any]], bool]:
         """The filter for `forward`. Answers to rejected calls go to `to_slot`, where the engine's answers go."""
@@ -128,7 +128,7 @@ class DataProxy:
             if refused == 1:
                 logger.warning("Rejected a message of a head; further ones are not logged: %s.", rejection.reason)
             if rejection.answer:
-                with contextlib.suppress(zmq.Again):
+                with suppress(zmq.Again):
                     to_slot.send_multipart(rejection.answer, zmq.NOBLOCK)
             return False
 

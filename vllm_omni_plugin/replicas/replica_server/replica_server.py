@@ -10,9 +10,8 @@ from functools import partial
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.control_link import ControlServer
-from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, Timing, finish
+from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, FirstStarts, Timing, finish
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
-from vllm_omni_plugin.replicas.engine.first_starts import FirstStarts
 from vllm_omni_plugin.replicas.links.engine_client import Codec
 from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, close_all, listen_on_ports
 from vllm_omni_plugin.replicas.replica_server.announcer import Announcer

@@ -11,7 +11,8 @@ from vllm_omni_plugin.vllm_api.codecs.message_filter import MessageFilter, rejec
 
 @dataclass(frozen=True)
 class ReplicaIdentity:
-    """What a replica keeps over its restarts: its number, and the name of its place on its machine, if it has them."""
+    """What a replica keeps over its restarts: a number that is unique in the fleet, and the name of its place on its
+    machine; -1 and "" if it has none."""
 
     number: int = -1
     host_slot: str = ""
@@ -26,7 +27,9 @@ class ServerSettings:
 
     `host` is bound and announced, with any free ports unless there is a range. `coordinator_addr` is the ROUTER of the
     head's coordinator. Heartbeats and probes of an engine come every `heartbeat_interval`; a head or engine that does
-    not answer for `heartbeat_timeout` is lost or hangs. Heads must share the `fingerprint`, see
+    not answer for `heartbeat_timeout` is lost or hangs; a draining replica waits `drain_timeout` for its heads, all in
+    seconds. `message_filter` returns a rejection for forbidden messages of heads. Without `secrets` there is no
+    authentication. Heads must share the `fingerprint`, see
     `vllm_api.launch.model_fingerprint`.
     """
 

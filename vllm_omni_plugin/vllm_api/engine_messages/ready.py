@@ -20,11 +20,7 @@ def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[i
     It adds up block counts, so call it once, for the first start of the replicas and not for restarts. Returns the
     KV-event publisher configurations by engine index.
     """
-    front_end = SimpleNamespace(
-        vllm_config=vllm_config,
-        _effective_attention_block_sizes=set(),
-        _kv_event_sources={},
-    )
+    front_end = SimpleNamespace(vllm_config=vllm_config, _effective_attention_block_sizes=set(), _kv_event_sources={})
     parallel_config = vllm_config.parallel_config
     own_port = parallel_config._coord_store_port
     try:

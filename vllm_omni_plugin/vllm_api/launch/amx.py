@@ -23,9 +23,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def request_amx(
-    cpu_info: Path = CPU_INFO,
-    machine: str = platform.machine(),
-    system_call: Callable[..., int] | None = None,
+    cpu_info: Path = CPU_INFO, machine: str = platform.machine(), system_call: Callable[..., int] | None = None
 ) -> str:
     """Request the tile registers for this process, if the processor has them, and return the error message or "".
 

@@ -29,16 +29,16 @@ from vllm.v1.engine.utils import (
 
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.vllm_api.launch.engine_identity import require_free_ports, set_identity
-from vllm_omni_plugin.vllm_api.launch.fleet_engine import (
-    ExitNote,
-    FleetExecutor,
-    fleet_executor,
-    mark_as_fleet_engine,
-)
+from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, FleetExecutor, fleet_executor, mark_as_fleet_engine
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import remove_event_sockets, turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, mapped_memory, remove_memory
-from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
-from vllm_omni_plugin.vllm_api.launch.spawning import EXIT_TIMEOUT_S, SPAWN_LOCK, describe_exit, remove_ipc_files
+from vllm_omni_plugin.vllm_api.launch.spawning import (
+    EXIT_TIMEOUT_S,
+    SPAWN_LOCK,
+    NodeShare,
+    describe_exit,
+    remove_ipc_files,
+)
 
 _DEATH_S = 5.0
 """Limit of the wait for a killed engine, which may be stuck in the kernel."""
@@ -238,8 +238,8 @@ class EngineLauncher:
     """Starts the engines of this node's replicas, all with the same configuration.
 
     `on_spawn` gets the id of each new process, on the thread that spawns it. `numbers` are those of the replicas in the
-    fleet. Each start of a replica has the next incarnation, see `set_identity`. An engine must send its ready response
-    within `ready_timeout` seconds of vLLM's handshake.
+    fleet, by replica id. Each start of a replica has the next incarnation, see `set_identity`. An engine must send its
+    ready response within `ready_timeout` seconds of vLLM's handshake.
     """
 
     vllm_config: Any

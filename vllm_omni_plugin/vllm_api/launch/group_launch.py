@@ -17,15 +17,10 @@ from vllm.distributed.utils import create_tcp_store
 from vllm.v1.engine.coordinator import DPCoordinator
 
 from vllm_omni_plugin.errors import ReplicaError
-from vllm_omni_plugin.vllm_api.launch.engine_launch import (
-    EngineLauncher,
-    EngineProcess,
-    assign_devices,
-)
+from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher, EngineProcess, assign_devices
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.lockstep import GroupIncarnation, StartBarrier
-from vllm_omni_plugin.vllm_api.launch.node_share import NodeShare
-from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, remove_ipc_files
+from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, NodeShare, remove_ipc_files
 
 
 def split_ranks(vllm_config: Any) -> tuple[Any, int]:
@@ -56,16 +51,7 @@ def new_launcher(
 ) -> EngineLauncher:
     """The launcher for this configuration. `for_others` (heads of other processes) makes no difference here."""
     kind = GroupLauncher if engine_config.parallel_config.data_parallel_size > 1 else EngineLauncher
-    return kind(
-        engine_config,
-        executor_class,
-        log_stats,
-        on_spawn,
-        numbers,
-        report_cache,
-        share,
-        first_incarnation,
-    )
+    return kind(engine_config, executor_class, log_stats, on_spawn, numbers, report_cache, share, first_incarnation)
 
 
 @dataclass(eq=False)

@@ -48,10 +48,7 @@ SELF_STARTED_WAVES = Difference(
     about="engines of a lockstep group start waves themselves; front ends no longer request them from the coordinator",
     older="`_STALE_WAVE` in `engine_api`",
 )
-DECISIONS_ROUTE = Difference(
-    since=(0, 33),
-    about="the server answers `/v1/decisions`",
-)
+DECISIONS_ROUTE = Difference(since=(0, 33), about="the server answers `/v1/decisions`")
 RUST_FRONT_END = Difference(
     since=(0, 33),
     about="the Rust front end takes its sockets from its parent, and engines say in `EngineCoreOutput.error` why a "

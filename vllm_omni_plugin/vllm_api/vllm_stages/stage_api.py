@@ -19,19 +19,14 @@ class StageApi(EngineApi, ABC):
 
     @abstractmethod
     def build(
-        self,
-        source: Any,
-        given: StageInput,
-        sampling: Mapping[str, Any],
-        *,
-        for_client: bool,
-        part: InputPart = WHOLE,
+        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, for_client: bool, part: InputPart = WHOLE
     ) -> Any:
         """Build the engine request of this stage. Runs on a thread of the stage, and may tokenize.
 
         The id, arrival time, priority, trace headers, session and cache salt are those of the client's request,
         `source`. The request's parameters for this stage, `sampling`, override those of the transform, which override
-        those of the stage. If the stage answers the client, the client's own apply, adapted to this stage's tokenizer.
+        those of the stage. If the stage answers the client, the client's own apply, adapted to this stage's tokenizer,
+        with `max_tokens` limited by the length of the prompt.
         Raises StageInputError, with a text for the client, if the stage cannot take the input.
         """
 

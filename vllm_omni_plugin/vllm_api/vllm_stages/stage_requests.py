@@ -74,13 +74,7 @@ class VllmStageApi(StageApi):
         """Does nothing: `build` refuses what the model cannot answer."""
 
     def build(
-        self,
-        source: Any,
-        given: StageInput,
-        sampling: Mapping[str, Any],
-        *,
-        for_client: bool,
-        part: InputPart = WHOLE,
+        self, source: Any, given: StageInput, sampling: Mapping[str, Any], *, for_client: bool, part: InputPart = WHOLE
     ) -> Any:
         try:
             prompt = self._prompts.make(given, source.cache_salt)

@@ -1,8 +1,8 @@
-"""docs/flags.md is what tools/flags_page.py writes, and other pages name no flag that it does not have."""
+"""Pages that scripts write of the code are what these write now, and other pages name no flag that there is not."""
 
 import re
 
-from tools.flags_page import PAGE, page
+from tools import flags_page, metrics_page
 from vllm_omni_plugin.config import FLAGS
 
 from .source_tree import relative, text_files
@@ -11,8 +11,9 @@ _FLAG = re.compile(r"--omni-[a-z-]*[a-z]")
 _PATTERN_OF_FLAGS = re.compile(r"--omni-[a-z-]*\*")
 
 
-def test_the_page_has_every_flag_as_the_code_has_it() -> None:
-    assert PAGE.read_text() == page(), "run: python -m tools.flags_page"
+def test_a_page_is_what_its_script_writes() -> None:
+    assert flags_page.PAGE.read_text() == flags_page.page(), "run: python -m tools.flags_page"
+    assert metrics_page.PAGE.read_text() == metrics_page.page(), "run: python -m tools.metrics_page"
 
 
 def test_pages_name_only_flags_that_exist() -> None:
