@@ -49,11 +49,9 @@ _MAX_DESCRIBED = 8
 class PoolTraits(NamedTuple):
     """What a stage's replicas have in common.
 
-    Attributes:
-        lockstep: whether engines die with others of their group, so that a crash says nothing about requests there.
-        exchange: reports this head's work to other heads; None if there cannot be any.
-        waits_for_room: whether a request waits at the head until a replica has room; otherwise it is sent at once.
-        any_replica: whether a waiting request may go elsewhere than the policy chose first.
+    In `lockstep`, engines die with others of their group: a crash says nothing about requests there. `exchange` reports
+    this head's work to other heads, if there can be any. A request `waits_for_room` at the head until a replica has it,
+    and is sent at once otherwise; with `any_replica` it may go elsewhere than the policy chose first.
     """
 
     lockstep: bool = False
