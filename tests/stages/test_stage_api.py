@@ -14,6 +14,7 @@ from vllm_omni_plugin.pipeline import StageInput, StageOutput
 from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
 from vllm_omni_plugin.stages.stage_process import python_fingerprint
 from vllm_omni_plugin.vllm_api.codecs.stage_protocol import StageRequest
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 
 API = api(stage(sampling={"voice": "low", "speed": 1, "pitch": 1}))
 
@@ -102,6 +103,13 @@ def test_an_invalid_cost_is_replaced_by_the_size_with_one_warning(cost: Any, cap
     assert "tests.stages.classes:Priced.cost: " in said
     request.metadata = {"cost": 7.9}
     assert len(priced.describe(request)[0]["prompt"].token_ids) == 7
+
+
+def test_a_request_whose_replica_is_lost_starts_again_from_its_whole_input() -> None:
+    request = build(StageInput((1, 2), metadata={"a": 1}))
+    movable = API.make_movable(request)
+    assert API.how_to_move(movable) is Move.REPLAY
+    assert API.continuation(movable, Move.REPLAY, [0, 1]) == request
 
 
 def test_a_repeated_output_is_empty() -> None:
