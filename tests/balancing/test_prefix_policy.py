@@ -256,11 +256,15 @@ def test_without_blocks_load_decides(made: Callable[..., Pool], cached: Cached, 
     assert (decision.position, decision.reason, decision.fallback) == (1, "least-load", fallback)
 
 
-def test_block_sizes_may_differ() -> None:
+def test_block_sizes_may_differ_also_after_a_restart() -> None:
     pool = estimating(*[ReplicaLoad(block_size=16 << number) for number in range(3)])
     for position in range(3):
         is_sent(pool, position)
     assert matched(pool) == [992, 992, 960]
+    pool.policy.replica_lost(pool.replicas[0])
+    pool.replicas[0].load = ReplicaLoad(block_size=128)
+    is_sent(pool, 0)
+    assert matched(pool) == [896, 992, 960]
 
 
 @by_estimate_and_by_report

@@ -10,6 +10,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.codecs.front_end_codec import FrontEndCodec
+from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
+from vllm_omni_plugin.vllm_api.engine_messages.request_building import take_extra_args
 
 PARAMETERS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=32),
@@ -40,6 +43,19 @@ def test_a_request_is_decoded_as_an_engine_decodes_it_the_first_and_the_second_t
         kind, request = codec.decode(message)
         assert (kind, fields(request)) == ("add", fields(alone))
         assert MsgpackEncoder().encode(request) == MsgpackEncoder().encode(alone)
+
+
+@pytest.mark.parametrize("params", [each for each in PARAMETERS.values() if each])
+def test_parameters_that_requests_share_are_changed_for_none_of_them(params: Any) -> None:
+    codec, api = FrontEndCodec(), EngineApi(custom_processors=True)
+    first, second = (codec.decode(frames(request_id, params))[1] for request_id in ("first", "second"))
+    before = MsgpackEncoder().encode(second)
+    movable = api.make_movable(first)
+    for move in (Move.REPLAY, Move.RESUME):
+        api.continuation(movable, move, [1, 2])
+    take_extra_args(first, {"tenant"})
+    assert second.sampling_params is codec.decode(frames("third", params))[1].sampling_params
+    assert MsgpackEncoder().encode(second) == before
 
 
 def test_parameters_that_an_engine_refuses_are_refused_each_time() -> None:
