@@ -111,6 +111,16 @@ def test_a_long_sleep_does_not_count_as_lateness(keep: Keep) -> None:
     assert [len(replicas.replicas) for replicas in published] == [1] * 5 + [0] * 2
 
 
+def test_wait_for_shutdown_ends_with_close() -> None:
+    coordinator = OmniCoordinator(ANY, ANY)
+    waiter = threading.Thread(target=coordinator.wait_for_shutdown)
+    waiter.start()
+    assert waiter.is_alive()
+    coordinator.close()
+    waiter.join(20)
+    assert not waiter.is_alive()
+
+
 def test_wait_for_loop_pass_blocks_while_the_thread_hangs() -> None:
     goes_on = threading.Event()
     goes_on.set()

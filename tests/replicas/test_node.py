@@ -55,6 +55,16 @@ async def test_the_first_signal_drains_and_the_second_stops(signum: signal.Signa
     await node
 
 
+async def test_a_node_ends_with_its_last_replica() -> None:
+    servers = [FakeServer(), FakeServer()]
+    node = asyncio.create_task(run_node(servers, 0, HEAD))
+    servers[0].end.set_result(None)
+    await asyncio.sleep(0)
+    assert not node.done()
+    servers[1].end.set_result(None)
+    await node
+
+
 async def test_a_failed_replica_stops_the_others() -> None:
     servers = [FakeServer(), FakeServer()]
     node = asyncio.create_task(run_node(servers, 0, HEAD))
