@@ -18,7 +18,7 @@ from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 class RequestPhase(Enum):
     """The phase of a request in one stage."""
 
-    QUEUED = "queued"
+    WAITING = "waiting"
     """It has no replica yet."""
     ASSIGNED = "assigned"
     """A replica was chosen, and has not sent any output that is new to the client."""
@@ -118,7 +118,7 @@ class StageRun(Struct, eq=False):
     request_id: str
     request: Any
     submitted_at: float
-    phase: RequestPhase = RequestPhase.QUEUED
+    phase: RequestPhase = RequestPhase.WAITING
     replica_id: int | None = None
     engine_request_id: str = ""
     attempts: int = 0
@@ -178,7 +178,7 @@ class StageRun(Struct, eq=False):
         self.prompt_tokens = len(prompt.token_ids) if prompt is not None else 0
 
     def assign(self, replica_id: int, engine_request_id: str, task: Task, decision: Decision, now: float) -> None:
-        assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
+        assert self.phase in (RequestPhase.WAITING, RequestPhase.MOVING), self
         self.phase = RequestPhase.ASSIGNED
         self.replica_id = replica_id
         self.engine_request_id = engine_request_id
@@ -290,7 +290,7 @@ class StageRun(Struct, eq=False):
 
     def fail_without_replica(self, error: NoReplicaError) -> OmniError:
         """Finish the run, since no replica can take it. Returns the error for its client."""
-        assert self.phase in (RequestPhase.QUEUED, RequestPhase.MOVING), self
+        assert self.phase in (RequestPhase.WAITING, RequestPhase.MOVING), self
         self.phase = RequestPhase.FINISHED
         if self.confined_to:
             return self.query_of_death()
