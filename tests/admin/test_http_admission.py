@@ -23,7 +23,7 @@ from vllm_omni_plugin.admin.http_admission import (
     tenant_headers,
 )
 from vllm_omni_plugin.admission import RefusalReason, RequestTerms
-from vllm_omni_plugin.errors import NoReplicaError, RequestRefusedError
+from vllm_omni_plugin.errors import RequestRefusedError
 
 PATH = "/v1/completions"
 BOTH_HEADERS = (TENANT_HEADER, FAIRNESS_HEADER)
@@ -53,14 +53,13 @@ class Head:
         keys: tuple[str, ...] = (),
     ) -> None:
         self.now = 100.0
-        self.may_refuse = True
         self.counted: list[RequestRefusedError] = []
         self.asked: list[tuple[RequestTerms, int | None]] = []
         self.seen: list[RequestTerms] = []
         self._refused = refused
         self._main = Starlette()
         self._main.state.omni_admission = HttpAdmission(
-            self._refusal, lambda _: self.may_refuse, self.counted.append, headers, lambda: self.now
+            self._refusal, lambda _: True, self.counted.append, headers, lambda: self.now
         )
         self.app = AdmissionMiddleware(
             app or self.submitting,
@@ -241,22 +240,15 @@ async def test_requests_without_an_engine_are_not_checked(path: str, method: str
 
 
 class Stream:
-    """A stream like vLLM's, whose outputs the test sends.
+    """A stream like vLLM's, whose outputs the test sends. `tests/contract/test_refusals_over_http.py` has its own."""
 
-    Args:
-        before: events that it sends before it submits a request to the fleet.
-    """
-
-    def __init__(self, *before: bytes) -> None:
-        self._before = before
+    def __init__(self) -> None:
         self.submitted = asyncio.Event()
         self.outputs: asyncio.Queue[Message | Exception] = asyncio.Queue()
         self.response: DeferredResponse | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(start(headers=EVENTS))
-        for event in self._before:
-            await send(part(event))
         self.response = current_response()
         assert self.response is not None
         self.response.add_request("r", 100.0)
@@ -269,11 +261,9 @@ class Stream:
             if not message["more_body"]:
                 return
 
-    async def begun(self, may_refuse: bool = True) -> Client:
+    async def begun(self) -> Client:
         """Its client, once the request was submitted."""
-        head = Head(self)
-        head.may_refuse = may_refuse
-        client = head.request()
+        client = Head(self).request()
         async with asyncio.timeout(10):
             await self.submitted.wait()
         return client
@@ -284,37 +274,13 @@ class Stream:
         return self.response.refuse(error)
 
 
-@pytest.mark.parametrize("before", [(), (b"event: created\n\n", b"event: in_progress\n\n")])
-async def test_a_stream_starts_with_its_first_output_and_is_not_buffered_after_that(before: tuple[bytes, ...]) -> None:
-    stream = Stream(*before)
-    client = await stream.begun()
-    assert client.sent == []
-    expected = [start(headers=EVENTS), *map(part, before)]
-    for message in (part(b"data: one\n\n"), part(b"data: two\n\n"), part(b"", more=False)):
-        stream.outputs.put_nowait(message)
-        await client.sent_so_far(len(expected) + 1)
-        expected.append(message)
-        assert client.sent == expected
-    assert await client.status() == 200
-
-
-@pytest.mark.parametrize("before", [(), (b"event: created\n\n", b"event: in_progress\n\n")])
-@pytest.mark.parametrize("raises", [False, True])
-async def test_a_stream_that_is_refused_while_it_waits_gets_the_correct_status(
-    before: tuple[bytes, ...], raises: bool
-) -> None:
-    stream = Stream(*before)
+async def test_a_stream_that_is_refused_while_it_waits_gets_the_correct_status_although_it_raises() -> None:
+    stream = Stream()
     client = await stream.begun()
     assert stream.fail(OVER_SHARE)
-    if raises:
-        stream.outputs.put_nowait(RuntimeError("the response has started"))
-    else:
-        stream.outputs.put_nowait(part(b'data: {"error": {}}\n\n'))
-        stream.outputs.put_nowait(part(b"data: [DONE]\n\n"))
-        stream.outputs.put_nowait(part(b"", more=False))
+    stream.outputs.put_nowait(RuntimeError("the response has started"))
     assert await client.status() == 429
     assert client.headers["retry-after"] == "3"
-    assert client.headers["content-type"] == "application/json"
     assert client.error["message"] == str(OVER_SHARE)
     assert len(client.sent) == 2
 
@@ -329,16 +295,6 @@ async def test_a_started_response_keeps_its_status_when_a_further_request_is_ref
     with pytest.raises(RuntimeError, match="after the beginning"):
         await client.status()
     assert client.sent == [start(headers=EVENTS), part(b"data: one\n\n")]
-
-
-async def test_other_errors_of_a_request_are_unchanged() -> None:
-    stream = Stream(b"event: created\n\n")
-    client = await stream.begun()
-    assert not stream.fail(NoReplicaError("No replica"))
-    stream.outputs.put_nowait(ValueError("of the stream"))
-    with pytest.raises(ValueError, match="of the stream"):
-        await client.status()
-    assert client.sent == [start(headers=EVENTS), part(b"event: created\n\n")]
 
 
 async def test_concurrent_answers_do_not_mix() -> None:
