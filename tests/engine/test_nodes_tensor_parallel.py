@@ -8,13 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import QUICK_HEARTBEATS
 from .load import Load
 from .nodes import NodeFleet
 from .server import WORKERS, until
 
 WORKER_ENDED = re.compile(r"the engine reported its own death: its worker VllmWorker-[01] was ended by SIGILL")
-FLAGS = ("--tensor-parallel-size", "2", *WORKERS, *QUICK_HEARTBEATS)
+FLAGS = ("--tensor-parallel-size", "2", *WORKERS)
 
 
 @pytest.fixture
@@ -50,5 +49,4 @@ def test_it_serves_dies_with_all_its_workers_for_a_reason_that_both_logs_name_an
     assert first.finished_whole
     assert held.finished_whole, "the only replica came back within the time that requests wait"
     assert held.text.startswith(first.text)
-    for log in (node.log, pair.head.log):
-        assert WORKER_ENDED.search(log.read_text())
+    assert [log.name for log in (node.log, pair.head.log) if not WORKER_ENDED.search(log.read_text())] == []
