@@ -9,8 +9,7 @@ import pytest
 import yaml
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.deploy.chart import EVERYTHING, render, values
-from tests.deploy.test_chart_rust import RUST
+from tests.deploy.chart import EVERYTHING, RUST, render, values
 from tests.deploy.test_compose import FILE, command, interpolated
 from tests.deploy.test_systemd import HEAD, NODE
 from tests.deploy.test_systemd import command as unit_command

@@ -75,6 +75,8 @@ EVERYTHING: dict[str, Any] = {
     ],
 }
 """All values that change a manifest."""
+RUST = EVERYTHING | {"modelSpec": [MODEL | {"headSpec": MODEL["headSpec"] | {"rustFrontend": True}}]}
+"""Heads with vLLM's Rust front end."""
 
 
 def values(models: Sequence[dict[str, Any]] = (MODEL,), **spec: Any) -> dict[str, Any]:

@@ -7,12 +7,13 @@ import pytest
 import yaml
 from helm_python.chart import lint
 
-from .chart import CHART, EVERYTHING, MODEL, NAMESPACE, Manifests, render, values
+from .chart import CHART, EVERYTHING, MODEL, NAMESPACE, RUST, Manifests, render, values
 from .flags import flags_of
 
 HEADS = (("Deployment", "fleet-llama-head"), ("Deployment", "fleet-llama-heads"))
 NODE = ("StatefulSet", "fleet-llama-node")
 WORKLOADS = (*HEADS, NODE)
+GIVEN, IDS = [values(), values(**EVERYTHING), values(**RUST)], ["least", "everything", "with the Rust front end"]
 OF_OPERATORS = ("PodMonitor", "ScaledObject")
 """Kinds without a schema in the package."""
 
@@ -27,7 +28,7 @@ def least() -> Manifests:
     return render(values())
 
 
-@pytest.mark.parametrize("given", [values(), values(**EVERYTHING)], ids=["least", "everything"])
+@pytest.mark.parametrize("given", GIVEN, ids=IDS)
 def test_helms_linter_accepts_the_chart(given: dict[str, Any]) -> None:
     report = lint(CHART, given, strict=True)
     assert report["errors"] == []
@@ -35,7 +36,7 @@ def test_helms_linter_accepts_the_chart(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.37"])
-@pytest.mark.parametrize("given", [values(), values(**EVERYTHING)], ids=["least", "everything"])
+@pytest.mark.parametrize("given", GIVEN, ids=IDS)
 def test_every_manifest_matches_the_schema_of_kubernetes(given: dict[str, Any], version: str) -> None:
     checked = [found for found in render(given).objects if found["kind"] not in OF_OPERATORS]
     assert len(checked) > 8
