@@ -15,7 +15,7 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.command_line import parse_options
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan
 from vllm_omni_plugin.integration.options import compatibility
-from vllm_omni_plugin.integration.options.listening import admin_address, check_admin_port
+from vllm_omni_plugin.integration.options.admin_address import admin_address, check_admin_port
 from vllm_omni_plugin.integration.processes import serve_command
 from vllm_omni_plugin.integration.rust_front_end.unsupported import refuse_unsupported_stages
 from vllm_omni_plugin.pipeline import Modality

@@ -68,9 +68,9 @@ def parse_options(args: argparse.Namespace) -> OmniConfig | None:
     if fleet_address is not None:
         options = replace(options, join=True, **fleet_address)
 
+    from vllm_omni_plugin.integration.options.admin_address import check_admin_port
     from vllm_omni_plugin.integration.options.compatibility import refuse_unsupported
     from vllm_omni_plugin.integration.options.flag_rules import check, check_policy
-    from vllm_omni_plugin.integration.options.listening import check_admin_port
 
     check_policy(options)
     headless = bool(getattr(args, "headless", False))

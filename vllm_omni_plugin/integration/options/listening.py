@@ -1,12 +1,9 @@
-"""The addresses on which a fleet's processes and its operator's server listen, and the secret of the links."""
+"""The addresses on which the processes of a fleet listen and find each other, and the secret of these links."""
 
-import argparse
 import ipaddress
 import socket
 from contextlib import suppress
 from dataclasses import replace
-
-from vllm import envs
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import user_secret
@@ -14,8 +11,6 @@ from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.logger import init_logger
 
 logger = init_logger(__name__)
-_MAX_PORT = 65535
-_LOOPBACK = "127.0.0.1"
 
 
 def bind_address(options: OmniConfig, headless: bool) -> str:
@@ -105,25 +100,3 @@ def _resolve(host: str, flag: str) -> str:
     # All nodes must use the same family of a name that has both, and ZMQ uses IPv4.
     ipv4 = [entry for entry in found if entry[0] == socket.AF_INET]
     return str((ipv4 or found)[0][4][0])
-
-
-def admin_address(options: OmniConfig, args: argparse.Namespace) -> tuple[str, int]:
-    """The address and port: loopback, unless the operator gave keys."""
-    host = args.host or "0.0.0.0" if options.admin_key_file is not None else _LOOPBACK
-    return host, args.port + 1 if options.admin_port is None else options.admin_port
-
-
-def check_admin_port(options: OmniConfig, args: argparse.Namespace) -> None:
-    """Raise ConfigError if the port is given without the Rust front end, or is the port of the front end itself."""
-    if not envs.VLLM_USE_RUST_FRONTEND:
-        if options.admin_port is not None:
-            raise ConfigError(
-                "argument --omni-admin-port: needs vLLM's Rust front end (VLLM_USE_RUST_FRONTEND=1): without it the "
-                "routes under /omni, /metrics and /health are on the head's own port"
-            )
-        return
-    _, port = admin_address(options, args)
-    if port > _MAX_PORT:
-        raise ConfigError(f"argument --omni-admin-port: needed, because there is no port after --port {args.port}")
-    if port == args.port and not args.uds:
-        raise ConfigError(f"argument --omni-admin-port: {port} is the port of the OpenAI server (--port)")

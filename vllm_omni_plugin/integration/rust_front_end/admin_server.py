@@ -26,7 +26,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, ConfigError
 from vllm_omni_plugin.integration.http.operator_access import has_api_key, make_access, warn_of_open_access
 from vllm_omni_plugin.integration.http.operator_state import OperatedFleet, set_operator_state
-from vllm_omni_plugin.integration.options.listening import admin_address
+from vllm_omni_plugin.integration.options.admin_address import admin_address
 from vllm_omni_plugin.integration.rust_front_end.model_prompts import ModelPrompts
 from vllm_omni_plugin.integration.rust_front_end.replica_statistics import ReplicaStatistics
 from vllm_omni_plugin.logger import init_logger
