@@ -1,6 +1,6 @@
 """The batch scripts of Slurm: what they run, what a signal does, and a head that comes back elsewhere.
 
-`vllm` is a stand-in that takes down its command line.
+`vllm` is a stand-in that takes down its command line; `tests/engine/test_slurm_fleet.py` has the real one.
 """
 
 import re
