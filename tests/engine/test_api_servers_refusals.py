@@ -106,6 +106,7 @@ def test_a_file_that_is_read_while_they_serve_bounds_what_waits_at_both_api_serv
                 until(came, "it runs, waits or is refused")
             return asking.pop().result()
 
+        until(lambda: seen() == {0} and not api_servers.total(QUEUED), "nothing is left of the requests before")
         with api_servers.engines_standing_still():
             refusals = [ask_until_refused(client) for client in (http, *clients)]
             # A few more than may wait, since each hears of the other's queue a moment later.
