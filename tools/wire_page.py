@@ -1,10 +1,10 @@
-"""Writes the tables of messages in docs/wire.md, from the docstrings of the messages' structs.
+"""Writes the lists of messages in docs/wire.md, from the docstrings of the messages' structs.
 
 python -m tools.wire_page
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +16,7 @@ from vllm_omni_plugin.replicas.control import lease_messages
 
 PAGE = Path(__file__).parents[1] / "docs" / "wire.md"
 _BEGIN, _END = "<!-- made by python -m tools.wire_page -->\n", "<!-- end of what is made -->\n"
-_TABLES: dict[str, tuple[type[Struct], ...]] = {
+LISTS: dict[str, tuple[type[Struct], ...]] = {
     "From replicas, nodes and heads to the coordinator": (
         control_messages.ReplicaEvent,
         head_messages.HeadQuery,
@@ -29,23 +29,31 @@ _TABLES: dict[str, tuple[type[Struct], ...]] = {
 
 
 def page(text: str) -> str:
-    """The page's text with its tables written anew."""
+    """The page's text with its lists of messages written anew."""
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    return f"{before}{_BEGIN}{''.join(_table(*table) for table in _TABLES.items())}\n{_END}{after}"
+    listed: list[type[Struct]] = []
+    lists = "".join(_list(title, structs, listed) for title, structs in LISTS.items())
+    return f"{before}{_BEGIN}{lists}\n{_END}{after}"
 
 
-def _table(title: str, structs: Iterable[type[Struct]]) -> str:
-    rows = "".join(map(_row, structs))
-    return f"\n### {title}\n\n| message | `type` | keys | meaning | if lost |\n|---|---|---|---|---|\n{rows}"
+def _list(title: str, structs: Iterable[type[Struct]], listed: list[type[Struct]]) -> str:
+    rows = []
+    for struct in structs:
+        rows.append(f"- `{struct.__name__}`: see above.\n" if struct in listed else _row(struct, listed))
+        listed.append(struct)
+    return f"\n### {title}\n\n{''.join(rows)}"
 
 
-def _row(struct: type[Struct]) -> str:
+def _row(struct: type[Struct], listed: Sequence[type[Struct]]) -> str:
     meaning, *further = (" ".join(part.split()) for part in (inspect.getdoc(struct) or "").split("\n\n"))
     (if_lost,) = (part.removeprefix("If lost: ") for part in further if part.startswith("If lost: "))
-    tag = struct.__struct_config__.tag
-    keys = ", ".join(f"`{field.encode_name}`" for field in fields(struct))
-    return f"| `{struct.__name__}` | {f'`{tag}`' if tag else ''} | {keys} | {meaning} | {if_lost} |\n"
+    base = next((base for base in struct.__mro__[1:] if base in listed), None)
+    inherited = {field.name for field in fields(base)} if base else set()
+    keys = [f"those of `{base.__name__}`"] if base else []
+    keys += [f"`{field.encode_name}`" for field in fields(struct) if field.name not in inherited]
+    listed_keys = f" ({', '.join(keys)})" if keys else ""
+    return f"- `{struct.__name__}`{listed_keys}: {meaning} *Lost*: {if_lost}\n"
 
 
 if __name__ == "__main__":

@@ -1,43 +1,78 @@
-"""docs/map.md names files and what they define."""
+"""docs/map.md has a place for every module, and names only what there is."""
 
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from .source_tree import PACKAGE, ROOT
 
-PAGE = (ROOT / "docs" / "map.md").read_text()
-_PLACES = [row.split(" | ")[1] for row in PAGE.splitlines() if ".py`" in row]
+_ROWS = [row for row in (ROOT / "docs" / "map.md").read_text().splitlines() if row.startswith("- ")]
+_PLACE = re.compile(r"`([\w/]+\.(?:py|js|json))(?::([^`]+))?`((?:, `(?![\w/]+\.(?:py|js|json)\b)[^`]+`)*)")
+_QUOTED = re.compile(r"`([^`]+)`")
+_CLASS_OR_METHOD = re.compile(r"[A-Z]\w*[a-z]\w*(\.\w+)?")
 
 
-def defined(path: Path) -> set[str]:
-    """The names that a module defines, and those in its classes as `Class.name`."""
-    return set(_names(ast.parse(path.read_text()).body))
+@cache
+def defined(path: Path) -> dict[str, ast.expr | None]:
+    """The names that a module defines, and those in its classes as `Class.name`; with the values of assigned ones."""
+    return dict(_names(ast.parse(path.read_text()).body))
 
 
-def _names(body: list[ast.stmt]) -> Iterator[str]:
+def _names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:
     for node in body:
         match node:
             case ast.ClassDef():
-                yield node.name
-                yield from (f"{node.name}.{name}" for name in _names(node.body))
+                yield node.name, None
+                yield from ((f"{node.name}.{name}", value) for name, value in _names(node.body))
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                yield node.name
+                yield node.name, None
             case ast.Assign() | ast.AnnAssign():
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                yield from (target.id for target in targets if isinstance(target, ast.Name))
+                yield from ((target.id, node.value) for target in targets if isinstance(target, ast.Name))
+
+
+def places() -> Iterator[tuple[str, list[str]]]:
+    """Each file that a row names, and what the row says of it."""
+    for file, name, more in _PLACE.findall("\n".join(_ROWS)):
+        yield file, [*filter(None, [name]), *_QUOTED.findall(more)]
+
+
+def modules() -> dict[str, Path]:
+    package = ROOT / PACKAGE
+    return {str(path.relative_to(package)): path for path in package.rglob("*.py") if path.name != "__init__.py"}
+
+
+def number(text: str) -> float:
+    """The value of an expression of numbers, such as `192 * 1024`."""
+    return float(eval(compile(text, "number", "eval"), {"__builtins__": {}}))
+
+
+def test_every_module_is_in_the_map() -> None:
+    assert sorted(modules().keys() - {file for file, _ in places()}) == [], "give each a row in docs/map.md"
 
 
 def test_every_file_and_name_of_the_map_exists() -> None:
-    missing = []
-    for place in _PLACES:
-        file = ""
-        for quoted in re.findall(r"`([^`]+)`", place):
-            if quoted.endswith(".py"):
-                file = quoted
-                names = defined(path) if (path := ROOT / PACKAGE / file).is_file() else {""}
-            if (quoted != file or names == {""}) and quoted not in names:
-                missing.append(f"{file}: {quoted}")
-    assert len(_PLACES) >= 60
-    assert missing == []
+    known, missing = modules(), []
+    for file, names in places():
+        if not (path := ROOT / PACKAGE / file).is_file():
+            missing.append(file)
+        elif names:
+            missing += [f"{file}:{name}" for name in names if name.partition("=")[0] not in defined(path)]
+    everywhere = {name for path in known.values() for name in defined(path)}
+    quoted = {
+        name for row in _ROWS for name in _QUOTED.findall(_PLACE.sub("", row)) if _CLASS_OR_METHOD.fullmatch(name)
+    }
+    assert missing + sorted(quoted - everywhere) == []
+
+
+def test_a_limit_has_the_value_that_the_map_says() -> None:
+    wrong = []
+    for file, names in places():
+        for name, _, said in (each.partition("=") for each in names if "=" in each):
+            value = defined(modules()[file])[name]
+            assert value is not None
+            if number(ast.unparse(value)) != number(said):
+                wrong.append(f"{file}: {name} = {ast.unparse(value)}, not {said}")
+    assert wrong == []
