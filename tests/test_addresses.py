@@ -7,11 +7,13 @@ import pytest
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
+from vllm_omni_plugin.integration.options import listening
 from vllm_omni_plugin.integration.options.flag_rules import check
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     check_exposure,
     coordinator_address,
+    engines_address,
     log_join_command,
     warn_if_insecure,
 )
@@ -62,6 +64,23 @@ def test_address_in_brackets_is_one(names: dict[str, list[Any]]) -> None:
 def test_node_is_reached_at_the_address_of_its_name(names: dict[str, list[Any]]) -> None:
     names["node"] = [V6, V4]
     assert bind_address(options("head", replica_address="node"), headless=True) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        pytest.param({"address": "head"}, "10.0.0.1", id="master"),
+        pytest.param({"address": "0.0.0.0"}, "10.0.0.7", id="every address"),
+        pytest.param({"address": "0.0.0.0", "replica_address": "head"}, "10.0.0.1", id="given"),
+    ],
+)
+def test_engines_of_a_head_are_reached_where_it_is(
+    given: dict[str, str], expected: str, names: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, address in (("head", "10.0.0.1"), ("0.0.0.0", "0.0.0.0")):
+        names[name] = [(*V4[:-1], (address, 0))]
+    monkeypatch.setattr(listening, "get_ip", lambda: "10.0.0.7")
+    assert engines_address(options(**given)) == expected
 
 
 @pytest.mark.parametrize(

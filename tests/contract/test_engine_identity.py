@@ -17,14 +17,18 @@ from vllm.utils import torch_utils
 from vllm.v1.engine import core
 
 from tests.engine.experts import MIXTRAL
+from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.integration.fleet_setup import fleet
+from vllm_omni_plugin.integration.processes.headless import replica_servers
 from vllm_omni_plugin.vllm_api.launch import engine_launch
-from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
+from vllm_omni_plugin.vllm_api.launch.engine_identity import require_free_ports, set_identity
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.spawning import NodeShare
 
 from .configs import vllm_config, write_model
 
+NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 MODELS = {"dense": {}, "experts": MIXTRAL}
 
 
@@ -100,11 +104,70 @@ def test_each_replica_has_its_number_as_index_and_no_lockstep_siblings(
 
 
 def nixl_port(config: Any) -> int:
+    return int(nixl_scheduler(config).side_channel_port)
+
+
+def nixl_scheduler(config: Any) -> Any:
     scheduler: Any = SimpleNamespace()
     with pytest.raises(AttributeError):
         # It reads more of a real configuration of a KV cache.
         NixlBaseConnectorScheduler.__init__(scheduler, config, "engine", None)
-    return int(scheduler.side_channel_port)
+    return scheduler
+
+
+@pytest.fixture
+def own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user has given no host for NIXL; what is set meanwhile is removed."""
+    monkeypatch.setenv(NIXL_HOST, "")
+    monkeypatch.delenv(NIXL_HOST)
+
+
+class PlannedError(Exception):
+    """Raised in place of planning stages."""
+
+
+@pytest.mark.usefixtures("own_host")
+@pytest.mark.parametrize(
+    ("side", "given", "expected"),
+    [
+        pytest.param("head", "", "127.0.0.7", id="head"),
+        pytest.param("node", "", "127.0.0.7", id="node"),
+        pytest.param("head", "10.9.9.9", "10.9.9.9", id="the user's on a head"),
+        pytest.param("node", "10.9.9.9", "10.9.9.9", id="the user's on a node"),
+        pytest.param("closed", "", "localhost", id="a fleet that nobody can join"),
+    ],
+)
+def test_engines_announce_nixl_at_the_address_of_their_replicas_unless_the_user_gave_one(
+    side: str, given: str, expected: str, tmp_path: Path, spawned: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: Any) -> None:
+        raise PlannedError
+
+    if given:
+        monkeypatch.setenv(NIXL_HOST, given)
+    for name in ("forbid_fork", "use_socket_folder"):
+        monkeypatch.setattr(fleet, name, lambda: None)
+    monkeypatch.setattr(fleet, "stage_plans", plan)
+    options = OmniConfig(master_address="127.0.0.7", master_port=7500, insecure=True)
+    if side == "node":
+        watch: Any = None
+        assert replica_servers([], [], options, "127.0.0.7", "tcp://127.0.0.7:7500", watch, watch) == []
+    else:
+        with pytest.raises(PlannedError):
+            fleet.Fleet(options if side == "head" else OmniConfig(), None, None, True)
+    start(launcher_of(tmp_path, "dense", 3), 0)
+    assert nixl_scheduler(spawned[0]).side_channel_host == expected
+
+
+def test_ports_of_ipv6_hosts_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    config = SimpleNamespace(kv_transfer_config=transfers)
+    monkeypatch.setenv(NIXL_HOST, "::1")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(ReplicaError, match="Address already in use"):
+            require_free_ports(config, 0)
+    require_free_ports(config, 0)
 
 
 @pytest.mark.parametrize("connector", ["NixlConnector", "MultiConnector", "ExampleConnector"])

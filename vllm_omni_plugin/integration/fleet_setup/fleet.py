@@ -15,7 +15,12 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan, own_numbers, stage_plans
-from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, with_secret
+from vllm_omni_plugin.integration.options.listening import (
+    bind_address,
+    coordinator_address,
+    engines_address,
+    with_secret,
+)
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, OrchestratorThread, SessionListener, StagePool
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
@@ -31,6 +36,7 @@ from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.remote.remote_replica import AttachSettings
 from vllm_omni_plugin.vllm_api.engine_messages.structured_outputs import fix_backend
+from vllm_omni_plugin.vllm_api.launch.engine_identity import listen_for_transfers_at
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import why_no_cache_events
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_api import StageApi
@@ -61,6 +67,8 @@ class Fleet:
         forbid_fork()
         if not options.join:
             use_socket_folder()
+            if options.is_open:
+                listen_for_transfers_at(engines_address(options))
         self._plans = stage_plans(options, vllm_config, executor_class, log_stats)
         for plan in self._plans:
             if plan.vllm_config is not None:

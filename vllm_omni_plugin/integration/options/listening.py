@@ -5,6 +5,8 @@ import socket
 from contextlib import suppress
 from dataclasses import replace
 
+from vllm.utils.network_utils import get_ip
+
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import user_secret
 from vllm_omni_plugin.errors import ConfigError
@@ -33,6 +35,14 @@ def bind_address(options: OmniConfig, headless: bool) -> str:
             ) from error
         address: str = probe.getsockname()[0]
         return address
+
+
+def engines_address(options: OmniConfig) -> str:
+    """The numeric address at which other machines reach the engines of a head. Raises ConfigError as `bind_address`."""
+    if options.replica_address is not None:
+        return _resolve(options.replica_address, "--omni-replica-address")
+    address = bind_address(options, headless=False)
+    return get_ip() if ipaddress.ip_address(address).is_unspecified else address
 
 
 def coordinator_address(options: OmniConfig) -> str:

@@ -38,6 +38,7 @@ from vllm_omni_plugin.replicas.replica_server.node import run_node
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.replica_server.server_settings import ReplicaIdentity, ServerSettings
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
+from vllm_omni_plugin.vllm_api.launch.engine_identity import listen_for_transfers_at
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_arguments import read_engine_args
@@ -95,6 +96,7 @@ def replica_servers(
     `options` come from `with_secret`. A replica uses two threads of `executor`: one ends the old engine, the other
     starts the new one.
     """
+    listen_for_transfers_at(address)
     servers: list[ReplicaServer] = []
     remaining = iter(identities)
     for plan in plans:

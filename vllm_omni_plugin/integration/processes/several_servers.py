@@ -21,7 +21,6 @@ from prometheus_client import multiprocess
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.api_server.entry import setup_server
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.network_utils import get_ip
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.prometheus import setup_multiprocess_prometheus
@@ -35,7 +34,12 @@ from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coo
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, own_numbers, stage_plans
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG
 from vllm_omni_plugin.integration.options.exit_status import exit_status_of
-from vllm_omni_plugin.integration.options.listening import bind_address, coordinator_address, with_secret
+from vllm_omni_plugin.integration.options.listening import (
+    bind_address,
+    coordinator_address,
+    engines_address,
+    with_secret,
+)
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING, ApiServerSupervisor, run_until_signal
 from vllm_omni_plugin.integration.processes.headless import replica_servers
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
@@ -161,9 +165,7 @@ def open_fleet(options: OmniConfig, plans: Sequence[StagePlan], resources: ExitS
         assert options.master_port is not None
         host, port, local_options = bind_address(options, headless=False), options.master_port, options
         if ipaddress.ip_address(host).is_unspecified:
-            local_options = replace(
-                options, master_address=_LOOPBACK, replica_address=options.replica_address or get_ip()
-            )
+            local_options = replace(options, master_address=_LOOPBACK, replica_address=engines_address(options))
     local_options = with_secret(local_options, host)
     coordinator = start_coordinator(local_options, plans, host, port)
     resources.callback(coordinator.close)

@@ -3,6 +3,7 @@
 Under vLLM's data parallelism this is `data_parallel_index`. The table in docs/data_parallel.md says what depends on it.
 """
 
+import os
 import socket
 from typing import Any
 
@@ -41,6 +42,14 @@ def set_identity(config: Any, number: int, incarnation: int) -> None:
             setattr(profiler, kind, f"{folder}/replica{number}")
 
 
+def listen_for_transfers_at(address: str) -> None:
+    """Make the engines that this process starts announce and bind this address for NIXL, unless the user gave one.
+
+    vLLM's default is localhost, where engines on other machines would look for them on their own.
+    """
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", address)
+
+
 def require_free_ports(config: Any, number: int) -> None:
     """Raise ReplicaError if the port on which an engine with NIXL will listen is taken: vLLM would wait for ever."""
     transfers = config.kv_transfer_config
@@ -49,11 +58,12 @@ def require_free_ports(config: Any, number: int) -> None:
         return
     host, port = envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT + number
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except (OSError, OverflowError) as error:
         raise ReplicaError(
             f"its engine cannot listen for NIXL on {host} port {port}, VLLM_NIXL_SIDE_CHANNEL_PORT + the replica's "
-            f"number {number} ({error}): give each fleet on this machine its own VLLM_NIXL_SIDE_CHANNEL_PORT"
+            f"number {number} ({error}): give each fleet on this machine its own VLLM_NIXL_SIDE_CHANNEL_PORT, and as "
+            "VLLM_NIXL_SIDE_CHANNEL_HOST only an address of this machine"
         ) from error
 
 
