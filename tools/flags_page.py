@@ -16,7 +16,7 @@ _INTRODUCTION = """\
 Any of these switches the fleet on; without any, `vllm serve` is what it was. They also work in `--config` files, and
 `vllm serve --help=OmniConfig` shows them. *Head* is a process that takes HTTP requests, *node* one with `--headless`.
 What does not go together is refused before anything starts, as are
-[some flags of vLLM](behaviour.md#flags-of-vllm-that-do-not-go-with-the-fleet-yet).
+[some flags of vLLM](behaviour.md#vllm-flags-that-a-fleet-refuses).
 
 | flag | default | on | meaning |
 |---|---|---|---|
