@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from vllm_omni_plugin.config import FLAGS
+
 from .source_tree import PACKAGE, ROOT
 
 _MAP = (ROOT / "docs" / "map.md").read_text()
@@ -53,6 +55,10 @@ def number(text: str) -> float:
 
 def test_every_module_is_in_the_map() -> None:
     assert sorted(modules().keys() - {file for file, _ in places(_MAP)}) == [], "give each a row in docs/map.md"
+
+
+def test_every_flag_is_in_the_map() -> None:
+    assert sorted({flag.name for flag in FLAGS} - set(_QUOTED.findall(_MAP))) == [], "give each a row in docs/map.md"
 
 
 def test_every_file_and_name_of_the_map_exists() -> None:
