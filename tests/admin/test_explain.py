@@ -93,7 +93,7 @@ async def test_the_answer_says_where_and_why_with_every_candidate_and_its_load(
         "prompt_tokens": 5,
         "queue": {"waits": False, "class": "", "ahead": 0, "wait_s": 0.0},
     }
-    idle = fleet.pool.member(0).load._asdict()
+    idle = fleet.pool.member(0).load._asdict() | {"adapters": {"slots": 0, "in_use": {}, "idle": []}}
     assert first == {"replica": "0.0", "score": 2.5, "matched_tokens": 0, **idle}
     assert (second["replica"], second["score"], second["matched_tokens"]) == ("0.1", 0.5, 16)
     assert (second["requests"], second["prefill_tokens"]) == (1, 24)

@@ -111,8 +111,10 @@ def test_an_invalid_kv_usage_is_zero(usage: float) -> None:
 
 
 def test_the_size_of_an_engine_is_read_from_the_ready_response() -> None:
-    sizes = {"max_num_batched_tokens": 2048, "max_num_seqs": 8, "max_model_len": 896}
-    assert EngineApi().engine_size(ready(**sizes)) == EngineSize(500, 16, 2048, sequences=8, max_model_len=896)
+    sizes = {"max_num_batched_tokens": 2048, "max_num_seqs": 8, "max_model_len": 896, "max_loras": 4}
+    assert EngineApi().engine_size(ready(**sizes)) == EngineSize(
+        500, 16, 2048, sequences=8, max_model_len=896, adapters=4
+    )
     assert EngineApi().engine_size(ready(effective_attention_block_size=64, **sizes)).block_size == 64
 
 
@@ -127,6 +129,7 @@ def test_the_size_of_an_engine_is_read_from_the_ready_response() -> None:
         (ready(max_num_seqs=-1), "max_num_seqs is -1"),
         (ready(max_num_batched_tokens=-1), "max_num_batched_tokens is -1"),
         (ready(num_gpu_blocks=-1), "num_gpu_blocks is -1"),
+        (ready(max_loras=-1), "max_loras is -1"),
     ],
 )
 def test_a_ready_response_that_cannot_be_used_is_refused(payload: bytes, complaint: str) -> None:

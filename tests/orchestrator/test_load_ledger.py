@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeRequest
-from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaLoad, Task
+from vllm_omni_plugin.balancing import Decision, Prompt, ReplicaAdapters, ReplicaLoad, Task
 from vllm_omni_plugin.orchestrator import StageRun
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger, Work
-from vllm_omni_plugin.vllm_api.engine_messages.engine_types import LoadReport
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
 
 
 def charge(ledger: LoadLedger, task: Task, matched: int = 0, now: float = 0.0) -> StageRun:
@@ -54,6 +54,15 @@ def test_the_rate_follows_a_replica_that_has_become_slow() -> None:
         ledger.add_first_output(charged(ledger, prompt=1000, now=now), now + seconds)
         now += seconds
     assert ledger.load.prefill_rate == pytest.approx(100.0, rel=0.1)
+
+
+def test_adapters_follow_the_requests_and_keep_the_last_ones_that_had_any() -> None:
+    ledger = LoadLedger(EngineSize(adapters=2))
+    runs = [charge(ledger, {"prompt": Prompt(range(9), name)}) for name in ("a", "b", "", "c", "a")]
+    assert ledger.load.adapters == ReplicaAdapters(2, {"a": 2, "b": 1, "c": 1})
+    for run in runs:
+        ledger.release(run, 1.0)
+    assert ledger.load.adapters == ReplicaAdapters(2, {}, ("c", "a"))
 
 
 STEPS = st.lists(

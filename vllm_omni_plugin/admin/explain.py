@@ -99,4 +99,5 @@ def _candidate(explanation: Explanation, candidate: Candidate) -> dict[str, Any]
         "score": score if math.isfinite(score) else None,
         "matched_tokens": int(candidate.matched_tokens),
         **load._asdict(),
+        "adapters": load.adapters._asdict(),
     }

@@ -17,6 +17,7 @@ from vllm_omni_plugin.balancing.interface import (
     ReplicaView,
     Task,
 )
+from vllm_omni_plugin.balancing.loads.replica_adapters import ReplicaAdapters
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests
 from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
@@ -43,6 +44,7 @@ __all__ = [
     "PrefixBalancer",
     "Prompt",
     "RandomBalancer",
+    "ReplicaAdapters",
     "ReplicaLoad",
     "ReplicaView",
     "RoundRobinBalancer",

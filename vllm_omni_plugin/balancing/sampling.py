@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vllm_omni_plugin.balancing.interface import ReplicaView
+from vllm_omni_plugin.balancing.loads.replica_load import load_of
 from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, draw_by_water_filling
 
 MOST_COMPARED = 8
@@ -20,8 +21,14 @@ _BESIDE_THE_SHORTEST = 3
 replicas."""
 
 
-def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random) -> list[int]:
-    """Positions to compute scores for: all of up to eight; of more, a shortest queue and three random ones."""
+_MOST_WITH_ADAPTER = 3
+
+
+def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random, adapter: str = "") -> list[int]:
+    """Positions to compute scores for: all of up to eight; of more, a shortest queue and three random ones.
+
+    Of a request with a LoRA adapter, also three where that is loaded, those with the shortest queues.
+    """
     total = len(replicas)
     if total <= MOST_COMPARED:
         return list(range(total))
@@ -30,6 +37,10 @@ def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random) ->
         position = int(draw() * total)
         if position not in chosen:
             chosen.append(position)
+    if adapter:
+        have = [position for position, replica in enumerate(replicas) if load_of(replica).adapters.has(adapter)]
+        have.sort(key=lambda position: replicas[position].queue_length)
+        chosen += [position for position in have[:_MOST_WITH_ADAPTER] if position not in chosen]
     return chosen
 
 

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from vllm_omni_plugin.balancing.loads.replica_adapters import NO_ADAPTERS, ReplicaAdapters
+
 
 class ReplicaLoad(NamedTuple):
     """The load of one replica at one moment.
@@ -20,6 +22,7 @@ class ReplicaLoad(NamedTuple):
         prefill_rate: measured `prefill_tokens` per second while there were any; 0 if unknown.
         kv_blocks, block_size: blocks of KV memory, and tokens in a block; 0 if unknown.
         heads_report: whether `others` and `prefill_tokens` include the reports of other heads.
+        adapters: LoRA adapters that are loaded.
     """
 
     requests: int = 0
@@ -33,6 +36,7 @@ class ReplicaLoad(NamedTuple):
     kv_blocks: int = 0
     block_size: int = 0
     heads_report: bool = False
+    adapters: ReplicaAdapters = NO_ADAPTERS
 
 
 def load_of(replica: object) -> ReplicaLoad:

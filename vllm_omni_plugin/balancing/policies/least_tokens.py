@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from vllm_omni_plugin.balancing.interface import (
+    NO_PROMPT,
     Candidate,
     DecidingBalancer,
     Decision,
@@ -34,6 +35,8 @@ class LeastTokensBalancer(DecidingBalancer):
     tokens per second (by default the median of those compared). A request of another head counts as long as this one:
     as being decoded, or as to be computed if other heads do not report and the engine says that it waits.
 
+    A request with a LoRA adapter costs `ReplicaAdapters.cost` tokens more.
+
     Source: queued tokens over the measured rate; for decode work and KV memory see `context_cost`. The reason is
     `expected-wait`, the fallback `no-rate`. docs/policies.md has the options.
     """
@@ -49,18 +52,20 @@ class LeastTokensBalancer(DecidingBalancer):
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         require_replicas(replicas)
-        prompt = prompt_tokens(task)
-        positions = positions_to_compare(replicas, self._rng)
+        prompt, adapter = prompt_tokens(task), task.get("prompt", NO_PROMPT).lora_name
+        positions = positions_to_compare(replicas, self._rng, adapter)
         loads = [load_of(replicas[position]) for position in positions]
         rates = sorted([load.prefill_rate for load in loads if load.prefill_rate > 0])
         usual_rate = rates[len(rates) // 2] if rates else _UNMEASURED_RATE
-        waits = self._expected_waits(loads, prompt, usual_rate)
+        waits = self._expected_waits(loads, prompt, adapter, usual_rate)
         arrivals = expected_arrivals(replicas, len(positions)) * prompt / usual_rate
         position = positions[pick_lowest(waits, self._rng, arrivals)]
         fallback = "" if rates else "no-rate"
         return Decision(position, "expected-wait", tuple(map(Candidate, positions, waits)), fallback)
 
-    def _expected_waits(self, loads: Iterable[ReplicaLoad], prompt: int, usual_rate: float) -> list[float]:
+    def _expected_waits(
+        self, loads: Iterable[ReplicaLoad], prompt: int, adapter: str, usual_rate: float
+    ) -> list[float]:
         decode_weight, kv_tokens = self._decode_weight, self._kv_tokens
         slowest, fastest = usual_rate / _TRUSTED_FACTOR, usual_rate * _TRUSTED_FACTOR
         waits = []
@@ -69,6 +74,8 @@ class LeastTokensBalancer(DecidingBalancer):
             if load.others:
                 waiting = 0 if load.heads_report else min(load.others, load.waiting)
                 tokens += prompt * (waiting + decode_weight * (load.others - waiting))
+            if adapter:
+                tokens += load.adapters.cost(adapter)
             rate = load.prefill_rate or usual_rate
             if not slowest <= rate <= fastest:
                 rate = slowest if rate < slowest else fastest

@@ -51,7 +51,8 @@ class PrefixBalancer(DecidingBalancer):
     context_cost` wins: the latency that the choice adds to all requests, in prompt tokens. Uncached tokens delay all
     requests of the replica, the waiting prefill delays this request, the answers delay each other, and long contexts
     delay all. Of equal costs the longest match wins, then a random one. For the cached tokens see `PrefixCaches`, with
-    several heads `expected_prefix`, and for decode work and KV memory `context_cost`.
+    several heads `expected_prefix`, for decode work and KV memory `context_cost`, and for a LoRA adapter the cost of
+    `ReplicaAdapters`, which is added.
 
     Source: LMetric, `(prompt - matched) * (load + 1)`. Added to it are a price of answers, without which all copies of
     a fully cached prompt would go to one replica, and the waiting prefill, as in Dynamo's cost. The prefill is added,
@@ -88,9 +89,12 @@ class PrefixBalancer(DecidingBalancer):
         levels = self._levels(prompt, fleet)
         shared = has_other_heads(replicas)
         expected = expected_prefix(self._table, replicas, prompt, levels, fleet.block_sizes) if shared else None
-        positions = self._to_compare(replicas, fleet, levels, expected)
+        positions = self._to_compare(replicas, fleet, levels, expected, prompt.lora_name)
         tokens = len(prompt.token_ids)
         costs, matches = self._compare(replicas, positions, fleet, levels, tokens, expected)
+        if prompt.lora_name:
+            for place, position in enumerate(positions):
+                costs[place] += load_of(replicas[position]).adapters.cost(prompt.lora_name)
         if self._temperature:
             place = self._draw(costs, matches)
         elif shared and (arrivals := self._arriving_cost(replicas, matches, tokens, expected)) > 0:
@@ -149,11 +153,12 @@ class PrefixBalancer(DecidingBalancer):
         fleet: FleetBits,
         levels: Sequence[Level],
         expected: ExpectedPrefix | None,
+        adapter: str,
     ) -> Sequence[int]:
         """The result of `positions_to_compare`; in a large fleet also replicas that may have the prompt cached."""
         if len(replicas) <= MOST_COMPARED:
             return range(len(replicas))
-        positions = positions_to_compare(replicas, self._rng)
+        positions = positions_to_compare(replicas, self._rng, adapter)
         if expected is not None and expected.position not in positions:
             positions.append(expected.position)
         wanted, others = _MOST_HOLDERS, fleet.mask

@@ -3,7 +3,7 @@
 from math import ceil, exp
 from typing import NamedTuple
 
-from vllm_omni_plugin.balancing import ReplicaLoad
+from vllm_omni_plugin.balancing import ReplicaAdapters, ReplicaLoad
 from vllm_omni_plugin.orchestrator.requests.stage_run import StageRun
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
 
@@ -38,6 +38,7 @@ class LoadLedger:
 
     def __init__(self, size: EngineSize = UNKNOWN_SIZE) -> None:
         self.size = size
+        self.adapters = ReplicaAdapters(size.adapters)
         self.requests = 0
         self.others = 0
         self.prefill_tokens = 0
@@ -156,6 +157,7 @@ class LoadLedger:
             self.size.blocks,
             self.size.block_size,
             self._others_work is not None,
+            self.adapters,
         )
 
     def set_others_work(self, work: Work | None) -> None:
@@ -168,6 +170,8 @@ class LoadLedger:
         self._load = None
         self.requests += 1
         self.unsent += 1
+        if run.lora_name:
+            self.adapters = self.adapters.charge(run.lora_name)
         if run.prefill_tokens:
             if self.prefill_tokens > self._others_prefill_tokens:
                 self._count_prefill_time(now)
@@ -203,6 +207,8 @@ class LoadLedger:
         """Undo `charge`: the attempt is over, or the run is to be assigned anew."""
         self._load = None
         self.requests -= 1
+        if run.lora_name:
+            self.adapters = self.adapters.release(run.lora_name)
         if run.has_output:
             self.decode_tokens -= run.prompt_tokens + run.output_tokens
         else:

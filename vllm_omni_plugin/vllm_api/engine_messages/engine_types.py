@@ -19,13 +19,17 @@ class LoadReport(NamedTuple):
 
 
 class EngineSize(NamedTuple):
-    """KV blocks, their tokens, tokens and sequences of the largest step, tokens of the longest request; 0: unknown."""
+    """KV blocks, their tokens, tokens and sequences of the largest step, tokens of the longest request, LoRA adapters.
+
+    That many adapters are loaded at once. 0: unknown.
+    """
 
     blocks: int = 0
     block_size: int = 0
     step_tokens: int = 0
     sequences: int = 0
     max_model_len: int = 0
+    adapters: int = 0
 
 
 class Move(Enum):

@@ -11,7 +11,7 @@ from vllm.v1.engine.core_client import MPClient
 from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
-_COUNTS = ("max_model_len", "num_gpu_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs")
+_COUNTS = ("max_model_len", "num_gpu_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_loras")
 
 
 def apply_ready_responses(vllm_config: Any, payloads: Iterable[bytes]) -> dict[int, Any]:
@@ -50,5 +50,10 @@ def engine_size(payload: bytes) -> EngineSize:
             raise WireError(f"not a valid EngineCoreReadyResponse: {name} is {getattr(ready, name)}")
     block_size = ready.effective_attention_block_size or ready.block_size
     return EngineSize(
-        ready.num_gpu_blocks, block_size, ready.max_num_batched_tokens, ready.max_num_seqs, ready.max_model_len
+        ready.num_gpu_blocks,
+        block_size,
+        ready.max_num_batched_tokens,
+        ready.max_num_seqs,
+        ready.max_model_len,
+        ready.max_loras,
     )

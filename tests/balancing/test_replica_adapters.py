@@ -1,0 +1,108 @@
+"""Requests of a LoRA adapter gather where it is loaded, by hand-computed cases."""
+
+from typing import Any
+
+import pytest
+
+from vllm_omni_plugin.balancing import (
+    KvAwareBalancer,
+    LeastTokensBalancer,
+    PrefixBalancer,
+    Prompt,
+    ReplicaAdapters,
+    ReplicaLoad,
+    Task,
+)
+from vllm_omni_plugin.balancing.loads.replica_adapters import ADAPTER_TOKENS
+
+from .fakes import with_loads
+
+TASK: Task = {"prompt": Prompt(range(100), "a")}
+ONCE, TWICE = ADAPTER_TOKENS, 2 * ADAPTER_TOKENS
+HAS_IT = ReplicaAdapters(2, {}, ("x", "a"))
+HAS_OTHERS = ReplicaAdapters(2, {}, ("x", "y"))
+HAS_ROOM = ReplicaAdapters(2, {}, ("x",))
+
+by_policies_that_weigh_costs = pytest.mark.parametrize("policy", [PrefixBalancer, KvAwareBalancer, LeastTokensBalancer])
+
+
+def adapters(slots: int, charged: str, released: str = "") -> ReplicaAdapters:
+    """After requests of adapters with these letters have come and ended, in this order."""
+    state = ReplicaAdapters(slots)
+    for name in charged:
+        state = state.charge(name)
+    for name in released:
+        state = state.release(name)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "cost"),
+    [
+        pytest.param(ReplicaAdapters(), 0, id="nothing is known of its slots"),
+        pytest.param(adapters(2, ""), 0, id="nothing is loaded"),
+        pytest.param(adapters(2, "x"), 0, id="a slot is free"),
+        pytest.param(adapters(2, "ax", "ax"), 0, id="it is loaded"),
+        pytest.param(adapters(2, "aaxx"), 0, id="it is in use"),
+        pytest.param(adapters(2, "xy", "y"), ONCE, id="an idle one makes way"),
+        pytest.param(adapters(2, "xyx", "xyx"), ONCE, id="one of two idle ones makes way"),
+        pytest.param(adapters(2, "xy"), TWICE, id="all slots are in use"),
+        pytest.param(adapters(2, "xyz"), TWICE, id="another one waits for a slot already"),
+        pytest.param(adapters(2, "xya"), ONCE, id="it waits for a slot itself"),
+        pytest.param(adapters(2, "xya", "x"), 0, id="it has got that slot"),
+        pytest.param(adapters(2, "axy", "axy"), ONCE, id="it was evicted"),
+        pytest.param(adapters(2, "axy", "xya"), 0, id="the least recently used one was evicted"),
+    ],
+)
+def test_what_a_request_of_an_adapter_costs(state: ReplicaAdapters, cost: float) -> None:
+    assert state.cost("a") == cost
+
+
+@by_policies_that_weigh_costs
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        pytest.param(ReplicaLoad(28, adapters=HAS_IT), ReplicaLoad(adapters=HAS_OTHERS), {0}, id="busier, and has it"),
+        pytest.param(
+            ReplicaLoad(1, 0, 4100, adapters=HAS_IT), ReplicaLoad(adapters=HAS_OTHERS), {1}, id="too much waits there"
+        ),
+        pytest.param(
+            ReplicaLoad(1, kv_usage=0.75, adapters=HAS_IT),
+            ReplicaLoad(adapters=HAS_OTHERS),
+            {1},
+            id="full memory",
+        ),
+        pytest.param(
+            ReplicaLoad(1, 0, 1, adapters=HAS_IT),
+            ReplicaLoad(adapters=HAS_ROOM),
+            {1},
+            id="a free slot",
+        ),
+        pytest.param(ReplicaLoad(adapters=HAS_IT), ReplicaLoad(adapters=HAS_IT), {0, 1}, id="both have it"),
+        pytest.param(ReplicaLoad(adapters=HAS_OTHERS), ReplicaLoad(adapters=HAS_OTHERS), {0, 1}, id="none has it"),
+        pytest.param(
+            ReplicaLoad(adapters=adapters(2, "xy")),
+            ReplicaLoad(5, adapters=HAS_OTHERS),
+            {1},
+            id="one makes way",
+        ),
+    ],
+)
+def test_requests_go_where_their_adapter_is_unless_the_load_there_outweighs_it(
+    policy: Any, first: ReplicaLoad, second: ReplicaLoad, chosen: set[int]
+) -> None:
+    balancer, replicas = policy(), with_loads(first, second)
+    assert {balancer.select(TASK, replicas) for _ in range(40)} == chosen
+
+
+@by_policies_that_weigh_costs
+def test_requests_without_an_adapter_are_decided_by_load_alone(policy: Any) -> None:
+    replicas = with_loads(ReplicaLoad(1, 0, 1, adapters=HAS_IT), ReplicaLoad(adapters=adapters(2, "xyz")))
+    assert policy().select({"prompt": Prompt(range(100))}, replicas) == 1
+
+
+@by_policies_that_weigh_costs
+def test_in_a_large_fleet_the_replicas_that_have_the_adapter_are_compared(policy: Any) -> None:
+    loads = [ReplicaLoad(1, adapters=HAS_OTHERS)] * 60 + [ReplicaLoad(n, adapters=HAS_IT) for n in (9, 5, 7, 3, 8)]
+    balancer, replicas = policy(), with_loads(*loads)
+    assert {balancer.select(TASK, replicas) for _ in range(50)} <= {60, 61, 62, 63, 64}
