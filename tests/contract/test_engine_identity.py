@@ -210,6 +210,12 @@ def test_a_restarted_engine_has_the_same_index_but_another_seed_and_engine_id(
     assert len({config.instance_id for config in spawned}) == 4
 
 
+def test_the_first_engine_of_a_restarted_head_has_another_engine_id(tmp_path: Path, spawned: list[Any]) -> None:
+    for _ in range(2):
+        start(launcher_of(tmp_path, "dense", 0), 0)
+    assert len({config.kv_transfer_config.engine_id for config in spawned}) == 2
+
+
 def test_no_engine_samples_as_any_incarnation_of_another_replica(
     tmp_path: Path, spawned: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

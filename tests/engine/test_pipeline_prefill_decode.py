@@ -106,6 +106,21 @@ async def test_what_happens_to_a_request(disaggregated: PipelineServer, scenario
 
 
 @pytest.mark.long
+async def test_a_prefill_that_dies_after_it_has_handed_over(disaggregated: PipelineServer) -> None:
+    prompt = new_prompt(disaggregated, 200)
+
+    def check(answer: Any) -> None:
+        assert answer["choices"][0]["text"] == expected(disaggregated, prompt)
+
+    body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS}
+    world = ExampleWorld(disaggregated, "/v1/completions", body, check, 2)
+    async with world.halted_in(DECODE) as call:
+        disaggregated.engine(PREFILL).core.kill()
+    await world.check(await call.answer())
+    await world.rests()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [PREFILL, DECODE])
 def test_a_headless_node_adds_a_replica_to_either_stage(disaggregated: PipelineServer, stage: int) -> None:
     prompt = new_prompt(disaggregated, 200)

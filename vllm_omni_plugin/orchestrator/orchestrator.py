@@ -280,6 +280,7 @@ class Orchestrator:
         if moved:
             self.events.record(EventKind.MOVE, reason, member, requests=moved)
         self._runs_ended(member.stage_id, ended)
+        self._requests.replica_lost(member.stage_id, member.replica_id)
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
 
     def update_other_heads_work(self, member: PoolMember, work: Work | None) -> None:

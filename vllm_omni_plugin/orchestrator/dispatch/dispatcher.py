@@ -175,12 +175,23 @@ class Dispatcher:
                 refusals.first_waits(now)
         else:
             return False
-        self._pool.release(run)
-        run.unassign()
-        self.apart_changed(member.replica_id)
-        self._wait(run, reason)
+        self._take_from(member, run, reason)
         self._head.wake_at(now if reason is WaitReason.RETURNED else refusals.next_try_at)
         return True
+
+    def cache_missed(self, run: StageRun, member: PoolMember) -> None:
+        """The engine of a decode could not fetch what a prefill has left: the next attempt computes the prompt."""
+        self._head.metrics.request_moves[Move.RESTART] += 1
+        self._take_from(member, run, WaitReason.RETURNED)
+        self._head.wake_at(self._head.clock())
+
+    def take_back_cache(self, run: StageRun) -> None:
+        """The cache that a prefill has left for a run is gone. An engine that may still wait for it waits for ever."""
+        if run.uses_hand_over and run.replica_id is not None:
+            member = self._pool.member(run.replica_id)
+            self.finisher.abort_at(member, [run.engine_request_id])
+            self.cache_missed(run, member)
+        run.first_request = run.request
 
     def run_ended(self, run: StageRun) -> None:
         """A run has ended, also because its client hung up: it waits no more."""
@@ -327,6 +338,13 @@ class Dispatcher:
             self._head.metrics.queue_time_seconds.observe(run.first_sent_at - run.submitted_at)
         if run.chosen_replicas is not None and not run.produced:
             run.chosen_replicas.append((member.name, run.decision))
+
+    def _take_from(self, member: PoolMember, run: StageRun, reason: WaitReason) -> None:
+        """A run that a replica has, and of which nothing has come, waits again."""
+        self._pool.release(run)
+        run.unassign()
+        self.apart_changed(member.replica_id)
+        self._wait(run, reason)
 
     def _wait(self, run: StageRun, reason: WaitReason, wait: float = inf, wants: Choice | None = None) -> None:
         ends_at = self._waiting.add(run, reason, self._head.clock(), wait, wants)

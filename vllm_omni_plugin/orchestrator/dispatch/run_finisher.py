@@ -26,6 +26,9 @@ class Runs(Protocol):
     def refused(self, run: StageRun, member: PoolMember) -> bool:
         """A paused engine has refused a run. Returns whether it waits there, or its client gets the refusal."""
 
+    def cache_missed(self, run: StageRun, member: PoolMember) -> None:
+        """The engine of a decode could not fetch the cache that a prefill has left."""
+
     def run_ended(self, run: StageRun) -> None: ...
 
     def may_have_room(self, member: PoolMember) -> None:
@@ -63,7 +66,7 @@ class RunFinisher:
             if run is None:
                 if self._tag not in output.request_id and output.finish_reason is None:
                     # It belongs to a head that is gone, and no other process would end it.
-                    self._abort_at(member, [output.request_id])
+                    self.abort_at(member, [output.request_id])
                 continue
             answered = run
             output.request_id = run.request_id
@@ -104,7 +107,7 @@ class RunFinisher:
                 by_member.setdefault(self._pool.member(run.replica_id), []).append(run.engine_request_id)
             self._end(run)
         for member, engine_request_ids in by_member.items():
-            self._abort_at(member, engine_request_ids)
+            self.abort_at(member, engine_request_ids)
             self._runs.may_have_room(member)
 
     def complete(self, run: StageRun, outputs: Any | None = None) -> None:
@@ -165,11 +168,16 @@ class RunFinisher:
         return True
 
     def _retries_elsewhere(self, member: PoolMember, run: StageRun, output: Any) -> bool:
-        """An engine has cut a run short. Returns whether it has only refused the run, and another engine may accept."""
+        """An engine has cut a run short. Returns whether it goes on: the engine has refused it, or missed a cache."""
         if run.streaming is not None:
             # Chunks on their way would begin the session anew there, and nothing would end it.
-            self._abort_at(member, [run.engine_request_id])
-        may_move = not run.has_output and self._api.refused(output) and not self._api.transfers_cache(run.request)
+            self.abort_at(member, [run.engine_request_id])
+        if not self._api.refused(output):
+            missed = run.uses_hand_over and not self._api.aborted(output)
+            if missed:
+                self._runs.cache_missed(run, member)
+            return missed
+        may_move = not run.has_output and not self._api.transfers_cache(run.request)
         return may_move and self._runs.refused(run, member)
 
     def _note_first_output(self, member: PoolMember, run: StageRun, output: Any) -> None:
@@ -203,7 +211,8 @@ class RunFinisher:
         self._api.trim_repeated(output, skip)
         return True
 
-    def _abort_at(self, member: PoolMember, engine_request_ids: Sequence[str]) -> None:
+    def abort_at(self, member: PoolMember, engine_request_ids: Sequence[str]) -> None:
+        """Abort attempts at a replica, which stay charged to it."""
         # A dead replica has nothing to abort.
         with suppress(ReplicaError):
             if member.client is not None:

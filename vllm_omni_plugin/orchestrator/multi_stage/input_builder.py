@@ -131,13 +131,16 @@ class StageInputBuilder:
             return api.build_root(source, {}, for_client=False), None
         if self._names[stage.id] == BuiltInTransform.KV_TRANSFER:
             request = api.make_movable(api.build_root(source, sampling, for_client=for_client))
-            if state.cached_tokens is None:
+            (prefill,) = self.pipeline.upstream(stage)
+            if prefill.id not in state.runs:
                 return request, None
-            # The cache can be fetched only once, and may be what ended the engine. A connector may find it again
-            # without parameters, so later attempts read no cache.
+            # The cache can be fetched only once, from the incarnation that made it, and may be what ended the engine. A
+            # connector may find it again without parameters, or half of one, so other attempts read no cache.
+            again = api.without_cache(request)
+            if state.cached_tokens is None:
+                return again, again
             params = state.cache_params
-            first = request if params is None else api.with_kv_transfer(request, params)
-            return api.without_cache(request), first
+            return again, request if params is None else api.with_kv_transfer(request, params)
         if stage.id not in self._transforms:
             return api.build_root(source, sampling, for_client=for_client), None
         readers = state.readers

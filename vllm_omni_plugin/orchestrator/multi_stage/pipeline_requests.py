@@ -107,6 +107,19 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
                     self._put(self._apis[stage_id].end(state.request_id))
                 self._pass_on(state, stage, _END, ended=True)
 
+    def replica_lost(self, stage_id: int, replica_id: int) -> None:
+        if self._pipeline.stages[stage_id].output is not Modality.KV_CACHE:
+            return
+        for state in self.states.values():
+            prefill = state.runs.get(stage_id)
+            # Without parameters the cache is in a store, which outlives the replica.
+            if prefill is None or prefill.replica_id != replica_id or state.cache_params is None:
+                continue
+            state.cache_params = state.cached_tokens = None
+            for decode in state.plan.downstream[stage_id]:
+                if (run := state.runs.get(decode.id)) is not None:
+                    self._dispatchers[decode.id].take_back_cache(run)
+
     def close(self) -> None:
         states = list(self.states.values())
         super().close()
@@ -164,6 +177,9 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     ) -> None:
         """Submit the run of a stage: with its whole input, or as a session with the first chunk."""
         api, (request, first_request) = self._apis[stage.id], requests
+        if first_request is not None and state.cached_tokens is None:
+            # The prefill's replica was lost while the request was built.
+            first_request = request
         run = state.runs[stage.id] = StageRun(
             state.request_id,
             api.make_movable(request),

@@ -103,7 +103,7 @@ class StageRun(Struct, eq=False):
         attempts: how many were sent.
         produced: token ids delivered so far, over all attempts.
         skipping_delivered: whether outputs of the current attempt may still repeat delivered tokens.
-        first_request: what the first replica gets in place of `request`.
+        first_request: what the first replica gets in place of `request`: it names a cache that a prefill has left.
         ticket: the request's place in the order of all; None without admission control.
         losses, crash_losses: of replicas that had got the request; those by crashes of engines, see `Suspects`.
         apart_until: delivered tokens until which the request is kept apart from other suspects.
@@ -158,6 +158,14 @@ class StageRun(Struct, eq=False):
     @property
     def finished(self) -> bool:
         return self.phase is RequestPhase.FINISHED
+
+    @property
+    def uses_hand_over(self) -> bool:
+        """Whether the attempt was given a cache that a prefill has left, and nothing has come of it yet."""
+        given = self.first_request is not None and self.first_request is not self.request
+        return (
+            given and self.sent and self.attempts == 1 and self.phase is RequestPhase.ASSIGNED and not self.has_output
+        )
 
     @property
     def confined_to(self) -> set[LostReplica]:

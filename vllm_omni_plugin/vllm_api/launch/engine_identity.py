@@ -5,6 +5,7 @@ Under vLLM's data parallelism this is `data_parallel_index`. The table in docs/d
 
 import os
 import socket
+import uuid
 from typing import Any
 
 import numpy
@@ -29,7 +30,8 @@ def set_identity(config: Any, number: int, incarnation: int) -> None:
         # As a spawn key, because vLLM mixes (seed, index): the successor of one replica would be like another replica.
         sequence = numpy.random.SeedSequence(config.model_config.seed, spawn_key=(incarnation,))
         config.model_config.seed = int(sequence.generate_state(1)[0])
-    name = f"replica{number}_{incarnation}"
+    # The first engine of a head that was restarted is another one, too, if the user has given an id.
+    name = f"replica{number}_{incarnation or uuid.uuid4().hex}"
     # In names of shared memory, which a killed engine leaves.
     config.instance_id = f"{config.instance_id}_{name}"
     for transfers in (config.kv_transfer_config, config.ec_transfer_config):

@@ -1,0 +1,352 @@
+"""Kills, restarts, stops and cuts on either side of a hand-over: nothing is lost, no text is wrong, nothing hangs.
+
+The engines here do what public reports say of some: they fetch a cache by place and number, without a look at the
+incarnation that made it (vllm#52234), and wait for ever for an engine that does not answer (vllm#49238).
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.fakes.conditions import eventually
+from tests.fakes.pipeline_fleet import FakePipelineFleet
+from tests.fakes.pipelines import DISAGGREGATED
+from tests.fakes.stage_api import PlayedLink
+from vllm_omni_plugin.orchestrator import PoolMember
+
+PREFILL, DECODE = 0, 1
+STAGES = PREFILL, DECODE
+WRONG = 26
+"""No engine answers with it otherwise."""
+PROMPTS = {name: [number, 2, 3] for number, name in enumerate("abcd")}
+
+
+class KvEngine(PlayedLink):
+    """One incarnation of an engine at a place. `away`: it is dead, stopped or cut off, so nobody gets an answer."""
+
+    def __init__(self, name: str, places: dict[str, "KvEngine"]) -> None:
+        super().__init__(name)
+        self.away = False
+        self._places = places
+        self._blocks: dict[int, list[int]] = {}
+        self._numbers = count()
+        self._given: dict[str, tuple[list[int], Any]] = {}
+        self._wrong: set[str] = set()
+
+    def _add(self, body: dict[str, Any]) -> None:
+        super()._add(body)
+        self._given[body["request_id"]] = body["prompt"], body["sampling_params"].get("kv")
+
+    def compute_prompt(self, attempt: str) -> None:
+        """Compute a prompt, and leave its cache here."""
+        number = next(self._numbers)
+        self._blocks[number], _ = self._given[attempt]
+        del self.attempts[attempt]
+        params = {"place": self.input_addr, "number": number}
+        self.tell(attempt, 9, finish_reason="length", kv_transfer_params=params, cached=0)
+
+    def answer_on(self, attempt: str) -> None:
+        """Send one more token. Before the first one the cache is fetched, if the request names one."""
+        prompt, kv = self._given[attempt]
+        if kv is not None:
+            maker = self._places[kv["place"]]
+            if maker.away:
+                return
+            if maker._blocks.pop(kv["number"], None) != prompt:
+                self._wrong.add(attempt)
+            self._given[attempt] = prompt, None
+        if attempt in self._wrong:
+            self.tell(attempt, WRONG)
+        else:
+            self.step(attempt)
+
+
+class KvFleet(FakePipelineFleet):
+    """Prefill and decode by such engines. A decode with a gate gets its input when that opens."""
+
+    def __init__(self, replicas: int | Sequence[int] = 1) -> None:
+        self.places: dict[str, KvEngine] = {}
+        self.gates: dict[str, threading.Event] = {}
+        super().__init__(DISAGGREGATED, replicas, migration_limit=9, replica_wait=600.0)
+        build = self.apis[DECODE].build_root
+
+        def build_root(source: Any, *arguments: Any, **more: Any) -> Any:
+            if (gate := self.gates.get(source.request_id)) is not None:
+                gate.wait(30)
+            return build(source, *arguments, **more)
+
+        self.apis[DECODE].build_root = build_root  # type: ignore[method-assign]
+
+    def join(self, member: PoolMember) -> KvEngine:
+        engine = KvEngine(f"replica-{member.name}", self.places)
+        self.places[engine.input_addr] = self.links[member.stage_id, member.replica_id] = engine
+        self.serve(member, engine, self.apis[member.stage_id], b"")
+        return engine
+
+    async def settle(self, blocked: Container[tuple[str, int]] = ()) -> None:
+        await super().settle(blocked or {(name, DECODE) for name in self.gates})
+
+    async def ask(self, name: str) -> None:
+        await self.submit(name, prompt=PROMPTS[name], move="replay")
+
+    async def compute(self, name: str, *stages: int) -> None:
+        """Let the engines of these stages do one step for a request, if they can."""
+        for stage_id in stages or STAGES:
+            if name in self.states and (name, stage_id) in self.at_work([name]):
+                engine, attempt = self.attempt(name, stage_id)
+                assert isinstance(engine, KvEngine)
+                if not engine.away:
+                    (engine.compute_prompt if stage_id == PREFILL else engine.answer_on)(attempt)
+            # The head sends some requests again in its loop's next turn.
+            await asyncio.sleep(0)
+            await self.settle()
+
+    def open_gates(self) -> None:
+        for gate in self.gates.values():
+            gate.set()
+        self.gates.clear()
+
+    async def finish_all(self) -> None:
+        """Let the engines do what they can; fails if a request hangs."""
+        self.open_gates()
+        for _ in range(30):
+            for name in list(self.states):
+                await self.compute(name)
+        assert self.states == {}
+        assert self.in_flight == 0
+
+    def engine(self, stage_id: int, replica_id: int = 0) -> KvEngine:
+        engine = self.links[stage_id, replica_id]
+        assert isinstance(engine, KvEngine)
+        return engine
+
+    async def find_lost(self, stage_id: int, replica_id: int = 0) -> None:
+        """The head finds out that a replica does not answer."""
+        client = self.pools[stage_id].member(replica_id).client
+        if client is not None:
+            client.mark_dead("it does not answer")
+        await self.settle()
+
+    async def attach(self, stage_id: int, replica_id: int = 0, engine: KvEngine | None = None) -> None:
+        """A replica serves again: another incarnation, or the same engine over a new link, with the same cache."""
+        member = self.pools[stage_id].member(replica_id)
+        if member.client is None:
+            old, new = self.engine(stage_id, replica_id), self.join(member)
+            if engine is old:
+                new._blocks, new._numbers = old._blocks, old._numbers
+        await self.settle()
+
+
+async def undisturbed(name: str) -> list[int]:
+    async with KvFleet() as fleet:
+        await fleet.ask(name)
+        await fleet.finish_all()
+        return fleet.tokens[name]
+
+
+async def kill(fleet: KvFleet, stage_id: int) -> None:
+    """It does not come back; another replica joins."""
+    fleet.engine(stage_id).away = True
+    await fleet.find_lost(stage_id)
+    fleet.join(fleet.pools[stage_id].add())
+
+
+async def restart(fleet: KvFleet, stage_id: int) -> None:
+    """The new engine computes another prompt before anything else happens."""
+    fleet.engine(stage_id).away = True
+    await fleet.find_lost(stage_id)
+    await fleet.attach(stage_id)
+    await fleet.ask("b")
+    await fleet.compute("b", PREFILL)
+
+
+async def stop(fleet: KvFleet, stage_id: int) -> None:
+    """SIGSTOP, which the head finds out later, then SIGCONT: the engine goes on with what it had."""
+    engine = fleet.engine(stage_id)
+    engine.away = True
+    await fleet.compute("a")
+    await fleet.find_lost(stage_id)
+    engine.away = False
+    for attempt in list(engine.attempts):
+        engine.tell(attempt, WRONG, finish_reason="stop", kv_transfer_params={"place": engine.input_addr, "number": 7})
+    await fleet.attach(stage_id, engine=engine)
+
+
+async def cut(fleet: KvFleet, stage_id: int) -> None:
+    """Nobody reaches it for a while, though it runs."""
+    engine = fleet.engine(stage_id)
+    engine.away = engine.broken = True
+    await fleet.compute("a")
+    await fleet.find_lost(stage_id)
+    await fleet.attach(stage_id, engine=engine)
+
+
+Event = Callable[[KvFleet, int], Awaitable[None]]
+
+
+async def while_it_computes_the_prompt(fleet: KvFleet) -> None:
+    await fleet.ask("a")
+
+
+async def while_the_input_of_the_decode_is_built(fleet: KvFleet) -> None:
+    fleet.gates["a"] = threading.Event()
+    await fleet.ask("a")
+    await fleet.compute("a", PREFILL)
+
+
+async def while_no_decode_serves(fleet: KvFleet) -> None:
+    await fleet.find_lost(DECODE)
+    await fleet.ask("a")
+    await fleet.compute("a", PREFILL)
+
+
+async def while_the_cache_is_fetched(fleet: KvFleet) -> None:
+    await fleet.ask("a")
+    await fleet.compute("a", PREFILL)
+
+
+async def while_it_answers(fleet: KvFleet) -> None:
+    await while_the_cache_is_fetched(fleet)
+    await fleet.compute("a", DECODE)
+
+
+STEPS = [
+    while_it_computes_the_prompt,
+    while_the_input_of_the_decode_is_built,
+    while_no_decode_serves,
+    while_the_cache_is_fetched,
+    while_it_answers,
+]
+
+
+@pytest.mark.parametrize("side", STAGES, ids=["prefill", "decode"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("event", [kill, restart, stop, cut])
+async def test_an_answer_is_right_whatever_happens(event: Event, step: Any, side: int) -> None:
+    async with KvFleet() as fleet:
+        await step(fleet)
+        await event(fleet, side)
+        await fleet.attach(DECODE)
+        await fleet.finish_all()
+        assert fleet.tokens == {name: await undisturbed(name) for name in fleet.tokens}
+        assert dict(fleet.ends) == dict.fromkeys(fleet.tokens, "stop")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["AsyncLLM", "vLLM's Rust front end"])
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_client_that_leaves_stops_its_engine_and_no_further_stage_begins(step: Any, whole: bool) -> None:
+    async with KvFleet() as fleet:
+        await step(fleet)
+        await fleet.abort("a", whole=whole)
+        fleet.open_gates()
+        await fleet.attach(DECODE)
+        assert [fleet.engine(stage_id).attempts for stage_id in STAGES] == [{}, {}]
+        assert (fleet.states, fleet.in_flight, fleet.ends) == ({}, 0, [])
+
+
+async def test_a_decode_that_could_not_fetch_the_cache_computes_the_prompt() -> None:
+    async with KvFleet() as fleet:
+        await while_the_cache_is_fetched(fleet)
+        fleet.tell("a", DECODE, finish_reason="error")
+        await fleet.finish_all()
+        assert fleet.tokens == {"a": await undisturbed("a")}
+        assert ["kv" in request["sampling_params"] for request in fleet.engine(DECODE).requests] == [True, False]
+
+
+async def test_a_decode_that_fails_without_a_cache_to_fetch_ends_its_request() -> None:
+    async with KvFleet() as fleet:
+        await while_the_cache_is_fetched(fleet)
+        fleet.tell("a", DECODE, finish_reason="error")
+        await eventually(lambda: len(fleet.engine(DECODE).requests) == 2, "another attempt")
+        fleet.tell("a", DECODE, finish_reason="error")
+        await fleet.settle()
+        assert fleet.ends == [("a", "error")]
+
+
+async def test_what_a_lost_prefill_has_stored_is_not_read() -> None:
+    async with KvFleet() as fleet:
+        await fleet.ask("a")
+        await fleet.find_lost(PREFILL)
+        (request,) = fleet.engine(DECODE).requests
+        assert request["sampling_params"]["cache"] is False
+
+
+class Histories(RuleBasedStateMachine):
+    """Any order of these, with several requests and two replicas of each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+
+    @initialize()
+    def begin(self) -> None:
+        self.expected = {name: self.run(undisturbed(name)) for name in PROMPTS}
+        self.fleet = KvFleet(2)
+        self.run(self.fleet.__aenter__())
+
+    def run(self, step: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(step)
+
+    @rule(name=st.sampled_from([*PROMPTS]), slow=st.booleans())
+    def ask(self, name: str, slow: bool) -> None:
+        if name not in self.fleet.states:
+            self.fleet.tokens.pop(name, None)
+            if slow and not self.fleet.gates:
+                self.fleet.gates[name] = threading.Event()
+            self.run(self.fleet.ask(name))
+
+    @rule()
+    def build(self) -> None:
+        self.fleet.open_gates()
+        self.run(self.fleet.settle())
+
+    @rule(name=st.sampled_from([*PROMPTS]))
+    def compute(self, name: str) -> None:
+        self.run(self.fleet.compute(name))
+        assert self.fleet.tokens.get(name, []) == self.expected[name][: len(self.fleet.tokens.get(name, []))]
+
+    @rule(stage_id=st.sampled_from(STAGES), replica_id=st.integers(0, 1))
+    def goes_away(self, stage_id: int, replica_id: int) -> None:
+        self.fleet.engine(stage_id, replica_id).away = True
+
+    @rule(stage_id=st.sampled_from(STAGES), replica_id=st.integers(0, 1))
+    def is_found_lost(self, stage_id: int, replica_id: int) -> None:
+        self.run(self.fleet.find_lost(stage_id, replica_id))
+
+    @rule(stage_id=st.sampled_from(STAGES), replica_id=st.integers(0, 1), anew=st.booleans())
+    def comes_back(self, stage_id: int, replica_id: int, anew: bool) -> None:
+        engine = self.fleet.engine(stage_id, replica_id)
+        engine.away = False
+        self.run(self.fleet.attach(stage_id, replica_id, None if anew else engine))
+
+    @rule(name=st.sampled_from([*PROMPTS]))
+    def leave(self, name: str) -> None:
+        if name in self.fleet.gates:
+            # It would keep a thread of the stage.
+            self.build()
+        self.run(self.fleet.abort(name))
+        self.fleet.tokens.pop(name, None)
+
+    def teardown(self) -> None:
+        if hasattr(self, "fleet"):
+            for stage_id in STAGES:
+                for replica_id in range(2):
+                    # One that is away is found out.
+                    if self.fleet.engine(stage_id, replica_id).away:
+                        self.is_found_lost(stage_id, replica_id)
+                    self.run(self.fleet.attach(stage_id, replica_id))
+            self.run(self.fleet.finish_all())
+            assert all(tokens == self.expected[name] for name, tokens in self.fleet.tokens.items())
+            self.run(self.fleet.__aexit__())
+        self.loop.close()
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(stateful_step_count=30)
