@@ -20,7 +20,6 @@ MODEL: dict[str, Any] = {
     "repository": "registry/vllm",
     "tag": "v1",
     "modelURL": "org/llama",
-    "headSpec": {"tag": "v1-cpu"},
 }
 EVERYTHING: dict[str, Any] = {
     "adminKey": {"secretName": "ours", "secretKey": "admin"},
@@ -75,7 +74,7 @@ EVERYTHING: dict[str, Any] = {
     ],
 }
 """All values that change a manifest."""
-RUST = EVERYTHING | {"modelSpec": [MODEL | {"headSpec": MODEL["headSpec"] | {"rustFrontend": True}}]}
+RUST = EVERYTHING | {"modelSpec": [MODEL | {"headSpec": {"rustFrontend": True}}]}
 """Heads with vLLM's Rust front end."""
 
 
@@ -100,7 +99,8 @@ class Manifests:
 
     def command(self, kind: str, name: str) -> list[str]:
         (container,) = self.pod(kind, name)["containers"]
-        return [*container["command"], *container["args"]]
+        # The image's entry point runs `vllm serve`.
+        return ["vllm", "serve", *container["args"]]
 
 
 def render(given: dict[str, Any]) -> Manifests:

@@ -119,7 +119,7 @@ def test_selectors_match_their_pods(everything: Manifests) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"headSpec": {"tag": "v1-cpu", "preStopSleep": 5, "shutdownTimeout": 600}, "nodeSpec": {"drainTimeout": 900}}],
+    [{}, {"headSpec": {"preStopSleep": 5, "shutdownTimeout": 600}, "nodeSpec": {"drainTimeout": 900}}],
 )
 def test_grace_periods_exceed_the_requests_timeouts(given: dict[str, Any]) -> None:
     manifests = render(values([MODEL | given]))

@@ -38,38 +38,28 @@ def test_an_invalid_value_is_refused_by_name(wrong: dict[str, Any], named: str) 
         render(wrong)
 
 
-GPU = {"limits": {"nvidia.com/gpu": 1}}
-"""Resources with a GPU."""
-
-
 @pytest.mark.parametrize(
-    "model",
+    ("own", "image"),
     [
-        pytest.param({"headSpec": {"repository": "registry/vllm-cpu"}}, id="another image"),
-        pytest.param({"headSpec": {"tag": "v1"}}, id="an image that was chosen"),
-        pytest.param({"headSpec": {"resources": GPU}}, id="a GPU"),
-        pytest.param({"headSpec": {}, "requestGPU": 0}, id="nodes without a GPU"),
-        pytest.param({"headSpec": {}, "resources": {"limits": {"memory": "64Gi"}}}, id="resources without a GPU"),
+        pytest.param({}, "registry/vllm:v1", id="the model's"),
+        pytest.param({"tag": "v1-cpu"}, "registry/vllm:v1-cpu", id="another tag"),
+        pytest.param({"repository": "registry/small"}, "registry/small:v1", id="another repository"),
     ],
 )
-def test_heads_have_an_image_that_starts_without_a_gpu_or_a_gpu(model: dict[str, Any]) -> None:
-    assert "Deployment/fleet-llama-head" in render(given(**model)).names()
-    with pytest.raises(HelmError, match=r"modelSpec llama: .*headSpec\.tag"):
-        render(given(**model | {"headSpec": {}, "requestGPU": 1, "resources": {}}))
-    with pytest.raises(HelmError, match=r"modelSpec llama: .*headSpec\.tag"):
-        render(given(**model | {"headSpec": {}, "resources": GPU}))
+def test_heads_start_without_a_gpu_whatever_build_of_vllm_is_in_their_image(own: dict[str, Any], image: str) -> None:
+    manifests = render(given(headSpec=own))
+    (head,) = manifests.pod("Deployment", "fleet-llama-head")["containers"]
+    (node,) = manifests.pod("StatefulSet", "fleet-llama-node")["containers"]
+    assert (head["image"], node["image"]) == (image, "registry/vllm:v1")
+    cpu = {"name": "VLLM_TARGET_DEVICE", "value": "cpu"}
+    assert [cpu in container["env"] for container in (head, node)] == [True, False]
 
 
-def test_the_sample_of_the_values_serves() -> None:
+def test_the_sample_of_the_values_renders() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     sample = "\n".join(line.replace("  # ", "", 1) for line in lines if line.startswith(("  # - ", "  #   ")))
     (model,) = yaml.safe_load(sample)
-    manifests = render(values([model]))
-    images = {
-        name: manifests.pod(*name)["containers"][0]["image"]
-        for name in (("Deployment", "fleet-llama-head"), ("StatefulSet", "fleet-llama-node"))
-    }
-    assert len(set(images.values())) == 2
+    assert "Deployment/fleet-llama-head" in render(values([model])).names()
 
 
 def test_a_models_values_override_the_defaults() -> None:

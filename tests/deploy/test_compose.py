@@ -40,10 +40,8 @@ def compose() -> dict[str, Any]:
 
 
 def command(service: dict[str, Any]) -> list[str]:
-    """The command that the container's shell runs."""
-    *_, script, _ = service["entrypoint"]
-    _, _, last = script.partition("exec ")
-    return [word for part in last.split() for word in (service["command"] if part == '"$@"' else [part])]
+    """The command line of the container: the image's entry point runs `vllm serve`."""
+    return ["vllm", "serve", *service["command"]]
 
 
 def test_the_file_matches_composes_schema(compose: dict[str, Any]) -> None:
@@ -83,14 +81,21 @@ def test_the_health_of_the_head_is_that_of_the_fleet(monkeypatch: pytest.MonkeyP
     assert f"http://127.0.0.1:{port}/health" in head["healthcheck"]["test"][-1]
 
 
-def test_signals_reach_the_server_and_it_owns_the_secret_file(compose: dict[str, Any]) -> None:
+def test_the_user_of_the_containers_owns_the_secret_file(compose: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "deploy" / "compose.md").read_text()
+    assert 'echo "USER_ID=$(id -u)"' in page
     for service in compose["services"].values():
-        shell, option, script, name = service["entrypoint"]
-        assert (shell, option, name) == ("sh", "-c", "vllm")
-        copy, _, _ = script.partition(" && exec vllm serve ")
-        assert copy == "install -m 0600 /run/secrets/fleet /run/fleet.secret"
-        assert service["secrets"] == ["fleet"]
-    assert "fleet" in compose["secrets"]
+        assert service["user"].partition(":")[0] == "1000"
+        (secret,) = service["secrets"]
+        assert flags_of(command(service))["--omni-secret-file"] == f"/run/secrets/{secret}"
+        assert secret in compose["secrets"]
+
+
+def test_only_the_node_has_gpus(compose: dict[str, Any]) -> None:
+    head, node = (compose["services"][name] for name in ("head", "node"))
+    assert head["environment"]["VLLM_TARGET_DEVICE"] == "cpu"
+    assert "VLLM_TARGET_DEVICE" not in node["environment"]
+    assert ["gpu" in str(service.get("deploy")) for service in (head, node)] == [False, True]
 
 
 def test_the_build_context_has_only_what_pip_installs(compose: dict[str, Any]) -> None:

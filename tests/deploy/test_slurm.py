@@ -20,7 +20,7 @@ _VLLM = """\
 #!/usr/bin/env bash
 trap 'echo "ended $*" >>"$CALLS"; exit 0' TERM
 echo "$$ $*" >>"$CALLS"
-echo "${VLLM_HTTP_TIMEOUT_KEEP_ALIVE-}" >"$CALLS.keep-alive"
+echo "${VLLM_HTTP_TIMEOUT_KEEP_ALIVE-} ${VLLM_TARGET_DEVICE-}" >"$CALLS.environment"
 until [[ -s $CALLS.fail ]]; do sleep 0.05; done
 exit "$(<"$CALLS.fail")"
 """
@@ -77,10 +77,13 @@ def test_nodes_of_an_array_wait_for_the_head_and_join_it(fleet: Fleet) -> None:
     assert ["--headless" in command for command in (head, *joined)] == [False, True, True]
 
 
-def test_idle_connections_to_the_head_last_longer_than_those_of_proxies(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_head_needs_no_gpu_and_its_idle_connections_last_longer_than_those_of_proxies(
+    fleet: Fleet, tmp_path: Path
+) -> None:
     fleet.slurm.submit(fleet.sbatch("head.sbatch"))
-    until(lambda: (tmp_path / "calls.keep-alive").exists(), "it runs")
-    assert (tmp_path / "calls.keep-alive").read_text() == f"{KEEP_ALIVE}\n"
+    environment = tmp_path / "calls.environment"
+    until(lambda: environment.exists() and environment.read_text(), "it runs")
+    assert environment.read_text() == f"{KEEP_ALIVE} cpu\n"
 
 
 @pytest.mark.parametrize(

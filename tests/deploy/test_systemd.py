@@ -90,6 +90,10 @@ def test_the_home_is_a_folder_that_systemd_makes(unit: str) -> None:
     assert variables["HOME"] == variables["HF_HOME"] == f"%S/{folder}"
 
 
+def test_a_head_needs_no_gpu() -> None:
+    assert ["VLLM_TARGET_DEVICE=cpu" in settings(unit)["Environment"] for unit in (HEAD, NODE)] == [True, False]
+
+
 def test_idle_connections_to_the_head_last_longer_than_those_of_proxies() -> None:
     assert f"VLLM_HTTP_TIMEOUT_KEEP_ALIVE={KEEP_ALIVE}" in settings(HEAD)["Environment"]
 

@@ -65,7 +65,6 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 {{- /* Flags that must be equal for heads and nodes, because they affect answers. */ -}}
 {{- define "omni.sharedArgs" -}}
 {{- $config := .model.vllmConfig -}}
-- serve
 - {{ .model.modelURL | quote }}
 {{- with $config.dtype }}
 - --dtype
@@ -187,17 +186,8 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 {{- end -}}
 
 {{- define "omni.image" -}}
-{{- if eq .component "head" -}}
-{{- $head := .model.headSpec -}}
-{{- $gpu := .model.requestGPUType -}}
-{{- $nodeLimits := .model.resources | empty | ternary (dict $gpu .model.requestGPU) (default dict .model.resources.limits) -}}
-{{- if and (get $nodeLimits $gpu) (not (or $head.repository $head.tag (get (default dict $head.resources.limits) $gpu))) -}}
-{{- fail (printf "modelSpec %s: its heads have no GPU, and vLLM's build for GPUs does not start without one: give headSpec.tag or headSpec.repository, an image with vLLM's build for the CPU (docs/deploy/kubernetes.md says how to build it), or a GPU in headSpec.resources.limits" .model.name) -}}
-{{- end -}}
-{{ .model.headSpec.repository | default .model.repository }}:{{ .model.headSpec.tag | default .model.tag }}
-{{- else -}}
-{{ .model.repository }}:{{ .model.tag }}
-{{- end -}}
+{{- $own := eq .component "head" | ternary .model.headSpec dict -}}
+{{ $own.repository | default .model.repository }}:{{ $own.tag | default .model.tag }}
 {{- end -}}
 
 {{- define "omni.env" -}}
@@ -221,6 +211,9 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
       {{- include "omni.secretKey" (dict "root" $.root "given" . "key" (print "hf_token_" $.model.name)) | nindent 6 }}
 {{- end }}
 {{- if eq .component "head" }}
+# A head computes nothing, and vLLM's builds for GPUs start without one only with this.
+- name: VLLM_TARGET_DEVICE
+  value: cpu
 # Above the idle time of proxies (Envoy's is an hour), since one that reuses a connection as the head closes it answers 502.
 - name: VLLM_HTTP_TIMEOUT_KEEP_ALIVE
   value: "3660"
@@ -256,12 +249,29 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
       mountPath: /run/vllm-omni
 {{- end -}}
 
+{{- /* The root file system is read-only. */ -}}
+{{- define "omni.mounts" -}}
+- name: run
+  mountPath: /run/vllm-omni
+- name: home
+  mountPath: /home/vllm
+- name: tmp
+  mountPath: /tmp
+{{- with .model.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{- define "omni.volumes" -}}
 {{- $spec := .root.Values.servingEngineSpec -}}
 - name: run
   emptyDir:
     medium: Memory
     sizeLimit: 1Mi
+- name: home
+  emptyDir: {}
+- name: tmp
+  emptyDir: {}
 - name: secrets
   projected:
     sources:
@@ -339,7 +349,6 @@ envFrom:
   - secretRef:
       name: {{ .name }}
 {{- end }}
-command: [vllm]
 {{- end -}}
 
 {{- define "omni.resources" -}}
