@@ -57,6 +57,8 @@ class FleetCalls:
         self._changing = asyncio.Lock()
         # In this order calls begin; of those that pause or resume, the last one that has ended.
         self._orders, self._last_pause = itertools.count(1), 0
+        # How often another head's document has replaced that of this head.
+        self._changes_elsewhere = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -81,7 +83,7 @@ class FleetCalls:
             if method in _CACHE_CALLS:
                 return []
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
-        order, lasts = next(self._orders), leaves_state(method, args)
+        lasts = leaves_state(method, args)
         plain = None if self.session.is_alone else encode(method, args)
         if lasts or plain is not None:
             await self._check_allowed()
@@ -90,13 +92,14 @@ class FleetCalls:
         if method == "add_lora":
             check_size(self._document.after_call(method, args, stage_ids))
         while True:
+            order, since = next(self._orders), self._changes_elsewhere
             calls = await self._call_engines(method, args, stage_ids)
             accepted = _accepted(calls, stage_ids)
             if not accepted or (plain is None and not lasts):
                 break
             change = partial(self._after_call, method, args, accepted, calls, order) if lasts else None
             told = _told(calls.values(), "" if plain is None else method, plain or [], accepted)
-            if await self._share(told, change, calls.values(), repeat=method == "collective_rpc"):
+            if await self._share(told, change, calls.values(), None if method == "collective_rpc" else since):
                 break
             # Engines may have run this call and that of another head in any order.
         for call in calls.values():
@@ -107,7 +110,7 @@ class FleetCalls:
         """Tell the others that this head has drained, resumed or removed a replica. Returns, or raises, as `call`."""
         await self._check_allowed()
         told = FleetCall(0, REMOVE, [list(key)]) if action == REMOVE else FleetCall(0)
-        await self._share(told, partial(self._document.after_action, action, key), (), repeat=True)
+        await self._share(told, partial(self._document.after_action, action, key), ())
 
     def handle(self, message: CoordinatorMessage) -> None:
         """Handle a message of the coordinator about other heads or their calls."""
@@ -154,17 +157,23 @@ class FleetCalls:
         return self._document.after_call(method, args, accepted, fresh)
 
     async def _share(
-        self, told: FleetCall, change: Callable[[], FleetState] | None, calls: Collection[StageCall], repeat: bool
+        self,
+        told: FleetCall,
+        change: Callable[[], FleetState] | None,
+        calls: Collection[StageCall],
+        since: int | None = None,
     ) -> bool:
         """Tell the other heads of a call, and let `change` return the document after it.
 
-        Returns False if another head has changed the document meanwhile, and this head has that document now; with
-        `repeat` the change is made again, without a new call. Raises CoordinatorUnavailableError if it is unknown
-        whether others have been told.
+        Returns False if another head has changed the document meanwhile, and this head has that document now: `since`
+        is `_changes_elsewhere` when engines were called. Without it the change is made again, without a new call.
+        Raises CoordinatorUnavailableError if it is unknown whether others have been told.
         """
         async with self._changing:
             while True:
                 if change is not None:
+                    if since not in (None, self._changes_elsewhere):
+                        return False
                     base = self.state
                     told = replace(told, state=change(), base_version=base.version, base_head=base.head_id)
                 try:
@@ -177,7 +186,7 @@ class FleetCalls:
                     _report_told(calls)
                     self.session.send(self.state)
                     raise
-                if not repeat:
+                if since is not None:
                     return False
             work = self._apply(told) if sent is None else sent.work
             _report_told(calls)
@@ -205,6 +214,8 @@ class FleetCalls:
             elif message.method:
                 stages = [stage for stage_id, stage in enumerate(self._stages) if stage_id in message.stages]
                 calls = [stage.begin(message.method, args, {*message.reached, *message.failed}) for stage in stages]
+                # They begin now, before any call that this head makes to change the document of this one.
+                work += [self._spawn(call.stage.send(call)) for call in calls]
             called = [replica.engine_key for call in calls for replica in call.called]
             work += self._apply(message, called, is_own=False)
         except WireError as error:
@@ -214,7 +225,7 @@ class FleetCalls:
 
     async def _finish_part(self, message: RelayedCall, calls: Sequence[StageCall], work: Work) -> None:
         try:
-            await asyncio.gather(*(call.stage.send(call) for call in calls), *work)
+            await asyncio.gather(*work)
             for call in calls:
                 call.stage.take_out_failed(call)
             _report_told(calls)
@@ -239,6 +250,7 @@ class FleetCalls:
 
     def _adopt(self, state: FleetState, reached: Collection[int], is_own: bool) -> Work:
         work, update = self._document.adopt(state, reached)
+        self._changes_elsewhere += not is_own
         if update is not None and not is_own:
             work.append(self._spawn(notify(self._orchestrator.front_end.give, update)))
         return work
