@@ -214,7 +214,7 @@ BAD_FRAMES = {
     "no-id": HELLO.replace(b"stranger", b""),
     "truncated": HELLO[:-3],
     "negative-session": HELLO.replace(b'"session":5', b'"session":-5'),
-    "short-row": WORK.replace(b",500]", b"]"),
+    "short-row": WORK.replace(b",500,[]]", b"]"),
     "too-many-rows": b'{"type":"work_report","full":true,"work":[%s]}' % b",".join([msgspec.json.encode(ROW)] * 401),
     "no-utf8": RPC.replace(b"greet", b"\xff\xfe"),
     "deep": RPC.replace(b"[1]", b"[" * 5000 + b"]" * 5000),

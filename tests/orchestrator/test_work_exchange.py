@@ -3,7 +3,9 @@
 import asyncio
 
 from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
+from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_key
 from vllm_omni_plugin.coordinator import HeadWork, ReplicaWork, SessionLost, Welcome, engine_key
+from vllm_omni_plugin.coordinator.protocol.head_messages import WorkReport, encode_from_head
 from vllm_omni_plugin.orchestrator import PoolMember
 from vllm_omni_plugin.orchestrator.pool.work_exchange import REPORT_INTERVAL_S, WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
@@ -56,6 +58,34 @@ def test_work_on_one_incarnation_never_counts_for_another() -> None:
     assert mine.load.others == 0
     b.lose(mine)
     assert b.attach(0, incarnation=1).load.others == 1
+
+
+def test_adapters_that_other_heads_use_are_loaded_and_become_idle_when_the_last_head_has_left_them() -> None:
+    bus, a, b = two_heads()
+    theirs, mine = a.attach(0), b.attach(0)
+    runs = [a.charge(theirs, "x"), a.charge(theirs, "x"), b.charge(mine, "x"), b.charge(mine, "y")]
+    bus.settle()
+    assert (theirs.load.adapters.in_use, mine.load.adapters.in_use) == ({"x": 3, "y": 1}, {"x": 2, "y": 1})
+    assert (theirs.ledger.own.adapters, mine.ledger.own.adapters) == (("x",), ("x", "y"))
+    b.release(runs[2])
+    a.release(runs[0])
+    bus.settle()
+    assert (theirs.load.adapters.in_use, mine.load.adapters.in_use) == ({"x": 1, "y": 1}, {"x": 1, "y": 1})
+    a.release(runs[1])
+    b.receive(SessionLost())
+    assert (mine.load.adapters.in_use, mine.load.adapters.idle) == ({"y": 1}, ("x",))
+
+
+def test_names_of_adapters_that_would_make_a_report_too_large_are_hashed_and_those_beyond_its_limit_left_out() -> None:
+    bus, a, b = two_heads()
+    theirs, mine = a.attach(0), b.attach(0)
+    names = ["plain/name-1.0", "ü", 'q"', "\udcff", "l" * 41, *map(str, range(20))]
+    for name in names:
+        a.charge(theirs, name)
+    bus.settle()
+    assert list(mine.load.adapters.in_use) == [adapter_key(name) for name in names[:12]]
+    ((_, _, rows, _),) = bus.reports
+    encode_from_head(WorkReport(False, rows))
 
 
 def test_after_a_lost_session_the_engines_reports_count_until_others_report_again() -> None:

@@ -1,5 +1,6 @@
 """Random histories of heads and replicas: in the end each head knows what the others have charged."""
 
+from collections import Counter
 from itertools import pairwise
 
 from hypothesis import given
@@ -49,7 +50,7 @@ def step(bus: WorkBus, incarnations: list[int], action: str, head_id: str, numbe
             incarnations[replica] += number % 2
             head.lose(member)
         case "charge" if member is not None:
-            head.charge(member)
+            head.charge(member, "xyz"[number // 2])
         case "begin" if run is not None and not run.has_output:
             head.begin(run)
         case "release" if run is not None:
@@ -81,6 +82,9 @@ def test_in_the_end_each_head_knows_the_whole_load(steps: list[tuple[str, str, i
             assert load.heads_report is bool(others)
             assert load.others == sum(work.requests for work in theirs)
             assert load.requests == mine.requests + load.others
+            in_use = Counter([run.adapter for run in member.in_flight.values()])
+            in_use.update({name for work in theirs for name in work.adapters})
+            assert load.adapters.in_use == in_use
             assert load.prefill_tokens == mine.prefill_tokens + sum(work.prefill_tokens for work in theirs)
         assert head.pool.serving.unreported.heads == len(bus.heads)
 

@@ -15,8 +15,10 @@ from vllm_omni_plugin.orchestrator import PoolMember, StagePool, StageRun
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize
 
 PROMPT_TOKENS = 100
+ADAPTER_SLOTS = 2
 
 Message = HeadWork | HeadLeft | SessionLost | Welcome
 
@@ -64,16 +66,17 @@ class WorkingHead:
         member = known[0] if known else self.pool.add(replica)
         member.remote, member.incarnation = remote, incarnation
         # Nothing is sent: the pool only asks whether there is a client.
-        self.pool.serve(member, cast(EngineClient, object()), f"in-{replica}", f"out-{replica}")
+        size = EngineSize(adapters=ADAPTER_SLOTS)
+        self.pool.serve(member, cast(EngineClient, object()), f"in-{replica}", f"out-{replica}", size)
         return member
 
     def lose(self, member: PoolMember) -> None:
         lost = self.pool.lose(member, ReplicaStatus.DOWN)
         self.runs = [run for run in self.runs if run not in lost]
 
-    def charge(self, member: PoolMember) -> StageRun:
+    def charge(self, member: PoolMember, adapter: str = "") -> StageRun:
         run = StageRun("r", cast(Any, FakeRequest("r")), 0.0)
-        task: Task = {"prompt": Prompt(range(PROMPT_TOKENS))}
+        task: Task = {"prompt": Prompt(range(PROMPT_TOKENS), adapter)}
         run.assign(member.replica_id, f"r-{next(self._number)}", task, Decision(0, "test"), 0.0)
         self.pool.charge(member, run)
         member.ledger.mark_sent(run)

@@ -18,6 +18,7 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     encode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    MAX_REPORTED_ADAPTERS,
     FullList,
     HeadInfo,
     HeadLeft,
@@ -31,6 +32,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
 from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
 
 __all__ = [
+    "MAX_REPORTED_ADAPTERS",
     "FullList",
     "HeadInfo",
     "HeadLeft",

@@ -1,23 +1,34 @@
 """Which LoRA adapters a replica has loaded, and what one more costs there."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import NamedTuple
+
+from xxhash import xxh3_128_hexdigest
 
 ADAPTER_TOKENS = 4000.0
 """Cost of loading an adapter in place of another one, in prompt tokens: 0.4 s of an 8B model on one accelerator. Chosen
 in simulations: a half and a quarter of it loaded adapters more often, the double gained nothing."""
+_MAX_KEY_CHARS = 40
+
+
+def adapter_key(name: str) -> str:
+    """A LoRA adapter's name in reports between heads: a short one of plain characters is its own, others are hashed."""
+    if len(name) <= _MAX_KEY_CHARS and name.isascii() and name.isprintable() and not {'"', "\\"} & {*name}:
+        return name
+    return xxh3_128_hexdigest(name.encode(errors="surrogatepass"))
 
 
 class ReplicaAdapters(NamedTuple):
-    """The LoRA adapters of one replica at one moment, as they follow from this head's requests there.
+    """The LoRA adapters of one replica at one moment, by their keys, as they follow from the requests of all heads.
 
     Engines do not report them: those in vLLM's `SchedulerStats` are the front end's own count. Like vLLM's
     `LRUCacheLoRAModelManager`, it keeps the most recently used ones.
 
     Attributes:
         slots: how many adapters the engine has loaded at once (`--max-loras`); 0: none, or unknown.
-        in_use: unfinished requests by adapter; the first adapters have the slots, others wait for one.
+        in_use: unfinished requests by adapter, those of other heads counted as one; the first adapters have the slots,
+            others wait for one.
         idle: further loaded adapters, the least recently used first.
     """
 
@@ -37,6 +48,15 @@ class ReplicaAdapters(NamedTuple):
             return self._with(in_use, self.idle)
         del in_use[name]
         return self._with(in_use, (*self.idle, name))
+
+    def with_others(self, before: Collection[str], now: Collection[str]) -> "ReplicaAdapters":
+        """The adapters after other heads have reported these ones in use `now`, and those `before`."""
+        adapters = self
+        for name in now:
+            adapters = adapters if name in before else adapters.charge(name)
+        for name in before:
+            adapters = adapters if name in now else adapters.release(name)
+        return adapters
 
     def has(self, name: str) -> bool:
         """Whether the adapter is loaded, or waits for a slot."""

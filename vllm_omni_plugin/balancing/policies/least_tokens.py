@@ -14,6 +14,7 @@ from vllm_omni_plugin.balancing.interface import (
     require_replicas,
 )
 from vllm_omni_plugin.balancing.loads.context_cost import DECODE_WEIGHT, KV_TOKENS, context_cost
+from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_key
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest, positions_to_compare
@@ -52,7 +53,8 @@ class LeastTokensBalancer(DecidingBalancer):
 
     def decide(self, task: Task, replicas: Sequence[ReplicaView]) -> Decision:
         require_replicas(replicas)
-        prompt, adapter = prompt_tokens(task), task.get("prompt", NO_PROMPT).lora_name
+        prompt, lora_name = prompt_tokens(task), task.get("prompt", NO_PROMPT).lora_name
+        adapter = adapter_key(lora_name) if lora_name else ""
         positions = positions_to_compare(replicas, self._rng, adapter)
         loads = [load_of(replicas[position]) for position in positions]
         rates = sorted([load.prefill_rate for load in loads if load.prefill_rate > 0])

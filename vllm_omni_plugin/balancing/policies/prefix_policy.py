@@ -26,6 +26,7 @@ from vllm_omni_plugin.balancing.interface import (
     require_replicas,
 )
 from vllm_omni_plugin.balancing.loads.context_cost import context_cost
+from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_key
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import (
@@ -89,12 +90,13 @@ class PrefixBalancer(DecidingBalancer):
         levels = self._levels(prompt, fleet)
         shared = has_other_heads(replicas)
         expected = expected_prefix(self._table, replicas, prompt, levels, fleet.block_sizes) if shared else None
-        positions = self._to_compare(replicas, fleet, levels, expected, prompt.lora_name)
+        adapter = adapter_key(prompt.lora_name) if prompt.lora_name else ""
+        positions = self._to_compare(replicas, fleet, levels, expected, adapter)
         tokens = len(prompt.token_ids)
         costs, matches = self._compare(replicas, positions, fleet, levels, tokens, expected)
-        if prompt.lora_name:
+        if adapter:
             for place, position in enumerate(positions):
-                costs[place] += load_of(replicas[position]).adapters.cost(prompt.lora_name)
+                costs[place] += load_of(replicas[position]).adapters.cost(adapter)
         if self._temperature:
             place = self._draw(costs, matches)
         elif shared and (arrivals := self._arriving_cost(replicas, matches, tokens, expected)) > 0:

@@ -39,6 +39,8 @@ MAX_ERROR_CHARS = 4096
 ENGINE_KEYS = 2**53
 # This many rows with the longest addresses fit into MAX_HEAD_FRAME_BYTES.
 ROWS_PER_FRAME = 400
+MAX_REPORTED_ADAPTERS = 12
+MAX_ADAPTER_CHARS = 40
 MAX_HOST_SLOTS = 1024
 MAX_HEAD_FRAME_BYTES = 256 * 1024
 # Messages share a frame up to this size. The largest message is a full list.
@@ -51,6 +53,8 @@ EngineKey = Annotated[int, Meta(ge=0, lt=ENGINE_KEYS)]
 EngineKeys = Annotated[list[EngineKey], Meta(max_length=MAX_NAMED_ENGINES)]
 HostSlot = Annotated[str, Meta(min_length=1, max_length=MAX_HOST_SLOT_CHARS)]
 ReplicaNumber = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+# See `adapter_key`. JSON writes each of these characters as one byte.
+AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS, pattern=r"^[ !#-\[\]-~]*\Z")]
 ErrorText = Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
 
 
@@ -65,11 +69,12 @@ def engine_key(stage_id: int, input_addr: str, output_addr: str, incarnation: in
 
 
 class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
-    """The work in flight of one head on one replica. Zero requests: none any more."""
+    """The work in flight of one head on one replica, and its first LoRA adapters. Zero requests: none any more."""
 
     engine: EngineKey
     requests: QueueLength
     prefill_tokens: Ordinal
+    adapters: Annotated[tuple[AdapterName, ...], Meta(max_length=MAX_REPORTED_ADAPTERS)] = ()
 
 
 class Hello(Struct, frozen=True, tag="hello"):

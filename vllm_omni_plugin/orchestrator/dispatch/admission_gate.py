@@ -62,7 +62,7 @@ class AdmissionGate:
         exchange = self._pool.exchange
         if exchange is None:
             return {}
-        return {each.name: Backlog(*exchange.others_waiting(each.name)) for each in self.admission.config.classes}
+        return {each.name: Backlog(*exchange.others_waiting(each.name)[:2]) for each in self.admission.config.classes}
 
     def issue_ticket(self, message: SubmitRequest) -> Ticket:
         """The ticket of a new request, to be given to `request_ended`; RequestRefusedError at a limit of its tenant."""

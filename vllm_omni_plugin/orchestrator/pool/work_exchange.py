@@ -3,7 +3,15 @@
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from vllm_omni_plugin.coordinator import HeadLeft, HeadWork, ReplicaWork, SessionLost, Welcome, engine_key
+from vllm_omni_plugin.coordinator import (
+    MAX_REPORTED_ADAPTERS,
+    HeadLeft,
+    HeadWork,
+    ReplicaWork,
+    SessionLost,
+    Welcome,
+    engine_key,
+)
 from vllm_omni_plugin.orchestrator.pool.pool_member import PoolMember
 from vllm_omni_plugin.orchestrator.requests.load_ledger import NO_WORK, Work
 
@@ -108,7 +116,7 @@ class WorkExchange:
             # Changes were not reported while no other head was known.
             self._all_wanted = True
             self._wake()
-        rows = {row.engine: Work(row.requests, row.prefill_tokens) for row in message.work}
+        rows = {row.engine: Work(row.requests, row.prefill_tokens, row.adapters) for row in message.work}
         gone = [key for key in known if key not in rows] if message.full else []
         self._count(known, rows | dict.fromkeys(gone, NO_WORK))
         return self._work_of_others(self._members if is_first else (*rows, *gone))
@@ -140,7 +148,7 @@ class WorkExchange:
         self._timer = None
         full, self._all_wanted = self._all_wanted, False
         own = {key: self._own_of(key) for key in ((*self._members, *self._waiting) if full else self._changed)}
-        rows = [ReplicaWork(key, *work) for key, work in own.items() if not full or work != NO_WORK]
+        rows = [_row(key, *work) for key, work in own.items() if not full or work != NO_WORK]
         self._changed.clear()
         if rows or full:
             self._timer = self._call_later(self._interval, self._report_changes)
@@ -155,9 +163,14 @@ class WorkExchange:
     def _count(self, known: dict[int, Work], rows: Mapping[int, Work]) -> None:
         for key, work in rows.items():
             before, others = known.get(key, NO_WORK), self._others.get(key, NO_WORK)
-            requests = others.requests + work.requests - before.requests
-            _put(self._others, key, Work(requests, others.prefill_tokens + work.prefill_tokens - before.prefill_tokens))
             _put(known, key, work)
+            requests = others.requests + work.requests - before.requests
+            tokens = others.prefill_tokens + work.prefill_tokens - before.prefill_tokens
+            adapters = others.adapters
+            if work.adapters != before.adapters:
+                works = [head.get(key, NO_WORK) for head in self._heads.values()]
+                adapters = tuple(dict.fromkeys(name for each in works for name in each.adapters))
+            _put(self._others, key, Work(requests, tokens, adapters))
 
     def _work_of_others(self, keys: Iterable[int]) -> WorkChanges:
         return [(member, self._others_of(key)) for key in keys if (member := self._members.get(key)) is not None]
@@ -168,6 +181,10 @@ class WorkExchange:
 
 def _class_key(name: str) -> int:
     return engine_key(0, "waiting", name, 0)
+
+
+def _row(key: int, requests: int, prefill_tokens: int, adapters: tuple[str, ...]) -> ReplicaWork:
+    return ReplicaWork(key, requests, prefill_tokens, adapters[:MAX_REPORTED_ADAPTERS])
 
 
 def _put(works: dict[int, Work], key: int, work: Work) -> None:

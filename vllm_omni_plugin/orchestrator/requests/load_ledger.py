@@ -17,10 +17,11 @@ _NO_REPORT = LoadReport(0, 0, 0.0)
 
 
 class Work(NamedTuple):
-    """Unfinished requests of one or several heads, and their prompt tokens that are still to be computed."""
+    """Unfinished requests of one or several heads, their prompt tokens still to be computed, and their adapters."""
 
     requests: int = 0
     prefill_tokens: int = 0
+    adapters: tuple[str, ...] = ()
 
 
 NO_WORK = Work()
@@ -62,7 +63,9 @@ class LoadLedger:
 
     @property
     def own(self) -> Work:
-        return Work(self.requests - self.others, self.prefill_tokens - self._others_prefill_tokens)
+        others, in_use = self.others_work.adapters, self.adapters.in_use
+        adapters = tuple([name for name, requests in in_use.items() if requests > (name in others)])
+        return Work(self.requests - self.others, self.prefill_tokens - self._others_prefill_tokens, adapters)
 
     @property
     def others_work(self) -> Work:
@@ -163,15 +166,17 @@ class LoadLedger:
     def set_others_work(self, work: Work | None) -> None:
         """Other heads have charged this work; None: they do not report it, and the engine's reports count."""
         self._load = None
-        self._others_work = work
+        before, self._others_work = self.others_work.adapters, work
+        if before != self.others_work.adapters:
+            self.adapters = self.adapters.with_others(before, self.others_work.adapters)
         self._count_others()
 
     def charge(self, run: StageRun, now: float) -> None:
         self._load = None
         self.requests += 1
         self.unsent += 1
-        if run.lora_name:
-            self.adapters = self.adapters.charge(run.lora_name)
+        if run.adapter:
+            self.adapters = self.adapters.charge(run.adapter)
         if run.prefill_tokens:
             if self.prefill_tokens > self._others_prefill_tokens:
                 self._count_prefill_time(now)
@@ -207,8 +212,8 @@ class LoadLedger:
         """Undo `charge`: the attempt is over, or the run is to be assigned anew."""
         self._load = None
         self.requests -= 1
-        if run.lora_name:
-            self.adapters = self.adapters.release(run.lora_name)
+        if run.adapter:
+            self.adapters = self.adapters.release(run.adapter)
         if run.has_output:
             self.decode_tokens -= run.prompt_tokens + run.output_tokens
         else:
@@ -236,7 +241,9 @@ class LoadLedger:
             self._count_others()
 
     def _count_others(self) -> None:
-        requests, prefill_tokens = (self._reported_others, 0) if self._others_work is None else self._others_work
+        requests, prefill_tokens = self._reported_others, 0
+        if self._others_work is not None:
+            requests, prefill_tokens = self._others_work[:2]
         self.requests += requests - self.others
         self.prefill_tokens += prefill_tokens - self._others_prefill_tokens
         self.others, self._others_prefill_tokens = requests, prefill_tokens

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.balancing.interface import NO_PROMPT
+from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_key
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, QueryOfDeathError, RequestLostError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
@@ -113,7 +114,7 @@ class StageRun(Struct, eq=False):
         asked_at: since when the replica has had something to answer: a request, or input of a session.
         resumed_tokens: how many tokens of `produced` are part of the attempt's prompt.
         prefill_tokens: tokens of the attempt's prompt that count as still to be computed until the first output.
-        lora_name: the LoRA adapter; "" without one.
+        adapter: the `adapter_key` of the LoRA adapter; "" without one.
         output_tokens: tokens that the engine has produced in the attempt.
     """
 
@@ -146,7 +147,7 @@ class StageRun(Struct, eq=False):
     resumed_tokens: int = 0
     prompt_tokens: int = 0
     prefill_tokens: int = 0
-    lora_name: str = ""
+    adapter: str = ""
     has_output: bool = False
     output_tokens: int = 0
     _to_skip: int = 0
@@ -196,7 +197,8 @@ class StageRun(Struct, eq=False):
         self.sent = self.has_output = False
         self.task, self.decision, self.charged_at = task, decision, now
         prompt = task.get("prompt", NO_PROMPT)
-        self.prompt_tokens, self.lora_name = len(prompt.token_ids), prompt.lora_name
+        self.prompt_tokens = len(prompt.token_ids)
+        self.adapter = adapter_key(prompt.lora_name) if prompt.lora_name else ""
         self.prefill_tokens = max(0, self.prompt_tokens - decision.matched_tokens)
         self.output_tokens = 0
         self.resumed_tokens = len(self.produced) if self.move is Move.RESUME else 0
