@@ -190,6 +190,6 @@ def _post(url: str) -> None:
     urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30).close()
 
 
-def sleeping(times: Mapping[str, float]) -> tuple[str, ...]:
+def sleeping(times: Mapping[str, object]) -> tuple[str, ...]:
     """Arguments that let engines sleep these service times instead of running a model."""
     return ("--distributed-executor-backend", SLEEPING, "--additional-config", json.dumps({"sleeping_executor": times}))

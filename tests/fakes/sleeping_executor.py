@@ -41,10 +41,40 @@ class Iteration:
     ended: Collection[str]
 
 
-class SleepingModel:
-    """The linear model of `EngineSettings`."""
+class LoadedAdapters:
+    """The LoRA adapters that have a slot: the most recently used ones, as in vLLM's `LRUCacheLoRAModelManager`.
 
-    def __init__(self, settings: EngineSettings, sleep: Callable[[float], None]) -> None:
+    Args:
+        slots: how many.
+        load_s: what loading one takes, in seconds.
+        log: file that gets a byte for each load; "" for none.
+    """
+
+    def __init__(self, slots: int = 0, load_s: float = 0.0, log: str = "") -> None:
+        self._slots, self._load_s, self._log = slots, load_s, log
+        self._loaded: dict[int, None] = {}
+
+    def use(self, adapters: Collection[int]) -> float:
+        """An iteration uses these adapters. Returns how many seconds it waits for them to be loaded."""
+        missing = [adapter for adapter in adapters if adapter not in self._loaded]
+        for adapter in adapters:
+            self._loaded.pop(adapter, None)
+            self._loaded[adapter] = None
+        for adapter in list(self._loaded)[: -self._slots or None]:
+            del self._loaded[adapter]
+        if missing and self._log:
+            with open(self._log, "ab") as log:
+                log.write(b"." * len(missing))
+        return len(missing) * self._load_s
+
+
+class SleepingModel:
+    """The linear model of `EngineSettings`, and the time that adapters take to be loaded."""
+
+    def __init__(
+        self, settings: EngineSettings, sleep: Callable[[float], None], adapters: LoadedAdapters | None = None
+    ) -> None:
+        self._adapters = adapters or LoadedAdapters()
         self.kv_blocks = settings.kv_blocks
         self._settings = settings
         self._sleep = sleep
@@ -79,7 +109,8 @@ class SleepingModel:
                 decoding += 1
             else:
                 prefill_tokens += tokens
-        return self._settings.duration(prefill_tokens, decoding)
+        adapters = {self._sequences[request_id].request.lora_id for request_id in iteration.tokens}
+        return self._settings.duration(prefill_tokens, decoding) + self._adapters.use(adapters - {0})
 
     def _next_tokens(self, iteration: Iteration) -> dict[str, int]:
         next_tokens: dict[str, int] = {}
@@ -107,16 +138,20 @@ class SleepingExecutor(UniProcExecutor):  # type: ignore[misc]
     It runs in the process of the engine core; nothing is loaded and no KV memory is taken. Capacities are vLLM's.
     Service times are those of `EngineSettings`: `--additional-config '{"sleeping_executor": {"step_s": 0.01,
     "prefill_token_s": 1e-4, "sequence_s": 1e-4}}'`. All engines give the same answers, which are also those of
-    `vllm-omni-plugin sim`. Log-probabilities, structured output and multimodal contents are ignored. In a lockstep
-    group, a step of a rank without requests takes `step_s`.
+    `vllm-omni-plugin sim`. `adapter_load_s` is what loading a LoRA adapter takes in addition, and `adapter_log` a file
+    that gets a byte for each load. Log-probabilities, structured output and multimodal contents are ignored. In a
+    lockstep group, a step of a rank without requests takes `step_s`.
     """
 
     def new_model(self, vllm_config: Any) -> Any:
         blocks = vllm_config.cache_config.num_gpu_blocks_override
         times = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0}
         times |= vllm_config.additional_config.get("sleeping_executor", {})
+        slots = 0 if vllm_config.lora_config is None else vllm_config.lora_config.max_loras
+        adapters = LoadedAdapters(slots, times.pop("adapter_load_s", 0.0), times.pop("adapter_log", ""))
         # vLLM's engine has the prefix cache; a second one would only hash the blocks again.
-        return SleepingModel(EngineSettings.of(vllm_config, blocks, prefix_caching=False, **times), time.sleep)
+        settings = EngineSettings.of(vllm_config, blocks, prefix_caching=False, **times)
+        return SleepingModel(settings, time.sleep, adapters)
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:

@@ -12,7 +12,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from tests.contract.configs import vllm_config, write_model
-from tests.fakes.sleeping_executor import Iteration, SleepingModel
+from tests.fakes.sleeping_executor import Iteration, LoadedAdapters, SleepingModel
 from tests.sim import drive
 from tests.sim.protocol.requests import request
 from vllm_omni_plugin.sim import EngineSettings
@@ -66,3 +66,10 @@ def test_an_iteration_takes_what_the_linear_model_says() -> None:
     model.compute(Iteration([], {"b": 1}, {"b": 20}, ()))
     model.compute(Iteration([], {}, {}, ("b",)))
     assert slept == pytest.approx([1.08, 1.22, 1.04, 1.1])
+
+
+def test_an_iteration_waits_for_adapters_that_have_no_slot_and_the_last_used_ones_keep_theirs(tmp_path: Path) -> None:
+    log = tmp_path / "loads"
+    adapters = LoadedAdapters(2, 0.5, str(log))
+    assert [adapters.use(used) for used in ({1}, {2}, {1}, {3}, {1, 3}, {2}, set())] == [0.5, 0.5, 0, 0.5, 0, 0.5, 0]
+    assert len(log.read_bytes()) == 4
