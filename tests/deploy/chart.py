@@ -76,6 +76,36 @@ EVERYTHING: dict[str, Any] = {
 """All values that change a manifest."""
 RUST = EVERYTHING | {"modelSpec": [MODEL | {"headSpec": {"rustFrontend": True}}]}
 """Heads with vLLM's Rust front end."""
+STAGES: dict[str, Any] = EVERYTHING | {
+    "modelSpec": [
+        EVERYTHING["modelSpec"][0]
+        | {
+            "requestGPU": 1,
+            "stages": [
+                {
+                    "name": "prefill",
+                    "replicaCount": 3,
+                    "pipeline": {"output": "kv_cache", "engine_args": {"max-num-batched-tokens": 1048576}},
+                    "keda": {"enabled": False},
+                },
+                {
+                    "name": "decode",
+                    "requestGPU": 4,
+                    "runtimeClassName": "nvidia-fast",
+                    "vllmConfig": {"tensorParallelSize": 4, "maxNumSeqs": 256},
+                    "nodeSpec": {"ports": "21000-21199", "extraArgs": ["--block-size", "32"]},
+                    "pipeline": {
+                        "inputs": ["prefill"],
+                        "output": "text",
+                        "final": True,
+                        "policy": "least-tokens",
+                    },
+                },
+            ],
+        },
+    ]
+}
+"""Prefill and decode with nodes of their own."""
 
 
 def values(models: Sequence[dict[str, Any]] = (MODEL,), **spec: Any) -> dict[str, Any]:

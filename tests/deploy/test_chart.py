@@ -7,13 +7,14 @@ import pytest
 import yaml
 from helm_python.chart import lint
 
-from .chart import CHART, EVERYTHING, MODEL, NAMESPACE, RUST, Manifests, render, values
+from .chart import CHART, EVERYTHING, MODEL, NAMESPACE, RUST, STAGES, Manifests, render, values
 from .flags import flags_of
 
 HEADS = (("Deployment", "fleet-llama-head"), ("Deployment", "fleet-llama-heads"))
 NODE = ("StatefulSet", "fleet-llama-node")
 WORKLOADS = (*HEADS, NODE)
-GIVEN, IDS = [values(), values(**EVERYTHING), values(**RUST)], ["least", "everything", "with the Rust front end"]
+GIVEN = [values(), values(**EVERYTHING), values(**RUST), values(**STAGES)]
+IDS = ["least", "everything", "with the Rust front end", "with stages"]
 OF_OPERATORS = ("PodMonitor", "ScaledObject")
 """Kinds without a schema in the package."""
 

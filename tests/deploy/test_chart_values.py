@@ -11,6 +11,8 @@ from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME
 
 from .chart import CHART, MODEL, render, values
 
+STAGE: dict[str, Any] = {"name": "a", "pipeline": {"output": "text", "final": True}}
+
 
 def given(**of_model: Any) -> dict[str, Any]:
     return values([MODEL | of_model])
@@ -27,6 +29,11 @@ def given(**of_model: Any) -> dict[str, Any]:
         pytest.param(given(keda={"maxReplicas": 3}), "maxReplicas", id="not KEDA's name"),
         pytest.param(given(name="LLaMA 3"), "name", id="no name of Kubernetes"),
         pytest.param(values([{"name": "llama"}]), "modelURL", id="no model"),
+        pytest.param(given(stages=[{"name": "a", "pipeline": {}}]), "output", id="stage without output"),
+        pytest.param(given(stages=[STAGE | {"name": "Pre_fill"}]), "name", id="no stage's name"),
+        pytest.param(given(stages=[STAGE | {"modelURL": "b"}]), "modelURL", id="misplaced in a stage"),
+        pytest.param(given(stages=[STAGE | {"vllmConfig": {"dtype": "half"}}]), "dtype", id="of heads, too"),
+        pytest.param(given(stages=[STAGE | {"pipeline": {"output": "text", "id": 3}}]), "id", id="the chart's"),
         pytest.param(values(fleetSecret="short"), "fleetSecret", id="short secret"),
         pytest.param(values(fleetSecret=None), "fleetSecret", id="no secret"),
         pytest.param(values(adminKey={"secretName": "x"}), "adminKey", id="half a secret"),

@@ -43,11 +43,12 @@ def fleet() -> Manifests:
 def test_the_chart_accepts_the_pages_examples(fleet: Manifests) -> None:
     first, *more = (yaml.safe_load(text)["servingEngineSpec"] for text in blocks("kubernetes.md", "yaml"))
     assert "StatefulSet/fleet-llama-node" in fleet.names()
-    assert len(more) == 1
-    for example in more:
+    nodes = "StatefulSet/fleet-llama-node"
+    made = ({f"{nodes}-prefill", f"{nodes}-decode"}, {"PodMonitor/fleet-llama", "ScaledObject/fleet-llama-node"})
+    for example, expected in zip(more, made, strict=True):
         models = [first["modelSpec"][0] | model for model in example["modelSpec"]]
         names = render({"servingEngineSpec": example | {"fleetSecret": SECRET, "modelSpec": models}}).names()
-        assert {"PodMonitor/fleet-llama", "ScaledObject/fleet-llama-node"} <= set(names)
+        assert expected <= set(names)
 
 
 def test_the_commands_for_kubernetes_name_existing_objects(fleet: Manifests) -> None:

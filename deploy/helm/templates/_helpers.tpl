@@ -10,11 +10,30 @@
 models: {{ toJson $models }}
 {{- end -}}
 
-{{- /* Below, the context is (dict "root" $ "model" MODEL), in some cases with "component" (head or node) and "first". */ -}}
+{{- /* The sets of nodes of (dict "model" MODEL), as YAML under `sets`: the model, or for each stage the model with its values. */ -}}
+{{- define "omni.nodeSets" -}}
+{{- $sets := list -}}
+{{- range $id, $stage := .model.stages -}}
+{{- $own := omit $stage "name" "pipeline" -}}
+{{- $sets = append $sets (mergeOverwrite (deepCopy $.model) (deepCopy $own) (dict "stageId" $id "stageName" $stage.name)) -}}
+{{- end -}}
+sets: {{ toJson ($sets | default (list .model)) }}
+{{- end -}}
+
+{{- /* Below, the context is (dict "root" $ "model" MODEL OR SET), in some cases with "component" (head or node) and "first". */ -}}
 
 {{- /* Name of a model's objects. A StatefulSet's name may have 52 characters, since labels may have 63. */ -}}
 {{- define "omni.name" -}}
 {{- printf "%s-%s" .root.Release.Name .model.name | trunc 42 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- /* Name of a set of nodes, likewise of at most 52 characters. */ -}}
+{{- define "omni.nodeName" -}}
+{{- with .model.stageName -}}
+{{- include "omni.name" $ | trunc (int (sub 46 (len .))) | trimSuffix "-" }}-node-{{ . }}
+{{- else -}}
+{{- include "omni.name" . }}-node
+{{- end -}}
 {{- end -}}
 
 {{- define "omni.selector" -}}
@@ -23,6 +42,9 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 model: {{ .model.name }}
 {{- with .component }}
 app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- with .model.stageName }}
+vllm-omni/stage: {{ . }}
 {{- end }}
 {{- end -}}
 
@@ -54,18 +76,42 @@ key: {{ .given.secretKey }}
 {{- end -}}
 {{- end -}}
 
-{{- /* A checksum of the secrets, so that pods restart when they change. */ -}}
+{{- /* Checksums of what pods read at their start only, so that they restart when it changes. */ -}}
 {{- define "omni.podAnnotations" -}}
 checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .root | sha256sum }}
+{{- if .model.stages }}
+checksum/pipeline: {{ include "omni.pipeline" . | sha256sum }}
+{{- end }}
 {{- with .model.podAnnotations }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
+{{- /* The file of --omni-pipeline. As JSON, in which large numbers keep all their digits. */ -}}
+{{- define "omni.pipeline" -}}
+{{- $stages := list -}}
+{{- range $id, $stage := .model.stages -}}
+{{- $file := mergeOverwrite (dict "engine" "vllm" "replicas" 0) (deepCopy $stage.pipeline) (dict "id" $id "name" $stage.name) -}}
+{{- if eq $file.engine "vllm" -}}
+{{- $file = merge $file (dict "model" $.model.modelURL) -}}
+{{- end -}}
+{{- if not $file.policy -}}
+{{- $file = mergeOverwrite $file (dict "policy" $.model.headSpec.routingLogic "policy_config" $.model.headSpec.routingOptions) -}}
+{{- end -}}
+{{- $stages = append $stages $file -}}
+{{- end -}}
+{{ toPrettyJson (dict "stages" $stages) }}
+{{- end -}}
+
 {{- /* Flags that must be equal for heads and nodes, because they affect answers. */ -}}
 {{- define "omni.sharedArgs" -}}
 {{- $config := .model.vllmConfig -}}
+{{- if .model.stages -}}
+- --omni-pipeline
+- /etc/vllm-omni-pipeline/pipeline.yaml
+{{- else }}
 - {{ .model.modelURL | quote }}
+{{- end }}
 {{- with $config.dtype }}
 - --dtype
 - {{ . | quote }}
@@ -116,11 +162,13 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 - {{ int64 $head.shutdownTimeout | quote }}
 - --omni-replica-wait
 - {{ $head.replicaWait | quote }}
+{{- if not .model.stages }}
 - --omni-lb-policy
 - {{ $head.routingLogic | quote }}
 {{- with $head.routingOptions }}
 - --omni-lb-config
 - {{ toJson . | quote }}
+{{- end }}
 {{- end }}
 {{- if $spec.adminKey }}
 - --omni-admin-key-file
@@ -140,8 +188,10 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 - --omni-master-address
 {{- if .first }}
 - 0.0.0.0
+{{- if not .model.stages }}
 - --omni-dp-size-local
 - "0"
+{{- end }}
 {{- else }}
 - {{ include "omni.name" . }}-fleet
 - --omni-join
@@ -168,6 +218,10 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
 - {{ int64 . | quote }}
 {{- end }}
 - --headless
+{{- if .model.stages }}
+- --omni-stage-id
+- {{ int64 .model.stageId | quote }}
+{{- end }}
 - --omni-dp-size-local
 - {{ int64 $node.replicasPerPod | quote }}
 - --omni-master-address
@@ -257,6 +311,11 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
   mountPath: /home/vllm
 - name: tmp
   mountPath: /tmp
+{{- if .model.stages }}
+- name: pipeline
+  mountPath: /etc/vllm-omni-pipeline
+  readOnly: true
+{{- end }}
 {{- with .model.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -289,6 +348,11 @@ checksum/secrets: {{ include (print .root.Template.BasePath "/secret.yaml") .roo
             - key: {{ $admin.key }}
               path: admin.keys
       {{- end }}
+{{- if .model.stages }}
+- name: pipeline
+  configMap:
+    name: {{ include "omni.name" . }}-pipeline
+{{- end }}
 {{- with .model.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
