@@ -394,5 +394,5 @@ def _row(replica: dict[str, Any]) -> tuple[str, ...]:
         str(replica["restarts"]),
         "-" if since is None else f"{since:.0f} s",
         ", ".join(replica["cordons"]) or "-",
-        replica["input_addr"] or "-",
+        ", ".join([replica["input_addr"] or "-", *replica.get("machines", ())[1:]]),
     )

@@ -91,6 +91,14 @@ def test_the_names_of_version_0_1_are_read_too(head: FakeServer, capsys: pytest.
     assert shown == "0.1 draining remote 12 100 3 61 s admin tcp://a:1"
 
 
+def test_a_replica_over_several_machines_is_shown_with_the_other_ones(
+    head: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head.answers["GET", "/omni/replicas"] = (200, {"replicas": [REPLICAS[0] | {"machines": ["a", "10.0.0.2", "c"]}]})
+    assert main(["replicas", "ls", "--url", head.url]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith(" ipc:///a, 10.0.0.2, c")
+
+
 def test_ls_prints_json_when_asked(head: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replicas", "ls", "--url", f"{head.url}/", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"replicas": REPLICAS}

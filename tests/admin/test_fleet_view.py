@@ -20,6 +20,7 @@ async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> No
     client_of_one = fleet.pool.member(0).client
     assert client_of_one is not None
     client_of_one.answered_at = 9.5
+    fleet.pool.member(1).machines = ("10.0.0.1", "10.0.0.2")
     fleet.orchestrator.cordon(fleet.pool.member(1), "late")
     app.state.omni_drain.begin()
     async with client_of(app) as client:
@@ -36,6 +37,7 @@ async def test_the_state_has_heads_requests_and_replicas(fleet: FakeFleet) -> No
     first_one, second = state["stages"][0]["replicas"]
     assert first_one["requests"] + second["requests"] == 3
     assert (first_one["heartbeat_seconds"], second["heartbeat_seconds"]) == (0.5, None)
+    assert (first_one["machines"], second["machines"]) == ([], ["10.0.0.1", "10.0.0.2"])
     assert (second["status"], second["cordons"]) == ("draining", ["late"])
     assert (second["tokens_per_second"], second["hit_rate"]) == (None, None)
 

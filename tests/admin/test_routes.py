@@ -30,6 +30,7 @@ async def replicas(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 async def test_every_replica_is_listed_with_all_fields(fleet: FakeFleet, client: httpx.AsyncClient) -> None:
     member = fleet.pool.member(1)
     member.assignments, member.restarts, member.remote, member.changed_at = 7, 2, True, 3.0
+    member.machines = ("10.0.0.1", "10.0.0.2")
     fleet.now = 10.5
     first, second = await replicas(client)
     assert first["id"] == "0.0"
@@ -40,6 +41,7 @@ async def test_every_replica_is_listed_with_all_fields(fleet: FakeFleet, client:
         "status": "up",
         "cordons": [],
         "remote": True,
+        "machines": ["10.0.0.1", "10.0.0.2"],
         "input_addr": member.input_addr,
         "output_addr": member.output_addr,
         "total_in_flight": 0,

@@ -21,7 +21,7 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.integration.fleet_setup import fleet
 from vllm_omni_plugin.integration.processes.headless import replica_servers
-from vllm_omni_plugin.vllm_api.launch import engine_launch
+from vllm_omni_plugin.vllm_api.launch import engine_launch, machines_launch
 from vllm_omni_plugin.vllm_api.launch.engine_identity import require_free_ports, set_identity
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, split_ranks
 from vllm_omni_plugin.vllm_api.launch.spawning import NodeShare
@@ -266,3 +266,25 @@ def test_the_first_engine_of_each_node_runs_its_mooncake_bootstrap_server(
         own.parallel_config.data_parallel_index = 6 + rank
         found.append(mooncake_connector.should_launch_bootstrap_server(own))
     assert found == [True, False]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_workers_on_another_machine_have_the_index_seed_and_store_of_the_engine(
+    kind: str, tmp_path: Path, spawned: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines_launch, "WorkersProcess", lambda config, _: pickle.loads(pickle.dumps(config)))
+    machines = {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "mp", "seed": 5}
+    first = launcher_of(tmp_path, kind, 7, first_incarnation=11, **machines)
+    other = launcher_of(tmp_path, kind, 0, node_rank=1, **machines)
+    for port in (4001, 4002):
+        number, incarnation = first.next_start(0)
+        first.meet_at(port)
+        start(first, 0)
+        ours, theirs = spawned[-1], other.start_workers(number, incarnation, port)
+        for name in ("data_parallel_index", "data_parallel_size", "nnodes", "world_size", "master_port", "__class__"):
+            assert getattr(theirs.parallel_config, name) == getattr(ours.parallel_config, name)
+        assert (ours.parallel_config.data_parallel_index, ours.parallel_config.master_port) == (7, port)
+        assert theirs.model_config.seed == ours.model_config.seed
+        assert (ours.parallel_config.node_rank, theirs.parallel_config.node_rank) == (0, 1)
+        assert theirs.parallel_config.local_world_size == 1
+    assert spawned[0].model_config.seed != spawned[1].model_config.seed

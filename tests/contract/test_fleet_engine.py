@@ -14,6 +14,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_omni_plugin.config import FLEET_ENGINE
 from vllm_omni_plugin.vllm_api.launch import engine_launch as launch
+from vllm_omni_plugin.vllm_api.launch import fleet_engine
 from vllm_omni_plugin.vllm_api.launch.engine_launch import spawn_engine
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, FleetExecutor, fleet_executor, mark_as_fleet_engine
 from vllm_omni_plugin.vllm_api.launch.spawning import describe_exit
@@ -130,3 +131,26 @@ def test_no_engine_aborts_its_requests_on_sigterm(monkeypatch: pytest.MonkeyPatc
     config: Any = SimpleNamespace(kv_events_config=None, shutdown_timeout=given)
     spawn_engine(config, MultiprocExecutor, True, 0, 0, lambda _pid: None).abandon()
     assert [config.shutdown_timeout for config in configs] == [told]
+
+
+@pytest.mark.parametrize(("nnodes", "waited"), [(1, []), (2, [3.0])])
+def test_an_error_in_workers_of_several_machines_comes_when_the_lost_machine_may_be_known(
+    nnodes: int, waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    class Call:
+        get_response = staticmethod(fail)
+
+        def result(self) -> None:
+            self.get_response()
+
+    slept: list[float] = []
+    monkeypatch.setattr(fleet_engine.time, "sleep", slept.append)
+    monkeypatch.setattr(MultiprocExecutor, "collective_rpc", lambda *_, **__: Call())
+    executor = FleetExecutor.__new__(FleetExecutor)
+    executor.parallel_config = SimpleNamespace(nnodes=nnodes)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        executor.collective_rpc("execute_model")
+    assert slept == waited

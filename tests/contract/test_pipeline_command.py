@@ -124,9 +124,7 @@ def test_flags_that_the_file_stands_for_are_refused(tmp_path: Path, flags: str, 
         ),
         pytest.param("engine_args: {port: 80}", "--port is not an engine argument", id="the server's"),
         pytest.param("engine_args: {omni-insecure: true}", "--omni-insecure is not an engine argument", id="ours"),
-        pytest.param(
-            "engine_args: {nnodes: 2}", "engine_args.nnodes: not allowed with --omni-* flags", id="several nodes"
-        ),
+        pytest.param("engine_args: {nnodes: 2}", "engine_args.nnodes: not allowed on a head", id="several nodes"),
         pytest.param(
             "policy: pefix", "policy: unknown load balancing policy 'pefix' (did you mean 'prefix'?)", id="policy"
         ),

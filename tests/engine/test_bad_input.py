@@ -125,7 +125,20 @@ TOGETHER = (
     ),
     fleet_with("--enable-elastic-ep", "--enable-elastic-ep", "as many as it was started with"),
     fleet_with("--enable-fault-tolerance", "--enable-fault-tolerance", "restarts lost replicas itself"),
-    fleet_with("--nnodes 2", "--nnodes", "must fit into this node"),
+    fleet_with("--nnodes 2", "--nnodes", "not allowed on a head, whose own engines are on its machine"),
+    *(
+        Case(f"{NODE} -tp 4 --nnodes 2 {arguments}", flag, reason)
+        for arguments, flag, reason in (
+            ("--omni-dp-size-local 2", "--omni-dp-size-local", "a process on each machine for each replica"),
+            ("--data-parallel-size 2", "--data-parallel-size", "has one data-parallel rank"),
+            ("--distributed-executor-backend uni", "--distributed-executor-backend", "machines meet with 'mp' only"),
+            (
+                '--kv-transfer-config {"kv_connector":"ExampleConnector","kv_role":"kv_both"}',
+                "--kv-transfer-config",
+                "another id",
+            ),
+        )
+    ),
     fleet_with("--mm-tensor-ipc torch_shm", "--mm-tensor-ipc", "a single engine only"),
 )
 CASES = {f"{case.arguments}: {case.flag} {case.reason}": case for case in (*OWN_FLAGS, *FLEET_FLAGS, *TOGETHER)}
@@ -143,6 +156,7 @@ HONOURED = {
     "a head that others join": Case(HEAD, "", ""),
     "a head without engines": Case(f"{HEAD} --omni-dp-size-local 0", "", ""),
     "a node": Case(f"{NODE} --omni-stage-id 0 --omni-drain-timeout 5 --omni-replica-ports 20000-20010", "", ""),
+    "a machine of several": Case(f"{NODE} -tp 4 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1", "", ""),
     "open to all": Case("-oma 0.0.0.0 -omp 23900 --omni-insecure", "", ""),
     "options of a policy": Case(f'{LEAST_TOKENS} {{"decode_weight":0.5}}', "", ""),
     "a flag for each option": Case(f"{LEAST_TOKENS}.decode_weight 0.5", "", ""),

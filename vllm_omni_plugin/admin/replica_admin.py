@@ -31,6 +31,7 @@ class ReplicaReport:
             before its engine started; `stall`: it answered and computed nothing, and serves again once a request that
             is tried there gets a token.
         remote: whether its engine belongs to another process.
+        machines: the addresses of its machines, the first one first, if it has several.
         input_addr, output_addr: ZMQ addresses; empty before it has served, unless it is remote.
         total_in_flight: unfinished requests of this head, and of other heads as reported.
         assigned: requests that this head has assigned to it so far.
@@ -44,6 +45,7 @@ class ReplicaReport:
     status: str
     cordons: list[str]
     remote: bool
+    machines: list[str]
     input_addr: str
     output_addr: str
     total_in_flight: int
@@ -103,6 +105,7 @@ def _report(member: PoolMember, now: float) -> ReplicaReport:
         status=member.status.value,
         cordons=cordons,
         remote=member.remote,
+        machines=list(member.machines),
         input_addr=member.input_addr,
         output_addr=member.output_addr,
         total_in_flight=total_in_flight,

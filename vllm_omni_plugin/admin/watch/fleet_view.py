@@ -82,6 +82,7 @@ class FleetView:
             "cordons": sorted(member.cordons),
             "remote": member.remote,
             "address": member.input_addr if member.remote else "",
+            "machines": list(member.machines),
             "requests": load.requests,
             "others": load.others,
             "waiting": load.waiting,

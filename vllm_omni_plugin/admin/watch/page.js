@@ -199,6 +199,7 @@ function showReplica(shown, replica, mostRequests, mostTokens) {
     ["In this state", age(replica.since_seconds)],
     ["Restarts", number(replica.restarts)],
     ["Where", replica.remote ? replica.address : "this head"],
+    ...(replica.machines?.length ? [["Machines", replica.machines.join(", ")]] : []),
   ]);
 }
 

@@ -68,6 +68,7 @@ def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int,
         ranks = 1 if sizes is None else sizes.data_parallel_size
         replicas_here += count * ranks
         of_a_replica = 1 if sizes is None else sizes.tensor_parallel_size * sizes.pipeline_parallel_size
+        of_a_replica //= 1 if sizes is None else sizes.nnodes or 1
         # A single worker runs in the process of its engine.
         workers += count * ranks * of_a_replica if of_a_replica > 1 else 0
     return replicas_here, workers

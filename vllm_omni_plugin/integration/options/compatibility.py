@@ -36,7 +36,6 @@ _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "enable_elastic_ep": (bool, "the ranks of a replica are as many as it was started with"),
     "enable_fault_tolerance": (bool, "the fleet restarts lost replicas itself"),
-    "nnodes": (lambda value: (value or 1) > 1, "a replica must fit into this node in this version"),
     "mm_tensor_ipc": (lambda value: value == "torch_shm", "it serves a single engine only"),
 }
 """By argument: which values are refused, and why."""
@@ -58,6 +57,8 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     for name, (refused, reason) in _REFUSED.items():
         if refused(getattr(args, name, None)):
             raise ConfigError(f"argument --{name.replace('_', '-')}: not allowed with --omni-* flags: {reason}")
+    if args.nnodes > 1:
+        _refuse_with_machines(args)
     local_ranks = getattr(args, "data_parallel_size_local", None)
     if local_ranks not in (None, args.data_parallel_size):
         raise ConfigError(
@@ -66,6 +67,26 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
         )
     if envs.VLLM_DP_SIZE > 1:
         raise ConfigError("VLLM_DP_SIZE: not allowed with --omni-* flags: give --data-parallel-size")
+
+
+def _refuse_with_machines(args: argparse.Namespace) -> None:
+    """What cannot be used with a replica over several machines."""
+    if not getattr(args, "headless", False):
+        raise ConfigError(
+            "argument --nnodes: not allowed on a head, whose own engines are on its machine: give the head "
+            "--omni-dp-size-local 0, and start the replica with --headless on each of its machines"
+        )
+    for name, refused, instead in (
+        ("omni_pipeline", bool, "start a pipeline's replicas on one machine each"),
+        ("omni_dp_size_local", lambda count: (count or 1) > 1, "start a process on each machine for each replica"),
+        ("data_parallel_size", lambda ranks: ranks > 1, "a replica over several machines has one data-parallel rank"),
+        ("kv_transfer_config", _is_given, "its engine would have another id on each machine"),
+        ("ec_transfer_config", _is_given, "its engine would have another id on each machine"),
+        ("distributed_executor_backend", lambda name: name not in (None, "mp"), "machines meet with 'mp' only"),
+    ):
+        if refused(getattr(args, name, None)):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"argument {flag}: not allowed with --nnodes {args.nnodes}: {instead}")
 
 
 def _refuse_behind_rust(args: argparse.Namespace) -> None:

@@ -19,19 +19,24 @@ def bind_address(options: OmniConfig, headless: bool) -> str:
     """The numeric address to bind. Raises ConfigError if a name does not resolve or there is no route to the head."""
     assert options.master_address is not None
     if not headless:
-        return _resolve(options.master_address, "--omni-master-address")
+        return resolve(options.master_address, "--omni-master-address")
     if options.replica_address is not None:
-        return _resolve(options.replica_address, "--omni-replica-address")
-    master = _resolve(options.master_address, "--omni-master-address")
+        return resolve(options.replica_address, "--omni-replica-address")
+    hint = "; give the address to announce with --omni-replica-address if the network is not up yet"
+    return address_towards(options.master_address, options.master_port or 0, "--omni-master-address", hint)
+
+
+def address_towards(host: str, port: int, flag: str, hint: str = "") -> str:
+    """This machine's numeric address on the way to another one. Raises ConfigError naming the flag of that."""
+    master = resolve(host, flag)
     family = socket.AF_INET6 if ":" in master else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing, but makes the system choose the route and the local address.
-            probe.connect((master, options.master_port))
+            probe.connect((master, port))
         except OSError as error:
             raise ConfigError(
-                f"argument --omni-master-address: there is no route to {master} from here ({error.strerror}); give the "
-                "address to announce with --omni-replica-address if the network is not up yet"
+                f"argument {flag}: there is no route to {master} from here ({error.strerror}){hint}"
             ) from error
         address: str = probe.getsockname()[0]
         return address
@@ -40,7 +45,7 @@ def bind_address(options: OmniConfig, headless: bool) -> str:
 def engines_address(options: OmniConfig) -> str:
     """The numeric address at which other machines reach the engines of a head. Raises ConfigError as `bind_address`."""
     if options.replica_address is not None:
-        return _resolve(options.replica_address, "--omni-replica-address")
+        return resolve(options.replica_address, "--omni-replica-address")
     address = bind_address(options, headless=False)
     return get_ip() if ipaddress.ip_address(address).is_unspecified else address
 
@@ -53,7 +58,7 @@ def coordinator_address(options: OmniConfig) -> str:
     assert options.master_address is not None
     host = options.master_address
     with suppress(ConfigError):
-        address = _resolve(host, "--omni-master-address")
+        address = resolve(host, "--omni-master-address")
         host = f"[{address}]" if ":" in address else host
     return f"tcp://{host}:{options.master_port}"
 
@@ -100,7 +105,8 @@ def log_join_command(options: OmniConfig, address: str) -> None:
     logger.info("Replicas join with: --headless %s; another head with: --omni-join %s", where, where)
 
 
-def _resolve(host: str, flag: str) -> str:
+def resolve(host: str, flag: str) -> str:
+    """The numeric address of a host. Raises ConfigError naming the flag."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:

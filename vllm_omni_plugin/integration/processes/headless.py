@@ -22,8 +22,10 @@ from vllm_omni_plugin.integration.checks.head_checks import require_fitting_head
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes, pipeline_of
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, model_plan, python_plan
 from vllm_omni_plugin.integration.options.listening import (
+    address_towards,
     bind_address,
     coordinator_address,
+    resolve,
     warn_if_insecure,
     with_secret,
 )
@@ -33,14 +35,17 @@ from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
+from vllm_omni_plugin.replicas.machines.meetings import setup_of
+from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 from vllm_omni_plugin.replicas.replica_server.host_slots import HostSlots
-from vllm_omni_plugin.replicas.replica_server.node import run_node
+from vllm_omni_plugin.replicas.replica_server.node import run_machine, run_node
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.replica_server.server_settings import ReplicaIdentity, ServerSettings
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.launch.engine_identity import listen_for_transfers_at
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
 from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher
+from vllm_omni_plugin.vllm_api.launch.machines_launch import MachinesLauncher, use_network_of
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_arguments import read_engine_args
 
 logger = init_logger(__name__)
@@ -61,10 +66,16 @@ def serve_replicas(
 ) -> int:
     """Run this node's replicas until they have left; returns the exit status. Errors name the `program`."""
     forbid_fork()
+    if args.nnodes > 1 and args.node_rank > 0:
+        # It has no engine, only workers of one.
+        return serve_other_machine(args, options, program)
     use_socket_folder()
     with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             options, address, coordinator = runner.run(_find_addresses(options))
+            if args.nnodes > 1:
+                args.master_addr = resolve(args.master_addr, "--master-addr")
+                use_network_of(args.master_addr)
             with HostSlots(local_processes(args, options)[0], address, coordinator) as slots:
                 # Before vLLM configures the model, which takes many seconds.
                 answer = require_fitting_head(coordinator, options, slots.names)
@@ -79,6 +90,46 @@ def serve_replicas(
             sys.stderr.write(f"{program}: error: {error}\n")
             return _EXIT_REFUSED if isinstance(error, RefusedByHeadError) else _EXIT_FAILED
     return _EXIT_OK
+
+
+def serve_other_machine(args: argparse.Namespace, options: OmniConfig, program: str) -> int:
+    """Run this machine's workers of a replica over several machines, of which it is not the first; as above."""
+    with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(_serve_other_machine(args, options, reaper))
+        except OmniError as error:
+            sys.stderr.write(f"{program}: error: {error}\n")
+            return _EXIT_FAILED
+    return _EXIT_OK
+
+
+async def _serve_other_machine(args: argparse.Namespace, options: OmniConfig, reaper: Reaper) -> None:
+    first, port = args.master_addr, args.master_port
+    address = await _find_own_address(options, lambda: address_towards(first, port, "--master-addr"))
+    options = with_secret(options, address, headless=True)
+    warn_if_insecure(options, address)
+    use_network_of(address)
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(2, thread_name_prefix="omni-workers") as executor:
+        plan = await loop.run_in_executor(executor, plan_node, args, options)
+        launcher = plan.make_launcher(reaper.watch, report_cache=False, numbers=[0])
+        assert isinstance(launcher, MachinesLauncher)
+        settings = MachineSettings(
+            args.node_rank,
+            address,
+            f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}",
+            setup_of(plan.fingerprint, launcher.layout),
+            Secrets.from_file(options.secret_file) if options.secret_file else None,
+            options.heartbeat_interval,
+            options.heartbeat_timeout,
+        )
+        machine = OtherMachine(
+            settings,
+            lambda meeting: launcher.start_workers(meeting.number, meeting.incarnation, meeting.port),
+            executor,
+            time.monotonic,
+        )
+        await run_machine(machine, options.join_timeout, options.drain_timeout)
 
 
 def replica_servers(
@@ -143,7 +194,8 @@ def plan_node(
 
 
 async def _find_addresses(options: OmniConfig) -> tuple[OmniConfig, str, str]:
-    address = await _find_own_address(options)
+    # Resolving a name blocks.
+    address = await _find_own_address(options, lambda: bind_address(options, headless=True))
     options = with_secret(options, address, headless=True)
     warn_if_insecure(options, address)
     return options, address, await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
@@ -166,19 +218,18 @@ async def serve_node(
         await run_node(servers, options.join_timeout, coordinator)
 
 
-async def _find_own_address(options: OmniConfig) -> str:
-    """The address to bind. Waits until the head's name resolves, since it may not resolve before the head is there."""
+async def _find_own_address(options: OmniConfig, find: Callable[[], str]) -> str:
+    """The address that `find` finds. Waits until a name resolves, since it may not before its machine is there."""
     loop = asyncio.get_running_loop()
     deadline = time.monotonic() + options.join_timeout if options.join_timeout else float("inf")
     attempt = 0
     while True:
         try:
-            # Resolving a name blocks.
-            return await loop.run_in_executor(None, lambda: bind_address(options, headless=True))
+            return await loop.run_in_executor(None, find)
         except ConfigError as error:
             if time.monotonic() >= deadline:
                 raise
             if attempt % _WARN_EVERY == 0:
-                logger.warning("The head cannot be found yet: %s", error)
+                logger.warning("This node waits: %s", error)
         attempt += 1
         await asyncio.sleep(_RETRY_S)

@@ -154,6 +154,7 @@ class RemoteReplicaKeeper:
         if not self.joined:
             self.joined = True
             self._orchestrator.replica_joined(member, replica.ready_response)
+        member.machines = replica.machines
         self._update_cordons()
         sets_pause = self._orchestrator.stage_calls[member.stage_id].state.pause.was_set
         self._set_cordon(ASLEEP_CORDON, replica.sleeps and not sets_pause)

@@ -66,6 +66,7 @@ class PoolMember:
         bad_output_at: monotonic seconds at which it last sent an output that the front end could not process.
         request_to_try: what it gets after a stall, before it serves again; None: nothing.
         remote: whether its engine belongs to another process, which this head attaches to.
+        machines: the addresses of its machines, if it has several.
         incarnation: the incarnation that this head is or was attached to, of a remote replica.
         cordons: why it gets no new requests; JSON has them. Replaced, since other threads read it.
         changed_at: monotonic seconds at which the replica last began to serve or was lost.
@@ -93,6 +94,7 @@ class PoolMember:
     bad_output_at: float = -inf
     request_to_try: Any = None
     remote: bool = False
+    machines: tuple[str, ...] = ()
     incarnation: int = 0
     cordons: frozenset[str] = frozenset()
     changed_at: float = 0.0

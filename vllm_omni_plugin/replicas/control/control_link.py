@@ -167,6 +167,10 @@ class ControlServer:
         self._reader = SocketReader(self._router, self._receive)
         self._reader.resume()
 
+    def listen(self, listener: Listener) -> None:
+        """Accept connections at one more address."""
+        listener.bind(self._router)
+
     @property
     def dropped(self) -> dict[str, int]:
         return self._drops.counts

@@ -1,4 +1,4 @@
-"""Messages of the control connection between a head and a replica server: attach, renew the lease, detach, status.
+"""Messages of the control connection of a replica server: with heads, and with the other machines of its replica.
 
 UTF-8 JSON, one message per frame, as on the coordinator's wire. The head's socket is a DEALER, the server's a ROUTER.
 """
@@ -25,6 +25,7 @@ MAX_TEXT_CHARS = 4096
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Credential = Annotated[str, Meta(min_length=40, max_length=40)]
 Fingerprint = Annotated[dict[Text, Text], Meta(max_length=64)]
+MeetingId = Annotated[int, Meta(ge=0, lt=2**62)]
 Keys = Annotated[bytes, Meta(max_length=8 * MAX_PART)]
 
 
@@ -103,6 +104,31 @@ class PollCache(Struct, frozen=True, tag="poll_cache"):
     cursor: Cursor
 
 
+class MachineReport(Struct, frozen=True, tag="machine_report"):
+    """Another machine of a replica to the first one, every heartbeat interval and on every change: its whole state.
+
+    If lost: the next one serves. The first machine answers with `MeetingPlan`.
+
+    Attributes:
+        rank: its `--node-rank`.
+        process: tells the process from its predecessors.
+        address: for operators.
+        setup: what must be the same on all machines of a replica, as text.
+        running: the meeting whose workers run here, or still end here. 0: none.
+        failed: the last meeting whose workers ended by themselves, with the `reason`. 0: none.
+        leaving: it was told to end, and stays until the replica has drained.
+    """
+
+    rank: Annotated[int, Meta(ge=1)]
+    process: MeetingId
+    address: Text
+    setup: Fingerprint
+    running: MeetingId = 0
+    failed: MeetingId = 0
+    reason: Text = ""
+    leaving: bool = False
+
+
 class Attached(Struct, frozen=True, tag="attached"):
     """Server to head: grants a lease.
 
@@ -117,6 +143,7 @@ class Attached(Struct, frozen=True, tag="attached"):
         data_key: public CURVE key (Z85) of the data sockets, or "" if links are not encrypted.
         told: what heads have told this engine.
         incarnation: the current one. 0: an older server, which has that of `Attach`.
+        machines: the addresses of all machines of a replica over several, the first one first.
     """
 
     lease: int
@@ -130,6 +157,7 @@ class Attached(Struct, frozen=True, tag="attached"):
     fingerprint: Fingerprint
     told: ReplicaState = NOTHING_TOLD
     incarnation: Annotated[int, Meta(ge=0)] = 0
+    machines: list[Text] = []
 
 
 # The same in all versions, so that a head of another one can read the reason.
@@ -194,8 +222,30 @@ class CacheChanges(Struct, frozen=True, tag="cache_changes"):
     complete: bool
 
 
-ToServer = Attach | RenewLease | Detach | DrainReplica | StateTold | PollCache
-FromServer = Attached | AttachRefused | Status | Expired | StateTold | CacheChanges
+class MeetingPlan(Struct, frozen=True, tag="meeting_plan"):
+    """First machine of a replica to another one: answers each `MachineReport`; also sent on every change.
+
+    If lost: it answers the next `MachineReport`.
+
+    Attributes:
+        meeting: whose workers are to run; those of any other are to end. 0: none.
+        port: of torch's store on the first machine, used for this meeting only.
+        number, incarnation: those of the engine, see `vllm_api.launch.engine_identity.set_identity`.
+        refusal: why the process that gets this must end; "" if it need not.
+    """
+
+    meeting: MeetingId = 0
+    port: Annotated[int, Meta(ge=0)] = 0
+    number: int = 0
+    incarnation: Annotated[int, Meta(ge=0)] = 0
+    refusal: Text = ""
+
+
+NO_MEETING = MeetingPlan()
+
+OfHead = Attach | RenewLease | Detach | DrainReplica | StateTold | PollCache
+ToServer = OfHead | MachineReport
+FromServer = Attached | AttachRefused | Status | Expired | StateTold | CacheChanges | MeetingPlan
 
 _encoder = msgspec.json.Encoder()
 _to_server: msgspec.json.Decoder[ToServer] = msgspec.json.Decoder(ToServer)

@@ -15,9 +15,11 @@ from vllm_omni_plugin.replicas.links.engine_client import Codec, EngineClient
 from vllm_omni_plugin.replicas.links.link import IpcLink, Link
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
 
-_ENDED_FROM_OUTSIDE = re.compile(r"SIGKILL|SIGTERM|SIGINT|exited with code 0\b")
+_ENDED_FROM_OUTSIDE = re.compile(
+    r"SIGKILL|SIGTERM|SIGINT|exited with code 0\b|^machine .*( has not answered for | was started again$)"
+)
 """Exits that are not crashes of the engine, so that no request is the cause. The out-of-memory killer sends SIGKILL;
-vLLM's processes exit with code 0 when they are shut down."""
+vLLM's processes exit with code 0 when they are shut down. The last ones are reasons of `Meetings`."""
 
 
 class Engine:

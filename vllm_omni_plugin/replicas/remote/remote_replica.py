@@ -121,6 +121,7 @@ class RemoteReplica:
     client: EngineClient
     ready_response: bytes
     told: ReplicaState
+    machines: tuple[str, ...]
     sleeps: bool
 
     def __init__(
@@ -180,7 +181,7 @@ class RemoteReplica:
         self._link = RemoteLink(
             settings.context, lease, credential, settings.max_message_bytes, self._data_connection_lost
         )
-        self.ready_response, self.told = lease.ready_response, lease.told
+        self.ready_response, self.told, self.machines = lease.ready_response, lease.told, tuple(lease.machines)
         # The head's row may be older, if the coordinator was away when the server registered a new one.
         self.incarnation = max(self.incarnation, lease.incarnation)
         self.client = EngineClient(

@@ -1,7 +1,7 @@
 """The heads attached to one replica: admission, leases, and the cleanup after a lease has ended."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,11 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     DrainReplica,
     Expired,
     FromServer,
+    OfHead,
     PollCache,
     RenewLease,
     StateTold,
     Status,
-    ToServer,
 )
 from vllm_omni_plugin.replicas.control.leases import Lease, Leases
 from vllm_omni_plugin.replicas.links.replica_ports import Listener, close_all, listen_on_ports
@@ -90,14 +90,16 @@ class AttachedHeads:
         # What heads have told the engine.
         self._told = NOTHING_TOLD
         self._first_incarnation: int | None = None
+        self._machines: Sequence[str] = ()
         self._last_lost: tuple[bytes, int] | None = None
         self._logged_refusals: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def admit(self, engine: ServedEngine) -> None:
-        """Let heads attach to an engine: a new one, or one that hung and answers again."""
+    def admit(self, engine: ServedEngine, machines: Sequence[str] = ()) -> None:
+        """Let heads attach to an engine: a new one, or one that hung and answers again. `machines` as in `Attached`."""
+        self._machines = machines
         if self._first_incarnation is None:
             self._first_incarnation = self._incarnation()
         if engine is not self._engine:
@@ -144,7 +146,7 @@ class AttachedHeads:
             self._send(lease.peer, Expired(lease.lease_id))
             self._end(lease, f"it did not renew its lease for {self._settings.heartbeat_timeout:g} s")
 
-    def handle(self, peer: bytes, message: ToServer) -> None:
+    def handle(self, peer: bytes, message: OfHead) -> None:
         if isinstance(message, Attach):
             answer = self._attach(peer, message)
             if isinstance(answer, AttachRefused):
@@ -236,6 +238,7 @@ class AttachedHeads:
             fingerprint=dict(self._settings.fingerprint),
             told=self._told,
             incarnation=self._incarnation(),
+            machines=list(self._machines),
         )
 
     def _engine_told(self, lease: Lease, told: ReplicaState) -> None:

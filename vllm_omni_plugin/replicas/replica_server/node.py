@@ -6,9 +6,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.replicas.machines.other_machine import OtherMachine
 from vllm_omni_plugin.replicas.replica_server.descriptor_limits import raise_limits, with_advice
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
 
+_LEAVE_GRACE_S = 10.0
+"""After the drain timeout, for the first machine of a replica to end its engine."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -72,3 +75,21 @@ async def _join(server: ReplicaServer, join_timeout: float, head: str) -> None:
             f"no head answered at {head} within {join_timeout:g} s of the engine's start; check --omni-master-address, "
             "--omni-master-port and --omni-secret-file, or wait for the head with --omni-join-timeout 0"
         ) from None
+
+
+async def run_machine(machine: OtherMachine, join_timeout: float, drain_timeout: float) -> None:
+    """Run another machine of a replica until it has left. The first SIGTERM or SIGINT drains the replica, whose first
+    machine takes up to `drain_timeout` seconds for that; the second stops this machine at once."""
+    loop, is_leaving = asyncio.get_running_loop(), False
+
+    def on_signal(signum: int) -> None:
+        nonlocal is_leaving
+        if is_leaving:
+            machine.stop_now()
+        else:
+            machine.leave()
+            loop.call_later(drain_timeout + _LEAVE_GRACE_S, machine.stop_now)
+        is_leaving = True
+
+    async with task_group_with_signals(on_signal) as tasks:
+        tasks.create_task(machine.run(join_timeout))

@@ -8,12 +8,15 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.control_link import ControlServer
+from vllm_omni_plugin.replicas.control.lease_messages import MachineReport, ToServer
 from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, FirstStarts, Timing, finish
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.links.engine_client import Codec
-from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, close_all, listen_on_ports
+from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, PortRange, close_all, listen_on_ports
+from vllm_omni_plugin.replicas.machines.first_machine import FirstMachine, MachinesLauncher
 from vllm_omni_plugin.replicas.replica_server.announcer import Announcer
 from vllm_omni_plugin.replicas.replica_server.attached_heads import AttachedHeads
 from vllm_omni_plugin.replicas.replica_server.served_engine import ServedEngine, start_served_engine
@@ -62,6 +65,7 @@ class ReplicaServer:
         self._addresses: list[str] = []
         self._announcer: Announcer | None = None
         self._heads: AttachedHeads | None = None
+        self._machines: FirstMachine | None = None
         self._keeper: EngineKeeper[ServedEngine] | None = None
         self._serving = False
         self._replica_id = -1
@@ -131,7 +135,7 @@ class ReplicaServer:
         control = ControlServer(
             control_listener,
             self._settings.secrets,
-            lambda peer, message: heads.handle(peer, message),
+            self._receive,
             self._settings.heartbeat_timeout,
         )
         stack.callback(control.close, LINGER_S)
@@ -146,22 +150,61 @@ class ReplicaServer:
             time.monotonic,
         )
         self._heads = heads
+        if isinstance(self._launcher, MachinesLauncher):
+            self._meet_others(stack, control, self._launcher)
         return heads
+
+    def _meet_others(self, stack: AsyncExitStack, control: ControlServer, launcher: MachinesLauncher) -> None:
+        """Let the other machines of this replica connect."""
+        settings = self._settings
+        host, port = launcher.meeting_address
+        try:
+            (listener,) = listen_on_ports(host, PortRange(port, port), 1)
+        except ConfigError as error:
+            raise ConfigError(
+                f"argument --master-addr: the first machine, --node-rank 0, waits for the others at {host} port {port} "
+                f"(--master-port), and cannot: {error}"
+            ) from error
+        stack.callback(listener.close)
+        control.listen(listener)
+        self._machines = FirstMachine(
+            launcher,
+            settings.fingerprint,
+            control.send,
+            self.drain,
+            settings.heartbeat_interval,
+            settings.heartbeat_timeout,
+            time.monotonic,
+        )
+        stack.callback(asyncio.create_task(self._machines.watch()).cancel)
+
+    def _receive(self, peer: bytes, message: ToServer) -> None:
+        assert self._heads is not None
+        if not isinstance(message, MachineReport):
+            self._heads.handle(peer, message)
+        elif self._machines is not None:
+            self._machines.handle(peer, message)
 
     def _keep_engine(self, heads: AttachedHeads) -> EngineKeeper[ServedEngine]:
         settings = self._settings
         keeper = EngineKeeper(
             f"{settings.stage_id}.{self._index}",
-            partial(start_served_engine, self._launcher, self._codec, self._executor, self._index),
+            partial(start_served_engine, self._machines or self._launcher, self._codec, self._executor, self._index),
             partial(self._start_serving, heads),
             partial(self._suspend, heads),
             self._log_restart,
             self._executor,
             Timing(settings.heartbeat_interval, settings.heartbeat_timeout, time.monotonic, self._delay),
-            partial(self._first_starts.failed, self),
+            self._must_start,
         )
         keeper.begin()
         return keeper
+
+    def _must_start(self) -> bool:
+        """Whether a failed first start ends the node. That another machine was lost meanwhile says nothing about it."""
+        if self._machines is not None and self._machines.was_broken:
+            return False
+        return self._first_starts.failed(self)
 
     async def _end_engine(self, keeper: EngineKeeper[ServedEngine], heads: AttachedHeads) -> None:
         self._serving = False
@@ -179,7 +222,7 @@ class ReplicaServer:
             self._announcer = Announcer(self._settings, self._addresses, self._identity, self.joined)
         else:
             self._announcer.announce(ReplicaStatus.UP, new_incarnation=True)
-        heads.admit(engine)
+        heads.admit(engine, () if self._machines is None else self._machines.machines)
         self._serving = True
         self._first_starts.succeeded()
         self.ready.set()

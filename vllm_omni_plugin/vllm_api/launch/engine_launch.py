@@ -107,7 +107,8 @@ def assign_devices(vllm_config: Any, first: int, replicas: int) -> int:
     if current_platform.is_cpu():
         return 0
     parallel = vllm_config.parallel_config
-    world_size: int = parallel.world_size
+    # Those on this machine.
+    world_size: int = parallel.local_world_size
     end = first + world_size * replicas
     chosen = parallel.assigned_physical_gpu_ids
     try:
@@ -260,8 +261,9 @@ class EngineLauncher:
     def turn(self, replica_id: int) -> AbstractAsyncContextManager[None]:
         """Held while the engine starts on devices that the user gave, perhaps to another stage, too."""
         parallel = self.vllm_config.parallel_config
-        first = replica_id * parallel.world_size
-        return self.share.turns.turn((parallel.assigned_physical_gpu_ids or ())[first : first + parallel.world_size])
+        workers = parallel.local_world_size
+        first = replica_id * workers
+        return self.share.turns.turn((parallel.assigned_physical_gpu_ids or ())[first : first + workers])
 
     def start(self, replica_id: int) -> EngineProcess:
         # Cores are shared by all engines of the node; devices were assigned to this configuration.

@@ -4,9 +4,11 @@ vLLM's engine core reports its death without a reason, so a worker that was kill
 """
 
 import os
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ logger = init_logger(__name__)
 
 _MAX_BYTES = 500
 _JOIN_TIMEOUT_S = 1.0
+_OTHER_MACHINES_S = 3.0
+"""After an error in workers of several machines, for the first machine to notice which one is lost. Then it ends this
+engine for that reason; otherwise the error is the engine's, and a request may be the cause."""
 
 
 class ExitNote:
@@ -56,6 +61,12 @@ def fleet_executor(executor_class: Any) -> Any:
 class FleetExecutor(MultiprocExecutor):  # type: ignore[misc]
     """Writes an `ExitNote` about failed workers before the engine reports its death."""
 
+    def collective_rpc(self, *args: Any, non_block: bool = False, **kwargs: Any) -> Any:
+        future = super().collective_rpc(*args, non_block=True, **kwargs)
+        if self.parallel_config.nnodes > 1:
+            future.get_response = partial(_delay_errors, future.get_response)
+        return future if non_block else future.result()
+
     def shutdown(self) -> None:
         """Shut the workers down. If vLLM calls this because a worker exited, write how it exited first."""
         try:
@@ -79,3 +90,11 @@ class FleetExecutor(MultiprocExecutor):  # type: ignore[misc]
         note = ", ".join(reasons)
         logger.error("This engine exits, because %s.", note)
         Path(os.environ[FLEET_ENGINE]).write_text(note)
+
+
+def _delay_errors(get_response: Callable[[], Any]) -> Any:
+    try:
+        return get_response()
+    except Exception:
+        time.sleep(_OTHER_MACHINES_S)
+        raise

@@ -20,6 +20,7 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher, EngineProcess, assign_devices
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.lockstep import GroupIncarnation, StartBarrier
+from vllm_omni_plugin.vllm_api.launch.machines_launch import MachinesLauncher
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, NodeShare, remove_ipc_files
 
 
@@ -50,7 +51,9 @@ def new_launcher(
     first_incarnation: int = 0,
 ) -> EngineLauncher:
     """The launcher for this configuration. `for_others` (heads of other processes) makes no difference here."""
-    kind = GroupLauncher if engine_config.parallel_config.data_parallel_size > 1 else EngineLauncher
+    parallel = engine_config.parallel_config
+    one = MachinesLauncher if parallel.nnodes > 1 else EngineLauncher
+    kind = GroupLauncher if parallel.data_parallel_size > 1 else one
     return kind(engine_config, executor_class, log_stats, on_spawn, numbers, report_cache, share, first_incarnation)
 
 

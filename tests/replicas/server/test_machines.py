@@ -1,0 +1,291 @@
+"""A replica over three machines: they meet, serve, end together and meet again."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.fakes.conditions import eventually
+from tests.fakes.free_ports import free_port
+from tests.fakes.keeping import Keep
+from tests.replicas.server.conftest import FINGERPRINT, Node, StartNode
+from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
+from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.errors import OmniError, ReplicaError
+from vllm_omni_plugin.replicas.control.control_link import open_control_link
+from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
+from vllm_omni_plugin.replicas.machines.meetings import setup_of
+from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
+
+LAYOUT = {"--tensor-parallel-size": "24"}
+
+
+class LoadingEngine(ServedFakeEngine):
+    """Is never ready."""
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        assert self.signals.get(timeout=30) == "ended"
+        raise ReplicaError("the engine did not start")
+
+
+@dataclass
+class MachinesFakeLauncher(ServedFakeLauncher):
+    """A `MachinesLauncher`. `ports` are those of the meetings."""
+
+    loads_for_ever: bool = False
+
+    machines: int = 3
+    meeting_address: tuple[str, int] = field(default_factory=lambda: ("127.0.0.1", free_port()))
+    layout: Mapping[str, str] = field(default_factory=lambda: dict(LAYOUT))
+    ports: list[int] = field(default_factory=list)
+
+    def next_start(self, replica_id: int) -> tuple[int, int]:
+        return 5, len(self.engines)
+
+    def start(self, replica_id: int) -> ServedFakeEngine:
+        if not self.loads_for_ever:
+            return super().start(replica_id)
+        self.engines.append(LoadingEngine(1000, self.identity(replica_id)))
+        return self.engines[-1]
+
+    def meet_at(self, port: int) -> None:
+        self.ports.append(port)
+
+
+class FakeWorkers:
+    """Implements `Workers`. `may_end` holds up its end."""
+
+    def __init__(self, plan: MeetingPlan) -> None:
+        self.plan = plan
+        self.reason = ""
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.ended = False
+        self.sentinel, self._alive_end = os.pipe()
+        self._is_alive = True
+
+    def exit_reason(self) -> str:
+        return self.reason
+
+    def die(self, reason: str = "") -> None:
+        self.reason = self.reason or reason
+        if self._is_alive:
+            self._is_alive = False
+            os.close(self._alive_end)
+
+    def end(self) -> None:
+        self.die("it was ended")
+        self.may_end.wait(30)
+        self.ended = True
+
+
+class Machine:
+    """Another machine. `workers` are those of all its meetings."""
+
+    def __init__(self, rank: int, launcher: MachinesFakeLauncher, **other: object) -> None:
+        self.workers: list[FakeWorkers] = []
+        host, port = launcher.meeting_address
+        settings = MachineSettings(
+            rank, f"10.0.0.{rank}", f"tcp://{host}:{port}", setup_of(FINGERPRINT, LAYOUT), None, 0.05, 10.0
+        )
+        self._executor = ThreadPoolExecutor(2)
+        self.machine = OtherMachine(
+            replace(settings, **other),  # type: ignore[arg-type]
+            self._start,
+            self._executor,
+            time.monotonic,
+        )
+        self.running = asyncio.create_task(self.machine.run(60.0))
+
+    def _start(self, plan: MeetingPlan) -> FakeWorkers:
+        self.workers.append(FakeWorkers(plan))
+        return self.workers[-1]
+
+    async def close(self) -> None:
+        for workers in self.workers:
+            workers.may_end.set()
+        self.running.cancel()
+        with suppress(asyncio.CancelledError, OmniError):
+            await self.running
+        self._executor.shutdown()
+        while self.workers:
+            os.close(self.workers.pop().sentinel)
+
+
+StartMachine = Callable[..., Machine]
+
+
+@pytest.fixture
+def launcher(socket_folder: Path, keep: Keep) -> MachinesFakeLauncher:
+    return keep(MachinesFakeLauncher())
+
+
+@pytest.fixture
+async def start_machine(launcher: MachinesFakeLauncher) -> AsyncIterator[StartMachine]:
+    machines: list[Machine] = []
+
+    def start(rank: int, **other: object) -> Machine:
+        machines.append(Machine(rank, launcher, **other))
+        return machines[-1]
+
+    yield start
+    for machine in machines:
+        await machine.close()
+
+
+@pytest.fixture
+async def others(start_machine: StartMachine, node: Node) -> list[Machine]:
+    """The replica serves."""
+    others = [start_machine(1), start_machine(2)]
+    await node.up()
+    return others
+
+
+def plans(machines: list[Machine]) -> list[list[MeetingPlan]]:
+    return [[workers.plan for workers in machine.workers] for machine in machines]
+
+
+async def test_the_engine_starts_when_all_machines_are_there_in_any_order(
+    start_node: StartNode, start_machine: StartMachine, launcher: MachinesFakeLauncher
+) -> None:
+    others = [start_machine(2)]
+    node = await start_node()
+    await eventually(lambda: node.server._machines and node.server._machines.machines[1:] == ["10.0.0.2"])
+    assert (launcher.engines, node.info) == ([], None)
+    others.append(start_machine(1))
+    await node.up()
+    ((plan,), (same,)) = plans(others)
+    assert plan == same
+    assert ([plan.port], plan.number, plan.incarnation) == (launcher.ports, 5, 0)
+    async with node.attached() as head:
+        assert head.attached.machines == ["127.0.0.1", "10.0.0.1", "10.0.0.2"]
+
+
+async def test_workers_that_end_end_the_replica_and_all_meet_again(
+    node: Node, others: list[Machine], launcher: MachinesFakeLauncher
+) -> None:
+    before = await node.up()
+    async with node.attached() as head:
+        # One machine takes long to end what it has of the old meeting.
+        others[1].workers[0].may_end.clear()
+        others[0].workers[0].die("its worker VllmWorker-1 was ended by SIGKILL")
+        status = await head.next_status()
+        assert status.status is ReplicaStatus.ERROR
+        assert "machine 1 at 10.0.0.1: its worker VllmWorker-1 was ended by SIGKILL" in status.reason
+        assert not status.engine_failed
+    await eventually(lambda: node.delays == [1.0])
+    assert len(launcher.engines) == 1, "a meeting with a half of an old one"
+    others[1].workers[0].may_end.set()
+    await node.up(after=before.incarnation)
+    (old, new), same = plans(others)
+    assert [old, new] == same
+    assert old.meeting != new.meeting
+    assert (old.incarnation, new.incarnation) == (0, 1)
+    assert all(machine.workers[0].ended and not machine.workers[1].ended for machine in others)
+
+
+async def test_an_engine_that_ends_ends_the_workers_of_all_machines(node: Node, others: list[Machine]) -> None:
+    before = await node.up()
+    node.engine.process.die()
+    await node.up(after=before.incarnation)
+    assert [[workers.ended for workers in machine.workers] for machine in others] == 2 * [[True, False]]
+
+
+async def test_an_engine_that_reports_an_error_of_its_own_has_a_lost_machine_as_the_cause(
+    start_node: StartNode, start_machine: StartMachine
+) -> None:
+    node = await start_node(heartbeat_interval=0.2)
+    others = [start_machine(1), start_machine(2)]
+    async with node.attached() as head:
+        await others[1].close()
+        assert node.server._machines is not None
+        await eventually(node.server._machines._silent)
+        node.engine.report_death()
+        status = await head.next_status()
+    assert "the engine reported its own death: machine 2 at 10.0.0.2 has not answered for 0.4 s" in status.reason
+    assert not status.engine_failed
+
+
+async def test_a_machine_that_is_silent_ends_the_replica(
+    start_node: StartNode, start_machine: StartMachine, launcher: MachinesFakeLauncher
+) -> None:
+    node = await start_node(heartbeat_timeout=1.0)
+    other = start_machine(1)
+    got: list[FromServer] = []
+    host, port = launcher.meeting_address
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        link = await open_control_link(context, f"tcp://{host}:{port}", None, got.append, lambda: None)
+        with closing(link):
+            while not any(isinstance(plan, MeetingPlan) and plan.meeting for plan in got):
+                link.send(MachineReport(2, 1, "10.0.0.2", setup_of(FINGERPRINT, LAYOUT)))
+                await asyncio.sleep(0.01)
+            await eventually(lambda: launcher.engines and launcher.engines[0].process.killed)
+    await eventually(lambda: other.workers[0].ended)
+    await eventually(lambda: node.delays == [1.0])
+
+
+async def test_a_first_start_that_another_machine_makes_fail_is_repeated(
+    start_node: StartNode, start_machine: StartMachine, launcher: MachinesFakeLauncher
+) -> None:
+    launcher.loads_for_ever = True
+    node = await start_node()
+    others = [start_machine(1), start_machine(2)]
+    await eventually(lambda: launcher.engines and others[0].workers)
+    launcher.loads_for_ever = False
+    others[0].workers[0].die("it has no memory")
+    await node.up()
+    assert node.delays == [1.0]
+
+
+async def test_the_others_end_their_workers_without_the_first_machine_and_wait_for_it(
+    start_node: StartNode, node: Node, others: list[Machine]
+) -> None:
+    node.running.cancel()
+    await asyncio.wait([node.running])
+    await eventually(lambda: all(machine.workers[0].ended for machine in others))
+    again = await start_node()
+    await again.up()
+    (old, new), same = plans(others)
+    assert [old, new] == same
+    assert old.meeting != new.meeting
+
+
+async def test_a_machine_that_is_told_to_end_drains_the_replica_first(node: Node, others: list[Machine]) -> None:
+    async with node.attached() as head:
+        others[0].machine.leave()
+        assert (await head.next_status()).status is ReplicaStatus.DRAINING
+        assert not others[0].workers[0].ended
+        await head.detach()
+    await asyncio.wait_for(node.running, 10)
+    await asyncio.wait_for(others[0].running, 10)
+    assert others[0].workers[0].ended
+    assert not others[1].running.done(), "it waits for the next meeting"
+
+
+async def test_a_machine_without_a_meeting_leaves_at_once(start_machine: StartMachine) -> None:
+    machine = start_machine(1)
+    machine.machine.leave()
+    await asyncio.wait_for(machine.running, 10)
+
+
+async def test_a_machine_with_another_layout_ends_with_the_reason(node: Node, start_machine: StartMachine) -> None:
+    other = start_machine(1, setup=setup_of(FINGERPRINT, {"--tensor-parallel-size": "8"}))
+    with pytest.raises(OmniError, match="refuses this one: --tensor-parallel-size is 8, and on the first machine 24"):
+        await asyncio.wait_for(other.running, 10)
+
+
+async def test_a_machine_that_reaches_nobody_ends_with_the_flags_to_check(
+    launcher: MachinesFakeLauncher,
+) -> None:
+    machine = Machine(1, launcher, timeout=0.1)
+    with pytest.raises(OmniError, match="check --master-addr, --master-port and --omni-secret-file"):
+        await machine.machine.run(0.05)
+    await machine.close()

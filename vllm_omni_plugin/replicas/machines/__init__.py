@@ -1,0 +1,4 @@
+"""A replica over several machines: they meet, run one engine together, and meet again when one of them is lost.
+
+Imports `replicas.control`, `replicas.engine` and `replicas.links`. Start with `meetings`.
+"""

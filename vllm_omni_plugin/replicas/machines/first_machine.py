@@ -1,0 +1,210 @@
+"""The first machine of a replica over several: starts the engine when all have met, and ends it when one is lost."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
+from vllm_omni_plugin.replicas.engine.engine_start import Launcher, Process
+from vllm_omni_plugin.replicas.machines.meetings import Meetings, Messages, setup_of
+
+logger = init_logger(__name__)
+
+_REMIND_AFTER_S = 30.0
+_LATE_REPORTS = 2.0
+"""Intervals of reports after which a machine may be the cause of an engine's error."""
+
+
+@runtime_checkable
+class MachinesLauncher(Launcher, Protocol):
+    """A `Launcher` of one engine over several machines, as `vllm_api.launch.machines_launch.MachinesLauncher`.
+
+    Attributes:
+        machines: number of them.
+        meeting_address: host and port at which the first machine waits for the others.
+        layout: how the engine is divided, which must be the same on all machines.
+    """
+
+    machines: int
+    meeting_address: tuple[str, int]
+    layout: Mapping[str, str]
+
+    def next_start(self, replica_id: int) -> tuple[int, int]:
+        """The number and the incarnation of the engine that is started next."""
+        ...
+
+    def meet_at(self, port: int) -> None:
+        """The port of torch's store for the next start."""
+
+
+@dataclass
+class MeetingProcess:
+    """The engine of one meeting; a `Process`.
+
+    `on_end` ends the meeting, from any thread. `silent` names a machine that may be lost, or "". `broken`: why the
+    meeting was ended.
+    """
+
+    process: Process
+    on_end: Callable[[], None]
+    silent: Callable[[], str]
+    broken: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def sentinel(self) -> int:
+        return self.process.sentinel
+
+    def exit_reason(self) -> str:
+        # An engine that has lost a machine reports an error of its own before that has been silent for long.
+        return self.broken or self.process.exit_reason() or self.silent()
+
+    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
+        self.process.wait(input_addr, output_addrs)
+
+    def abandon(self) -> None:
+        self.process.abandon()
+        self.on_end()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        try:
+            self.process.shutdown(timeout)
+        finally:
+            self.on_end()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.on_end()
+
+
+class FirstMachine:
+    """The `Launcher` of the replica's engine, and the end of the links to the other machines. Lives on one event loop.
+
+    `send` sends to a peer of the control socket. `on_leaving` is called when another machine was told to end. Reports
+    come every `interval` seconds; a machine is lost after `timeout` seconds without any. `was_broken`: why another
+    machine made the last start fail, or "".
+    """
+
+    def __init__(
+        self,
+        launcher: MachinesLauncher,
+        fingerprint: Mapping[str, str],
+        send: Callable[[bytes, FromServer], None],
+        on_leaving: Callable[[], None],
+        interval: float,
+        timeout: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._launcher = launcher
+        self._send = send
+        self._on_leaving = on_leaving
+        self._interval = interval
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._meetings = Meetings(launcher.machines, setup_of(fingerprint, launcher.layout), timeout)
+        self._reported = asyncio.Event()
+        self._process: MeetingProcess | None = None
+        self.was_broken = ""
+        self.ready_timeout, self.ready_timeout_variable = launcher.ready_timeout, launcher.ready_timeout_variable
+
+    @property
+    def machines(self) -> list[str]:
+        """The addresses of all machines."""
+        return [self._launcher.meeting_address[0], *self._meetings.addresses]
+
+    def handle(self, peer: bytes, report: MachineReport) -> None:
+        self._send_all(self._meetings.report(peer, report, self._clock()))
+        self._reported.set()
+        self._end_broken()
+        if report.leaving:
+            self._on_leaving()
+
+    async def watch(self) -> None:
+        """Look for silent machines, until cancelled."""
+        while True:
+            due_at = self._clock() + self._interval
+            await asyncio.sleep(self._interval)
+            now = self._clock()
+            # Reports that came while this process did not run are read first.
+            if now - due_at <= self._interval:
+                self._meetings.tick(now)
+            self._end_broken()
+
+    def identity(self, replica_id: int) -> bytes:
+        return self._launcher.identity(replica_id)
+
+    @asynccontextmanager
+    async def turn(self, replica_id: int) -> AsyncIterator[None]:
+        """Wait until all machines are there, and begin a meeting. It goes on if the engine becomes ready."""
+        await self._all_here()
+        host, _ = self._launcher.meeting_address
+        number, incarnation = self._launcher.next_start(replica_id)
+        meeting = secrets.randbelow(2**62 - 1) + 1
+        plan = MeetingPlan(meeting, free_port(host), number, incarnation)
+        self._launcher.meet_at(plan.port)
+        self._send_all(self._meetings.begin(plan))
+        try:
+            yield
+        except BaseException as error:
+            broken = self.was_broken = self._meetings.broken
+            self._end(meeting)
+            if broken and isinstance(error, Exception):
+                raise ReplicaError(broken) from error
+            raise
+
+    def start(self, replica_id: int) -> MeetingProcess:
+        meeting = self._meetings.plan.meeting
+        self._process = MeetingProcess(
+            self._launcher.start(replica_id), partial(self._end_from_thread, meeting), self._silent
+        )
+        return self._process
+
+    async def _all_here(self) -> None:
+        reminded_at = float("-inf")
+        while missing := self._meetings.missing(self._clock()):
+            if self._clock() - reminded_at > _REMIND_AFTER_S:
+                reminded_at = self._clock()
+                host, port = self._launcher.meeting_address
+                logger.info("The replica waits at %s port %d for %s.", host, port, ", ".join(missing))
+            self._reported.clear()
+            try:
+                async with asyncio.timeout(_REMIND_AFTER_S):
+                    await self._reported.wait()
+            except TimeoutError:
+                continue
+
+    def _end(self, meeting: int) -> None:
+        self._send_all(self._meetings.end(meeting))
+
+    def _silent(self) -> str:
+        return self._meetings.silent(self._clock(), _LATE_REPORTS * self._interval)
+
+    def _end_from_thread(self, meeting: int) -> None:
+        self._loop.call_soon_threadsafe(self._end, meeting)
+
+    def _end_broken(self) -> None:
+        if self._meetings.broken and self._process is not None:
+            process, self._process = self._process, None
+            process.broken = self._meetings.broken
+            process.kill()
+
+    def _send_all(self, messages: Messages) -> None:
+        for peer, message in messages:
+            self._send(peer, message)
+
+
+def free_port(host: str) -> int:
+    """A port on which nothing listens now."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        port: int = free.getsockname()[1]
+        return port

@@ -1,0 +1,129 @@
+"""What the first machine of a replica knows of the others, and when all of them may start an engine together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm_omni_plugin.replicas.control.lease_messages import NO_MEETING, PROTOCOL_VERSION, MachineReport, MeetingPlan
+
+Messages = list[tuple[bytes, MeetingPlan]]
+"""What to send, by ZMQ peer."""
+_NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """Another machine: its last report, and when that came in monotonic seconds."""
+
+    peer: bytes
+    report: MachineReport
+    heard_at: float
+
+    @property
+    def name(self) -> str:
+        return f"machine {self.report.rank} at {self.report.address}"
+
+
+def setup_of(fingerprint: Mapping[str, str], layout: Mapping[str, str]) -> dict[str, str]:
+    """What must be the same on all machines of a replica, as text."""
+    return {**fingerprint, **layout, "protocol": str(PROTOCOL_VERSION)}
+
+
+class Meetings:
+    """The meetings of a replica over so many `machines`. Times are monotonic seconds; nothing here waits or sends.
+
+    A meeting is one start of the engine, on all machines. It can `begin` when nobody is `missing`: every other machine
+    has reported within `timeout` seconds, and nothing of an earlier meeting runs there. It is `broken`, for the reason
+    in that attribute, when the workers of a machine end, its process is another one, or it is silent for `timeout`
+    seconds. `setup` must be the same on all machines.
+    """
+
+    def __init__(self, machines: int, setup: Mapping[str, str], timeout: float) -> None:
+        self.plan = NO_MEETING
+        self.broken = ""
+        self._machines = machines
+        self._setup = setup
+        self._timeout = timeout
+        self._others: dict[int, _Machine] = {}
+        self._replaced: set[int] = set()
+        # By rank, the processes that take part in the meeting.
+        self._members: dict[int, int] = {}
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those of the other machines, by rank."""
+        return [self._others[rank].report.address for rank in sorted(self._others)]
+
+    def report(self, peer: bytes, report: MachineReport, now: float) -> Messages:
+        """Take a report; returns the answers."""
+        if refusal := self._refusal(report):
+            return [(peer, MeetingPlan(refusal=refusal))]
+        answers: Messages = []
+        former = self._others.get(report.rank)
+        if former is not None and former.report.process != report.process:
+            self._replaced.add(former.report.process)
+            answers = [(former.peer, MeetingPlan(refusal=self._replaced_by(report)))]
+        self._others[report.rank] = _Machine(peer, report, now)
+        self.tick(now)
+        return [*answers, (peer, self.plan)]
+
+    def tick(self, now: float) -> None:
+        """Look for silent machines; at least every heartbeat interval."""
+        if not self.plan.meeting or self.broken:
+            return
+        for rank, process in self._members.items():
+            machine = self._others[rank]
+            if machine.report.process != process:
+                self.broken = f"{machine.name} was started again"
+            elif machine.report.failed == self.plan.meeting:
+                self.broken = f"{machine.name}: {machine.report.reason}"
+        self.broken = self.broken or self.silent(now, self._timeout)
+
+    def silent(self, now: float, seconds: float) -> str:
+        """The first machine of the meeting that has been silent for more than this time, in words, or ""."""
+        for rank in self._members:
+            machine = self._others[rank]
+            if now - machine.heard_at > seconds:
+                return f"{machine.name} has not answered for {seconds:g} s"
+        return ""
+
+    def missing(self, now: float) -> list[str]:
+        """The machines that cannot take part in a new meeting now, in words."""
+        missing = []
+        for rank in range(1, self._machines):
+            machine = self._others.get(rank)
+            if machine is None or now - machine.heard_at > self._timeout:
+                missing.append(f"machine {rank} (--node-rank {rank})")
+            elif machine.report.running:
+                missing.append(f"{machine.name}, which still ends its workers")
+        return missing
+
+    def begin(self, plan: MeetingPlan) -> Messages:
+        """Begin a meeting, if nobody is missing. Its number must be new, also for other first machines of before."""
+        self.plan, self.broken = plan, ""
+        self._members = {rank: machine.report.process for rank, machine in self._others.items()}
+        return self._to_all()
+
+    def end(self, meeting: int) -> Messages:
+        """End this meeting if it goes on: all machines end their workers."""
+        if meeting != self.plan.meeting:
+            return []
+        self.plan = NO_MEETING
+        return self._to_all()
+
+    def _to_all(self) -> Messages:
+        return [(machine.peer, self.plan) for machine in self._others.values()]
+
+    def _refusal(self, report: MachineReport) -> str:
+        if report.rank >= self._machines:
+            return f"--node-rank {report.rank}: the first machine has --nnodes {self._machines}"
+        if report.process in self._replaced:
+            return self._replaced_by(self._others[report.rank].report)
+        differences = [
+            f"{name} is {report.setup.get(name, _NOTHING)}, and on the first machine {self._setup.get(name, _NOTHING)}"
+            for name in sorted(report.setup.keys() | self._setup.keys())
+            if report.setup.get(name) != self._setup.get(name)
+        ]
+        return "; ".join(differences)
+
+    def _replaced_by(self, report: MachineReport) -> str:
+        return f"{report.address} came later with the same --node-rank {report.rank}"

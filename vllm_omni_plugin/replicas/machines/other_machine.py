@@ -1,0 +1,252 @@
+"""Another machine of a replica over several: runs its workers in the meetings that the first one begins."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from vllm_omni_plugin.curve import Secrets
+from vllm_omni_plugin.errors import OmniError, ReplicaError
+from vllm_omni_plugin.keep_running import Backoff
+from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.control.control_link import open_control_link
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    MAX_TEXT_CHARS,
+    FromServer,
+    MachineReport,
+    MeetingPlan,
+)
+from vllm_omni_plugin.replicas.engine.engine_keeper import finish
+
+logger = init_logger(__name__)
+
+_LONGEST_PAUSE_S = 5.0
+
+
+class Workers(Protocol):
+    """The process with this machine's workers, such as `vllm_api.launch.machines_launch.WorkersProcess`."""
+
+    @property
+    def sentinel(self) -> int: ...
+
+    def exit_reason(self) -> str: ...
+
+    def end(self) -> None:
+        """Kill it and its workers. Blocks until it has ended; idempotent."""
+
+
+@dataclass(frozen=True)
+class MachineSettings:
+    """`first` is the address of the first machine. Times are seconds: it gets a report every `interval`; it is lost
+    when it has not answered for `timeout`. `setup` as in `MachineReport`."""
+
+    rank: int
+    address: str
+    first: str
+    setup: Mapping[str, str]
+    secrets: Secrets | None
+    interval: float
+    timeout: float
+
+
+def must_end(running: int, wanted: int) -> bool:
+    """Whether the workers of the running meeting must end: the first machine is in another one, or in none."""
+    return bool(running) and running != wanted
+
+
+def may_start(running: int, failed: int, wanted: int) -> bool:
+    """Whether to start the workers of the wanted meeting. Those that have failed are not started again: the first
+    machine begins a new meeting, in which nobody is left of the old one."""
+    return not running and wanted not in (0, failed)
+
+
+class OtherMachine:
+    """Lives on one event loop. `start` starts the workers of a meeting, in the executor."""
+
+    def __init__(
+        self,
+        settings: MachineSettings,
+        start: Callable[[MeetingPlan], Workers],
+        executor: Executor,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._start = start
+        self._executor = executor
+        self._clock = clock
+        self._process = secrets.randbelow(2**62 - 1) + 1
+        self._running = self._failed = 0
+        self._reason = ""
+        self._refusal = ""
+        self._work: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._leaving = False
+        self._done = asyncio.Event()
+        self._answered_at = 0.0
+        self._met = False
+
+    def leave(self) -> None:
+        """Ask the first machine to drain the replica, and return from `run` when this machine's workers have ended."""
+        self._leaving = True
+        self._changed.set()
+        if not self._running:
+            self._done.set()
+
+    def stop_now(self) -> None:
+        self._done.set()
+
+    async def run(self, first_timeout: float) -> None:
+        """Take part in meetings until left or stopped.
+
+        Raises OmniError if the first machine refuses this one, or has not answered within `first_timeout` seconds
+        (0: no limit) from now.
+        """
+        serving = asyncio.create_task(self._serve(first_timeout), name="omni-machine")
+        done = asyncio.ensure_future(self._done.wait())
+        try:
+            await asyncio.wait({serving, done}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            done.cancel()
+            serving.cancel()
+            await finish(asyncio.gather(serving, self._end_work(), return_exceptions=True))
+
+    async def _serve(self, first_timeout: float) -> None:
+        pauses = Backoff(longest=_LONGEST_PAUSE_S)
+        begun_at = self._clock()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            while True:
+                linked_at = self._clock()
+                try:
+                    await self._report_to_first(context)
+                except TimeoutError:
+                    if first_timeout and not self._met and self._clock() - begun_at > first_timeout:
+                        raise OmniError(
+                            f"the first machine of this replica has not answered at {self._settings.first} within "
+                            f"{first_timeout:g} s; check --master-addr, --master-port and --omni-secret-file"
+                        ) from None
+                    logger.info("The first machine of this replica does not answer at %s yet.", self._settings.first)
+                except ReplicaError as error:
+                    logger.warning("The first machine of this replica: %s", error)
+                # Nothing of a meeting may go on without the first machine.
+                await self._end_work()
+                await asyncio.sleep(pauses.after(self._clock() - linked_at))
+        finally:
+            context.destroy(linger=0)
+
+    async def _report_to_first(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """Report until the first machine is lost. Raises TimeoutError if it cannot be reached."""
+        settings = self._settings
+        lost = asyncio.Event()
+
+        def on_lost() -> None:
+            lost.set()
+            self._changed.set()
+
+        async with asyncio.timeout(settings.timeout):
+            link = await open_control_link(
+                context, settings.first, settings.secrets, self._on_message, on_lost, settings.timeout
+            )
+        with closing(link):
+            self._answered_at = self._clock()
+            while not lost.is_set():
+                self._changed.clear()
+                link.send(self._report())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(settings.interval):
+                        await self._changed.wait()
+                if self._refusal:
+                    raise OmniError(f"the first machine, {settings.first}, refuses this one: {self._refusal}")
+                if self._clock() - self._answered_at > settings.timeout:
+                    raise ReplicaError(f"it has not answered for {settings.timeout:g} s")
+        raise ReplicaError("the connection to it is lost")
+
+    def _report(self) -> MachineReport:
+        settings = self._settings
+        return MachineReport(
+            settings.rank,
+            self._process,
+            settings.address,
+            dict(settings.setup),
+            self._running,
+            self._failed,
+            self._reason,
+            self._leaving,
+        )
+
+    def _on_message(self, message: FromServer) -> None:
+        if not isinstance(message, MeetingPlan):
+            return
+        self._answered_at, self._met = self._clock(), True
+        self._refusal = message.refusal
+        if self._refusal:
+            self._changed.set()
+        elif must_end(self._running, message.meeting):
+            self._cancel_work()
+        elif may_start(self._running, self._failed, message.meeting):
+            self._running = message.meeting
+            self._work = asyncio.create_task(self._run_workers(message), name="omni-workers")
+            self._changed.set()
+
+    def _cancel_work(self) -> None:
+        # A second cancellation would interrupt the wait for the end.
+        if self._work is not None and not self._work.done() and not self._work.cancelling():
+            logger.info("The meeting has ended; the workers on this machine are ended.")
+            self._work.cancel()
+
+    async def _end_work(self) -> None:
+        self._cancel_work()
+        if self._work is not None:
+            await asyncio.wait({self._work})
+
+    async def _run_workers(self, plan: MeetingPlan) -> None:
+        loop = asyncio.get_running_loop()
+        starting = loop.run_in_executor(self._executor, self._start, plan)
+        logger.info("This machine takes part in a meeting with torch's store at port %d.", plan.port)
+        try:
+            workers = await asyncio.shield(starting)
+            await _exit_of(workers)
+            self._fail(plan, workers.exit_reason() or "its workers ended")
+        except Exception as error:
+            self._fail(plan, f"its workers did not start: {error}")
+        finally:
+            try:
+                await finish(self._end(starting))
+            finally:
+                self._running = 0
+                self._changed.set()
+                if self._leaving:
+                    self._done.set()
+
+    def _fail(self, plan: MeetingPlan, reason: str) -> None:
+        logger.warning("This machine's workers ended: %s", reason)
+        self._failed, self._reason = plan.meeting, reason[:MAX_TEXT_CHARS]
+        # At once, also if the workers take long to end: the engine waits for them.
+        self._changed.set()
+
+    async def _end(self, starting: "asyncio.Future[Workers]") -> None:
+        with suppress(Exception):
+            workers = await starting
+            await asyncio.get_running_loop().run_in_executor(self._executor, workers.end)
+
+
+async def _exit_of(workers: Workers) -> None:
+    loop = asyncio.get_running_loop()
+    exited: asyncio.Future[None] = loop.create_future()
+
+    def on_exit() -> None:
+        loop.remove_reader(workers.sentinel)
+        exited.set_result(None)
+
+    loop.add_reader(workers.sentinel, on_exit)
+    try:
+        await exited
+    finally:
+        loop.remove_reader(workers.sentinel)
