@@ -109,11 +109,18 @@ def test_the_variables_of_compose_are_those_of_its_page() -> None:
 
 
 def test_the_commands_for_ray_are_valid() -> None:
-    parsed = [parse(words[2:]) for words in lines("ray.md", "vllm-omni-plugin")]
-    assert [(args.replicas, args.max_replicas) for args, _ in parsed] == [(4, None), (1, 8)]
+    parsed = [stage for words in lines("ray.md", "vllm-omni-plugin") for stage in parse(words[2:])]
+    assert [(args.replicas, args.max_replicas, args.num_gpus) for args, _ in parsed] == [
+        (4, None, 1),
+        (2, None, 1),
+        (4, None, 2),
+        (1, 8, 1),
+    ]
     commands = [*lines("ray.md", "vllm"), *(["vllm", "serve", *serve] for _, serve in parsed)]
-    assert [faults(command) for command in commands] == [[], [], []]
-    assert [command[2] for command in commands] == ["MODEL"] * 3
+    assert [faults(command) for command in commands] == [[]] * 6
+    assert [command[2] for command in commands] == ["MODEL", "--omni-pipeline", "MODEL"] + ["--omni-pipeline"] * 2 + [
+        "MODEL"
+    ]
 
 
 def test_the_options_for_ray_are_those_of_its_page() -> None:
@@ -121,7 +128,8 @@ def test_the_options_for_ray_are_those_of_its_page() -> None:
     for names, defaults in re.findall(r"^\| (`--.*?) \| (.*?) \|", (PAGES / "ray.md").read_text(), flags=re.M):
         options = re.findall(r"`--([\w-]+)`", names)
         described |= dict(zip(options, defaults.replace("`", "").split(", "), strict=True))
-    parsed = vars(parse(["up", "MODEL", "--omni-master-address", "head", "--omni-master-port", "7500"])[0])
+    ((args, _),) = parse(["up", "MODEL", "--omni-master-address", "head", "--omni-master-port", "7500"])
+    parsed = vars(args)
     options = {name.replace("_", "-"): value for name, value in parsed.items() if name != "action"}
     assert set(described) == set(options)
     # None is a default that depends on other options.

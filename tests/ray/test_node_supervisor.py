@@ -1,9 +1,19 @@
 """`NodeSet` by itself, and `NodeSupervisor` with simulated nodes and a simulated clock."""
 
+from itertools import count
+
 import pytest
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.ray.node_supervisor import GRACE_S, PAUSE_S, TICK_S, NodeAction, NodeSet, NodeSupervisor
+from vllm_omni_plugin.ray.node_supervisor import (
+    GRACE_S,
+    PAUSE_S,
+    TICK_S,
+    NodeAction,
+    NodeGroup,
+    NodeSet,
+    NodeSupervisor,
+)
 from vllm_omni_plugin.ray.ray_nodes import NodeEvent
 
 DRAIN_S = 300.0
@@ -82,16 +92,20 @@ Plan = dict[float, list[NodeEvent | str | Exception]]
 class SimulatedNodes:
     """Records the actions, and produces the planned events, signals and errors at their times in seconds."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *wanted: int) -> None:
         self._plan = plan
         self.now = 0.0
         self.done: list[str] = []
         self.waiting: list[NodeEvent] = []
         self.reported: list[str] = []
-        self.supervisor = NodeSupervisor(self, NodeSet(10.0), lambda now: 2, lambda: self.now, self.reported.append)
+        self.kinds: dict[int, int] = {}
+        numbers = count()
+        groups = [NodeGroup(NodeSet(10.0, numbers), lambda now, number=number: number) for number in wanted or [2]]
+        self.supervisor = NodeSupervisor(self, groups, lambda: self.now, self.reported.append)
 
-    def start(self, number: int) -> None:
+    def start(self, number: int, kind: int) -> None:
         self.done.append(f"start {number}")
+        self.kinds[number] = kind
         self.waiting.append(NodeEvent(number, f"host{number}"))
 
     def drain(self, number: int) -> None:
@@ -123,6 +137,22 @@ def test_a_lost_node_is_replaced_and_a_signal_drains_all() -> None:
     assert "node 0: lost, its machine died" in nodes.reported
     assert "node 2: runs on host2" in nodes.reported
     assert "node 1: ended with code 0" in nodes.reported
+
+
+def test_each_stage_has_its_number_of_nodes_of_its_kind() -> None:
+    ends = [NodeEvent(number, None, 0) for number in (0, 1, 3)]
+    nodes = SimulatedNodes({100: [NodeEvent(2, None, "its machine died")], 200: [SIGNAL], 204: ends}, 1, 2)
+    nodes.supervisor.groups = [group._replace(name=f" of stage {n}") for n, group in enumerate(nodes.supervisor.groups)]
+    assert nodes.supervisor.run() is True
+    assert nodes.kinds == {0: 0, 1: 1, 2: 1, 3: 1}
+    assert nodes.done == ["start 0", "start 1", "start 2", "start 3", "drain 0", "drain 3", "drain 1"]
+    assert "node 2 of stage 1: lost, its machine died" in nodes.reported
+
+
+def test_a_stage_whose_command_line_is_refused_ends_the_others() -> None:
+    nodes = SimulatedNodes({4: [NodeEvent(1, None, 2)], 8: [NodeEvent(0, None, 0)]}, 1, 1)
+    assert nodes.supervisor.run() is False
+    assert nodes.done == ["start 0", "start 1", "drain 0"]
 
 
 def test_nodes_that_do_not_drain_in_time_are_killed() -> None:

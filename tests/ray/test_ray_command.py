@@ -21,9 +21,41 @@ HEAD = ("--omni-master-address", "10.0.0.1", "--omni-master-port", "7500")
 
 
 def test_other_arguments_go_to_vllm_in_order() -> None:
-    args, serve = parse(["up", "M", "--replicas", "3", *HEAD, "-tp", "4", "--num-gpus", "4", "--dtype=half"])
+    ((args, serve),) = parse(["up", "M", "--replicas", "3", *HEAD, "-tp", "4", "--num-gpus", "4", "--dtype=half"])
     assert serve == ["M", *HEAD, "-tp", "4", "--dtype=half", "--headless"]
     assert (args.replicas, args.num_gpus, args.num_cpus, args.address) == (3, 4, 1, "auto")
+
+
+STAGES = ["--stage", "0", "--replicas", "2", "--stage=1", "--num-gpus", "4", "-tp", "4"]
+
+
+def test_each_stage_has_its_options_and_arguments_and_those_of_all() -> None:
+    words = ["up", "--omni-pipeline", "/p.yaml", "--num-cpus", "3", *HEAD, *STAGES, "--max-replicas", "8"]
+    common = ["--omni-pipeline", "/p.yaml", *HEAD]
+    (prefill, of_prefill), (decode, of_decode) = parse(words)
+    assert of_prefill == [*common, "--omni-stage-id", "0", "--headless"]
+    assert of_decode == [*common, "--omni-stage-id=1", "-tp", "4", "--headless"]
+    given = [(args.replicas, args.max_replicas, args.num_gpus, args.num_cpus) for args in (prefill, decode)]
+    assert given == [(2, None, 1, 3), (1, 8, 4, 3)]
+
+
+def test_the_nodes_of_all_stages_are_one_supervisors(
+    supervisors: list[NodeSupervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def nodes(*of: Any) -> SimpleNamespace:
+        made.append(of)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(ray_command, "RayNodes", nodes)
+    assert main(["ray", "up", "--address", "a:1", *HEAD, *STAGES]) == 0
+    ((address, kinds),) = made
+    assert (address, [(kind.gpus, kind.cpus) for kind in kinds]) == ("a:1", [(1, 1), (4, 1)])
+    (supervisor,) = supervisors
+    assert [(group.name, group.wanted(0.0)) for group in supervisor.groups] == [(" of stage 0", 2), (" of stage 1", 1)]
+    started = [group.node_set.decide(0.0, 1) for group in supervisor.groups]
+    assert [number for ((_, number),) in started] == [0, 1]
 
 
 @pytest.fixture
@@ -60,10 +92,10 @@ def test_flags_with_underscores_or_abbreviated_are_read_like_in_vllm(
     supervisors: list[NodeSupervisor], monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     timeouts: list[float] = []
-    monkeypatch.setattr(ray_command, "NodeSet", timeouts.append)
+    monkeypatch.setattr(ray_command, "NodeSet", lambda timeout, _: timeouts.append(timeout))
     assert main(["ray", "up", "M", "--omni_master_address=a_b", *HEAD[2:], flag, "7"]) == 0
     assert timeouts == [7.0]
-    _, serve = parse(["up", "M", "--omni_master_address=a_b", *HEAD[2:], flag, "7"])
+    ((_, serve),) = parse(["up", "M", "--omni_master_address=a_b", *HEAD[2:], flag, "7"])
     assert serve == ["M", "--omni_master_address=a_b", *HEAD[2:], flag, "7", "--headless"]
 
 
@@ -82,7 +114,7 @@ def test_the_load_comes_from_the_head_that_nodes_join_or_from_url(
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(ray_command, "fetch_stage_load", lambda *of: asked.append(of) or StageLoad(1, 0.0))
     assert main(["ray", "up", "M", *words, "--max-replicas", "3", "--omni-stage-id", "2"]) == 0
-    supervisors[0].wanted(0.0)
+    supervisors[0].groups[0].wanted(0.0)
     assert asked == [(url, 2)]
 
 
@@ -98,7 +130,7 @@ def test_an_unreachable_head_and_its_return_are_logged_once(
         raise ServerUnavailableError(f"{url} is away")
 
     monkeypatch.setattr(ray_command, "fetch_stage_load", fetch_stage_load)
-    assert [supervisors[0].wanted(float(now)) for now in range(6)] == [1, 1, 1, 1, 2, 2]
+    assert [supervisors[0].groups[0].wanted(float(now)) for now in range(6)] == [1, 1, 1, 1, 2, 2]
     away = "vllm-omni-plugin ray: http://10.0.0.1:8000 is away; the number of nodes stays\n"
     assert (
         capsys.readouterr().err
@@ -120,6 +152,10 @@ def test_an_unreachable_head_and_its_return_are_logged_once(
         (["up", "M", *HEAD, "--max-replicas", "2", "--target-wait", "0"], "argument --target-wait: it must be above 0"),
         (["up", "M", *HEAD, "--url", "head:8000"], "argument --url: 'head:8000'"),
         (["up", "M", *HEAD, "--omni-drain-timeout", "soon"], "argument --omni-drain-timeout: 'soon'"),
+        (["up", *HEAD, "--stage", "1", "--stage=1"], "argument --stage: 1 is given twice"),
+        (["up", *HEAD, "--stage"], "--stage-id: expected one argument"),
+        (["up", *HEAD, "--stage", "x"], "--stage-id: 'x' is not a whole number"),
+        (["up", *HEAD, "--stage", "0", "--stage", "1", "--address", "a:1"], "argument --address: all stages use one"),
         (["up", "M", *HEAD, "--omni_drain_timeut=9"], "--omni-drain-timeut (did you mean '--omni-drain-timeout'?)"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.errors import OmniError
-from vllm_omni_plugin.ray.ray_nodes import AWAY_S, NodeEvent, RayNodes
+from vllm_omni_plugin.ray.ray_nodes import AWAY_S, NodeEvent, NodeKind, RayNodes
 
 
 class FakeRayError(Exception):
@@ -49,7 +49,8 @@ class FakeRay(ModuleType):
     def __init__(self) -> None:
         super().__init__("ray")
         self.exceptions = SimpleNamespace(RayError=FakeRayError, ActorUnavailableError=FakeUnavailableError)
-        self.options: dict[str, Any] = {}
+        self.options: list[dict[str, Any]] = []
+        self.started: list[tuple[int, list[str]]] = []
         self.actors: list[Actor] = []
         self.killed: list[Actor] = []
         self.is_up = False
@@ -68,10 +69,12 @@ class FakeRay(ModuleType):
         return [{"NodeID": "there", "Alive": True}, {"NodeID": "here", "Alive": self.is_alive}]
 
     def remote(self, **options: Any) -> Any:
-        self.options = options
-        return lambda of: SimpleNamespace(remote=self._start)
+        kind = len(self.options)
+        self.options.append(options)
+        return lambda of: SimpleNamespace(remote=lambda arguments: self._start(kind, arguments))
 
-    def _start(self, arguments: list[str]) -> Actor:
+    def _start(self, kind: int, arguments: list[str]) -> Actor:
+        self.started.append((kind, arguments))
         self.actors.append(Actor())
         return self.actors[-1]
 
@@ -99,16 +102,18 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 @pytest.fixture
 def nodes(ray: FakeRay) -> RayNodes:
     """Nodes 0 and 1, requested."""
-    nodes = RayNodes("auto", ["MODEL"], gpus=4, cpus=8)
+    nodes = RayNodes("auto", [NodeKind(["MODEL"], gpus=4, cpus=8), NodeKind(["OTHER"], gpus=1, cpus=2)])
     nodes.start(0)
     nodes.start(1)
     return nodes
 
 
 def test_an_actor_has_what_a_node_needs(ray: FakeRay, nodes: RayNodes) -> None:
-    assert (ray.options["num_gpus"], ray.options["num_cpus"]) == (4, 8)
+    nodes.start(2, kind=1)
+    assert [(each["num_gpus"], each["num_cpus"]) for each in ray.options] == [(4, 8), (1, 2)]
+    assert ray.started == [(0, ["MODEL"]), (0, ["MODEL"]), (1, ["OTHER"])]
     # `end` must run while `wait` blocks.
-    assert ray.options["max_concurrency"] > 1
+    assert all(each["max_concurrency"] > 1 for each in ray.options)
 
 
 def test_each_answer_is_one_event(ray: FakeRay, nodes: RayNodes) -> None:

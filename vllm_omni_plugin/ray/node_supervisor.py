@@ -1,8 +1,10 @@
 """Keeps the wanted number of nodes running until a signal ends the command."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
+from typing import NamedTuple
 
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.ray.ray_nodes import NodeEvent, RayNodes
@@ -37,17 +39,23 @@ class _Node:
 
 
 class NodeSet:
-    """The nodes by number, in the order of their starts. Numbers are never reused. Times are in seconds."""
+    """The nodes by number, in the order of their starts. Numbers are never reused. Times are in seconds.
 
-    def __init__(self, drain_timeout: float) -> None:
+    `numbers` are shared by the sets of one supervisor.
+    """
+
+    def __init__(self, drain_timeout: float, numbers: Iterator[int] | None = None) -> None:
         self._kill_after = drain_timeout + GRACE_S
         self._nodes: dict[int, _Node] = {}
-        self._next = 0
+        self._numbers = count() if numbers is None else numbers
         self._start_at = float("-inf")
         self._settled = False
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._nodes
 
     def draining(self) -> list[int]:
         return [number for number, node in self._nodes.items() if node.drained_at is not None and node.placed]
@@ -71,9 +79,9 @@ class NodeSet:
             actions.append((NodeAction.DRAIN if node.placed else NodeAction.KILL, number))
         missing = wanted - len(kept) if now >= self._start_at else 0
         for _ in range(missing):
-            self._nodes[self._next] = _Node(now)
-            actions.append((NodeAction.START, self._next))
-            self._next += 1
+            number = next(self._numbers)
+            self._nodes[number] = _Node(now)
+            actions.append((NodeAction.START, number))
         return actions
 
     def placed(self, now: float, number: int) -> None:
@@ -89,17 +97,23 @@ class NodeSet:
         return self._settled
 
 
+class NodeGroup(NamedTuple):
+    """Nodes of one kind: those of a stage. `wanted` returns their wanted number at a time; `name` follows a number."""
+
+    node_set: NodeSet
+    wanted: Callable[[float], int]
+    name: str = ""
+
+
 @dataclass
 class NodeSupervisor:
-    """Runs the actions of a `NodeSet` on Ray.
+    """Runs the actions of `NodeSet`s on Ray; `groups` are in the order of the kinds of `nodes`.
 
-    `wanted` returns the wanted number of nodes at a time. `signals` counts signals so far: the first one drains all
-    nodes, and a second one is passed on to them.
+    `signals` counts signals so far: the first one drains all nodes, and a second one is passed on to them.
     """
 
     nodes: RayNodes
-    node_set: NodeSet
-    wanted: Callable[[float], int]
+    groups: Sequence[NodeGroup]
     clock: Callable[[], float]
     report: Callable[[str], None]
     signals: int = 0
@@ -122,33 +136,34 @@ class NodeSupervisor:
             raise
 
     def _run(self) -> bool:
-        methods = {
-            NodeAction.START: self.nodes.start,
-            NodeAction.DRAIN: self.nodes.drain,
-            NodeAction.KILL: self.nodes.kill,
-        }
+        methods = {NodeAction.DRAIN: self.nodes.drain, NodeAction.KILL: self.nodes.kill}
         while True:
             ending, now = self.signals > 0, self.clock()
-            for action, number in self.node_set.decide(now, 0 if ending else self.wanted(now)):
-                methods[action](number)
-                self.report(f"node {number}: {action.value}")
-            if self.signals > max(1, self._handled):
-                for number in self.node_set.draining():
-                    self.nodes.drain(number)
+            for kind, (node_set, wanted, name) in enumerate(self.groups):
+                for action, number in node_set.decide(now, 0 if ending else wanted(now)):
+                    if action is NodeAction.START:
+                        self.nodes.start(number, kind)
+                    else:
+                        methods[action](number)
+                    self.report(f"node {number}{name}: {action.value}")
+                if self.signals > max(1, self._handled):
+                    for number in node_set.draining():
+                        self.nodes.drain(number)
             self._handled = self.signals
-            if ending and not self.node_set:
+            if ending and not any(group.node_set for group in self.groups):
                 return not self._refused
             for event in self.nodes.events(TICK_S):
                 self._handle(event)
 
     def _handle(self, event: NodeEvent) -> None:
         now, number, end = self.clock(), event.number, event.end
+        node_set, _, name = next(group for group in self.groups if number in group.node_set)
         if event.host is not None:
-            self.node_set.placed(now, number)
-            self.report(f"node {number}: runs on {event.host}")
+            node_set.placed(now, number)
+            self.report(f"node {number}{name}: runs on {event.host}")
             return
-        settled = self.node_set.ended(now, number)
-        self.report(f"node {number}: " + (f"lost, {end}" if isinstance(end, str) else f"ended with code {end}"))
+        settled = node_set.ended(now, number)
+        self.report(f"node {number}{name}: " + (f"lost, {end}" if isinstance(end, str) else f"ended with code {end}"))
         if end == _REFUSED and not settled and not self.signals:
             self._refused, self.signals = True, 1
             self.report("the command line of nodes is refused, see the node's own lines above; all nodes end")

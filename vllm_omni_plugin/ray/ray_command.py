@@ -6,16 +6,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from itertools import count
 
 from vllm_omni_plugin.config import FLAGS, OmniConfig, integer, seconds
 from vllm_omni_plugin.errors import ServerUnavailableError, did_you_mean
 from vllm_omni_plugin.integration.flags import parse_fleet_flags
 from vllm_omni_plugin.ray.autoscaler import Autoscaler, fetch_stage_load
-from vllm_omni_plugin.ray.node_supervisor import NodeSet, NodeSupervisor
-from vllm_omni_plugin.ray.ray_nodes import RayNodes
+from vllm_omni_plugin.ray.node_supervisor import NodeGroup, NodeSet, NodeSupervisor
+from vllm_omni_plugin.ray.ray_nodes import NodeKind, RayNodes
 
 _PROG = "vllm-omni-plugin ray"
-_USAGE = f"{_PROG} up [options] MODEL [arguments of vllm serve]"
+_USAGE = f"{_PROG} up [options] MODEL [arguments of vllm serve] [--stage N [options and arguments of its nodes]] ..."
+_STAGE, _STAGE_FLAG = "--stage", "--omni-stage-id"
 _DESCRIPTION = """Run headless nodes as actors of a Ray cluster, and replace those that die. Ctrl-C or SIGTERM drains
 all nodes. Other arguments go to `vllm serve --headless` on each node, which needs the head's --omni-master-address and
 --omni-master-port. Start the head yourself, before or after this command."""
@@ -23,26 +25,51 @@ _TARGET_WAIT_S = 2.0
 
 
 def run_ray(arguments: Sequence[str]) -> int:
-    args, serve = parse(arguments)
-    given = OmniConfig(**parse_fleet_flags(serve, _PROG)[0])
-    with closing(RayNodes(args.address, serve, args.num_gpus, args.num_cpus)) as nodes:
-        wanted = _wanted_nodes(args, given)
-        supervisor = NodeSupervisor(nodes, NodeSet(given.drain_timeout), wanted, time.monotonic, _print)
+    stages = parse(arguments)
+    kinds = [NodeKind(serve, args.num_gpus, args.num_cpus) for args, serve in stages]
+    numbers, groups = count(), []
+    for args, serve in stages:
+        given = OmniConfig(**parse_fleet_flags(serve, _PROG)[0])
+        name = f" of stage {given.stage_id}" if len(stages) > 1 else ""
+        groups.append(NodeGroup(NodeSet(given.drain_timeout, numbers), _wanted_nodes(args, given), name))
+    with closing(RayNodes(stages[0][0].address, kinds)) as nodes:
+        supervisor = NodeSupervisor(nodes, groups, time.monotonic, _print)
 
-        def count(*_: object) -> None:
+        def add_signal(*_: object) -> None:
             supervisor.signals += 1
 
         # After ray.init, which sets its own handlers.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, count)
+            signal.signal(number, add_signal)
         # It ends nothing, as with `vllm serve` and our flags.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return 0 if supervisor.run() else 1
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this command, and the arguments of `vllm serve`. Exits with code 2 on wrong usage."""
+def parse(arguments: Sequence[str]) -> list[tuple[argparse.Namespace, list[str]]]:
+    """The options of this command and the arguments of `vllm serve`, for the nodes of each `--stage`, or for all.
+
+    What comes before the first `--stage` is for the nodes of all stages. Exits with code 2 on wrong usage.
+    """
     parser = _parser()
+    parts: list[list[str]] = [[]]
+    for word in arguments:
+        name, equals, number = word.partition("=")
+        if name == _STAGE:
+            parts.append([])
+            word = f"{_STAGE_FLAG}{equals}{number}"
+        parts[-1].append(word)
+    common, *own = parts
+    stages = [_parse_stage(parser, [*common, *part]) for part in own or [[]]]
+    numbers = [parse_fleet_flags(serve, _PROG)[0].get("stage_id", 0) for _, serve in stages]
+    if len(set(numbers)) < len(numbers):
+        parser.error(f"argument {_STAGE}: {max(numbers, key=numbers.count)} is given twice")
+    if len({args.address for args, _ in stages}) > 1:
+        parser.error(f"argument --address: all stages use one Ray cluster: give it before the first {_STAGE}")
+    return stages
+
+
+def _parse_stage(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args, serve = parser.parse_known_args(arguments)
     # Users may separate the two parts with `--`, which some versions of argparse keep.
     serve = [word for word in serve if word != "--"]
@@ -67,6 +94,12 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=_PROG, usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("action", choices=["up"], help=argparse.SUPPRESS)
+    # For the help: `parse` reads it.
+    parser.add_argument(
+        _STAGE,
+        metavar="N",
+        help="a stage of --omni-pipeline; what follows is for its nodes, what comes before the first one for all",
+    )
     number = parser.add_mutually_exclusive_group()
     number.add_argument("--replicas", type=integer(1), default=1, metavar="N", help="nodes to run (default: 1)")
     number.add_argument("--max-replicas", type=integer(1), metavar="N", help="or as many as the wait needs, at most N")

@@ -21,13 +21,21 @@ class NodeEvent(NamedTuple):
     end: int | str = 0
 
 
+class NodeKind(NamedTuple):
+    """The arguments of `vllm serve` of some nodes, and what Ray reserves for each of them."""
+
+    arguments: Sequence[str]
+    gpus: int
+    cpus: int
+
+
 class RayNodes:
     """Starts, drains and kills nodes on a Ray cluster, and reports their events. `close` makes Ray kill all nodes.
 
     Raises ConfigError if Ray is not installed, and OmniError if the cluster cannot be reached.
     """
 
-    def __init__(self, address: str, arguments: Sequence[str], gpus: int, cpus: int) -> None:
+    def __init__(self, address: str, kinds: Sequence[NodeKind]) -> None:
         try:
             import ray
         except ModuleNotFoundError as error:
@@ -35,23 +43,26 @@ class RayNodes:
                 raise
             raise ConfigError("Ray is not installed: pip install 'vllm-omni-plugin[ray]'") from error
         self._ray: Any = ray
-        self._arguments = list(arguments)
         try:
             ray.init(address=address)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise OmniError(f"argument --address: no Ray cluster at {address}: {_line(error)}") from error
         self._here = ray.get_runtime_context().get_node_id()
         # An actor's resources are on one machine, so a node needs no placement group.
-        self._actor_class = ray.remote(num_gpus=gpus, num_cpus=cpus, max_concurrency=_CALLS_AT_ONCE)(NodeProcess)
+        self._kinds = [
+            (ray.remote(num_gpus=gpus, num_cpus=cpus, max_concurrency=_CALLS_AT_ONCE)(NodeProcess), list(arguments))
+            for arguments, gpus, cpus in kinds
+        ]
         self._actors: dict[int, Any] = {}
         self._calls: dict[Any, tuple[int, str, float]] = {}
 
     def close(self) -> None:
         self._ray.shutdown()
 
-    def start(self, number: int) -> None:
-        """Request a node. Ray places it when there is room."""
-        self._actors[number] = self._actor_class.remote(self._arguments)
+    def start(self, number: int, kind: int = 0) -> None:
+        """Request a node of a kind. Ray places it when there is room."""
+        actor_class, arguments = self._kinds[kind]
+        self._actors[number] = actor_class.remote(arguments)
         for method in ("host", "wait"):
             self._call(number, method)
 
