@@ -13,6 +13,7 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, TenantSett
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import HeadWork, SessionLost
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.counters import WaitingCounts
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
@@ -39,7 +40,7 @@ class Broken:
 
 def empty_orchestrator(plan: AdmissionConfig | None = None) -> Orchestrator:
     pools = [StagePool(0, LeastQueueLengthBalancer())]
-    return Orchestrator(pools, [FakeEngineApi()], 3, lambda: 0.0, admission_config=plan)
+    return Orchestrator(pools, [FakeEngineApi()], HeadRules(3, admission=plan), lambda: 0.0)
 
 
 def test_without_admission_control_there_are_no_metrics_of_classes_and_tenants() -> None:

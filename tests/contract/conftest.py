@@ -19,6 +19,7 @@ from tests.fakes.idle_fleet import IdleFleet
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 
@@ -54,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def orchestrator() -> Orchestrator:
     """One that does not run, and has no replica."""
-    return Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic)
+    return Orchestrator([StagePool(0, RandomBalancer())], [EngineApi()], HeadRules(0), time.monotonic)
 
 
 @pytest.fixture

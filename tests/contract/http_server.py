@@ -30,6 +30,7 @@ from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.http.app import patch_app
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, store_options
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
     RequestFailed,
@@ -112,7 +113,7 @@ class _Client(FleetClient):
 def one_stage(config: Any) -> Orchestrator:
     """An orchestrator of one stage without replicas, whatever the model."""
     return Orchestrator(
-        [StagePool(0, RandomBalancer())], [EngineApi()], 0, time.monotonic, admission_config=AdmissionConfig()
+        [StagePool(0, RandomBalancer())], [EngineApi()], HeadRules(0, admission=AdmissionConfig()), time.monotonic
     )
 
 

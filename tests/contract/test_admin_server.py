@@ -105,7 +105,9 @@ def start(config: Any) -> Start:
             httpx.AsyncClient(base_url=f"{scheme}://{HERE}:{admin_port}", verify=False) as client,
         ):
             drain = HeadDrain(served.orchestrator.events)
-            server = AdminServer(served, args, options, config, drain, lambda: head.ending, lambda: {"adapter"})
+            server = AdminServer(
+                served, args, options, config, drain=drain, is_ending=lambda: head.ending, adapters=lambda: {"adapter"}
+            )
             head = Head(served, args, server, drain, port, admin_port, client)
             await server.start()
             try:
@@ -260,7 +262,9 @@ async def test_sighup_reads_the_admission_file_again(start: Start, tmp_path: Pat
 async def test_a_port_that_is_taken_is_an_error_of_the_flag(start: Start, config: Any) -> None:
     async with start() as head:
         options = OmniConfig(admin_port=head.admin_port)
-        second = AdminServer(head.fleet, head.args, options, config, head.drain, lambda: False, list)
+        second = AdminServer(
+            head.fleet, head.args, options, config, drain=head.drain, is_ending=lambda: False, adapters=list
+        )
         with pytest.raises(ConfigError, match=f"--omni-admin-port: {HERE} port {head.admin_port} cannot be bound"):
             await second.start()
         await second.close()

@@ -51,7 +51,7 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             real_rank_core._init_data_parallel(SimpleNamespace(), vllm_config)
             super().__init__(*arguments, vllm_config=vllm_config, **more)
 
-    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, rank: int, *_: Any) -> None:
+    def spawn(config: Any, _executor: Any, _stats: bool, *, engine: int, rank: int, **_: Any) -> None:
         with pytest.raises(SystemExit):
             run(vllm_config=pickle.loads(pickle.dumps(config)), dp_rank=engine, local_dp_rank=rank)
         raise StartedError
@@ -151,7 +151,10 @@ def test_engines_announce_nixl_at_the_address_of_their_replicas_unless_the_user_
     options = OmniConfig(master_address="127.0.0.7", master_port=7500, insecure=True)
     if side == "node":
         watch: Any = None
-        assert replica_servers([], [], options, "127.0.0.7", "tcp://127.0.0.7:7500", watch, watch) == []
+        servers = replica_servers(
+            [], [], options, address="127.0.0.7", coordinator="tcp://127.0.0.7:7500", on_spawn=watch, executor=watch
+        )
+        assert servers == []
     else:
         with pytest.raises(PlannedError):
             fleet.Fleet(options if side == "head" else OmniConfig(), None, None, True)

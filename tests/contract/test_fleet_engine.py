@@ -110,7 +110,7 @@ def test_without_an_exit_note_the_exit_of_the_engine_core_is_the_reason(monkeypa
 
     monkeypatch.setattr(launch, "CoreEngineProcManager", manager)
     config: Any = SimpleNamespace(kv_events_config=None, shutdown_timeout=0)
-    starting = spawn_engine(config, MultiprocExecutor, True, 0, 0, lambda _pid: None)
+    starting = spawn_engine(config, MultiprocExecutor, True, engine=0, rank=0, on_spawn=lambda _pid: None)
     assert given["executor_class"] is FleetExecutor
     assert given["mark"].startswith(f"/proc/{os.getpid()}/fd/")
     assert FLEET_ENGINE not in os.environ, "what is spawned later is no engine"
@@ -129,7 +129,7 @@ def test_no_engine_aborts_its_requests_on_sigterm(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(launch, "CoreEngineProcManager", manager)
     config: Any = SimpleNamespace(kv_events_config=None, shutdown_timeout=given)
-    spawn_engine(config, MultiprocExecutor, True, 0, 0, lambda _pid: None).abandon()
+    spawn_engine(config, MultiprocExecutor, True, engine=0, rank=0, on_spawn=lambda _pid: None).abandon()
     assert [config.shutdown_timeout for config in configs] == [told]
 
 

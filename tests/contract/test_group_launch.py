@@ -55,7 +55,7 @@ def test_the_engines_of_every_group_are_numbered_from_0(experts: Path) -> None:
 def test_a_later_group_uses_the_next_devices(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spawned: dict[int, Any] = {}
 
-    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, rank: int, *_: Any) -> None:
+    def spawn(config: Any, _executor: Any, _stats: bool, *, engine: int, rank: int, **_: Any) -> None:
         assert engine == rank
         spawned[rank] = config
         raise ReplicaError("seen")

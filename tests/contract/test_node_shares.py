@@ -130,7 +130,7 @@ def test_engines_divide_the_cores_for_loading(
     config = stage(world_size=2)
     config.shutdown_timeout = 0
     with pytest.raises(StartedError):
-        spawn_engine(config, object, True, 0, 0, lambda _pid: None, engines)
+        spawn_engine(config, object, True, engine=0, rank=0, on_spawn=lambda _pid: None, engines=engines)
     # vLLM drops its own limit after the start, but not one of the user's.
     assert seen == [(threads, "1" if threads is not None and users is None else None)]
     assert os.environ.get("OMP_NUM_THREADS") == users
@@ -209,9 +209,9 @@ def test_an_engine_has_its_number_in_the_fleet_and_its_share_of_the_node(
 ) -> None:
     spawned: list[tuple[int, int]] = []
 
-    def spawn(config: Any, _executor: Any, _stats: bool, engine: int, own_rank: int, *_: Any) -> Any:
-        assert config.parallel_config.data_parallel_rank_local == own_rank
-        spawned.append((engine, own_rank))
+    def spawn(config: Any, _executor: Any, _stats: bool, *, engine: int, rank: int, **_: Any) -> Any:
+        assert config.parallel_config.data_parallel_rank_local == rank
+        spawned.append((engine, rank))
         return SimpleNamespace(process=SimpleNamespace(pid=1))
 
     config = vllm_config(write_model(tmp_path / "model"))

@@ -24,6 +24,7 @@ from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.http.app import FleetEndpoints
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, store_options
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
     AbortRequests,
@@ -89,7 +90,7 @@ class Head(IdleFleet):
                 pool.add(replica_id)
         apis: Any = [FakeEngineApi() for _ in PIPELINE.stages]
         builder = StageInputBuilder(PIPELINE, apis, str)
-        super().__init__(Orchestrator(pools, apis, 0, time.monotonic, input_builder=builder))
+        super().__init__(Orchestrator(pools, apis, HeadRules(0), time.monotonic, input_builder=builder))
         self.own = config(1000)
         self.configs = [None, config(1000), config(1000), config(2000)]
         self.stages = FleetStages(PIPELINE, self.configs)

@@ -22,6 +22,7 @@ from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.balancing import RandomBalancer
 from vllm_omni_plugin.errors import NoReplicaError, RequestRefusedError
 from vllm_omni_plugin.orchestrator import Orchestrator, StagePool
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.pipeline import Modality, Pipeline, Stage
@@ -210,7 +211,7 @@ class Fleet(PlayedFleet):
         ]
         input_builder = StageInputBuilder(PIPELINE, apis, str)
         self.orchestrator = Orchestrator(
-            pools, apis, 0, time.monotonic, input_builder=input_builder, admission_config=AdmissionConfig()
+            pools, apis, HeadRules(0, admission=AdmissionConfig()), time.monotonic, input_builder=input_builder
         )
         self.links = [SilentLink(stage.name) for stage in PIPELINE.stages]
         for pool, link, api in zip(pools, self.links, apis, strict=True):

@@ -57,7 +57,7 @@ def spawning(monkeypatch: pytest.MonkeyPatch) -> Spawning:
 
 def start_engine() -> None:
     config: Any = SimpleNamespace(kv_events_config=None, shutdown_timeout=0)
-    spawn_engine(config, object, True, 0, 0, lambda _pid: None).abandon()
+    spawn_engine(config, object, True, engine=0, rank=0, on_spawn=lambda _pid: None).abandon()
 
 
 def start_api_server() -> None:

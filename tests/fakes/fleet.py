@@ -12,6 +12,7 @@ from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer, LoadBalancer
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PLAIN, PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE
@@ -66,11 +67,8 @@ class FakeFleet(PlayedFleet):
         self.orchestrator = Orchestrator(
             [self.pool],
             apis,
-            migration_limit,
+            HeadRules(migration_limit, replica_wait, stall_timeout, plan),
             lambda: self.now,
-            replica_wait,
-            admission_config=plan,
-            stall_timeout=stall_timeout,
         )
         self.ready_response = msgspec.json.encode(size)
         self.links: dict[int, FakeLink] = {}

@@ -11,6 +11,7 @@ from tests.fakes.stage_api import FakeStageApi, PlayedLink
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator import Orchestrator, OrchestratorRequestState, PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PLAIN, PoolTraits
@@ -79,11 +80,9 @@ class FakePipelineFleet(PlayedFleet):
         self.orchestrator = Orchestrator(
             self.pools,
             self.apis,
-            migration_limit,
+            HeadRules(migration_limit, replica_wait, admission=plan),
             self.clock,
-            replica_wait,
-            StageInputBuilder(self.pipeline, self.apis, lambda request: "the prompt"),
-            plan,
+            input_builder=StageInputBuilder(self.pipeline, self.apis, lambda request: "the prompt"),
         )
         self.links: dict[tuple[int, int], PlayedLink] = {}
         self.tokens: dict[str, list[int]] = {}

@@ -16,6 +16,7 @@ from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, StagePool
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import SubmitRequest
@@ -63,7 +64,11 @@ class Node:
         apis: Any = [FakeEngineApi() for _ in counts]
         input_builder = None if pipeline is None else StageInputBuilder(pipeline, apis, str)
         self.orchestrator = Orchestrator(
-            self.pools, apis, 3, lambda: self.now, input_builder=input_builder, stall_timeout=stall_timeout
+            self.pools,
+            apis,
+            HeadRules(3, stall_timeout=stall_timeout),
+            lambda: self.now,
+            input_builder=input_builder,
         )
         stages = [
             LocalStage(stage_id, count, self.launchers[stage_id], apis[stage_id])

@@ -10,6 +10,7 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.engines import connect, receive
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, StagePool
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
 from vllm_omni_plugin.replicas.links.link import IpcLink
@@ -42,7 +43,7 @@ async def sleeps(selector: NotingSelector) -> list[float | None]:
 async def idle_with_two_replicas(selector: NotingSelector, folder: Path) -> list[float | None]:
     """Return how the loop sleeps while an orchestrator of two connected replicas has nothing to do."""
     pool = StagePool(0, LeastQueueLengthBalancer())
-    orchestrator = Orchestrator([pool], [FakeEngineApi()], 3, lambda: 0.0)
+    orchestrator = Orchestrator([pool], [FakeEngineApi()], HeadRules(3), lambda: 0.0)
     clients, sockets = [], []
     for replica_id in range(2):
         member = pool.add(replica_id)

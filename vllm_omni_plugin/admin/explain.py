@@ -53,6 +53,7 @@ async def explain(
     read_prompt: PromptReader,
     stage_id: int,
     prompt: str | list[int],
+    *,
     session: str | None,
     model: str | None,
     tenant: str = "",

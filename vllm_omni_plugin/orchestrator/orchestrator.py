@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni_plugin.admission import NO_QUEUE, AdmissionConfig
+from vllm_omni_plugin.admission import NO_QUEUE
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import QueryOfDeathError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
-from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext, StageRules
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadContext, HeadRules, StageRules
 from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
 from vllm_omni_plugin.orchestrator.dispatch.stall_watch import StallWatch
 from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
@@ -59,13 +59,8 @@ class Orchestrator:
 
     Args:
         stage_pools: by stage id, as are `apis`.
-        migration_limit: moves that a request may make in each stage.
         clock: monotonic seconds.
-        replica_wait: seconds that a request waits while no replica serves.
         input_builder: of the pipeline whose stages have these pools; None: one stage answers all requests.
-        admission_config: limits and order of requests; None: no admission control, each request is sent at
-            once.
-        stall_timeout: see `StallWatch`.
         front_end: None: a `QueuedFrontEnd`.
 
     Attributes:
@@ -84,12 +79,10 @@ class Orchestrator:
         self,
         stage_pools: list[StagePool],
         apis: "Sequence[EngineApi]",
-        migration_limit: int,
+        rules: HeadRules,
         clock: Callable[[], float],
-        replica_wait: float = 60.0,
+        *,
         input_builder: StageInputBuilder | None = None,
-        admission_config: AdmissionConfig | None = None,
-        stall_timeout: float = 0.0,
         front_end: FrontEnd | None = None,
     ) -> None:
         self.stage_pools = self.needed_pools = stage_pools
@@ -119,8 +112,8 @@ class Orchestrator:
             self.needed_pools = [pool for pool in stage_pools if pool.stage_id in needed]
             self.entry_pool = stage_pools[pipeline.entry.id]
         gate = None
-        if admission_config is not None:
-            gate = AdmissionGate(self.entry_pool, admission_config, self.metrics, clock)
+        if rules.admission is not None:
+            gate = AdmissionGate(self.entry_pool, rules.admission, self.metrics, clock)
         self.admission = None if gate is None else gate.admission
         self.stage_calls = tuple(
             StageCalls(pool, self.distrust, self._cordon_for_weights, self.uncordon) for pool in stage_pools
@@ -128,12 +121,12 @@ class Orchestrator:
         head = HeadContext(clock, self.metrics, self._wake_at, MoveBudget(clock), gate)
         self._dispatchers, self._stalls = list[Dispatcher](), list[StallWatch]()
         for pool, api, calls in zip(stage_pools, apis, self.stage_calls, strict=True):
-            stalls = StallWatch(api, stall_timeout, calls.is_halted, self._wake_at, clock)
+            stalls = StallWatch(api, rules.stall_timeout, calls.is_halted, self._wake_at, clock)
             self._stalls.append(stalls)
             # A prefill that cannot be assigned at once is skipped: the decode stage computes the prompt.
-            limit, wait = (0, 0.0) if pool.stage_id in prefill_stages else (migration_limit, replica_wait)
-            rules = StageRules(limit, wait, has_upstream=pool.stage_id in downstream_stages)
-            self._dispatchers.append(Dispatcher(pool=pool, api=api, head=head, rules=rules, stalls=stalls))
+            limit, wait = (0, 0.0) if pool.stage_id in prefill_stages else (rules.migration_limit, rules.replica_wait)
+            stage_rules = StageRules(limit, wait, has_upstream=pool.stage_id in downstream_stages)
+            self._dispatchers.append(Dispatcher(pool=pool, api=api, head=head, rules=stage_rules, stalls=stalls))
         self._requests: RequestOwner[Any]
         if input_builder is None:
             self._requests = SingleStageRequests(apis[0], self._dispatchers[0], gate, self._put)

@@ -95,7 +95,15 @@ async def started_head(
         processes: list[int] = []
         program = binary or envs.VLLM_RUST_FRONTEND_PATH
         assert program is not None
-        front_end = RustFrontEnd(program, args, listening, fleet.link, processes.append, 0.02, probe_timeout)
+        front_end = RustFrontEnd(
+            program,
+            args,
+            listening,
+            fleet.link,
+            watch=processes.append,
+            probe_interval=0.02,
+            probe_timeout=probe_timeout,
+        )
         fleet.on_adapters = front_end.adapters_changed
         head = Head(fleet, front_end, client, processes)
         preparing = asyncio.create_task(front_end.prepare())

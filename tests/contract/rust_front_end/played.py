@@ -31,6 +31,7 @@ from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallCl
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.integration.rust_front_end.front_end_link import FrontEndAddresses, FrontEndLink, FrontEndRules
 from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.worker_ranks import WorkerRanks
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
@@ -138,10 +139,8 @@ class RustFleet(PlayedFleet):
         self.orchestrator = Orchestrator(
             [self.pool],
             [EngineApi()],
-            3,
+            HeadRules(3, replica_wait, admission=admission),
             time.monotonic,
-            replica_wait,
-            admission_config=admission,
             front_end=self.link,
         )
         self.links: dict[int, EngineLink] = {}

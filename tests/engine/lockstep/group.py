@@ -105,8 +105,8 @@ async def headless_group(model: Path, folder: Path) -> AsyncIterator[HeadlessGro
         engine_config,
         Executor.get_class(engine_config),
         True,
-        NodeShare(0, RANKS),
-        pids.append,
+        share=NodeShare(0, RANKS),
+        on_spawn=pids.append,
         report_cache=True,
         numbers=NUMBERS,
     )

@@ -16,6 +16,7 @@ from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
 from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, PoolMember, SessionListener, StagePool
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
@@ -45,7 +46,7 @@ class WholeHead:
         self.statistics: Any = None
         self._exchange = WorkExchange(self._report)
         self.pool = StagePool(0, LeastQueueLengthBalancer(), traits=PoolTraits(exchange=self._exchange))
-        self.orchestrator = Orchestrator([self.pool], [EngineApi()], 3, time.monotonic)
+        self.orchestrator = Orchestrator([self.pool], [EngineApi()], HeadRules(3), time.monotonic)
         self.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self._client)
         settings = AttachSettings({0: EngineApi()}, head_id, {0: FINGERPRINT}, INTERVAL, TIMEOUT)
         self._remote = RemoteReplicas(self.orchestrator, self.fleet_calls, settings)

@@ -25,6 +25,7 @@ from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, OrchestratorThread, SessionListener, StagePool
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
+from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.front_end import FrontEnd, QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
@@ -145,20 +146,11 @@ class Fleet:
             reader = apis[self.stages.prompt_stage]
             assert isinstance(reader, VllmStageApi)
             input_builder = StageInputBuilder(pipeline, cast(list[StageApi], apis), reader.prompt_text)
-        admission_config = AdmissionConfig() if options.tenant_header is not None else None
+        admission = AdmissionConfig() if options.tenant_header is not None else None
         if options.admission is not None:
-            admission_config = load_admission(options.admission)
-        return Orchestrator(
-            self._pools,
-            apis,
-            options.migration_limit,
-            time.monotonic,
-            options.replica_wait,
-            input_builder,
-            admission_config,
-            options.stall_timeout,
-            front_end,
-        )
+            admission = load_admission(options.admission)
+        rules = HeadRules(options.migration_limit, options.replica_wait, options.stall_timeout, admission)
+        return Orchestrator(self._pools, apis, rules, time.monotonic, input_builder=input_builder, front_end=front_end)
 
     def _make_thread(self) -> OrchestratorThread:
         remote = self._remote_replicas() if self._options.is_open else None

@@ -136,6 +136,7 @@ def replica_servers(
     plans: Sequence[StagePlan],
     identities: Sequence[ReplicaIdentity],
     options: OmniConfig,
+    *,
     address: str,
     coordinator: str,
     on_spawn: Callable[[int], None],
@@ -213,7 +214,14 @@ async def serve_node(
         # A node that is started again must not repeat its samples while the rest of the fleet goes on.
         incarnation = time.time_ns()
         servers = replica_servers(
-            [plan], identities, options, address, coordinator, reaper.watch, executor, incarnation
+            [plan],
+            identities,
+            options,
+            address=address,
+            coordinator=coordinator,
+            on_spawn=reaper.watch,
+            executor=executor,
+            first_incarnation=incarnation,
         )
         await run_node(servers, options.join_timeout, coordinator)
 

@@ -192,5 +192,13 @@ async def _serve(
         if plans:
             address, coordinator = bind_address(local_options, headless=True), coordinator_address(local_options)
             identities = [ReplicaIdentity(number) for numbers in own_numbers(plans) for number in numbers]
-            replicas = replica_servers(plans, identities, local_options, address, coordinator, reaper.watch, executor)
+            replicas = replica_servers(
+                plans,
+                identities,
+                local_options,
+                address=address,
+                coordinator=coordinator,
+                on_spawn=reaper.watch,
+                executor=executor,
+            )
         await run_until_signal(api_servers, replicas, timeout)

@@ -53,6 +53,7 @@ class AdminServer:
         args: argparse.Namespace,
         options: OmniConfig,
         vllm_config: Any,
+        *,
         drain: HeadDrain,
         is_ending: Callable[[], bool],
         adapters: Callable[[], Collection[str]],

@@ -113,6 +113,7 @@ class RustFrontEnd:
         args: argparse.Namespace,
         listening: ListeningSockets,
         link: FrontEndLink,
+        *,
         watch: Callable[[int], None],
         probe_interval: float,
         probe_timeout: float,

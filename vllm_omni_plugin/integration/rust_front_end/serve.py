@@ -94,12 +94,18 @@ class Server:
             front_end_args(args),
             listening,
             link,
-            fleet.watch,
-            options.heartbeat_interval,
-            options.heartbeat_timeout,
+            watch=fleet.watch,
+            probe_interval=options.heartbeat_interval,
+            probe_timeout=options.heartbeat_timeout,
         )
         self._admin = AdminServer(
-            fleet, args, options, vllm_config, self.drain, lambda: self._ending, lambda: link.adapters.in_fleet
+            fleet,
+            args,
+            options,
+            vllm_config,
+            drain=self.drain,
+            is_ending=lambda: self._ending,
+            adapters=lambda: link.adapters.in_fleet,
         )
         self._reports = FleetReports(self._admin.statistics)
         self._vllm_config = vllm_config

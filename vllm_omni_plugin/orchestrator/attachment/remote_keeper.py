@@ -54,6 +54,7 @@ class RemoteReplicaKeeper:
         fleet_calls: FleetCalls,
         member: PoolMember,
         info: ReplicaInfo,
+        *,
         accepts: bool,
         clock: Callable[[], float],
         delay: Callable[[float], Awaitable[None]],

@@ -130,10 +130,10 @@ class RemoteReplicas:
             self._fleet_calls,
             member,
             info,
-            message.accepts,
-            self._settings.clock,
-            self._delay,
-            partial(self._forget, key, "it is not listed, and its lease has ended"),
+            accepts=message.accepts,
+            clock=self._settings.clock,
+            delay=self._delay,
+            on_gone=partial(self._forget, key, "it is not listed, and its lease has ended"),
         )
         task = asyncio.get_running_loop().create_task(
             keeper.run(partial(self._open, keeper)), name=f"omni-replica-{member.name}"

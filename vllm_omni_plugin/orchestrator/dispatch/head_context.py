@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.orchestrator.dispatch.admission_gate import AdmissionGate
 from vllm_omni_plugin.orchestrator.dispatch.move_budget import MoveBudget
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
@@ -25,6 +26,19 @@ class HeadContext:
     moves: MoveBudget
     gate: AdmissionGate | None
     tag: str = field(default_factory=lambda: secrets.token_hex(4))
+
+
+class HeadRules(NamedTuple):
+    """What the flags of a head say about its requests.
+
+    A request moves at most `migration_limit` times in each stage, and waits for `replica_wait` seconds while no replica
+    serves. `stall_timeout`: see `StallWatch`. Without `admission`, each request is sent at once.
+    """
+
+    migration_limit: int
+    replica_wait: float = 60.0
+    stall_timeout: float = 0.0
+    admission: AdmissionConfig | None = None
 
 
 class StageRules(NamedTuple):

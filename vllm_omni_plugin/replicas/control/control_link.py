@@ -46,6 +46,7 @@ class ControlClient:
         context: Context,
         address: str,
         secrets: Secrets | None,
+        *,
         attempt: int,
         on_message: Callable[[FromServer], None],
         on_lost: Callable[[], None],
@@ -116,7 +117,9 @@ async def open_control_link(
     refusal: HandshakeRefusedError | None = None
     for attempt in range(secrets.count if secrets else 1):
         # A socket may not connect again after a refused handshake, so each secret needs a new socket.
-        link = ControlClient(context, address, secrets, attempt, on_message, on_lost, timeout)
+        link = ControlClient(
+            context, address, secrets, attempt=attempt, on_message=on_message, on_lost=on_lost, timeout=timeout
+        )
         try:
             await link.connection.established
             return link

@@ -34,6 +34,7 @@ class Engine:
         process: Process,
         ready_response: bytes,
         link: Link,
+        *,
         codec: Codec,
         name: str,
         on_outputs: Callable[[Any], None],
@@ -46,7 +47,7 @@ class Engine:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._resources = ExitStack()
         self._listener: CacheListener | None = None
-        self.client = EngineClient(link, codec, name, on_outputs, self._end, client_index)
+        self.client = EngineClient(link, codec, name, on_outputs, self._end, client_index=client_index)
         self.client.start()
         self._watching = True
         asyncio.get_running_loop().add_reader(process.sentinel, self._exited)
@@ -126,4 +127,4 @@ async def start_local_engine(
     memory: SharedMemory | None = getattr(process, "memory", None)
     if memory is not None:
         link.share(memory)
-    return Engine(process, ready_response, link, codec, f"{stage_id}.{replica_id}", on_outputs)
+    return Engine(process, ready_response, link, codec=codec, name=f"{stage_id}.{replica_id}", on_outputs=on_outputs)

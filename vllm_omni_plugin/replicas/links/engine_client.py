@@ -65,6 +65,7 @@ class EngineClient:
         name: str,
         on_outputs: Callable[[Any], None],
         on_dead: Callable[[str], None],
+        *,
         client_index: int = 0,
         grace: float = 0.0,
     ) -> None:

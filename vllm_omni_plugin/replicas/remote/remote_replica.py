@@ -190,8 +190,8 @@ class RemoteReplica:
             self._name,
             self._rebase,
             self._end,
-            lease.client_index,
-            GRACE_S,
+            client_index=lease.client_index,
+            grace=GRACE_S,
         )
         self._renew()
         await self._link.established()

@@ -66,6 +66,7 @@ class AttachedHeads:
         settings: ServerSettings,
         first_ports: list[Listener],
         send: Callable[[bytes, FromServer], None],
+        *,
         incarnation: Callable[[], int],
         on_drain: Callable[[], None],
         on_last_disconnect: Callable[[], None],

@@ -56,7 +56,12 @@ class OutputSlot:
         self, link: SlotLink, codec: Codec, name: str, index: int, on_dead: Callable[[str, bool], None]
     ) -> None:
         self.client = EngineClient(
-            link, codec, name, self._abort_orphans, lambda reason: on_dead(reason, self.client.engine_failed), index
+            link,
+            codec,
+            name,
+            self._abort_orphans,
+            lambda reason: on_dead(reason, self.client.engine_failed),
+            client_index=index,
         )
         self._link = link
         self._proxy: DataProxy | None = None

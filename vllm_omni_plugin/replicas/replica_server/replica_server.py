@@ -143,11 +143,11 @@ class ReplicaServer:
             self._settings,
             first_ports,
             control.send,
-            lambda: 0 if self._announcer is None else self._announcer.incarnation,
-            self.drain,
-            self._on_last_disconnect,
-            self._set_replica_id,
-            time.monotonic,
+            incarnation=lambda: 0 if self._announcer is None else self._announcer.incarnation,
+            on_drain=self.drain,
+            on_last_disconnect=self._on_last_disconnect,
+            on_replica_id=self._set_replica_id,
+            clock=time.monotonic,
         )
         self._heads = heads
         if isinstance(self._launcher, MachinesLauncher):

@@ -70,6 +70,7 @@ class ServedEngine(Engine):
         sockets: ExitStack,
         links: list[SlotLink],
         codec: Codec,
+        *,
         name: str,
         identity: bytes,
         process: Process,
@@ -77,7 +78,15 @@ class ServedEngine(Engine):
     ) -> None:
         *head_links, own_link = links
         # The server sends no requests on its own output, so only statistics can arrive there.
-        super().__init__(process, ready_response, own_link, codec, name, lambda outputs: None, len(head_links))
+        super().__init__(
+            process,
+            ready_response,
+            own_link,
+            codec=codec,
+            name=name,
+            on_outputs=lambda outputs: None,
+            client_index=len(head_links),
+        )
         self.identity = identity
         self.cache_log = CacheLog()
         self.subscribe_cache(self.cache_log.append)
@@ -116,4 +125,12 @@ async def start_served_engine(launcher: Launcher, codec: Codec, executor: Execut
             launcher, executor, replica_id, forwarder.engine_addr, output_addrs, forwarder.router
         )
         forwarder.start()
-        return ServedEngine(sockets.pop_all(), links, codec, str(replica_id), identity, process, ready_response)
+        return ServedEngine(
+            sockets.pop_all(),
+            links,
+            codec,
+            name=str(replica_id),
+            identity=identity,
+            process=process,
+            ready_response=ready_response,
+        )

@@ -29,15 +29,18 @@ ENGINE_DEAD: bytes = EngineCoreProc.ENGINE_CORE_DEAD
 class EngineCoreCodec(StageCodec):
     """Decodes vLLM's `EngineCoreRequest` instead of `StageRequest`. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_type: type[EngineCoreRequest] = EngineCoreRequest) -> None:
         super().__init__()
-        self._engine_requests = MsgpackDecoder(EngineCoreRequest)
+        self._engine_requests = MsgpackDecoder(request_type)
 
     def _decode_request(self, frames: Frames) -> Any:
         try:
-            return self._engine_requests.decode(frames)
-        except Exception as error:  # vLLM's decode hooks raise whatever their payload makes them raise
+            return self._complete(self._engine_requests.decode(frames))
+        except Exception as error:  # vLLM's checks and decode hooks raise whatever their payload makes them raise
             raise WireError(str(error)) from error
+
+    def _complete(self, request: Any) -> Any:
+        return request
 
 
 def output(step: Any) -> Any:

@@ -275,7 +275,15 @@ class EngineLauncher:
         return self._spawn(config, self._index(replica_id), rank)
 
     def _spawn(self, config: Any, index: int, rank: int) -> EngineProcess:
-        return spawn_engine(config, self.executor_class, self.log_stats, index, rank, self.on_spawn, self.share.engines)
+        return spawn_engine(
+            config,
+            self.executor_class,
+            self.log_stats,
+            engine=index,
+            rank=rank,
+            on_spawn=self.on_spawn,
+            engines=self.share.engines,
+        )
 
     def _set_identity(self, config: Any, replica_id: int) -> None:
         require_free_ports(config, self.numbers[replica_id])
@@ -291,6 +299,7 @@ def spawn_engine(
     config: Any,
     executor_class: Any,
     log_stats: bool,
+    *,
     engine: int,
     rank: int,
     on_spawn: Callable[[int], None],
