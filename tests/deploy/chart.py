@@ -106,6 +106,8 @@ STAGES: dict[str, Any] = EVERYTHING | {
     ]
 }
 """Prefill and decode with nodes of their own."""
+MACHINES = EVERYTHING | {"modelSpec": [EVERYTHING["modelSpec"][0] | {"nodeSpec": {"machines": 4}}]}
+"""Replicas of four machines each."""
 
 
 def values(models: Sequence[dict[str, Any]] = (MODEL,), **spec: Any) -> dict[str, Any]:

@@ -49,6 +49,12 @@ def probe(
         pytest.param([replica("down")], 1, False, id="lost"),
         pytest.param([replica("up"), replica("error")], 2, False, id="one of two"),
         pytest.param([replica("up"), replica("up")], 2, True, id="both of two"),
+        pytest.param(
+            [replica("up", "10.1.2.4") | {"machines": ["10.1.2.4", ADDRESS]}], 1, True, id="one of several machines"
+        ),
+        pytest.param(
+            [replica("up", "10.1.2.4") | {"machines": ["10.1.2.4"]}], 1, False, id="machine that has not come"
+        ),
     ],
 )
 def test_a_node_is_ready_if_a_head_lists_its_engines_as_serving(

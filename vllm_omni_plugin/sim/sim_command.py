@@ -74,6 +74,8 @@ def run_sim(arguments: Sequence[str]) -> int:
     args = parse_headless_args(arguments, _PROG, _DESCRIPTION, _EPILOG, add_flags)
     args.omni_dp_size_local = args.replicas
     try:
+        if args.nnodes > 1:
+            raise ConfigError(f"argument --nnodes: {args.nnodes}: a simulated replica is in one process")
         options = parse_options(args)
     except ConfigError as error:
         exit_usage_error(error, _PROG)

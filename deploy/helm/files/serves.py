@@ -22,7 +22,11 @@ def main() -> str | None:
     except OSError as error:
         return f"no head answers: {error}"
     prefixes = (f"tcp://{address}:", f"tcp://[{address}]:")
-    states = [replica["status"] for replica in replicas if replica["input_addr"].startswith(prefixes)]
+    states = [
+        replica["status"]
+        for replica in replicas
+        if replica["input_addr"].startswith(prefixes) or address in replica.get("machines", ())
+    ]
     if sum(state in IN_SERVICE for state in states) < int(os.environ["OMNI_REPLICAS"]):
         return f"of {os.environ['OMNI_REPLICAS']} engines at {address}: {states or 'none has joined'}"
     return None

@@ -234,6 +234,15 @@ checksum/pipeline: {{ include "omni.pipeline" . | sha256sum }}
 - {{ int64 $node.drainTimeout | quote }}
 - --omni-join-timeout
 - "0"
+{{- if gt (int64 $node.machines) 1 }}
+# LeaderWorkerSet sets these variables.
+- --nnodes
+- {{ int64 $node.machines | quote }}
+- --node-rank
+- $(LWS_WORKER_INDEX)
+- --master-addr
+- $(LWS_LEADER_ADDRESS)
+{{- end }}
 {{- range $node.extraArgs }}
 - {{ . | quote }}
 {{- end }}

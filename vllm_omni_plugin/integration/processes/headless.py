@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import ipaddress
 import os
 import sys
 import time
@@ -74,8 +75,11 @@ def serve_replicas(
         try:
             options, address, coordinator = runner.run(_find_addresses(options))
             if args.nnodes > 1:
-                args.master_addr = resolve(args.master_addr, "--master-addr")
-                use_network_of(args.master_addr)
+                own = runner.run(_wait_for(options, lambda: resolve(args.master_addr, "--master-addr")))
+                args.master_addr = own
+                if ipaddress.ip_address(own).is_loopback:
+                    logger.warning("--master-addr is %s here: machines elsewhere cannot reach this one there.", own)
+                use_network_of(own)
             with HostSlots(local_processes(args, options)[0], address, coordinator) as slots:
                 # Before vLLM configures the model, which takes many seconds.
                 answer = require_fitting_head(coordinator, options, slots.names)
@@ -105,7 +109,7 @@ def serve_other_machine(args: argparse.Namespace, options: OmniConfig, program: 
 
 async def _serve_other_machine(args: argparse.Namespace, options: OmniConfig, reaper: Reaper) -> None:
     first, port = args.master_addr, args.master_port
-    address = await _find_own_address(options, lambda: address_towards(first, port, "--master-addr"))
+    address = await _wait_for(options, lambda: address_towards(first, port, "--master-addr"))
     options = with_secret(options, address, headless=True)
     warn_if_insecure(options, address)
     use_network_of(address)
@@ -196,7 +200,7 @@ def plan_node(
 
 async def _find_addresses(options: OmniConfig) -> tuple[OmniConfig, str, str]:
     # Resolving a name blocks.
-    address = await _find_own_address(options, lambda: bind_address(options, headless=True))
+    address = await _wait_for(options, lambda: bind_address(options, headless=True))
     options = with_secret(options, address, headless=True)
     warn_if_insecure(options, address)
     return options, address, await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
@@ -226,8 +230,8 @@ async def serve_node(
         await run_node(servers, options.join_timeout, coordinator)
 
 
-async def _find_own_address(options: OmniConfig, find: Callable[[], str]) -> str:
-    """The address that `find` finds. Waits until a name resolves, since it may not before its machine is there."""
+async def _wait_for(options: OmniConfig, find: Callable[[], str]) -> str:
+    """The address that `find` finds. A name may not resolve before its machine is there."""
     loop = asyncio.get_running_loop()
     deadline = time.monotonic() + options.join_timeout if options.join_timeout else float("inf")
     attempt = 0
