@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-_WITH_VALUE = "array job-name nodes ntasks gpus gpus-per-node cpus-per-task mem time output signal open-mode nodelist"
+_WITH_VALUE = (
+    "array job-name nodes ntasks ntasks-per-node "
+    "gpus gpus-per-node cpus-per-task mem time output signal open-mode nodelist"
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,6 +37,7 @@ def main(given: list[str]) -> None:
     job = str(os.getpid())
     for task in tasks:
         slurm = {"SLURM_JOB_ID": f"{job}{task}", "SLURM_ARRAY_JOB_ID": job, "SLURM_ARRAY_TASK_ID": str(task)}
+        slurm["SLURM_JOB_NUM_NODES"] = options.nodes or "1"
         output = options.output.replace("%j", job).replace("%A", job).replace("%a", str(task))
         with Path(os.environ["JOBS"]).with_name(output).open("a") as log, open(os.environ["JOBS"], "a") as jobs:
             running = subprocess.Popen(

@@ -24,6 +24,19 @@ echo "${VLLM_HTTP_TIMEOUT_KEEP_ALIVE-} ${VLLM_TARGET_DEVICE-}" >"$CALLS.environm
 until [[ -s $CALLS.fail ]]; do sleep 0.05; done
 exit "$(<"$CALLS.fail")"
 """
+_SRUN = """\
+#!/usr/bin/env bash
+trap 'kill "${tasks[@]}"' TERM
+while [[ $1 == --* ]]; do
+    [[ $1 != --nodes=* ]] || machines=${1#*=}
+    shift
+done
+for ((rank = 0; rank < machines; rank++)); do
+    SLURM_NODEID=$rank "$@" &
+    tasks+=($!)
+done
+wait || wait
+"""
 _SLEEP = f"#!/bin/sh\nexec {shutil.which('sleep')} 0.05\n"
 """Longer than the scripts' interval of two seconds."""
 
@@ -54,10 +67,12 @@ class Fleet:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     (tmp_path / "bin").mkdir()
-    for name, script in (("vllm", _VLLM), ("sleep", _SLEEP)):
+    for name, script in (("vllm", _VLLM), ("sleep", _SLEEP), ("srun", _SRUN)):
         (tmp_path / "bin" / name).write_text(script)
         (tmp_path / "bin" / name).chmod(0o755)
-    with Slurm(tmp_path, CALLS=str(tmp_path / "calls"), OMNI_HEAD_ADDRESS="head-1") as slurm:
+    with Slurm(
+        tmp_path, CALLS=str(tmp_path / "calls"), OMNI_HEAD_ADDRESS="head-1", OMNI_MASTER_ADDR="first-machine"
+    ) as slurm:
         yield Fleet(slurm, tmp_path)
 
 
@@ -165,3 +180,16 @@ def test_a_refused_node_is_restarted(fleet: Fleet, tmp_path: Path) -> None:
     # It fails again and again, so more than one start may be seen at once.
     until(lambda: len(fleet.lines("serve")) >= 2, "it is restarted")
     assert not has_ended(job)
+
+
+def test_with_more_machines_each_task_is_one_replica_over_all_of_them(fleet: Fleet) -> None:
+    (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=4-4", "--nodes=2"))
+    fleet.slurm.submit(fleet.sbatch("head.sbatch"))
+    commands = [flags_of(command) for command in fleet.started(3) if "--headless" in command]
+    assert sorted(flags["--node-rank"] for flags in commands) == ["0", "1"]
+    assert {flags["--nnodes"] for flags in commands} == {"2"}
+    assert {(flags["--master-addr"], flags["--master-port"]) for flags in commands} == {("first-machine", "29505")}
+    assert {(flags["--seed"], flags["--omni-master-address"]) for flags in commands} == {("3", "head-1")}
+    job.send_signal(signal.SIGTERM)
+    until(lambda: has_ended(job), "the job ends with all of its machines")
+    assert len([line for line in fleet.lines("ended") if "--nnodes" in line]) == 2
