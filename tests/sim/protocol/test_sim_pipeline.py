@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -69,22 +69,29 @@ class HaltingLauncher(SimLauncher):
 class Head:
     """The fleet and its client; `outputs` are those that AsyncLLM was given."""
 
+    stages: tuple[Stage, ...] = (THINKER, REFINER)
+    vocabularies: tuple[Sequence[str], ...] = (WORDS, REVERSED)
+    options = OmniConfig()
+
     def __init__(self, folder: Path, host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
         # `Fleet` sets it for good.
         monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        self.configs = [config(model(folder / "thinker")), config(model(folder / "refiner", REVERSED))]
+        self.configs = [
+            config(model(folder / stage.name, words))
+            for stage, words in zip(self.stages, self.vocabularies, strict=True)
+        ]
         self.running = [threading.Event() for _ in self.configs]
         self.launchers = [
             HaltingLauncher(host, running, lambda replica_id, own=own: ready_response(own, replica_id, 64, 4))
             for own, running in zip(self.configs, self.running, strict=True)
         ]
-        monkeypatch.setattr(fleet_module, "stage_plans", lambda *_: tuple(map(self._plan, (THINKER, REFINER))))
+        monkeypatch.setattr(fleet_module, "stage_plans", lambda *_: tuple(map(self._plan, self.stages)))
         self.client: FleetClient | None = None
         self.outputs: list[Any] = []
         self._numbers = count()
 
     def start(self) -> FleetClient:
-        fleet = Fleet(OmniConfig(), self.configs[0], None, log_stats=True)
+        fleet = Fleet(self.options, self.configs[0], None, log_stats=True)
         self.client = FleetClient(fleet, self.configs[0], fleet.start())
         return self.client
 
@@ -122,8 +129,11 @@ class Head:
         await self.client.add_request_async(request)
         return Call(self, request.request_id)
 
+    def expected(self) -> list[int]:
+        return by_hand()
+
     async def check(self, answer: list[int]) -> None:
-        assert answer == by_hand()
+        assert answer == self.expected()
         assert len(answer) == LENGTH
 
     @asynccontextmanager
