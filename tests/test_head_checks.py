@@ -57,8 +57,15 @@ def all_results(answer: HeadQueryResult, fingerprint: dict[str, str] | None) -> 
         pytest.param(
             HeadQueryResult(FACTS),
             {**FINGERPRINT, "dtype": "half"},
+            [OK, OK, WARNING],
+            ["another generation than the head's (dtype: head has float32, replica half): only heads of its own kind"],
+            id="generation",
+        ),
+        pytest.param(
+            HeadQueryResult(FACTS),
+            {"model": "b", "dtype": "half"},
             [OK, OK, ERROR],
-            ["dtype: head has float32, replica half", "start head and node with the same model and flags"],
+            ["model: head has a, replica b", "start head and node with the same model and flags"],
             id="model",
         ),
         pytest.param(
@@ -91,6 +98,7 @@ def compare_and_start() -> None:
         (HeadQueryResult(problem="no coordinator answers"), None),
         (SILENT, None),
         (HeadQueryResult(FACTS, clock_ahead=60.0), "60 s ahead"),
+        (HeadQueryResult(HeadInfo(0.0, [0], {**FINGERPRINT, "dtype": "half"})), "of another generation"),
         # It may be a proxy whose head starts later.
         (HeadQueryResult(problem="refused secret", refused=True), "secret: refused secret: give both ends the same"),
     ],

@@ -394,5 +394,6 @@ def _row(replica: dict[str, Any]) -> tuple[str, ...]:
         str(replica["restarts"]),
         "-" if since is None else f"{since:.0f} s",
         ", ".join(replica["cordons"]) or "-",
-        ", ".join([replica["input_addr"] or "-", *replica.get("machines", ())[1:]]),
+        ", ".join([replica["input_addr"] or "-", *replica.get("machines", ())[1:]])
+        + f" {replica.get('other_generation', '')}".rstrip(),
     )

@@ -109,8 +109,9 @@ def test_a_head_that_can_be_joined_reports_heads_and_coordinator() -> None:
 async def test_replicas_are_counted_by_state_and_every_state_is_shown() -> None:
     async with FakeFleet(replicas=3) as fleet:
         fleet.lose(1)
+        fleet.pool.add().other_generation = "dtype: head has a, replica b"
         states = by(fleet.orchestrator, "state", "replicas")
-    assert states == {"up": 2, "down": 1, "error": 0, "draining": 0}
+    assert states == {"up": 2, "down": 1, "error": 0, "draining": 0, "other-generation": 1}
 
 
 async def test_work_is_counted_per_replica() -> None:

@@ -39,6 +39,7 @@ async def test_every_replica_is_listed_with_all_fields(fleet: FakeFleet, client:
         "stage": 0,
         "replica": 1,
         "status": "up",
+        "other_generation": "",
         "cordons": [],
         "remote": True,
         "machines": ["10.0.0.1", "10.0.0.2"],
@@ -63,6 +64,21 @@ async def test_a_replica_that_has_not_served_has_no_time(
     member.remote, member.input_addr = bool(address), address
     third = (await replicas(client))[2]
     assert (third["status"], third["input_addr"], third["since_seconds"]) == ("down", address, None)
+
+
+async def test_a_replica_of_another_generation_is_shown_and_left_to_heads_of_its_kind(
+    fleet: FakeFleet, client: httpx.AsyncClient
+) -> None:
+    fleet.pool.add().other_generation = "dtype: head has a, replica b; no head of its kind"
+    third = (await replicas(client))[2]
+    assert (third["status"], third["other_generation"]) == (
+        "other-generation",
+        "dtype: head has a, replica b; no head of its kind",
+    )
+    for method, path in (("POST", "/drain"), ("POST", "/resume"), ("DELETE", "")):
+        answer = await client.request(method, f"/omni/replicas/0.2{path}")
+        assert answer.status_code == 409
+        assert "is of another generation: ask a head of its kind" in answer.text
 
 
 async def test_a_drained_replica_gets_no_new_requests_until_it_is_resumed(

@@ -76,6 +76,15 @@ def test_the_former_name_of_cordons_is_read_too() -> None:
     assert shown.startswith(TABLE)
 
 
+def test_a_replica_of_another_generation_is_shown_with_its_difference() -> None:
+    (stage,) = STATE["stages"]
+    (replica,) = stage["replicas"]
+    other = {**replica, "cordons": [], "status": "other-generation", "other_generation": "dtype: a, b"}
+    shown = run(Streams([("state", {**STATE, "stages": [{**stage, "replicas": [other]}]})]), io.StringIO())
+    assert shown.splitlines()[2].split()[1] == "other-generation"
+    assert shown.splitlines()[2].endswith("  dtype: a, b")
+
+
 def fleet_of(statuses: dict[int, str]) -> Stream:
     (stage,) = STATE["stages"]
     (replica,) = stage["replicas"]

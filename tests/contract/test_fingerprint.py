@@ -9,7 +9,7 @@ import pytest
 from vllm.config import MultiModalConfig
 
 from tests.contract.configs import LLAMA, vllm_config, write_model
-from vllm_omni_plugin.replicas.replica_server.attached_heads import differences
+from vllm_omni_plugin.replicas.replica_server.attached_heads import differences, is_other_generation
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 
 COMMIT, OTHER = "0a1b" * 10, "2c3d" * 10
@@ -29,10 +29,10 @@ def between(head: Any, replica: Any) -> list[str]:
     ("file", "content", "fields"),
     [
         pytest.param("config.json", json.dumps(LLAMA), [], id="the same at another path"),
-        pytest.param("config.json", json.dumps(LLAMA | {"rope_theta": 5.0}), ["model"], id="another configuration"),
-        pytest.param("model.safetensors", "other weights", ["model"], id="other weights"),
-        pytest.param("model.safetensors.index.json", "{}", ["model"], id="an index"),
-        pytest.param("another.safetensors", "weights", ["model"], id="more weights"),
+        pytest.param("config.json", json.dumps(LLAMA | {"rope_theta": 5.0}), ["revision"], id="another configuration"),
+        pytest.param("model.safetensors", "other weights", ["revision"], id="other weights"),
+        pytest.param("model.safetensors.index.json", "{}", ["revision"], id="an index"),
+        pytest.param("another.safetensors", "weights", ["revision"], id="more weights"),
         pytest.param("tokenizer.json", "[]", ["tokenizer"], id="another vocabulary"),
         pytest.param("tokenizer_config.json", '{"chat_template": "hello"}', [], id="a chat template, the head's own"),
         pytest.param("training_args.bin", "state", [], id="what no loader reads beside the weights"),
@@ -44,6 +44,16 @@ def test_which_files_of_a_model_change_its_fingerprint(
     other = shutil.copytree(model, tmp_path / "other")
     (other / file).write_text(content)
     assert between(vllm_config(model), vllm_config(other)) == fields
+
+
+def test_local_files_of_another_architecture_are_another_model_and_no_other_generation(
+    model: Path, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", architectures=["MistralForCausalLM"], model_type="mistral")
+    head, replica = fingerprint(vllm_config(model), 0), fingerprint(vllm_config(other), 0)
+    assert (head["model"], replica["model"]) == ("local files of LlamaForCausalLM", "local files of MistralForCausalLM")
+    assert not is_other_generation(head, replica)
+    assert is_other_generation(head, head | {"revision": "local files 0123", "vLLM version": "0.1", "dtype": "float8"})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,8 @@ def test_quantization_while_loading_is_told_as_vllm_names_it(model: Path, method
         ({"enable_lora": True, "max_lora_rank": 8}, ["LoRA"]),
         ({"enable_prompt_embeds": True}, ["prompt embeddings"]),
         ({"logprobs_mode": "processed_logprobs"}, ["logprobs mode"]),
-        ({"revision": "old"}, ["revision"]),
+        # A model in local files has no revision but these.
+        ({"revision": "old"}, []),
         ({"load_format": "dummy"}, ["load format"]),
         ({"load_format": "safetensors"}, []),
         ({"hf_overrides": {"rope_theta": 7.0}}, ["hf-overrides"]),

@@ -66,6 +66,12 @@ def done(numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
             "",
             id="alike",
         ),
+        pytest.param(
+            HeadQueryResult(HeadInfo(0.0, [0], {"model": "a", "vLLM version": "0.1"}, numbers=(0,))),
+            ["asked", "planned", "served"],
+            "",
+            id="another generation",
+        ),
         pytest.param(HeadQueryResult(problem="not there"), ["asked", "planned", "asked", "served"], "", id="no head"),
     ],
 )

@@ -21,7 +21,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
-from vllm_omni_plugin.coordinator.protocol.head_messages import SessionRefused
+from vllm_omni_plugin.coordinator.protocol.head_messages import RelayedCall, SessionRefused
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas, replica_list
@@ -30,6 +30,7 @@ from vllm_omni_plugin.coordinator.state.number_book import ReplicaIds
 from vllm_omni_plugin.errors import WireError
 
 QUEUE_FRAMES = 3
+GENERATION = "of the coordinator's head"
 
 Row = tuple[str, int, bool, str, int]
 """A listed replica without its id and times."""
@@ -52,6 +53,7 @@ class ReceivedState:
     def __init__(self) -> None:
         self.lists: list[ReplicaList] = []
         self.documents: list[FleetState] = []
+        self.calls: list[RelayedCall] = []
         self._rows: dict[ReplicaKey, tuple[ReplicaInfo, bool]] = {}
         self.others: dict[str, dict[int, ReplicaWork]] = {}
         self.resyncs = self.losses = 0
@@ -77,6 +79,8 @@ class ReceivedState:
                 self.others.pop(event.head_id, None)
             case FleetState():
                 self.documents.append(event)
+            case RelayedCall():
+                self.calls.append(event)
             case SessionLost():
                 self.losses += 1
                 self.others.clear()
@@ -85,10 +89,10 @@ class ReceivedState:
 class Head(ReceivedState):
     """One head with its connection, and the frames in flight on it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, generation: str) -> None:
         super().__init__()
-        self.name = name
-        self.session = HeadSession(name)
+        self.name, self.generation = name, generation
+        self.session = HeadSession(name, generation)
         self.peer = b""
         self.up: deque[bytes] = deque()
         self.down: deque[bytes] = deque()
@@ -135,7 +139,7 @@ class MemoryFleet:
         self.table = MembershipTable(30.0)
         self.replica_ids = ReplicaIds()
         self.lists = ListDeltas(self.table, self.replica_ids)
-        self.sessions = ConnectedHeads(self.lists)
+        self.sessions = ConnectedHeads(self.lists, GENERATION)
         # There are no nodes.
         self.frames = HeadFrames(
             self.sessions,
@@ -143,12 +147,12 @@ class MemoryFleet:
             lambda query: HeadInfo(0.0, [], {}),
         )
         self._note_state()
-        for name in self.heads:
-            self.connect(name)
+        for head in self.heads.values():
+            self.connect(head.name, head.generation)
 
-    def connect(self, name: str) -> Head:
+    def connect(self, name: str, generation: str = "") -> Head:
         """Give a head, perhaps a new one, a new connection. Frames in flight on the previous one are lost."""
-        head = self.heads.setdefault(name, Head(name))
+        head = self.heads.setdefault(name, Head(name, generation))
         self._connections += 1
         head.peer = b"%d" % self._connections
         head.up.clear()

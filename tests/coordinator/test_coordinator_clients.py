@@ -77,6 +77,7 @@ def test_a_replica_is_announced_up_at_once_and_each_update_in_order(
         "number": -1,
         "host_slot": "",
         "replica_id": -1,
+        "in_use": False,
     }
 
 

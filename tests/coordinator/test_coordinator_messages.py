@@ -86,6 +86,7 @@ def test_replica_list_is_one_json_map_with_replicas_and_timestamp() -> None:
             "incarnation": 0,
             "control_addr": "",
             "replica_id": -1,
+            "in_use": None,
         }
     ]
 

@@ -58,7 +58,6 @@ class RecordingHead(ReceivedState):
         self.head_id = head_id
         self.in_flight: list[ReplicaWork] = []
         self.problems: list[str] = []
-        self.calls: list[RelayedCall] = []
         self.client = OmniCoordClientForHead(
             address,
             head_id,
@@ -72,10 +71,8 @@ class RecordingHead(ReceivedState):
         self.apply(event)
         if isinstance(event, Welcome):
             self.client.report_work(self.in_flight, full=True)
-        elif isinstance(event, RelayedCall):
-            if event.method == "profile":
-                raise RuntimeError("a callback may fail")
-            self.calls.append(event)
+        elif isinstance(event, RelayedCall) and event.method == "profile":
+            raise RuntimeError("a callback may fail")
 
     @property
     def replicas(self) -> ReplicaList:

@@ -7,7 +7,8 @@ from memory_fleet import MemoryFleet, numbers, rows
 
 from vllm_omni_plugin.coordinator import ReplicaStatus, ReplicaWork, engine_key
 
-heads = st.sampled_from(["h1", "h2", "h3"])
+GENERATIONS = {"h1": "old", "h2": "old", "h3": "new", "h4": "new"}
+heads = st.sampled_from(sorted(GENERATIONS))
 replicas = st.sampled_from(["a", "b", "c", "d"])
 
 
@@ -21,8 +22,8 @@ class HeadHistories(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        for name in ("h1", "h2", "h3"):
-            self.fleet.connect(name)
+        for name, generation in GENERATIONS.items():
+            self.fleet.connect(name, generation)
         self.fleet.settle()
 
     @rule(name=replicas, status=st.sampled_from(ReplicaStatus), incarnation=st.integers(0, 2))
@@ -37,7 +38,7 @@ class HeadHistories(RuleBasedStateMachine):
     @rule(name=heads, how=st.sampled_from(["connect", "vanish", "leave"]))
     def come_or_go(self, name: str, how: str) -> None:
         if how == "connect" or name not in self.fleet.heads:
-            self.fleet.connect(name)
+            self.fleet.connect(name, GENERATIONS[name])
             return
         if how == "leave":
             self.fleet.heads[name].session.leave()
@@ -69,7 +70,7 @@ class HeadHistories(RuleBasedStateMachine):
         """A head gets a change in a full list, and the others in a delta."""
         self.announce(replica, status, 3)
         for _ in range(2):
-            self.fleet.connect(name)
+            self.fleet.connect(name, GENERATIONS[name])
             self.settle()
 
     @rule(name=heads, replica=replicas, status=st.sampled_from(ReplicaStatus), frame=st.sampled_from([b"", b"[{}]"]))
@@ -104,7 +105,11 @@ class HeadHistories(RuleBasedStateMachine):
 
     def all_heads_are_up_to_date(self) -> None:
         for name, head in self.fleet.heads.items():
-            others = {other.name: other.in_flight for other in self.fleet.heads.values() if other.name != name}
+            others = {
+                other.name: other.in_flight
+                for other in self.fleet.heads.values()
+                if other.name != name and other.generation == head.generation
+            }
             assert {head_id: work for head_id, work in head.others.items() if work} == {
                 head_id: work for head_id, work in others.items() if work
             }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from coordinator_support import make_event
-from memory_fleet import MemoryFleet
+from memory_fleet import GENERATION, MemoryFleet, rows
 
 from vllm_omni_plugin.coordinator import (
     HeadWork,
@@ -16,11 +16,13 @@ from vllm_omni_plugin.coordinator import (
     SessionLost,
     Welcome,
     engine_key,
+    generation_of,
 )
 from vllm_omni_plugin.coordinator.client.head_session import SILENCE_TIMEOUT, HeadSession
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE_FRAMES
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
+    OLDEST_SESSION_PROTOCOL,
     SESSION_PROTOCOL,
     CallRefused,
     FleetCall,
@@ -146,12 +148,20 @@ def test_an_older_connection_of_a_head_is_ignored(fleet: MemoryFleet) -> None:
         assert sessions.handle(b"new", hello(other), fleet.now) is None
 
 
-@pytest.mark.parametrize("protocol", [0, SESSION_PROTOCOL + 1])
+@pytest.mark.parametrize("protocol", [SESSION_PROTOCOL, SESSION_PROTOCOL + 1, SESSION_PROTOCOL + 2])
+def test_a_head_of_the_next_two_versions_gets_a_session_since_they_read_this_one(protocol: int) -> None:
+    fleet = MemoryFleet()
+    sessions = fleet.sessions
+    assert sessions.handle(b"new", Hello("newer", 1, protocol), fleet.now) == []
+    assert len(sessions) == 1
+
+
+@pytest.mark.parametrize("protocol", [0, OLDEST_SESSION_PROTOCOL - 1, SESSION_PROTOCOL + 3])
 def test_a_head_of_another_version_is_refused_with_the_reason(fleet: MemoryFleet, protocol: int) -> None:
     stranger = fleet.connect("stranger")
     stranger.session.frames.clear()
     stranger.up.append(encode_from_head(Hello("stranger", 1, protocol)))
-    with pytest.raises(WireError, match="same version of vllm-omni-plugin"):
+    with pytest.raises(WireError, match="vllm-omni-plugin are more than two apart"):
         fleet.exchange("stranger")
     assert len(fleet.sessions) == 3
     fleet.exchange("stranger")
@@ -199,6 +209,57 @@ def test_a_head_gets_the_document_with_its_resync_and_the_last_head_takes_it_alo
     assert fleet.heads["next"].documents == [FleetState()]
 
 
+def test_what_heads_and_operators_tell_each_other_stays_within_a_generation(fleet: MemoryFleet) -> None:
+    for name in ("new1", "new2"):
+        fleet.connect(name, "new")
+    fleet.announce(make_event("a"))
+    fleet.settle()
+    old, new = fleet.heads["h1"], fleet.heads["new1"]
+    # All see all replicas: what is not theirs is shown.
+    assert rows(old.lists[-1]) == rows(new.lists[-1]) != frozenset()
+    fleet.report("h2", work())
+    fleet.report("new2", work("b"))
+    fleet.settle()
+    assert {name for name, known in old.others.items() if known} == {"h2"}
+    assert {name for name, known in new.others.items() if known} == {"new2"}
+    new.session.send(FleetCall(1, "reset_prefix_cache", [], [0], FleetState(1, "new1")))
+    fleet.settle()
+    assert [call.method for call in fleet.heads["new2"].calls] == ["reset_prefix_cache"]
+    assert [fleet.heads[name].calls for name in ("h1", "h2", "h3")] == [[], [], []]
+    assert fleet.connect("new3", "new").documents == fleet.connect("h4").documents == []
+    fleet.settle()
+    assert fleet.heads["new3"].documents == [FleetState(1, "new1")]
+    assert fleet.heads["h4"].documents == [FleetState()]
+
+
+def test_the_document_of_a_generation_goes_with_its_last_head(fleet: MemoryFleet) -> None:
+    fleet.connect("new1", "new")
+    fleet.settle()
+    fleet.heads["new1"].session.send(FleetState(5, "new1"))
+    fleet.heads["h1"].session.send(FleetState(7, "h1"))
+    fleet.settle()
+    fleet.sessions.connection_lost(fleet.heads.pop("new1").peer)
+    fleet.connect("new2", "new")
+    fleet.connect("h4")
+    fleet.settle()
+    assert fleet.heads["new2"].documents == [FleetState()]
+    assert fleet.heads["h4"].documents == [FleetState(7, "h1")]
+
+
+def test_a_head_that_names_no_generation_is_of_the_one_of_the_coordinators_head(fleet: MemoryFleet) -> None:
+    named = fleet.connect("named", GENERATION)
+    fleet.report("h2", work())
+    fleet.settle()
+    assert named.others["h2"]
+
+
+def test_a_generation_is_what_is_compared_of_all_stages() -> None:
+    plain = {0: {"model": "a", "vLLM version": "0.32.0"}, 1: {"model": "b"}}
+    assert generation_of(plain) == generation_of({1: {"model": "b"}, 0: dict(reversed(plain[0].items()))})
+    others = [{0: plain[0]}, plain | {1: {"model": "c"}}, plain | {0: plain[0] | {"vLLM version": "0.33.0"}}]
+    assert len({generation_of(each) for each in [plain, *others]}) == 4
+
+
 def test_a_new_coordinator_says_nothing_of_the_document_before_its_first_list() -> None:
     fleet = MemoryFleet()
     fresh, former = fleet.connect("fresh"), fleet.connect("former")
@@ -224,7 +285,7 @@ def test_full_resyncs_are_limited(fleet: MemoryFleet) -> None:
 
 
 def test_work_of_one_head_is_bounded() -> None:
-    session = ConnectedHead(hello("h"), b"p", 0.0)
+    session = ConnectedHead(hello("h"), "", b"p", 0.0)
     session.report(WorkReport(True, []))
     for frame in range(30):
         session.report(WorkReport(False, [work(f"r{frame}-{number}") for number in range(400)]))

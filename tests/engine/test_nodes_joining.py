@@ -4,10 +4,13 @@ The head and its node are real; most of those that are turned away have simulate
 start in seconds.
 """
 
+import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,10 +51,34 @@ def start_sim(served: NodeFleet, start_sim: StartSim) -> StartSim:
     return start_sim
 
 
-def test_a_node_of_another_configuration_ends_before_it_starts_an_engine(start_sim: StartSim) -> None:
-    node = start_sim("--headless", "--max-model-len", "512", program=tuple(serve_command(Path())[:2]))
-    assert "max model length: head has 1024, replica 512" in error_of(node, os.EX_TEMPFAIL)
+def test_a_node_with_another_model_ends_before_it_starts_an_engine(
+    start_sim: StartSim, tiny_model: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    changed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (other / "config.json").write_text(json.dumps(config | changed))
+    node = start_sim("--headless", model=other, program=tuple(serve_command(Path())[:2]))
+    why = "model: head has local files of LlamaForCausalLM, replica local files of MistralForCausalLM"
+    assert why in error_of(node, os.EX_TEMPFAIL)
     assert not node.says("EngineCore")
+
+
+def test_a_node_of_another_generation_stays_shown_and_unused(served: NodeFleet, start_sim: StartSim) -> None:
+    def others() -> list[Any]:
+        with served.head.http() as http:
+            listed = http.get("/omni/replicas").json()["replicas"]
+        return [replica for replica in listed if replica["status"] == "other-generation"]
+
+    node = start_sim("--max-model-len", "512")
+    until(lambda: others(), "the head shows it", START_S)
+    with Load(served.head) as load:
+        answer = load.send(20, stream=True)
+    assert answer.finished_whole
+    (other,) = others()
+    assert other["other_generation"] == "max model length: head has 1024, replica 512; no head of its kind"
+    assert (other["assigned"], served.head.replicas_up()) == (0, 2)
+    assert node.process.poll() is None
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ class Attachment:
 
     ready_response = b"ready"
     sleeps = False
+    machines: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Replicas of other processes: attached while listed, cordoned, lost, detached. Links in memory."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
@@ -19,7 +20,7 @@ from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     LONGEST_PAUSE_S,
 )
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, OTHER_GENERATION
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ReplicaJoined, ReplicaLeft
 from vllm_omni_plugin.replicas.remote.remote_replica import AttachRefusedError
@@ -120,6 +121,40 @@ async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_cha
     fleet.register(row(1, incarnation=2))
     await fleet.serving(1)
     assert fleet.attachments[0].info.incarnation == 2
+
+
+async def test_a_replica_of_another_generation_is_shown_and_tried_again_only_when_it_has_changed(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    differs = "vLLM version: head has 0.32.0, replica 0.33.0"
+    fleet.failures.extend([AttachRefusedError(differs, lasting=True, other_generation=True)] * 2)
+    fleet.register(row(1, in_use=False))
+    await eventually(lambda: fleet.pool.members and fleet.pool.members[0].other_generation)
+    (member,) = fleet.pool.members
+    assert (member.state, member.other_generation) == (OTHER_GENERATION, f"{differs}; no head of its kind")
+    assert "replica 0 is other-generation" in str(fleet.pool.unavailable())
+    fleet.register(row(1, in_use=True))
+    await fleet.all_handled()
+    assert (member.other_generation, fleet.pauses, len(fleet.failures)) == (differs, [], 1)
+    fleet.register(row(1, incarnation=2, in_use=True))
+    await eventually(lambda: not fleet.failures)
+    fleet.register(row(1, incarnation=3))
+    await fleet.serving(1)
+    assert (member.state, member.other_generation) == ("up", "")
+    told = [record for record in caplog.records if "of another generation" in record.getMessage()]
+    assert [record.levelname for record in told] == ["INFO"]
+
+
+async def test_a_replica_that_was_of_another_generation_is_shown_as_what_it_is_now(fleet: Fleet) -> None:
+    fleet.pause_over.clear()
+    fleet.failures.append(AttachRefusedError("dtype: head has a, replica b", lasting=True, other_generation=True))
+    fleet.register(row(1))
+    await eventually(lambda: fleet.pool.members and fleet.pool.members[0].other_generation)
+    fleet.failures.append(ReplicaError("nobody there"))
+    fleet.register(row(1, incarnation=2))
+    await eventually(lambda: fleet.pauses)
+    assert fleet.pool.members[0].state == "down"
 
 
 async def test_a_replica_with_an_invalid_ready_response_is_refused_and_not_reported(

@@ -105,6 +105,8 @@ async def test_a_suspect_avoids_the_replica_that_it_may_have_crashed() -> None:
 
 async def test_with_one_replica_suspects_run_apart_only_after_the_second_crash() -> None:
     async with FakeFleet(replicas=1, replica_wait=LONG) as fleet:
+        # No request goes to it.
+        fleet.pool.add().other_generation = "dtype: head has a, replica b"
         for name in "abc":
             await fleet.submit(name)
         for homes in ([0, 0, 0], [0, None, None]):

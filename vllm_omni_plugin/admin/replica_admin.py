@@ -25,7 +25,9 @@ class ReplicaReport:
 
     Attributes:
         id: `<stage>.<replica>`.
-        status: `up`: takes requests; `draining`: attached without new requests; `down` or `error`: lost.
+        status: `up`: takes requests; `draining`: attached without new requests; `down` or `error`: lost;
+            `other-generation`: only heads with its version and configuration use it.
+        other_generation: how it differs from this head, and whether a head uses it; "" if it does not differ.
         cordons: why it gets no new requests: `admin`: an operator drains it; `drain`: its own server is ending;
             `late`: its server answers late; `asleep`: it was found paused or asleep; `weights`: weights were updated
             before its engine started; `stall`: it answered and computed nothing, and serves again once a request that
@@ -43,6 +45,7 @@ class ReplicaReport:
     stage: int
     replica: int
     status: str
+    other_generation: str
     cordons: list[str]
     remote: bool
     machines: list[str]
@@ -83,9 +86,13 @@ class FleetAdmin:
         if replica not in members:
             raise UnknownReplicaError(f"There is no replica {replica}. There are: {', '.join(members) or 'none'}.")
         member = members[replica]
+        if member.other_generation:
+            raise ReplicaError(
+                f"Replica {replica} is of another generation: ask a head of its kind, or end it at its node."
+            )
         if action == "resume" and ADMIN_CORDON not in member.cordons:
             reasons = f", cordoned: {', '.join(sorted(member.cordons))}" if member.cordons else ""
-            state = f"it is {member.status.value}{reasons}"
+            state = f"it is {member.state}{reasons}"
             raise ReplicaError(f"Replica {replica} is not drained by an operator ({state}).")
         reply: Future[None] = Future()
         self.orchestrator.rpc_async_queue.put(ManageReplica(action, member.stage_id, member.replica_id, reply))
@@ -102,7 +109,8 @@ def _report(member: PoolMember, now: float) -> ReplicaReport:
         id=member.name,
         stage=member.stage_id,
         replica=member.replica_id,
-        status=member.status.value,
+        status=member.state,
+        other_generation=member.other_generation,
         cordons=cordons,
         remote=member.remote,
         machines=list(member.machines),

@@ -28,6 +28,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     SessionLost,
     Welcome,
     engine_key,
+    generation_of,
 )
 from vllm_omni_plugin.coordinator.server.service import OmniCoordinator
 
@@ -58,5 +59,6 @@ __all__ = [
     "encode_event",
     "encode_replica_list",
     "engine_key",
+    "generation_of",
     "query_head",
 ]

@@ -17,6 +17,8 @@ from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaStatus
 from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, StageState
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.replicas.control.lease_messages import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
     Attached,
     AttachRefused,
     Expired,
@@ -120,6 +122,8 @@ async def test_a_restarted_engine_was_told_nothing(node: Node, monkeypatch: pyte
     ("field", "value", "lasting", "reason"),
     [
         ("protocol", 99, True, "protocol: head has 99, replica 5"),
+        ("protocol", OLDEST_PROTOCOL_VERSION - 1, True, "protocol: head has 4, replica 5"),
+        ("protocol", PROTOCOL_VERSION + 3, True, "protocol: head has 8, replica 5"),
         ("incarnation", 3, False, "incarnation: head has 3"),
         ("incarnation", 2**62, False, "incarnation: head has 4611686018427387904"),
         ("fingerprint", {"model": "tiny", "dtype": "bf16"}, True, "dtype: head has bf16, replica float32"),
@@ -136,12 +140,45 @@ async def test_a_head_with_another_configuration_is_refused_with_both_values(
     assert isinstance(answer, AttachRefused)
     assert answer.lasting is lasting
     assert reason in answer.reason
+    assert answer.other_generation is ("dtype" in reason)
+
+
+async def test_a_head_of_one_of_the_next_two_versions_attaches_since_it_reads_this_one(node: Node) -> None:
+    info = await node.up()
+    for protocol in (PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2):
+        async with node.head() as head:
+            assert isinstance(await head.try_attach(info.incarnation, protocol=protocol), Attached)
+
+
+async def test_it_announces_whether_a_head_is_attached(start_node: StartNode) -> None:
+    node = await start_node(heartbeat_interval=0.05)
+    assert (await node.up()).in_use is False
+    async with node.attached() as head:
+        await eventually(lambda: node.info is not None and node.info.in_use is True)
+        await detach_and_wait(head)
+        await eventually(lambda: node.info is not None and node.info.in_use is False)
+
+
+async def test_heads_that_differ_in_another_stage_of_their_pipeline_use_it_one_generation_after_the_other(
+    node: Node,
+) -> None:
+    info = await node.up()
+    async with node.head() as first, node.head() as same, node.head() as other, node.head() as older:
+        assert isinstance(await first.try_attach(info.incarnation, generation="a"), Attached)
+        assert isinstance(await same.try_attach(info.incarnation, generation="a"), Attached)
+        refused = await other.try_attach(info.incarnation, generation="b")
+        assert isinstance(refused, AttachRefused)
+        assert not refused.lasting
+        assert "its own replicas of every stage" in refused.reason
+        # A head that names none may be of any.
+        assert isinstance(await older.try_attach(info.incarnation), Attached)
 
 
 @pytest.mark.parametrize("said", [{"protocol": 99}, {"fingerprint": {}}, {"fingerprint": {"model": "tiny"}}])
 async def test_without_a_secret_only_the_log_names_the_difference(
     node: Node, caplog: pytest.LogCaptureFixture, said: dict[str, Any]
 ) -> None:
+    caplog.set_level(logging.INFO)
     info = await node.up()
     async with node.head() as stranger:
         answers = [await stranger.try_attach(info.incarnation, **said) for _ in range(2)]

@@ -3,17 +3,17 @@
 import asyncio
 import itertools
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.fakes.conditions import eventually
 from tests.sim.protocol.heads import FAST
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
-from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork
+from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator, ReplicaWork, generation_of
 from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, PoolMember, SessionListener, StagePool
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
@@ -37,20 +37,31 @@ SETTINGS = replace(FAST, max_num_seqs=16, max_model_len=100_000, kv_blocks=1_000
 
 
 class WholeHead:
-    """A head process without AsyncLLM, as an asynchronous context manager; `produced` counts tokens by request."""
+    """A head process without AsyncLLM, as an asynchronous context manager; `produced` counts tokens by request.
 
-    def __init__(self, coordinator: str, head_id: str, replicas: int) -> None:
+    `tokens` are those of the requests that ended.
+    """
+
+    def __init__(
+        self, coordinator: str, head_id: str, replicas: int, fingerprint: Mapping[str, str] = FINGERPRINT
+    ) -> None:
         self._replicas = replicas
         self.produced: Counter[str] = Counter()
+        self.tokens: defaultdict[str, list[int]] = defaultdict(list)
         self.ended: dict[str, Any] = {}
         self.statistics: Any = None
         self._exchange = WorkExchange(self._report)
         self.pool = StagePool(0, LeastQueueLengthBalancer(), traits=PoolTraits(exchange=self._exchange))
         self.orchestrator = Orchestrator([self.pool], [EngineApi()], HeadRules(3), time.monotonic)
         self.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self._client)
-        settings = AttachSettings({0: EngineApi()}, head_id, {0: FINGERPRINT}, INTERVAL, TIMEOUT)
+        settings = AttachSettings({0: EngineApi()}, head_id, {0: fingerprint}, INTERVAL, TIMEOUT)
         self._remote = RemoteReplicas(self.orchestrator, self.fleet_calls, settings)
-        self._client = OmniCoordClientForHead(coordinator, head_id, SessionListener(self.orchestrator.rpc_async_queue))
+        self._client = OmniCoordClientForHead(
+            coordinator,
+            head_id,
+            SessionListener(self.orchestrator.rpc_async_queue),
+            generation=generation_of({0: fingerprint}),
+        )
         self._more = asyncio.Event()
 
     async def __aenter__(self) -> "WholeHead":
@@ -106,12 +117,20 @@ class WholeHead:
             self.ended[item.request_id] = item.error
         for output in getattr(item, "outputs", ()):
             self.produced[output.request_id] += len(output.new_token_ids)
+            self.tokens[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
                 self.ended[output.request_id] = str(output.finish_reason)
         self.statistics = getattr(item, "scheduler_stats", None) or self.statistics
 
 
-NewHead = Callable[[], WholeHead]
+class NewHead(NamedTuple):
+    """Makes heads for these replica servers."""
+
+    servers: Sequence[ReplicaServer]
+    make: Callable[[], WholeHead]
+
+    def __call__(self) -> WholeHead:
+        return self.make()
 
 
 @asynccontextmanager
@@ -127,18 +146,26 @@ async def open_site() -> AsyncIterator[NewHead]:
 
 @asynccontextmanager
 async def open_nodes(
-    coordinator: str, replicas: int = 1, engine_settings: EngineSettings = SETTINGS
+    coordinator: str,
+    replicas: int = 1,
+    engine_settings: EngineSettings = SETTINGS,
+    fingerprint: Mapping[str, str] = FINGERPRINT,
 ) -> AsyncIterator[NewHead]:
     """Replica servers with a simulated engine each; makes their heads."""
     numbers = itertools.count()
-    settings = ServerSettings("127.0.0.1", None, coordinator, 0, INTERVAL, TIMEOUT, 5.0, None, FINGERPRINT)
+    settings = ServerSettings("127.0.0.1", None, coordinator, 0, INTERVAL, TIMEOUT, 5.0, None, fingerprint)
     raise_limits(replicas)
     with EngineHost() as host, ThreadPoolExecutor(2 * replicas) as executor:
         launcher = SimLauncher(host, engine_settings, ready_response)
         servers = [ReplicaServer(settings, launcher, index, EngineApi(), executor) for index in range(replicas)]
         running = [asyncio.create_task(server.run()) for server in servers]
         try:
-            yield lambda: WholeHead(coordinator, f"head-{next(numbers)}", replicas)
+            yield NewHead(
+                servers,
+                lambda: WholeHead(
+                    coordinator, f"head-{next(numbers)} of {generation_of({0: fingerprint})}", replicas, fingerprint
+                ),
+            )
         finally:
             for server in servers:
                 server.stop_now("the test is over")

@@ -42,8 +42,8 @@ _gauge, _counter = partial(_metric, "gauge"), partial(_metric, "counter")
 METRICS = (
     _gauge(
         "replicas{stage,state}",
-        "Replicas by state (`up`, `draining`, `down`, `error`). All heads see the same ones: take the maximum "
-        "over heads.",
+        "Replicas by state (`up`, `draining`, `down`, `error`, `other-generation`). All heads of a generation see the "
+        "same: take the maximum over heads.",
         "livemostrecent",
     ),
     _gauge(
@@ -152,7 +152,8 @@ METRICS = (
     ),
     _gauge(
         "heads",
-        "Heads in contact with this one, and itself; each API server counts. Missing in a fleet that nobody can join.",
+        "Heads of this generation in contact with this one, and itself; each API server counts. Missing in a fleet "
+        "that nobody can join.",
         "livemin",
     ),
     *(MetricDefinition(name, "histogram", labels, meaning) for name, (labels, meaning) in HISTOGRAMS.items()),

@@ -12,6 +12,7 @@ from vllm_omni_plugin.admin.metrics.catalogue import BY_NAME, PREFIX
 from vllm_omni_plugin.admission import Admission
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember, StagePool
+from vllm_omni_plugin.orchestrator.pool.pool_member import OTHER_GENERATION
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 
 
@@ -117,10 +118,9 @@ class FleetCollector(Collector):
     def _replicas(self) -> Iterator[Metric]:
         pools = self._orchestrator.stage_pools
         members = [member for pool in pools for member in pool.members]
-        states = Counter((member.stage_id, member.status) for member in members)
-        by_state = [
-            ((pool.stage_id, status.value), states[pool.stage_id, status]) for pool in pools for status in ReplicaStatus
-        ]
+        states = Counter((member.stage_id, member.state) for member in members)
+        shown = [*(status.value for status in ReplicaStatus), OTHER_GENERATION]
+        by_state = [((pool.stage_id, state), states[pool.stage_id, state]) for pool in pools for state in shown]
         yield _family("replicas", by_state)
         yield _family(
             "replica_info", [((member.stage_id, member.replica_id, member.engine_index), 1) for member in members]

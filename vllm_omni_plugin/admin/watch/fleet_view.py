@@ -78,7 +78,8 @@ class FleetView:
         rate, hit_rate = self.rates.rates_of(member.name)
         return {
             "id": member.name,
-            "status": member.status.value,
+            "status": member.state,
+            "other_generation": member.other_generation,
             "cordons": sorted(member.cordons),
             "remote": member.remote,
             "address": member.input_addr if member.remote else "",

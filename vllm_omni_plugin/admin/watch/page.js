@@ -187,7 +187,7 @@ function showMeter({ meter, text }, value, most, words) {
 function showReplica(shown, replica, mostRequests, mostTokens) {
   shown.row.className = `replica ${replica.status}`;
   const cordoned = replica.cordons.length ? `, cordoned: ${replica.cordons.join(", ")}` : "";
-  write(shown.status, replica.status + cordoned);
+  write(shown.status, replica.status + (replica.other_generation ? `: ${replica.other_generation}` : cordoned));
   const [requests, tokens, kv] = shown.meters;
   showMeter(requests, replica.requests, mostRequests, `${number(replica.requests)}, ${number(replica.waiting)} wait`);
   showMeter(tokens, replica.tokens, replica.kv_tokens || mostTokens, number(replica.tokens));
@@ -213,9 +213,10 @@ function showStages(stages) {
       column = place.appendChild(make("section", "stage", make("h3"), make("ul")));
       column.id = id;
     }
-    const up = stage.replicas.filter((replica) => replica.status === "up").length;
+    const own = stage.replicas.filter((replica) => !replica.other_generation);
+    const up = own.filter((replica) => replica.status === "up").length;
     const name = stage.name ? `Stage ${stage.stage}, ${stage.name}` : `Stage ${stage.stage}`;
-    write(column.firstChild, `${name}: ${up} of ${stage.replicas.length} up, policy ${stage.policy}`);
+    write(column.firstChild, `${name}: ${up} of ${own.length} up, policy ${stage.policy}`);
     const mostRequests = Math.max(...stage.replicas.map((replica) => replica.requests));
     const mostTokens = Math.max(...stage.replicas.map((replica) => replica.tokens));
     stage.replicas.forEach((replica, index) => {

@@ -141,7 +141,7 @@ def _row(replica: Mapping[str, Any]) -> tuple[str, ...]:
         _format(replica["hit_rate"], "{:.0%}"),
         _format(replica["heartbeat_seconds"], "{:.1f} s"),
         str(replica["restarts"]),
-        ", ".join(replica["cordons"]) or "-",
+        ", ".join(replica["cordons"]) or replica.get("other_generation") or "-",
     )
     return tuple(map(_printable, cells))
 

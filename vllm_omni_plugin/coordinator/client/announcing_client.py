@@ -61,6 +61,7 @@ class OmniCoordClientForStage:
             control_addr=control_addr,
             number=number,
             host_slot=host_slot,
+            in_use=False,
         )
         self._queue_event("update", ReplicaStatus.UP, 0)
         self._link = CoordinatorLink(coord_zmq_addr, open_dealer, secrets, self._link_changed)
@@ -97,10 +98,10 @@ class OmniCoordClientForStage:
             )
             self._link.wake()
 
-    def set_replica_id(self, replica_id: int) -> None:
-        """Announce an id from now on, see `ReplicaEvent`. Ignored once closed."""
+    def announce_use(self, replica_id: int, in_use: bool) -> None:
+        """Announce this with the next event, see `ReplicaEvent`. Ignored once closed."""
         with self._lock:
-            self._last = replace(self._last, replica_id=replica_id)
+            self._last = replace(self._last, replica_id=replica_id, in_use=in_use)
 
     def close(self) -> None:
         """Send DOWN, waiting up to 2 s for it to be sent, and close. Raises RuntimeError when called again."""

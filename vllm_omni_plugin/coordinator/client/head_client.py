@@ -31,8 +31,8 @@ class OmniCoordClientForHead:
     One thread owns the socket; all methods are thread-safe. It calls ``on_event``, after a `Welcome` of which the head
     must report its work in full, and ``on_unreachable``, with the reason while there is no session and "" once there is
     one. Neither may block. A coordinator that is away is no error: the last list remains valid, and the work of the
-    other heads is unknown. ``head_id`` is unique among all heads, with 128 characters at most. ``heartbeat_interval``
-    is in seconds; more than 1 counts as 1.
+    other heads is unknown. ``head_id`` is unique among all heads, with 128 characters at most. ``generation``: see
+    `Hello`. ``heartbeat_interval`` is in seconds; more than 1 counts as 1.
 
     Raises `ConfigError` for an address or interval that cannot be used, `WireError` for such a ``head_id``.
     """
@@ -43,6 +43,7 @@ class OmniCoordClientForHead:
         head_id: str,
         on_event: Callable[[SessionEvent], None],
         *,
+        generation: str = "",
         secrets: Secrets | None = None,
         heartbeat_interval: float = 1.0,
         on_unreachable: Callable[[str], None] | None = None,
@@ -54,7 +55,7 @@ class OmniCoordClientForHead:
         self._on_unreachable = on_unreachable
         self._lock = threading.Lock()
         self._closed = False
-        self._session = HeadSession(head_id)
+        self._session = HeadSession(head_id, generation)
         self._coordinator = f"the coordinator at {coord_zmq_addr}"
         self._problem: str | None = None
         self._link = CoordinatorLink(coord_zmq_addr, open_head_dealer, secrets, self._link_changed)

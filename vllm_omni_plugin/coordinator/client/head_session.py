@@ -40,11 +40,12 @@ class HeadSession:
 
     A session ends with its connection, after `SILENCE_TIMEOUT`, with an invalid frame, and when more than
     `HEAD_QUEUE_FRAMES` wait to be sent. A full resync in both directions follows. ``frames`` are to be sent while there
-    is a connection. Raises `WireError` if the coordinator would refuse the id.
+    is a connection. ``generation``: see `Hello`. Raises `WireError` if the coordinator would refuse the id.
     """
 
-    def __init__(self, head_id: str) -> None:
+    def __init__(self, head_id: str, generation: str = "") -> None:
         self._head_id = head_id
+        self._generation = generation
         self._number = 0
         self._last_frame_at: float | None = None
         self._is_open = False
@@ -120,7 +121,7 @@ class HeadSession:
 
     def _send_hello(self) -> None:
         self.frames.clear()
-        self.frames.append(encode_from_head(Hello(self._head_id, self._number, SESSION_PROTOCOL)))
+        self.frames.append(encode_from_head(Hello(self._head_id, self._number, SESSION_PROTOCOL, self._generation)))
 
     def _add(self, message: FromHead) -> None:
         frame = encode_from_head(message)

@@ -19,6 +19,7 @@ MAX_EVENT_BYTES = 64 * 1024
 # A full membership table with the longest addresses is smaller than this.
 MAX_REPLICA_LIST_BYTES = 24 * 1024 * 1024
 _MAX_DETAIL_CHARS = 200
+_LATER_VERSIONS = 2
 
 StageId = Annotated[int, Meta(ge=0, le=MAX_STAGE_ID)]
 QueueLength = Annotated[int, Meta(ge=0, le=MAX_QUEUE_LENGTH)]
@@ -56,6 +57,7 @@ class ReplicaEvent(Struct, frozen=True):
         host_slot: Names the replica's place on its machine, in all its restarts. Only one process has it at a time.
             Empty: unknown.
         replica_id: The last id that a head called it by, see `ReplicaInfo`. -1: unknown.
+        in_use: Whether a head is attached to it. None: unknown.
     """
 
     input_addr: Address
@@ -70,6 +72,7 @@ class ReplicaEvent(Struct, frozen=True):
     number: OptionalNumber = -1
     host_slot: OptionalHostSlot = ""
     replica_id: OptionalReplicaId = -1
+    in_use: bool | None = None
 
 
 class HasReplicaAddress(Protocol):
@@ -96,7 +99,10 @@ class ReplicaKey(NamedTuple):
 
 
 class ReplicaInfo(Struct, frozen=True):
-    """One row of the replica list. Times are seconds since the epoch. ``replica_id``: within the stage; -1: none."""
+    """One row of the replica list. Times are seconds since the epoch. ``replica_id``: within the stage; -1: none.
+
+    ``in_use``: see `ReplicaEvent`.
+    """
 
     input_addr: Address
     output_addr: Address
@@ -108,6 +114,7 @@ class ReplicaInfo(Struct, frozen=True):
     incarnation: Ordinal = 0
     control_addr: OptionalAddress = ""
     replica_id: OptionalReplicaId = -1
+    in_use: bool | None = None
 
 
 class ReplicaList(Struct, frozen=True):
@@ -125,6 +132,14 @@ class ReplicaList(Struct, frozen=True):
     replicas: list[ReplicaInfo]
     timestamp: WallSeconds
     no_new_work: list[ReplicaInfo] = []
+
+
+def is_compatible(theirs: int, ours: int, oldest: int) -> bool:
+    """Whether two ends of these versions understand each other. ``oldest``: the oldest version that this end reads.
+
+    Each version reads the two before it, so this end may rely on the next two to read it.
+    """
+    return oldest <= theirs <= ours + _LATER_VERSIONS
 
 
 _T = TypeVar("_T")

@@ -4,7 +4,7 @@ docs/wire.md has a table of them, which `tools.wire_page` makes from their docst
 object whose first key is ``type``. A frame to a head is a list of such objects; an empty list answers a `Beat`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Annotated, Any
 
@@ -27,11 +27,12 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, OptionalHeadId, Version
 from vllm_omni_plugin.errors import WireError
 
-SESSION_PROTOCOL = 4
-"""Version of these messages. Both ends must have the same."""
+SESSION_PROTOCOL = OLDEST_SESSION_PROTOCOL = 4
+"""Version of these messages, and the oldest one that is read, at least two back from the next version on."""
 
 MAX_HEAD_ID_CHARS = 128
 MAX_METHOD_CHARS = 128
+MAX_GENERATION_CHARS = 64
 MAX_NAMED_ENGINES = 8192
 MAX_STAGES = 1024
 MAX_ERROR_CHARS = 4096
@@ -68,6 +69,12 @@ def engine_key(stage_id: int, input_addr: str, output_addr: str, incarnation: in
     return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest()) % ENGINE_KEYS
 
 
+def generation_of(fingerprints: Mapping[int, Mapping[str, str]]) -> str:
+    """Return the name of a head's generation: a digest of what is compared with replicas, of all its stages."""
+    compared = sorted((stage_id, sorted(fields.items())) for stage_id, fields in fingerprints.items())
+    return blake2b(_encoder.encode(compared), digest_size=8).hexdigest()
+
+
 class ReplicaWork(Struct, frozen=True, array_like=True, gc=False):
     """The work in flight of one head on one replica, and its first LoRA adapters. Zero requests: none any more."""
 
@@ -81,11 +88,15 @@ class Hello(Struct, frozen=True, tag="hello"):
     """Opens a session. The head repeats it until it gets `Welcome` or `SessionRefused`.
 
     If lost: it is repeated every second until it is answered.
+
+    ``generation``: see `generation_of`. Heads know only those of their own, and share a document with them. Empty: an
+    older head, which is of the generation of the coordinator's own head.
     """
 
     head_id: HeadId
     session: Ordinal
     protocol: Ordinal
+    generation: Annotated[str, Meta(max_length=MAX_GENERATION_CHARS)] = ""
 
 
 class Beat(Struct, frozen=True, tag="beat"):
@@ -176,7 +187,7 @@ class HeadInfo(Struct, frozen=True, tag="head_info"):
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
-    """A full resync begins. ``heads`` are the other heads.
+    """A full resync begins. ``heads`` are the other heads of this generation.
 
     If lost: resync.
     """

@@ -22,7 +22,7 @@ from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
     Wakeup,
     poll_ms,
 )
-from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, HeadQuery, is_of_head
+from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, HeadQuery, generation_of, is_of_head
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames
 from vllm_omni_plugin.coordinator.state.connected_heads import RELAY_INTERVAL, ConnectedHeads
@@ -71,7 +71,7 @@ class OmniCoordinator:
         published for ``settle_time`` seconds, so that heads get no list before replicas had time to register again. The
         head's own engines do not register: they have the ids of a stage below ``first_replica_ids`` and the numbers
         below ``reserved_numbers``. None as ``secrets`` admits everybody, without encryption. Nodes can query the
-        ``fingerprints`` of stages if there are secrets.
+        ``fingerprints`` of stages, those of the head beside this coordinator, if there are secrets.
         """
         if not heartbeat_timeout > 0:
             raise ConfigError(f"heartbeat_timeout must be positive, got {heartbeat_timeout}")
@@ -87,7 +87,7 @@ class OmniCoordinator:
         self._replica_ids = ReplicaIds(first_replica_ids)
         self._numbers = ReplicaNumbers(reserved_numbers)
         self._lists = ListDeltas(self._table, self._replica_ids)
-        self._heads = ConnectedHeads(self._lists)
+        self._heads = ConnectedHeads(self._lists, generation_of(fingerprints or {}))
         self._drops = DropLog()
         self._ticked_at = clock()
         self._settled_at = self._ticked_at + settle_time

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 
 from msgspec import Raw
 
+from vllm_omni_plugin.coordinator.protocol.control_messages import is_compatible
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
     MAX_ERROR_CHARS,
+    OLDEST_SESSION_PROTOCOL,
     SESSION_PROTOCOL,
     Beat,
     Bye,
@@ -48,13 +50,14 @@ _ANSWER_TO_BEAT = b"[]"
 
 
 class ConnectedHead:
-    """One head: its connection (``peer`` is the ROUTER's id of it), and its work in flight, which outlives it.
+    """One head of a generation: its connection (``peer``: the ROUTER's id of it), and its work, which outlives that.
 
     A head that is not ``synced`` gets nothing before a full resync.
     """
 
-    def __init__(self, hello: Hello, peer: bytes, now: float) -> None:
+    def __init__(self, hello: Hello, generation: str, peer: bytes, now: float) -> None:
         self.head_id = hello.head_id
+        self.generation = generation
         self.last_message_at = now
         self.synced_at = float("-inf")
         self._work: dict[int, ReplicaWork] = {}
@@ -100,13 +103,19 @@ class ConnectedHead:
 
 
 class ConnectedHeads:
-    """At most `MAX_HEADS` heads. Times are monotonic seconds."""
+    """At most `MAX_HEADS` heads. Times are monotonic seconds.
 
-    def __init__(self, lists: ListDeltas) -> None:
+    All get the same list. All else, from the ids of other heads to the document, stays within a generation: another
+    one has other replicas. ``generation`` is that of heads that name none.
+    """
+
+    def __init__(self, lists: ListDeltas, generation: str = "") -> None:
         self._lists = lists
+        self._generation = generation
         self._heads: dict[str, ConnectedHead] = {}
         self._by_peer: dict[bytes, ConnectedHead] = {}
-        self._calls = RelayedCalls()
+        # By generation, while it has heads.
+        self._calls: dict[str, RelayedCalls] = {}
         # Before its first list, a new coordinator waits for heads with a later state.
         self._tells_state = lists.has_list
         self._relayed_at = float("-inf")
@@ -133,7 +142,8 @@ class ConnectedHeads:
             case Bye():
                 return self._remove(head)
             case _:
-                return self._encode(self._calls.handle(head.head_id, message, self._synced_ids()))
+                synced = [other.head_id for other in self._heads_of(head.generation) if other.synced]
+                return self._encode(self._calls[head.generation].handle(head.head_id, message, synced))
         return []
 
     def mark_out_of_sync(self, peer: bytes) -> None:
@@ -144,9 +154,10 @@ class ConnectedHeads:
     def connection_lost(self, peer: bytes) -> list[OutgoingFrame]:
         return self._remove(self._by_peer[peer]) if peer in self._by_peer else []
 
-    def broadcast(self, messages: Iterable[Raw]) -> list[OutgoingFrame]:
+    def broadcast(self, messages: Iterable[Raw], generation: str | None = None) -> list[OutgoingFrame]:
+        """Frames for all heads, or for those of a generation."""
         frames = list(frames_to_head(messages))
-        return [(head.peer, frame) for head in self._heads.values() if head.synced for frame in frames]
+        return [(head.peer, frame) for head in self._heads_of(generation) if head.synced for frame in frames]
 
     def tick(self, now: float) -> list[OutgoingFrame]:
         """Resync the heads that need it, and relay reported work at most every `RELAY_INTERVAL`."""
@@ -156,12 +167,14 @@ class ConnectedHeads:
                 frames += self._resync(head, now)
         if self._lists.has_list and not self._tells_state:
             self._tells_state = True
-            frames += self.broadcast([encode_to_head(self._calls.state)])
+            for generation, calls in self._calls.items():
+                frames += self.broadcast([encode_to_head(calls.state)], generation)
         if now >= self._relayed_at + RELAY_INTERVAL:
-            changes = [encode_to_head(head.take_changes()) for head in self._heads.values() if head.has_changes]
-            if changes:
-                self._relayed_at = now
-                frames += self.broadcast(changes)
+            for generation in self._calls:
+                changed = [head for head in self._heads_of(generation) if head.has_changes]
+                if changed:
+                    self._relayed_at = now
+                    frames += self.broadcast([encode_to_head(head.take_changes()) for head in changed], generation)
         return frames
 
     def expire(self, now: float, late_by: float = 0.0) -> list[OutgoingFrame]:
@@ -187,10 +200,10 @@ class ConnectedHeads:
         return peer, frame
 
     def _open(self, peer: bytes, hello: Hello, now: float) -> list[OutgoingFrame] | None:
-        if hello.protocol != SESSION_PROTOCOL:
+        if not is_compatible(hello.protocol, SESSION_PROTOCOL, OLDEST_SESSION_PROTOCOL):
             raise WireError(
                 f"head {hello.head_id} speaks version {hello.protocol} and the coordinator version {SESSION_PROTOCOL}: "
-                "all heads of a fleet need the same version of vllm-omni-plugin"
+                "their versions of vllm-omni-plugin are more than two apart"
             )
         head = self._heads.get(hello.head_id)
         if self._by_peer.get(peer, head) is not head:
@@ -199,7 +212,9 @@ class ConnectedHeads:
         if head is None:
             if len(self._heads) >= MAX_HEADS:
                 raise TableFullError(f"there are {MAX_HEADS} heads already")
-            head = self._heads[hello.head_id] = ConnectedHead(hello, peer, now)
+            head = ConnectedHead(hello, hello.generation or self._generation, peer, now)
+            self._heads[hello.head_id] = head
+            self._calls.setdefault(head.generation, RelayedCalls())
         elif hello.session < head.session or (hello.session == head.session and peer != head.peer):
             return None
         else:
@@ -210,20 +225,21 @@ class ConnectedHeads:
         return []
 
     def _resync(self, head: ConnectedHead, now: float) -> list[OutgoingFrame]:
-        frames = self._encode(self._calls.head_resynced(head.head_id))
+        calls = self._calls[head.generation]
+        frames = self._encode(calls.head_resynced(head.head_id))
         head.synced, head.synced_at = True, now
-        others = [other for other in self._heads.values() if other is not head]
+        others = [other for other in self._heads_of(head.generation) if other is not head]
         full_list = self._lists.full_list(now)
         messages = [encode_to_head(Welcome([other.head_id for other in others]))]
         if full_list is not None:
             messages.append(full_list)
         messages += [encode_to_head(work) for other in others if (work := other.all_work()) is not None]
         if self._tells_state:
-            messages.append(encode_to_head(self._calls.state))
+            messages.append(encode_to_head(calls.state))
         return frames + [(head.peer, frame) for frame in frames_to_head(messages)]
 
-    def _synced_ids(self) -> list[str]:
-        return [head.head_id for head in self._heads.values() if head.synced]
+    def _heads_of(self, generation: str | None) -> list[ConnectedHead]:
+        return [head for head in self._heads.values() if generation in (None, head.generation)]
 
     def _encode(self, messages: OutgoingMessages) -> list[OutgoingFrame]:
         """Return the frames for synced heads. The others get the content with their resync."""
@@ -237,9 +253,9 @@ class ConnectedHeads:
     def _remove(self, head: ConnectedHead) -> list[OutgoingFrame]:
         del self._heads[head.head_id]
         del self._by_peer[head.peer]
-        frames = self.broadcast([encode_to_head(HeadLeft(head.head_id))])
-        frames += self._encode(self._calls.head_resynced(head.head_id))
-        if not self._heads:
+        frames = self.broadcast([encode_to_head(HeadLeft(head.head_id))], head.generation)
+        frames += self._encode(self._calls[head.generation].head_resynced(head.head_id))
+        if not self._heads_of(head.generation):
             # Engines are reset when their last head has left.
-            self._calls = RelayedCalls()
+            del self._calls[head.generation]
         return frames

@@ -93,6 +93,7 @@ def _row(member: Member, replica_ids: ReplicaIds, wall_offset: float) -> Replica
         incarnation=event.incarnation,
         control_addr=event.control_addr,
         replica_id=replica_ids.id_of(event),
+        in_use=event.in_use,
     )
 
 

@@ -8,7 +8,7 @@ from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import RefusedByHeadError
 from vllm_omni_plugin.integration.checks.check_result import CheckResult, Level
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.replica_server.attached_heads import differences
+from vllm_omni_plugin.replicas.replica_server.attached_heads import differences, is_other_generation
 
 logger = init_logger(__name__)
 
@@ -39,7 +39,7 @@ def require_fitting_head(coordinator: str, options: OmniConfig, host_slots: Sequ
 
 
 def require_same_model(answer: HeadQueryResult, stage_id: int, fingerprint: Mapping[str, str]) -> None:
-    """Raise RefusedByHeadError if the node's fingerprint differs from the one in the head's answer."""
+    """Raise RefusedByHeadError if the node has another model than the head in the answer."""
     _refuse_errors(check_model(answer, stage_id, fingerprint))
 
 
@@ -83,7 +83,14 @@ def check_model(answer: HeadQueryResult, stage_id: int, fingerprint: Mapping[str
     if not answer.info.stages:
         yield CheckResult(Level.UNKNOWN, "model: not compared, because a head without a secret does not tell its model")
     elif stage_id in answer.info.stages:
-        if differing := differences(answer.info.fingerprint, fingerprint):
+        differing = differences(answer.info.fingerprint, fingerprint)
+        if differing and is_other_generation(answer.info.fingerprint, fingerprint):
+            yield CheckResult(
+                Level.WARNING,
+                f"model: it is of another generation than the head's ({'; '.join(differing)}): only heads of its own "
+                "kind use it",
+            )
+        elif differing:
             yield CheckResult(
                 Level.ERROR,
                 f"model: it differs from the head's ({'; '.join(differing)}): start head and node with the same "

@@ -223,6 +223,7 @@ class FleetClient(UtilityCallClient):
             }
             for pool in self.orchestrator.stage_pools
             for member in pool.members
+            if not member.other_generation
         ]
         return {"schema_version": 1, "total_engines": len(engines), "engines": engines}
 

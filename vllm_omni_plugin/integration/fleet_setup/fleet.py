@@ -10,7 +10,7 @@ from typing import Any, cast
 from vllm_omni_plugin.admission import AdmissionConfig, load_admission
 from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork
+from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork, generation_of
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
@@ -71,6 +71,7 @@ class Fleet:
             if options.is_open:
                 listen_for_transfers_at(engines_address(options))
         self._plans = stage_plans(options, vllm_config, executor_class, log_stats)
+        self._fingerprints = {plan.stage_id: plan.fingerprint for plan in self._plans}
         for plan in self._plans:
             if plan.vllm_config is not None:
                 fix_backend(plan.vllm_config)
@@ -171,6 +172,7 @@ class Fleet:
             address,
             self._head_id,
             SessionListener(self.orchestrator.rpc_async_queue),
+            generation=generation_of(self._fingerprints),
             secrets=self._secrets,
             heartbeat_interval=self._options.heartbeat_interval,
             on_unreachable=self._on_session,
@@ -210,7 +212,7 @@ class Fleet:
         settings = AttachSettings(
             codecs={plan.stage_id: plan.api for plan in self._plans},
             head_id=self._head_id,
-            fingerprints={plan.stage_id: plan.fingerprint for plan in self._plans},
+            fingerprints=self._fingerprints,
             heartbeat_interval=self._options.heartbeat_interval,
             heartbeat_timeout=self._options.heartbeat_timeout,
             lease_timeout=self._options.lease_timeout,

@@ -74,6 +74,8 @@ class RemoteReplicaKeeper:
         self.joined = self.unlisted = False
         self._replica: RemoteReplica | None = None
         self._last_failure = ""
+        # From this head, in words, if it is of another generation.
+        self._differences = ""
         self._stall_backoff = Backoff(FIRST_STALL_PAUSE_S, LONGEST_STALL_PAUSE_S)
 
     @property
@@ -85,6 +87,7 @@ class RemoteReplicaKeeper:
         """Apply a row of the list, which may be unchanged. A server that restarts its engine ends the lease itself."""
         changed = _relevant(info, accepts) != _relevant(self.info, self._accepts)
         self.info, self._accepts, self.unlisted = info, accepts, False
+        self._show_generation()
         if changed:
             self._changed.set()
             self._update_cordons()
@@ -128,7 +131,8 @@ class RemoteReplicaKeeper:
         self._server_drains = self._late = False
         member = self.member
         replica: RemoteReplica = await attach(member.stage_id, member.replica_id)
-        self._replica = replica
+        self._replica, self._differences = replica, ""
+        self._show_generation()
         replica.on_lost, replica.on_late = self._on_lost, self._on_late
         try:
             member.incarnation = replica.incarnation
@@ -194,6 +198,9 @@ class RemoteReplicaKeeper:
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         """Wait before the next attempt; a change of the replica's row ends the wait."""
+        is_other = isinstance(reason, AttachRefusedError) and reason.other_generation
+        self._differences = str(reason) if is_other else ""
+        self._show_generation()
         if STALL_CORDON in self.member.cordons:
             # Each head decides for itself.
             seconds = self._stall_backoff.after(0.0)
@@ -201,6 +208,11 @@ class RemoteReplicaKeeper:
             await self._delay(ALL_HEADS_LEAVE_S)
             return True
         lasting = isinstance(reason, AttachRefusedError) and reason.lasting
+        if is_other:
+            self._report(ReplicaError(f"it is of another generation: {reason}"), logging.INFO)
+            # Neither end can become another one without a restart.
+            await self._changed.wait()
+            return True
         if isinstance(reason, Exception):
             self._report(reason, logging.ERROR if lasting else logging.WARNING)
         pause = asyncio.ensure_future(self._delay(LASTING_REFUSAL_PAUSE_S if lasting else seconds))
@@ -211,6 +223,10 @@ class RemoteReplicaKeeper:
             pause.cancel()
             changed.cancel()
         return True
+
+    def _show_generation(self) -> None:
+        unused = "; no head of its kind" if self.info.in_use is False else ""
+        self.member.other_generation = self._differences and self._differences + unused
 
     @property
     def _was_taken_out(self) -> bool:

@@ -110,7 +110,8 @@ class Suspects:
         if len(losses) > 1:
             return len(run.produced) + CLEARING_TOKENS
         # A stage with one replica would serve nothing else meanwhile, so it has to crash twice.
-        return 0 if len(self._pool.members) == 1 else CLEARING_TOKENS
+        usable = [member for member in self._pool.members if not member.other_generation]
+        return 0 if len(usable) == 1 else CLEARING_TOKENS
 
     def _crashed_before(self, run: StageRun, loss: Loss) -> bool:
         """Whether an earlier crash counts against a run: one of another replica, if there is another one."""

@@ -38,6 +38,8 @@ CORDON_REASONS = {
     STALL_CORDON: ("it has stalled", "its engine computes again"),
 }
 """Why a replica is cordoned and uncordoned, in words."""
+OTHER_GENERATION = "other-generation"
+"""What users see instead of the status of a replica that only heads of another generation use."""
 
 _STAGE_STRIDE = 10_000
 """More than the replicas that one head can have sockets for."""
@@ -69,6 +71,8 @@ class PoolMember:
         machines: the addresses of its machines, if it has several.
         incarnation: the incarnation that this head is or was attached to, of a remote replica.
         cordons: why it gets no new requests; JSON has them. Replaced, since other threads read it.
+        other_generation: how its configuration differs from this head's, in words, and whether a head uses it; "": it
+            does not differ. It is never attached to.
         changed_at: monotonic seconds at which the replica last began to serve or was lost.
         leave: removes the replica for good, moves its requests and frees its id. Returns at once; raises
             `ReplicaError` if the replica cannot be reached. Set by the owner of the replica.
@@ -97,6 +101,7 @@ class PoolMember:
     machines: tuple[str, ...] = ()
     incarnation: int = 0
     cordons: frozenset[str] = frozenset()
+    other_generation: str = ""
     changed_at: float = 0.0
     leave: Callable[[], None] | None = None
     told: ReplicaState = NOTHING_TOLD
@@ -109,6 +114,11 @@ class PoolMember:
     def __post_init__(self) -> None:
         self.engine_index = engine_index(self.stage_id, self.replica_id)
         self.name = f"{self.stage_id}.{self.replica_id}"
+
+    @property
+    def state(self) -> str:
+        """What users see of it."""
+        return OTHER_GENERATION if self.other_generation else self.status.value
 
     @property
     def load(self) -> ReplicaLoad:

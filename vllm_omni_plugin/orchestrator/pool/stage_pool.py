@@ -343,7 +343,7 @@ def _states(members: Collection[PoolMember]) -> str:
     if not members:
         return "it has none"
     if len(members) > _MAX_DESCRIBED:
-        counts = Counter(member.status.value for member in members)
+        counts = Counter(member.state for member in members)
         return "of its replicas " + ", ".join(f"{count} are {status}" for status, count in sorted(counts.items()))
     return ", ".join(f"replica {member.replica_id} {_state(member)}" for member in members)
 
@@ -352,7 +352,7 @@ def _state(member: PoolMember) -> str:
     if STALL_CORDON in member.cordons:
         return "has stalled"
     waits = member.client is not None and WEIGHTS_CORDON in member.cordons
-    return "waits for a weight update" if waits else f"is {member.status.value}"
+    return "waits for a weight update" if waits else f"is {member.state}"
 
 
 def _in_engine_s(run: StageRun, now: float) -> float | None:

@@ -13,8 +13,9 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import OptionalRepli
 from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState
 from vllm_omni_plugin.replicas.kv_events.cache_log import MAX_PART, Cursor
 
-PROTOCOL_VERSION = 5
-"""Version of these messages and of the data path. A head and a server with different versions do not work together."""
+PROTOCOL_VERSION = OLDEST_PROTOCOL_VERSION = 5
+"""Version of these messages and of the data path, and the oldest one that is read, at least two back from the next
+version on."""
 
 CONTROL_ROLE = "replica"
 """Role for which the CURVE keys of control sockets are derived from the secret."""
@@ -40,6 +41,7 @@ class Attach(Struct, frozen=True, tag="attach"):
         credential: authenticates the head on the data sockets, made for this lease only: the public half of a CURVE
             key pair (Z85) if links are encrypted, else a random string of the same length.
         replica_id: of the replica list. -1: an older head, or a list without ids.
+        generation: of the head, as in its `Hello`. "": an older head.
     """
 
     protocol: int
@@ -48,6 +50,7 @@ class Attach(Struct, frozen=True, tag="attach"):
     credential: Credential
     fingerprint: Fingerprint
     replica_id: OptionalReplicaId = -1
+    generation: Text = ""
 
 
 class RenewLease(Struct, frozen=True, tag="renew_lease"):
@@ -169,10 +172,12 @@ class AttachRefused(Struct, frozen=True, tag="refused"):
     Attributes:
         reason: for the logs of both ends; names each field that differs and both values.
         lasting: a retry will fail until the head or the server is restarted.
+        other_generation: nothing is wrong: the replica is for heads with its configuration.
     """
 
     reason: Text
     lasting: bool
+    other_generation: bool = False
 
 
 class Status(Struct, frozen=True, tag="status"):

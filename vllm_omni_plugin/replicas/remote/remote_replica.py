@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
+from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus, generation_of
 from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
@@ -75,11 +75,11 @@ class ClockOffset:
 
 
 class AttachRefusedError(ReplicaError):
-    """The replica server refused the lease; `lasting`: until the head or the server is restarted."""
+    """The replica server refused the lease, see `AttachRefused`."""
 
-    def __init__(self, reason: str, lasting: bool) -> None:
+    def __init__(self, reason: str, lasting: bool, other_generation: bool = False) -> None:
         super().__init__(reason)
-        self.lasting = lasting
+        self.lasting, self.other_generation = lasting, other_generation
 
 
 def _context_for_many() -> Context:
@@ -169,11 +169,12 @@ class RemoteReplica:
                 credential.public,
                 dict(settings.fingerprints[self._info.stage_id]),
                 self._info.replica_id,
+                generation_of(settings.fingerprints),
             )
         )
         lease = await self._answer
         if isinstance(lease, AttachRefused):
-            raise AttachRefusedError(lease.reason, lease.lasting)
+            raise AttachRefusedError(lease.reason, lease.lasting, lease.other_generation)
         await self._open(lease, credential)
 
     async def _open(self, lease: Attached, credential: DataCredential) -> None:

@@ -50,9 +50,9 @@ class Announcer:
         """With `new_incarnation`, all heads must attach again."""
         self._client.update_info(status, new_incarnation=new_incarnation)
 
-    def set_replica_id(self, replica_id: int) -> None:
-        """Announce this id from now on, so that the replica keeps it at a new coordinator."""
-        self._client.set_replica_id(replica_id)
+    def announce_use(self, replica_id: int, in_use: bool) -> None:
+        """Announce the id from now on, which the replica keeps at a new coordinator, and whether heads are attached."""
+        self._client.announce_use(replica_id, in_use)
 
     async def close(self, executor: Executor) -> None:
         """Announce DOWN; takes up to two seconds."""

@@ -8,12 +8,14 @@ from typing import Any
 import zmq
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.coordinator.protocol.control_messages import is_compatible
 from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, is_later
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.cache_polling import CachePollServer
 from vllm_omni_plugin.replicas.control.lease_messages import (
     MAX_TEXT_CHARS,
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Attach,
     Attached,
@@ -38,9 +40,8 @@ logger = init_logger(__name__)
 
 _MAX_LOGGED_REFUSALS = 1024
 _NOTHING = "nothing"
-_DIFFERS = AttachRefused(
-    "its version or configuration differs; without a secret only the log of the replica names the difference", True
-)
+_DIFFERS = "its version or configuration differs; without a secret only the log of the replica names the difference"
+_SAME_IN_ALL_GENERATIONS = ("model", "stage", "stage name")
 
 
 def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str]:
@@ -52,13 +53,18 @@ def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str
     ]
 
 
+def is_other_generation(head: Mapping[str, str], replica: Mapping[str, str]) -> bool:
+    """Whether two different fingerprints may be in one fleet, as before and after an upgrade."""
+    return all(head.get(name) == replica.get(name) for name in _SAME_IN_ALL_GENERATIONS)
+
+
 class AttachedHeads:
     """Handles the messages of the control connection and owns the leases. Lives on one event loop.
 
     It outlives the engine: after a restart the new engine is set with `admit`. `first_ports` (inputs, outputs) are
     announced, for slot 0, and stay bound. Other slots have ports only while they are leased. `on_drain` is called when
-    a head requests a drain for its operator, `on_last_disconnect` when the last lease has ended, `on_replica_id` with
-    the id by which an attached head knows the replica.
+    a head requests a drain for its operator, `on_last_disconnect` when the last lease has ended, `on_attach` with the
+    id by which an attached head knows the replica.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class AttachedHeads:
         incarnation: Callable[[], int],
         on_drain: Callable[[], None],
         on_last_disconnect: Callable[[], None],
-        on_replica_id: Callable[[int], None],
+        on_attach: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
@@ -79,7 +85,7 @@ class AttachedHeads:
         self._incarnation = incarnation
         self._on_drain = on_drain
         self._on_last_disconnect = on_last_disconnect
-        self._on_replica_id = on_replica_id
+        self._on_attach = on_attach
         self._clock = clock
         self._engine: ServedEngine | None = None
         self._status = ReplicaStatus.DOWN
@@ -90,6 +96,8 @@ class AttachedHeads:
         self._resetting = False
         # What heads have told the engine.
         self._told = NOTHING_TOLD
+        # Of the heads that have leases.
+        self._generation = ""
         self._first_incarnation: int | None = None
         self._machines: Sequence[str] = ()
         self._last_lost: tuple[bytes, int] | None = None
@@ -154,7 +162,7 @@ class AttachedHeads:
                 self._log_refusal(message.head_id, answer)
                 if answer.lasting and self._settings.secrets is None:
                     # Any peer may send a request to an open port, and must not learn what runs here.
-                    answer = _DIFFERS
+                    answer = AttachRefused(_DIFFERS, True, answer.other_generation)
             self._send(peer, answer)
             return
         lease = self._leases.find(message.lease, peer)
@@ -199,14 +207,24 @@ class AttachedHeads:
             self._leases.free(lease.slot)
             self._close_ports(lease.slot)
             return AttachRefused(str(error), lasting=False)
-        self._on_replica_id(message.replica_id)
+        self._generation = message.generation
+        self._on_attach(message.replica_id)
         return attached
 
     def _refusal(self, message: Attach) -> AttachRefused | None:
-        if message.protocol != PROTOCOL_VERSION:
+        if not is_compatible(message.protocol, PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION):
             return AttachRefused(f"protocol: head has {message.protocol}, replica {PROTOCOL_VERSION}", lasting=True)
-        if differing := differences(message.fingerprint, self._settings.fingerprint):
-            return AttachRefused("; ".join(differing)[:MAX_TEXT_CHARS], lasting=True)
+        own = self._settings.fingerprint
+        if differing := differences(message.fingerprint, own):
+            reason = "; ".join(differing)[:MAX_TEXT_CHARS]
+            return AttachRefused(reason, True, is_other_generation(message.fingerprint, own))
+        if self._leases and self._generation and message.generation not in ("", self._generation):
+            # What operators decide reaches the heads of one generation, and must not reach engines of another one.
+            return AttachRefused(
+                "heads whose pipeline differs in another stage use it: give each of the two pipelines its own replicas "
+                "of every stage",
+                lasting=False,
+            )
         if self._status is not ReplicaStatus.UP:
             return AttachRefused(f"it is {self._status}: {self._reason}", lasting=False)
         # A head may not have got a newer row, for the coordinator may be away. A row from before the start of this
@@ -317,5 +335,8 @@ class AttachedHeads:
         refused = (head_id, refusal.reason)
         if refused not in self._logged_refusals and len(self._logged_refusals) < _MAX_LOGGED_REFUSALS:
             self._logged_refusals.add(refused)
+            if refusal.other_generation:
+                logger.info("Head %s is of another generation: %s.", head_id, refusal.reason)
+                return
             log = logger.warning if refusal.lasting else logger.info
             log("Head %s may not attach: %s.", head_id, refusal.reason)

@@ -146,7 +146,7 @@ class ReplicaServer:
             incarnation=lambda: 0 if self._announcer is None else self._announcer.incarnation,
             on_drain=self.drain,
             on_last_disconnect=self._on_last_disconnect,
-            on_replica_id=self._set_replica_id,
+            on_attach=self._on_attach,
             clock=time.monotonic,
         )
         self._heads = heads
@@ -253,6 +253,7 @@ class ReplicaServer:
             )
 
     def _on_last_disconnect(self) -> None:
+        self._announce_use(in_use=False)
         if self._draining:
             self._finished.set()
 
@@ -263,13 +264,15 @@ class ReplicaServer:
             return f"{self._index} of this node"
         return f"{self._settings.stage_id}.{self._replica_id}"
 
-    def _set_replica_id(self, replica_id: int) -> None:
-        if replica_id in (-1, self._replica_id):
-            return
-        former, self._replica_id = self._name, replica_id
-        logger.info("Replica %s is replica %s of the fleet, at %s.", former, self._name, self._addresses[1])
+    def _on_attach(self, replica_id: int) -> None:
+        if replica_id not in (-1, self._replica_id):
+            former, self._replica_id = self._name, replica_id
+            logger.info("Replica %s is replica %s of the fleet, at %s.", former, self._name, self._addresses[1])
+        self._announce_use(in_use=True)
+
+    def _announce_use(self, in_use: bool) -> None:
         if self._announcer is not None:
-            self._announcer.set_replica_id(replica_id)
+            self._announcer.announce_use(self._replica_id, in_use)
 
     def _announce(self, status: ReplicaStatus) -> None:
         if self._announcer is not None:

@@ -26,21 +26,24 @@ _SAME_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", 
 """Load formats that read the usual files of a checkpoint."""
 _PLATFORM = re.compile(r"cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled")
 _LONGEST_TEXT = 200
+_LOCAL = "local files "
 
 
 def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
     """The fields that `attached_heads.differences` compares, as text for operators. Reads files.
 
     A model or tokenizer of the hub is identified by its name and commit, a local one by its content, since paths differ
-    between nodes.
+    between nodes: its architecture counts as its name, its files as its revision.
     """
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    name = _identity(model.model, _model_digest)
+    is_local = name.startswith(_LOCAL)
     return {
         "stage": str(stage_id),
         "vLLM version": _build(vllm.__version__),
-        "model": _identity(model.model, _model_digest)
+        "model": f"local files of {', '.join(model.model_arch_config.architectures or ())}" if is_local else name,
+        "revision": (name if is_local else _commit(model) or str(model.revision))
         + (f" with {model.model_weights}" if model.model_weights else ""),
-        "revision": _commit(model) or str(model.revision),
         "load format": "auto" if load_format in _SAME_FILES else load_format,
         "hf-overrides": _overrides(model.hf_overrides),
         "tokenizer": _identity(model.tokenizer, _tokenizer_digest),
@@ -132,7 +135,7 @@ def _identity(name: str, digest_of: Callable[[Path], str]) -> str:
     hub_name = next((part for part in path.parts if part.startswith(_HUB_CACHE_PREFIX)), None)
     if hub_name is not None:
         return hub_name.removeprefix(_HUB_CACHE_PREFIX).replace("--", "/")
-    return f"local files {digest_of(path)}"
+    return _LOCAL + digest_of(path)
 
 
 def _model_digest(path: Path) -> str:

@@ -1,0 +1,97 @@
+"""docs/how-to/upgrade.md under load: two generations at one coordinator, and no request meets both."""
+
+import asyncio
+import itertools
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from tests.fakes.conditions import eventually
+from tests.sim.drive import answer
+from tests.sim.drive import request as sim_request
+from tests.sim.protocol.requests import request
+from tests.sim.protocol.whole_heads import SETTINGS, WholeHead, open_nodes
+from vllm_omni_plugin.coordinator import OmniCoordinator
+from vllm_omni_plugin.orchestrator.pool.pool_member import OTHER_GENERATION
+
+NODES, CLIENTS, PROMPT, TOKENS = 3, 12, 8, 60
+OLD = {"model": "simulated", "vLLM version": "0.32.0"}
+NEW = {"model": "simulated", "vLLM version": "0.33.0"}
+UNUSED, USED = False, True
+# Another seed gives other tokens, as another version may.
+OLD_ENGINES, NEW_ENGINES = replace(SETTINGS, step_s=0.005, seed=1), replace(SETTINGS, step_s=0.005, seed=2)
+
+
+class Ingress:
+    """Clients that send one request after the other to the head that it points to; `sent` has the head of each."""
+
+    def __init__(self, head: WholeHead) -> None:
+        self.head = head
+        self.sent: dict[str, WholeHead] = {}
+        self._open = True
+        self._numbers = itertools.count()
+        self._clients = [asyncio.create_task(self._send_requests()) for _ in range(CLIENTS)]
+
+    async def _send_requests(self) -> None:
+        while self._open:
+            name, head = f"request-{next(self._numbers)}", self.head
+            self.sent[name] = head
+            head.submit(request(name, PROMPT, max_tokens=TOKENS, ignore_eos=True))
+            await eventually(lambda name=name, head=head: name in head.ended, "an answer")  # type: ignore[misc]
+
+    async def more(self) -> None:
+        """Return once each client has sent two more requests to the present head."""
+        wanted = len(self.sent) + 2 * CLIENTS
+        await eventually(lambda: len(self.sent) >= wanted, "more requests")
+
+    async def close(self) -> None:
+        self._open = False
+        await asyncio.gather(*self._clients)
+
+
+def shown(head: WholeHead) -> list[bool]:
+    """For each replica of the other generation that a head shows, whether it says that some head uses it."""
+    others = [member for member in head.pool.members if member.state == OTHER_GENERATION]
+    return ["no head of its kind" not in member.other_generation for member in others]
+
+
+async def test_an_upgrade_loses_no_request_and_none_is_answered_by_two_generations() -> None:
+    coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    address = coordinator.router_zmq_addr
+    async with AsyncExitStack() as stack:
+        stack.callback(lambda: coordinator.close())
+        old_nodes = await stack.enter_async_context(open_nodes(address, NODES, OLD_ENGINES, OLD))
+        old = await stack.enter_async_context(old_nodes())
+        ingress = Ingress(old)
+        await ingress.more()
+
+        new_nodes = await stack.enter_async_context(open_nodes(address, NODES, NEW_ENGINES, NEW))
+        await eventually(lambda: shown(old) == [UNUSED] * NODES, "the old head shows the new nodes")
+        await old.fleet_calls.call("set_weight_version", ("of the old ones",), [0])
+        async with new_nodes() as new:
+            await eventually(lambda: shown(new) == shown(old) == [USED] * NODES, "both generations are in use")
+            assert new.fleet_calls.state.version == 0
+            # A replica is lost while others of its own and of the other generation are free.
+            old_nodes.servers[0].stop_now("the test takes it")
+            await ingress.more()
+            assert old.orchestrator.metrics.moves > 0
+
+            ingress.head = new
+            await ingress.more()
+            await eventually(lambda: not old.orchestrator.request_states, "the old head has finished")
+            for server in old_nodes.servers:
+                server.drain()
+            # The coordinator ends with the old head, and starts again beside a new one.
+            coordinator.close()
+            await ingress.more()
+            coordinator = OmniCoordinator(address, "tcp://127.0.0.1:*", settle_time=0.5)
+            await eventually(lambda: shown(new) == [], "the old nodes have gone")
+            await ingress.more()
+            await ingress.close()
+            assert len(new.pool.serving) == NODES
+
+    asked = sim_request("", PROMPT, TOKENS)
+    by_head = {old: answer(asked, OLD_ENGINES), new: answer(asked, NEW_ENGINES)}
+    assert by_head[old] != by_head[new]
+    assert {name: head.ended[name] for name, head in ingress.sent.items()} == dict.fromkeys(ingress.sent, "length")
+    wrong = [name for name, head in ingress.sent.items() if head.tokens[name] != by_head[head]]
+    assert wrong == []
