@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.server import until
-from vllm_omni_plugin.ray.node_process import NodeProcess
+from vllm_omni_plugin.ray.node_process import NodeProcess, ReplicaMachines
 
 WAIT_S = 20.0
 ENDED = 3
@@ -73,6 +73,27 @@ def test_a_node_ends_on_sigterm_even_if_its_thread_blocks_signals(
         finally:
             if not ended.done():
                 os.kill(int(pid), signal.SIGKILL)
+
+
+def test_the_machines_of_a_replica_get_its_first_address_and_their_ranks(
+    python: Path, node_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(python))
+    group = ReplicaMachines(2, ("127.0.0.1", 7500))
+    first: tuple[str, int] | None = None
+    for rank in range(2):
+        node = NodeProcess(["MODEL"], group, rank, first)
+        until(node_file.exists, "it runs", WAIT_S)
+        _, *arguments = node_file.read_text().split()
+        node_file.unlink()
+        node.end()
+        assert node.wait() == ENDED
+        first = first or node.meeting_address()
+        assert first is not None
+        address, port = first
+        assert address == "127.0.0.1"
+        place = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", address, "--master-port", str(port)]
+        assert arguments == ["serve", "MODEL", *place]
 
 
 def test_a_node_does_not_outlive_a_killed_actor(python: Path, node_file: Path) -> None:

@@ -157,6 +157,8 @@ def test_an_unreachable_head_and_its_return_are_logged_once(
         (["up", *HEAD, "--stage", "x"], "--stage-id: 'x' is not a whole number"),
         (["up", *HEAD, "--stage", "0", "--stage", "1", "--address", "a:1"], "argument --address: all stages use one"),
         (["up", "M", *HEAD, "--omni_drain_timeut=9"], "--omni-drain-timeut (did you mean '--omni-drain-timeout'?)"),
+        (["up", "M", *HEAD, "--nnodes=2"], "argument --nnodes: give --machines, and Ray chooses them"),
+        (["up", "M", *HEAD, "--machines", "2", "--num-gpus=0", "--num-cpus=0"], "argument --machines: it needs"),
     ],
 )
 def test_wrong_usage_is_refused_by_name(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

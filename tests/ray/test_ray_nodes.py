@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.ray.node_process import ReplicaMachines
 from vllm_omni_plugin.ray.ray_nodes import AWAY_S, NodeEvent, NodeKind, RayNodes
 
 
@@ -31,7 +32,7 @@ class Actor:
     """An actor whose calls the test answers."""
 
     def __init__(self) -> None:
-        self.calls = {name: Call() for name in ("host", "wait", "end")}
+        self.calls = {name: Call() for name in ("host", "wait", "end", "meeting_address")}
         self.called: list[str] = []
         for name in self.calls:
             setattr(self, name, SimpleNamespace(remote=lambda name=name: self._call(name)))
@@ -50,7 +51,14 @@ class FakeRay(ModuleType):
         super().__init__("ray")
         self.exceptions = SimpleNamespace(RayError=FakeRayError, ActorUnavailableError=FakeUnavailableError)
         self.options: list[dict[str, Any]] = []
-        self.started: list[tuple[int, list[str]]] = []
+        self.started: list[tuple[Any, ...]] = []
+        # Of placement groups, the bundles; None once one is removed.
+        self.placed: list[Any] = []
+        self.util = SimpleNamespace(
+            placement_group=self._place,
+            remove_placement_group=lambda number: self.placed.__setitem__(number, None),
+            scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=SimpleNamespace),
+        )
         self.actors: list[Actor] = []
         self.killed: list[Actor] = []
         self.is_up = False
@@ -71,10 +79,19 @@ class FakeRay(ModuleType):
     def remote(self, **options: Any) -> Any:
         kind = len(self.options)
         self.options.append(options)
-        return lambda of: SimpleNamespace(remote=lambda arguments: self._start(kind, arguments))
+        return lambda of: SimpleNamespace(
+            remote=lambda *given: self._start(kind, *given),
+            options=lambda scheduling_strategy: SimpleNamespace(
+                remote=lambda *given: self._start(scheduling_strategy.placement_group_bundle_index, *given)
+            ),
+        )
 
-    def _start(self, kind: int, arguments: list[str]) -> Actor:
-        self.started.append((kind, arguments))
+    def _place(self, bundles: list[dict[str, int]], strategy: str) -> int:
+        self.placed.append((bundles, strategy))
+        return len(self.placed) - 1
+
+    def _start(self, kind: int, *given: Any) -> Actor:
+        self.started.append((kind, *given))
         self.actors.append(Actor())
         return self.actors[-1]
 
@@ -185,3 +202,36 @@ def test_nodes_are_drained_and_killed_by_number_and_close_leaves_ray(ray: FakeRa
     assert ray.actors[1].called[-1] == "end"
     assert ray.killed == [ray.actors[0]]
     assert not ray.is_up
+
+
+MACHINES = ReplicaMachines(3, ("10.0.0.1", 7500))
+
+
+@pytest.fixture
+def replica(ray: FakeRay) -> RayNodes:
+    """Node 0, a replica over three machines."""
+    nodes = RayNodes("auto", [NodeKind(["MODEL"], gpus=8, cpus=0, group=MACHINES)])
+    nodes.start(0)
+    return nodes
+
+
+def test_the_machines_of_a_replica_are_reserved_together_and_meet_at_the_first(ray: FakeRay, replica: RayNodes) -> None:
+    assert ray.placed == [([{"GPU": 8}] * 3, "STRICT_SPREAD")]
+    where = ray.actors[0].calls["meeting_address"]
+    assert ray.started == [(rank, ["MODEL"], MACHINES, rank, where if rank else None) for rank in range(3)]
+    ray.actors[0].calls["host"].answer = "first"
+    assert list(replica.events(0.0)) == [NodeEvent(0, "first")]
+
+
+def test_a_replica_ends_with_any_of_its_machines_and_frees_all(ray: FakeRay, replica: RayNodes) -> None:
+    ray.actors[2].calls["wait"].answer = FakeRayError("its node has failed.")
+    assert list(replica.events(0.0)) == [NodeEvent(0, None, "its node has failed.")]
+    assert (ray.killed, ray.placed) == (ray.actors, [None])
+    for actor in ray.actors[:2]:
+        actor.calls["wait"].answer = FakeRayError("it was killed")
+    assert list(replica.events(0.0)) == [], "they are no further nodes"
+
+
+def test_a_drain_is_of_all_machines_of_a_replica(ray: FakeRay, replica: RayNodes) -> None:
+    replica.drain(0)
+    assert [actor.called[-1] for actor in ray.actors] == ["end"] * 3

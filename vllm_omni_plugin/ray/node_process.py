@@ -6,23 +6,47 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
+
+
+class ReplicaMachines(NamedTuple):
+    """A replica over several `machines`. `head` is the address and port of its head."""
+
+    machines: int
+    head: tuple[str, int]
 
 
 class NodeProcess:
     """One `vllm serve --headless`, which is killed when the process of this object ends.
 
     Its methods are called from several threads at once. Raises OSError if `vllm` is not in the folder of this Python.
+    In a group it runs the machine `rank` of a replica; `first` is the `meeting_address` of that with rank 0.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        group: ReplicaMachines | None = None,
+        rank: int = 0,
+        first: tuple[str, int] | None = None,
+    ) -> None:
+        self._meeting_address = first
+        if group is not None:
+            address, port = self._meeting_address = first or _free_address(*group.head)
+            place = {"nnodes": group.machines, "node-rank": rank, "master-addr": address, "master-port": port}
+            arguments = [*arguments, *(word for name, value in place.items() for word in (f"--{name}", str(value)))]
         # A child inherits blocked signals, and Ray 2.60 blocks SIGINT here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         command = [str(Path(sys.executable).with_name("vllm")), "serve", *arguments]
         self._reaper = Reaper()
         self._process = subprocess.Popen(command)
         self._reaper.watch(self._process.pid)
+
+    def meeting_address(self) -> tuple[str, int] | None:
+        """Where the machines of the replica meet."""
+        return self._meeting_address
 
     def host(self) -> str:
         return socket.gethostname()
@@ -36,3 +60,15 @@ class NodeProcess:
     def end(self) -> None:
         """Make the node finish its requests and end. A second call makes it move them to other nodes."""
         self._process.terminate()
+
+
+def _free_address(host: str, port: int) -> tuple[str, int]:
+    """This machine's address on the way to another one, and a port on which nothing listens now."""
+    family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Connecting a datagram socket sends nothing.
+        probe.connect(there)
+        address: str = probe.getsockname()[0]
+    with socket.create_server((address, 0), family=family) as free:
+        free_port: int = free.getsockname()[1]
+    return address, free_port

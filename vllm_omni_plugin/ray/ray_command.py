@@ -12,6 +12,7 @@ from vllm_omni_plugin.config import FLAGS, OmniConfig, integer, seconds
 from vllm_omni_plugin.errors import ServerUnavailableError, did_you_mean
 from vllm_omni_plugin.integration.flags import parse_fleet_flags
 from vllm_omni_plugin.ray.autoscaler import Autoscaler, fetch_stage_load
+from vllm_omni_plugin.ray.node_process import ReplicaMachines
 from vllm_omni_plugin.ray.node_supervisor import NodeGroup, NodeSet, NodeSupervisor
 from vllm_omni_plugin.ray.ray_nodes import NodeKind, RayNodes
 
@@ -26,10 +27,13 @@ _TARGET_WAIT_S = 2.0
 
 def run_ray(arguments: Sequence[str]) -> int:
     stages = parse(arguments)
-    kinds = [NodeKind(serve, args.num_gpus, args.num_cpus) for args, serve in stages]
+    kinds: list[NodeKind] = []
     numbers, groups = count(), []
     for args, serve in stages:
         given = OmniConfig(**parse_fleet_flags(serve, _PROG)[0])
+        head = (str(given.master_address), given.master_port or 0)
+        group = ReplicaMachines(args.machines, head) if args.machines > 1 else None
+        kinds.append(NodeKind(serve, args.num_gpus, args.num_cpus, group))
         name = f" of stage {given.stage_id}" if len(stages) > 1 else ""
         groups.append(NodeGroup(NodeSet(given.drain_timeout, numbers), _wanted_nodes(args, given), name))
     with closing(RayNodes(stages[0][0].address, kinds)) as nodes:
@@ -81,7 +85,11 @@ def _parse_stage(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
         parser.error("argument --target-wait: it must be above 0")
     if args.url is not None and not args.url.startswith(("http://", "https://")):
         parser.error(f"argument --url: {args.url!r} does not begin with http:// or https://")
+    if args.machines > 1 and not args.num_gpus + args.num_cpus:
+        parser.error("argument --machines: it needs --num-gpus or --num-cpus, of each machine")
     given, others = parse_fleet_flags(serve, _PROG)
+    if not {"--nnodes", "-n"}.isdisjoint(word.partition("=")[0] for word in others):
+        parser.error("argument --nnodes: give --machines, and Ray chooses them")
     known = [name for flag in FLAGS for name in (flag.name, *flag.aliases)]
     for name in (word.partition("=")[0] for word in others):
         if name.startswith("--omni-"):
@@ -115,8 +123,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a head's HTTP address, asked for the wait (default: port 8000 of the head); with vLLM's Rust front end "
         "that of its admin port",
     )
-    parser.add_argument("--num-gpus", type=integer(0), default=1, metavar="N", help="GPUs of each node (default: 1)")
-    parser.add_argument("--num-cpus", type=integer(0), default=1, metavar="N", help="CPUs of each node (default: 1)")
+    parser.add_argument(
+        "--machines", type=integer(1), default=1, metavar="N", help="machines of each replica (default: 1)"
+    )
+    parser.add_argument("--num-gpus", type=integer(0), default=1, metavar="N", help="GPUs of each machine (default: 1)")
+    parser.add_argument("--num-cpus", type=integer(0), default=1, metavar="N", help="CPUs of each machine (default: 1)")
     parser.add_argument("--address", default="auto", help="the Ray cluster (default: the one of this machine)")
     return parser
 
