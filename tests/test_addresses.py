@@ -7,7 +7,6 @@ import pytest
 
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.options import listening
 from vllm_omni_plugin.integration.options.flag_rules import check
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
@@ -79,7 +78,7 @@ def test_engines_of_a_head_are_reached_where_it_is(
 ) -> None:
     for name, address in (("head", "10.0.0.1"), ("0.0.0.0", "0.0.0.0")):
         names[name] = [(*V4[:-1], (address, 0))]
-    monkeypatch.setattr(listening, "get_ip", lambda: "10.0.0.7")
+    monkeypatch.setattr("vllm.utils.network_utils.get_ip", lambda: "10.0.0.7")
     assert engines_address(options(**given)) == expected
 
 

@@ -5,8 +5,6 @@ import socket
 from contextlib import suppress
 from dataclasses import replace
 
-from vllm.utils.network_utils import get_ip
-
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import user_secret
 from vllm_omni_plugin.errors import ConfigError
@@ -44,6 +42,9 @@ def address_towards(host: str, port: int, flag: str, hint: str = "") -> str:
 
 def engines_address(options: OmniConfig) -> str:
     """The numeric address at which other machines reach the engines of a head. Raises ConfigError as `bind_address`."""
+    # The doctor imports this module without vLLM.
+    from vllm.utils.network_utils import get_ip
+
     if options.replica_address is not None:
         return resolve(options.replica_address, "--omni-replica-address")
     address = bind_address(options, headless=False)
