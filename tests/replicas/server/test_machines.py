@@ -19,6 +19,7 @@ from tests.fakes.keeping import Keep
 from tests.replicas.server.conftest import FINGERPRINT, Node, StartNode
 from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
 from vllm_omni_plugin.coordinator import ReplicaStatus
+from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import OmniError, ReplicaError
 from vllm_omni_plugin.replicas.control.control_link import open_control_link
 from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
@@ -90,7 +91,7 @@ class FakeWorkers:
 class Machine:
     """Another machine. `workers` are those of all its meetings."""
 
-    def __init__(self, rank: int, launcher: MachinesFakeLauncher, **other: object) -> None:
+    def __init__(self, rank: int, launcher: MachinesFakeLauncher, first_timeout: float = 60.0, **other: object) -> None:
         self.workers: list[FakeWorkers] = []
         host, port = launcher.meeting_address
         settings = MachineSettings(
@@ -103,7 +104,7 @@ class Machine:
             self._executor,
             time.monotonic,
         )
-        self.running = asyncio.create_task(self.machine.run(60.0))
+        self.running = asyncio.create_task(self.machine.run(first_timeout))
 
     def _start(self, plan: MeetingPlan) -> FakeWorkers:
         self.workers.append(FakeWorkers(plan))
@@ -282,10 +283,18 @@ async def test_a_machine_with_another_layout_ends_with_the_reason(node: Node, st
         await asyncio.wait_for(other.running, 10)
 
 
-async def test_a_machine_that_reaches_nobody_ends_with_the_flags_to_check(
-    launcher: MachinesFakeLauncher,
+async def test_a_machine_with_another_secret_ends_with_the_flags_to_check(
+    start_node: StartNode, start_machine: StartMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    machine = Machine(1, launcher, timeout=0.1)
+    ours, other = (Secrets([word * 16]) for word in ("a", "b"))
+    await start_node(secrets=ours)
+    machine = start_machine(1, first_timeout=0.05, secrets=other)
     with pytest.raises(OmniError, match="check --master-addr, --master-port and --omni-secret-file"):
-        await machine.machine.run(0.05)
-    await machine.close()
+        await asyncio.wait_for(machine.running, 10)
+    assert "refused secret" in caplog.text
+
+
+async def test_a_machine_that_reaches_nobody_ends_with_the_flags_to_check(start_machine: StartMachine) -> None:
+    machine = start_machine(1, first_timeout=0.05, timeout=0.1)
+    with pytest.raises(OmniError, match="check --master-addr, --master-port and --omni-secret-file"):
+        await asyncio.wait_for(machine.running, 10)

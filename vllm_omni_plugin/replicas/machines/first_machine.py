@@ -152,6 +152,7 @@ class FirstMachine:
         meeting = secrets.randbelow(2**62 - 1) + 1
         plan = MeetingPlan(meeting, free_port(host), number, incarnation)
         self._launcher.meet_at(plan.port)
+        self._process = None
         self._send_all(self._meetings.begin(plan))
         try:
             yield

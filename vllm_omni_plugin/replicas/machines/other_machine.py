@@ -127,14 +127,14 @@ class OtherMachine:
                 try:
                     await self._report_to_first(context)
                 except TimeoutError:
-                    if first_timeout and not self._met and self._clock() - begun_at > first_timeout:
-                        raise OmniError(
-                            f"the first machine of this replica has not answered at {self._settings.first} within "
-                            f"{first_timeout:g} s; check --master-addr, --master-port and --omni-secret-file"
-                        ) from None
                     logger.info("The first machine of this replica does not answer at %s yet.", self._settings.first)
                 except ReplicaError as error:
                     logger.warning("The first machine of this replica: %s", error)
+                if first_timeout and not self._met and self._clock() - begun_at > first_timeout:
+                    raise OmniError(
+                        f"the first machine of this replica has not answered at {self._settings.first} within "
+                        f"{first_timeout:g} s; check --master-addr, --master-port and --omni-secret-file"
+                    )
                 # Nothing of a meeting may go on without the first machine.
                 await self._end_work()
                 await asyncio.sleep(pauses.after(self._clock() - linked_at))
