@@ -2,7 +2,14 @@
 
 import pytest
 
-from vllm_omni_plugin.replicas.control.lease_messages import NO_MEETING, MachineReport, MeetingPlan
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    MAX_TEXT_CHARS,
+    NO_MEETING,
+    MachineReport,
+    MeetingPlan,
+    decode_from_server,
+    encode,
+)
 from vllm_omni_plugin.replicas.machines.meetings import Meetings
 from vllm_omni_plugin.replicas.machines.other_machine import may_start, must_end
 
@@ -92,10 +99,11 @@ def test_workers_that_end_break_their_meeting_and_no_other(met: Meetings) -> Non
 def test_a_process_that_was_started_again_breaks_the_meeting_and_its_predecessor_is_refused(met: Meetings) -> None:
     answers = met.report(b"new", report(1, process=2), now=1.0)
     refusal = MeetingPlan(refusal="10.0.0.1 came later with the same --node-rank 1")
-    assert answers == [(peer(1), refusal), (b"new", PLAN)]
+    assert answers == [(peer(1), refusal), (b"new", NO_MEETING)], "it takes no part in what it broke"
     assert met.broken == "machine 1 at 10.0.0.1 was started again"
     # Its reports that were on the way bring it not back.
     assert met.report(peer(1), report(1, process=1), now=1.1) == [(peer(1), refusal)]
+    assert met.report(peer(1), report(2, process=1), now=1.1) == [(peer(1), refusal)]
     met.end(7)
     assert met.missing(1.2) == []
 
@@ -112,6 +120,12 @@ def test_a_machine_with_another_setup_is_refused_by_name(meetings: Meetings) -> 
 def test_a_rank_that_does_not_exist_is_refused(meetings: Meetings) -> None:
     ((_, answer),) = meetings.report(b"other", report(3), now=1.0)
     assert answer.refusal == "--node-rank 3: the first machine has --nnodes 3"
+
+
+def test_a_refusal_is_not_longer_than_a_message_may_be(meetings: Meetings) -> None:
+    other = SETUP | {"model": "m" * MAX_TEXT_CHARS}
+    ((_, answer),) = meetings.report(b"other", report(2, process=2, setup=other), now=1.0)
+    assert decode_from_server(encode(answer)) == answer
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import FromServer, Machine
 from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 
+SECRETS = Secrets(["a secret that both ends know"])
 LAYOUT = {"--tensor-parallel-size": "24"}
 
 
@@ -277,10 +278,37 @@ async def test_a_machine_without_a_meeting_leaves_at_once(start_machine: StartMa
     await asyncio.wait_for(machine.running, 10)
 
 
-async def test_a_machine_with_another_layout_ends_with_the_reason(node: Node, start_machine: StartMachine) -> None:
-    other = start_machine(1, setup=setup_of(FINGERPRINT, {"--tensor-parallel-size": "8"}))
-    with pytest.raises(OmniError, match="refuses this one: --tensor-parallel-size is 8, and on the first machine 24"):
+@pytest.mark.parametrize(
+    ("secrets", "first"),
+    [
+        pytest.param(SECRETS, "24", id="with a secret"),
+        pytest.param(None, "another value", id="any peer may send a report, and must not learn what runs here"),
+    ],
+)
+async def test_a_machine_with_another_layout_ends_with_the_reason(
+    start_node: StartNode, start_machine: StartMachine, secrets: Secrets | None, first: str
+) -> None:
+    await start_node(secrets=secrets)
+    other = start_machine(1, setup=setup_of(FINGERPRINT, {"--tensor-parallel-size": "8"}), secrets=secrets)
+    refusal = f"refuses this one: --tensor-parallel-size is 8, and on the first machine {first}$"
+    with pytest.raises(OmniError, match=refusal):
         await asyncio.wait_for(other.running, 10)
+
+
+async def test_a_machine_that_is_refused_does_not_drain_the_replica_when_it_ends(
+    node: Node, others: list[Machine], launcher: MachinesFakeLauncher
+) -> None:
+    host, port = launcher.meeting_address
+    answers: asyncio.Queue[FromServer] = asyncio.Queue()
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        link = await open_control_link(context, f"tcp://{host}:{port}", None, answers.put_nowait, lambda: None)
+        with closing(link):
+            link.send(MachineReport(1, 1, "10.0.0.9", {"model": "another"}, leaving=True))
+            answer = await asyncio.wait_for(answers.get(), 10)
+    assert isinstance(answer, MeetingPlan)
+    assert "model" in answer.refusal
+    async with node.attached():
+        assert not node.running.done(), "a draining replica refuses heads"
 
 
 async def test_a_machine_with_another_secret_ends_with_the_flags_to_check(

@@ -92,7 +92,7 @@ class FirstMachine:
 
     `send` sends to a peer of the control socket. `on_leaving` is called when another machine was told to end. Reports
     come every `interval` seconds; a machine is lost after `timeout` seconds without any. `was_broken`: why another
-    machine made the last start fail, or "".
+    machine made the last start fail, or "". For `tells_setup` see `Meetings`.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class FirstMachine:
         interval: float,
         timeout: float,
         clock: Callable[[], float],
+        tells_setup: bool = True,
     ) -> None:
         self._launcher = launcher
         self._send = send
@@ -111,7 +112,8 @@ class FirstMachine:
         self._interval = interval
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._meetings = Meetings(launcher.machines, setup_of(fingerprint, launcher.layout), timeout)
+        setup = setup_of(fingerprint, launcher.layout)
+        self._meetings = Meetings(launcher.machines, setup, timeout, tells_setup)
         self._reported = asyncio.Event()
         self._process: MeetingProcess | None = None
         self.was_broken = ""
@@ -126,7 +128,7 @@ class FirstMachine:
         self._send_all(self._meetings.report(peer, report, self._clock()))
         self._reported.set()
         self._end_broken()
-        if report.leaving:
+        if report.leaving and not self._meetings.refusal(report):
             self._on_leaving()
 
     async def watch(self) -> None:

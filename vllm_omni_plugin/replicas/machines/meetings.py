@@ -3,7 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_omni_plugin.replicas.control.lease_messages import NO_MEETING, PROTOCOL_VERSION, MachineReport, MeetingPlan
+from vllm_omni_plugin.replicas.control.lease_messages import (
+    MAX_TEXT_CHARS,
+    NO_MEETING,
+    PROTOCOL_VERSION,
+    MachineReport,
+    MeetingPlan,
+)
 
 Messages = list[tuple[bytes, MeetingPlan]]
 """What to send, by ZMQ peer."""
@@ -34,17 +40,19 @@ class Meetings:
     A meeting is one start of the engine, on all machines. It can `begin` when nobody is `missing`: every other machine
     has reported within `timeout` seconds, and nothing of an earlier meeting runs there. It is `broken`, for the reason
     in that attribute, when the workers of a machine end, its process is another one, or it is silent for `timeout`
-    seconds. `setup` must be the same on all machines.
+    seconds. `setup` must be the same on all machines; `tells_setup`: a machine that differs may learn it.
     """
 
-    def __init__(self, machines: int, setup: Mapping[str, str], timeout: float) -> None:
+    def __init__(self, machines: int, setup: Mapping[str, str], timeout: float, tells_setup: bool = True) -> None:
         self.plan = NO_MEETING
         self.broken = ""
         self._machines = machines
         self._setup = setup
         self._timeout = timeout
+        self._tells_setup = tells_setup
         self._others: dict[int, _Machine] = {}
-        self._replaced: set[int] = set()
+        # By process, why it is refused.
+        self._replaced: dict[int, str] = {}
         # By rank, the processes that take part in the meeting.
         self._members: dict[int, int] = {}
 
@@ -55,16 +63,17 @@ class Meetings:
 
     def report(self, peer: bytes, report: MachineReport, now: float) -> Messages:
         """Take a report; returns the answers."""
-        if refusal := self._refusal(report):
-            return [(peer, MeetingPlan(refusal=refusal))]
+        if refusal := self.refusal(report):
+            return [(peer, _refuse(refusal))]
         answers: Messages = []
         former = self._others.get(report.rank)
         if former is not None and former.report.process != report.process:
-            self._replaced.add(former.report.process)
-            answers = [(former.peer, MeetingPlan(refusal=self._replaced_by(report)))]
+            refusal = f"{report.address} came later with the same --node-rank {report.rank}"
+            self._replaced[former.report.process] = refusal
+            answers = [(former.peer, _refuse(refusal))]
         self._others[report.rank] = _Machine(peer, report, now)
         self.tick(now)
-        return [*answers, (peer, self.plan)]
+        return [*answers, (peer, NO_MEETING if self.broken else self.plan)]
 
     def tick(self, now: float) -> None:
         """Look for silent machines; at least every heartbeat interval."""
@@ -113,17 +122,23 @@ class Meetings:
     def _to_all(self) -> Messages:
         return [(machine.peer, self.plan) for machine in self._others.values()]
 
-    def _refusal(self, report: MachineReport) -> str:
+    def refusal(self, report: MachineReport) -> str:
+        """Why the process that sends this report may not take part, or ""."""
         if report.rank >= self._machines:
             return f"--node-rank {report.rank}: the first machine has --nnodes {self._machines}"
         if report.process in self._replaced:
-            return self._replaced_by(self._others[report.rank].report)
-        differences = [
-            f"{name} is {report.setup.get(name, _NOTHING)}, and on the first machine {self._setup.get(name, _NOTHING)}"
+            return self._replaced[report.process]
+        differing = [
+            name
             for name in sorted(report.setup.keys() | self._setup.keys())
             if report.setup.get(name) != self._setup.get(name)
         ]
-        return "; ".join(differences)
+        return "; ".join(
+            f"{name} is {report.setup.get(name, _NOTHING)}, and on the first machine "
+            + (self._setup.get(name, _NOTHING) if self._tells_setup else "another value")
+            for name in differing
+        )
 
-    def _replaced_by(self, report: MachineReport) -> str:
-        return f"{report.address} came later with the same --node-rank {report.rank}"
+
+def _refuse(reason: str) -> MeetingPlan:
+    return MeetingPlan(refusal=reason[:MAX_TEXT_CHARS])

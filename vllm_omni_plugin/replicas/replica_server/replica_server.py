@@ -175,6 +175,8 @@ class ReplicaServer:
             settings.heartbeat_interval,
             settings.heartbeat_timeout,
             time.monotonic,
+            # Any peer may send a report to an open port, and must not learn what runs here.
+            tells_setup=settings.secrets is not None,
         )
         stack.callback(asyncio.create_task(self._machines.watch()).cancel)
 
