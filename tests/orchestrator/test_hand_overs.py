@@ -239,6 +239,17 @@ async def test_an_answer_is_right_whatever_happens(event: Event, step: Any, side
         assert dict(fleet.ends) == dict.fromkeys(fleet.tokens, "stop")
 
 
+@pytest.mark.parametrize("step", [each for each in STEPS if each is not while_it_computes_the_prompt])
+async def test_a_prefill_that_has_drained_leaves_no_cache(step: Any) -> None:
+    async with KvFleet() as fleet:
+        await step(fleet)
+        fleet.orchestrator.replica_drained(fleet.pools[PREFILL].member(0))
+        fleet.engine(PREFILL).away = True
+        await fleet.attach(DECODE)
+        await fleet.finish_all()
+        assert fleet.tokens == {"a": await undisturbed("a")}
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["AsyncLLM", "vLLM's Rust front end"])
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_client_that_leaves_stops_its_engine_and_no_further_stage_begins(step: Any, whole: bool) -> None:

@@ -276,6 +276,11 @@ class Orchestrator:
         self._requests.replica_lost(member.stage_id, member.replica_id)
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
 
+    def replica_drained(self, member: PoolMember) -> None:
+        """A replica ends, or is detached from, that has none of this head's requests; it may have caches for them."""
+        self.stage_pools[member.stage_id].lose(member, ReplicaStatus.DRAINING)
+        self._requests.replica_lost(member.stage_id, member.replica_id)
+
     def update_other_heads_work(self, member: PoolMember, work: Work | None) -> None:
         """The other heads' work at a replica has changed, see `StagePool.set_others_work`: it may have room now."""
         if work is not None:

@@ -193,7 +193,7 @@ class RemoteReplicaKeeper:
         if idle.cancelled() or client is None or member.in_flight or DRAIN_CORDON not in member.cordons:
             return
         logger.info("Replica %s has drained.", member.name)
-        self._pool.lose(member, ReplicaStatus.DRAINING)
+        self._orchestrator.replica_drained(member)
         client.mark_dead("it has drained")
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
