@@ -1,4 +1,4 @@
-"""Writes docs/flags.md, the table of our flags, from the table that the parser is made of.
+"""Writes docs/flags.md, the list of our flags, from the table that the parser is made of.
 
 python -m tools.flags_page
 """
@@ -16,12 +16,11 @@ _INTRODUCTION = """\
 Any of these switches the fleet on; without any, `vllm serve` is what it was. They also work in `--config` files, and
 `vllm serve --help=OmniConfig` shows them. *Head* is a process that takes HTTP requests, *node* one with `--headless`.
 What does not go together is refused before anything starts, as are
-[some flags of vLLM](behaviour.md#vllm-flags-that-a-fleet-refuses).
+[some flags of vLLM](behaviour.md#vllm-flags-that-a-fleet-refuses). In brackets: where a flag is for one of the two
+only, and its default.
 
-| flag | default | on | meaning |
-|---|---|---|---|
 """
-_ON = {Side.HEAD: "head", Side.HEADLESS: "node", Side.BOTH: "both"}
+_ON = {Side.HEAD: "head; ", Side.HEADLESS: "node; ", Side.BOTH: ""}
 
 
 def page() -> str:
@@ -32,8 +31,8 @@ def page() -> str:
 def _row(flag: Flag) -> str:
     value = f" {flag.metavar}" if flag.takes_value else ""
     names = ", ".join([f"`{flag.name}{value}`", *(f"`{alias}`" for alias in flag.aliases)])
-    meaning = flag.help.replace("|", "\\|").replace("%%", "%")
-    return f"| {names} | {_shown(flag.default)} | {_ON[flag.side]} | {meaning} |\n"
+    meaning = flag.help.replace("%%", "%")
+    return f"- {names} ({_ON[flag.side]}{_shown(flag.default)}): {meaning}\n"
 
 
 def _shown(default: Any) -> str:

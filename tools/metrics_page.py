@@ -8,7 +8,7 @@ from pathlib import Path
 from vllm_omni_plugin.admin.metrics.catalogue import METRICS, MetricDefinition
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-_MODES = {"livesum": "sum", "livemostrecent": "newest", "livemax": "highest", "livemin": "lowest"}
+_MODES = {"livesum": "", "livemostrecent": " *Newest.*", "livemax": " *Highest.*", "livemin": " *Lowest.*"}
 _FRAME = """\
 # Metrics
 
@@ -18,10 +18,9 @@ How to use them: [monitoring.md](monitoring.md). `GET /metrics` of a head has al
 counts stay. Names in `_total` are counters, the last three are histograms, all others gauges. Metrics with the labels
 `class` and `tenant` exist with `--omni-admission` or `--omni-tenant-header` only.
 
-| metric | labels | meaning | of several API servers |
-|---|---|---|---|
 {rows}
-The last column is for `--api-server-count`: a scrape of any process returns the metrics of all, at most a second late.
+With `--api-server-count` a scrape of any process returns the metrics of all, at most a second late: the sum, or where
+it is said the newest, highest or lowest value.
 Counters of a process that died stay, its gauges disappear; gauges of a replica that left become 0; `process_*` is
 missing, as in vLLM alone.
 """
@@ -33,9 +32,8 @@ def page() -> str:
 
 
 def _row(metric: MetricDefinition) -> str:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    together = _MODES[metric.multiprocess_mode]
-    return f"| `{metric.sample}` | {labels} | {metric.meaning} | {together} |\n"
+    labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
+    return f"- `{metric.sample}{labels}`: {metric.meaning}{_MODES[metric.multiprocess_mode]}\n"
 
 
 if __name__ == "__main__":

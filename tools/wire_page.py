@@ -4,6 +4,7 @@ python -m tools.wire_page
 """
 
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -48,6 +49,7 @@ def _list(title: str, structs: Iterable[type[Struct]], listed: list[type[Struct]
 def _row(struct: type[Struct], listed: Sequence[type[Struct]]) -> str:
     meaning, *further = (" ".join(part.split()) for part in (inspect.getdoc(struct) or "").split("\n\n"))
     (if_lost,) = (part.removeprefix("If lost: ") for part in further if part.startswith("If lost: "))
+    meaning = re.sub(r"^(Head|Server) to (server|head): ", "", meaning)
     base = next((base for base in struct.__mro__[1:] if base in listed), None)
     inherited = {field.name for field in fields(base)} if base else set()
     keys = [f"those of `{base.__name__}`"] if base else []

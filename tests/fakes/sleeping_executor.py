@@ -1,6 +1,8 @@
 """vLLM's own engine core, scheduler and prefix cache with an executor that sleeps instead of running a model.
 
-`--distributed-executor-backend tests.fakes.sleeping_executor.SleepingExecutor` in a process that finds `tests`.
+`PYTHONPATH=. vllm serve MODEL --distributed-executor-backend tests.fakes.sleeping_executor.SleepingExecutor
+--num-gpu-blocks-override 3072 --additional-config '{"sleeping_executor": {"step_s": 0.02, "prefill_token_s": 0.0001,
+"sequence_s": 0.0002}}'` in the folder of the project. An engine takes 0.42 GB.
 """
 
 import time
