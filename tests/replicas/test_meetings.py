@@ -11,7 +11,7 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
     encode,
 )
 from vllm_omni_plugin.replicas.machines.meetings import Meetings
-from vllm_omni_plugin.replicas.machines.other_machine import may_start, must_end
+from vllm_omni_plugin.replicas.machines.other_machine import Attendance, Step
 
 TIMEOUT = 10.0
 SETUP = {"model": "tiny", "--tensor-parallel-size": "4"}
@@ -129,19 +129,21 @@ def test_a_refusal_is_not_longer_than_a_message_may_be(meetings: Meetings) -> No
 
 
 @pytest.mark.parametrize(
-    ("running", "failed", "wanted", "ends", "starts"),
+    ("running", "failed", "wanted", "step"),
     [
-        pytest.param(0, 0, 0, False, False, id="nothing is to be done"),
-        pytest.param(0, 0, 7, False, True, id="a meeting begins"),
-        pytest.param(7, 0, 7, False, False, id="it goes on"),
-        pytest.param(7, 0, 0, True, False, id="it has ended"),
-        pytest.param(7, 0, 8, True, False, id="the first machine is in another one"),
-        pytest.param(0, 7, 7, False, False, id="its workers have failed"),
-        pytest.param(0, 7, 8, False, True, id="the next one begins"),
+        pytest.param(0, 0, 0, None, id="nothing is to be done"),
+        pytest.param(0, 0, 7, Step.START, id="a meeting begins"),
+        pytest.param(7, 0, 7, None, id="it goes on"),
+        pytest.param(7, 0, 0, Step.END, id="it has ended"),
+        pytest.param(7, 0, 8, Step.END, id="the first machine is in another one"),
+        pytest.param(7, 7, 7, None, id="its workers have failed and still end"),
+        pytest.param(0, 7, 7, None, id="its workers have failed"),
+        pytest.param(0, 7, 8, Step.START, id="the next one begins"),
     ],
 )
 def test_workers_run_in_the_meeting_of_the_first_machine_only(
-    running: int, failed: int, wanted: int, ends: bool, starts: bool
+    running: int, failed: int, wanted: int, step: Step | None
 ) -> None:
-    assert must_end(running, wanted) is ends
-    assert may_start(running, failed, wanted) is starts
+    attendance = Attendance(running, failed)
+    assert attendance.follow(wanted) is step
+    assert attendance.running == (wanted if step is Step.START else running)

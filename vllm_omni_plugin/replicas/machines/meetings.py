@@ -40,7 +40,8 @@ class Meetings:
     A meeting is one start of the engine, on all machines. It can `begin` when nobody is `missing`: every other machine
     has reported within `timeout` seconds, and nothing of an earlier meeting runs there. It is `broken`, for the reason
     in that attribute, when the workers of a machine end, its process is another one, or it is silent for `timeout`
-    seconds. `setup` must be the same on all machines; `tells_setup`: a machine that differs may learn it.
+    seconds; the reason stays until the next one. `setup` must be the same on all machines; `tells_setup`: a machine
+    that differs may learn it.
     """
 
     def __init__(self, machines: int, setup: Mapping[str, str], timeout: float, tells_setup: bool = True) -> None:

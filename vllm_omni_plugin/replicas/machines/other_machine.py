@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import zmq
@@ -54,15 +55,44 @@ class MachineSettings:
     timeout: float
 
 
-def must_end(running: int, wanted: int) -> bool:
-    """Whether the workers of the running meeting must end: the first machine is in another one, or in none."""
-    return bool(running) and running != wanted
+class Step(Enum):
+    """What to do to the workers here."""
+
+    START = "start"
+    END = "end"
 
 
-def may_start(running: int, failed: int, wanted: int) -> bool:
-    """Whether to start the workers of the wanted meeting. Those that have failed are not started again: the first
-    machine begins a new meeting, in which nobody is left of the old one."""
-    return not running and wanted not in (0, failed)
+@dataclass
+class Attendance:
+    """The meeting that another machine takes part in. Nothing here waits or sends.
+
+    `running`: its workers run, or still end; 0: none. `failed`: its workers ended by themselves, for the `reason`.
+    """
+
+    running: int = 0
+    failed: int = 0
+    reason: str = ""
+
+    def follow(self, meeting: int) -> Step | None:
+        """What to do when the first machine is in this meeting; 0: in none.
+
+        Workers that have failed are not started again: the first machine begins a new meeting, in which nobody is left
+        of the old one.
+        """
+        if self.running:
+            return None if self.running == meeting else Step.END
+        if meeting in (0, self.failed):
+            return None
+        self.running = meeting
+        return Step.START
+
+    def fail(self, reason: str) -> None:
+        """Its workers have ended by themselves."""
+        self.failed, self.reason = self.running, reason[:MAX_TEXT_CHARS]
+
+    def ended(self) -> None:
+        """Nothing of it runs here any more."""
+        self.running = 0
 
 
 class OtherMachine:
@@ -80,8 +110,7 @@ class OtherMachine:
         self._executor = executor
         self._clock = clock
         self._process = secrets.randbelow(2**62 - 1) + 1
-        self._running = self._failed = 0
-        self._reason = ""
+        self._attendance = Attendance()
         self._refusal = ""
         self._work: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -94,7 +123,7 @@ class OtherMachine:
         """Ask the first machine to drain the replica, and return from `run` when this machine's workers have ended."""
         self._leaving = True
         self._changed.set()
-        if not self._running:
+        if not self._attendance.running:
             self._done.set()
 
     def stop_now(self) -> None:
@@ -175,9 +204,9 @@ class OtherMachine:
             self._process,
             settings.address,
             dict(settings.setup),
-            self._running,
-            self._failed,
-            self._reason,
+            self._attendance.running,
+            self._attendance.failed,
+            self._attendance.reason,
             self._leaving,
         )
 
@@ -188,12 +217,13 @@ class OtherMachine:
         self._refusal = message.refusal
         if self._refusal:
             self._changed.set()
-        elif must_end(self._running, message.meeting):
-            self._cancel_work()
-        elif may_start(self._running, self._failed, message.meeting):
-            self._running = message.meeting
-            self._work = asyncio.create_task(self._run_workers(message), name="omni-workers")
-            self._changed.set()
+            return
+        match self._attendance.follow(message.meeting):
+            case Step.END:
+                self._cancel_work()
+            case Step.START:
+                self._work = asyncio.create_task(self._run_workers(message), name="omni-workers")
+                self._changed.set()
 
     def _cancel_work(self) -> None:
         # A second cancellation would interrupt the wait for the end.
@@ -213,21 +243,21 @@ class OtherMachine:
         try:
             workers = await asyncio.shield(starting)
             await _exit_of(workers)
-            self._fail(plan, workers.exit_reason() or "its workers ended")
+            self._fail(workers.exit_reason() or "its workers ended")
         except Exception as error:
-            self._fail(plan, f"its workers did not start: {error}")
+            self._fail(f"its workers did not start: {error}")
         finally:
             try:
                 await finish(self._end(starting))
             finally:
-                self._running = 0
+                self._attendance.ended()
                 self._changed.set()
                 if self._leaving:
                     self._done.set()
 
-    def _fail(self, plan: MeetingPlan, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         logger.warning("This machine's workers ended: %s", reason)
-        self._failed, self._reason = plan.meeting, reason[:MAX_TEXT_CHARS]
+        self._attendance.fail(reason)
         # At once, also if the workers take long to end: the engine waits for them.
         self._changed.set()
 
