@@ -16,7 +16,6 @@ from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.orchestrator.attachment.remote_keeper import (
     ALL_HEADS_LEAVE_S,
     FIRST_PAUSE_S,
-    LASTING_REFUSAL_PAUSE_S,
     LONGEST_PAUSE_S,
 )
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import MAX_ATTACHING
@@ -109,15 +108,15 @@ async def test_failures_are_tried_again_with_growing_pauses_and_logged_once(
     assert kinds[-2:] == ["lost", "detach"]
 
 
-async def test_a_lasting_refusal_is_tried_again_late_or_when_the_replica_has_changed(fleet: Fleet) -> None:
-    fleet.pause_over.clear()
+async def test_a_lasting_refusal_is_tried_again_when_the_replica_has_changed(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     fleet.failures.append(AttachRefusedError("model: head has a, replica b", lasting=True))
     fleet.register(row(1))
-    await eventually(lambda: fleet.pauses)
-    assert fleet.pauses == [LASTING_REFUSAL_PAUSE_S]
+    await eventually(lambda: "cannot be attached to: model: head has a, replica b" in caplog.text)
     fleet.register(row(1, last_heartbeat=9.0, queue_length=5))
     await fleet.all_handled()
-    assert fleet.attachments == []
+    assert (fleet.attachments, fleet.pauses) == ([], [])
     fleet.register(row(1, incarnation=2))
     await fleet.serving(1)
     assert fleet.attachments[0].info.incarnation == 2

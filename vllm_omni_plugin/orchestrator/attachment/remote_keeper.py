@@ -28,7 +28,6 @@ logger = init_logger(__name__)
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
-LASTING_REFUSAL_PAUSE_S = 30.0
 ALL_HEADS_LEAVE_S = 2.0
 """Pause after all heads took a replica out. Its node resets the engine when the last head has left, so no head may
 attach again before."""
@@ -198,8 +197,8 @@ class RemoteReplicaKeeper:
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:
         """Wait before the next attempt; a change of the replica's row ends the wait."""
-        is_other = isinstance(reason, AttachRefusedError) and reason.other_generation
-        self._differences = str(reason) if is_other else ""
+        refusal = reason if isinstance(reason, AttachRefusedError) else None
+        self._differences = str(refusal) if refusal is not None and refusal.other_generation else ""
         self._show_generation()
         if STALL_CORDON in self.member.cordons:
             # Each head decides for itself.
@@ -207,15 +206,16 @@ class RemoteReplicaKeeper:
         elif isinstance(reason, str) and self._was_taken_out:
             await self._delay(ALL_HEADS_LEAVE_S)
             return True
-        lasting = isinstance(reason, AttachRefusedError) and reason.lasting
-        if is_other:
-            self._report(ReplicaError(f"it is of another generation: {reason}"), logging.INFO)
-            # Neither end can become another one without a restart.
+        if self._differences:
+            self._report(f"it is of another generation: {self._differences}", logging.INFO)
+        elif isinstance(reason, Exception):
+            level = logging.ERROR if refusal is not None and refusal.lasting else logging.WARNING
+            self._report(str(reason) or repr(reason), level)
+        if refusal is not None and refusal.lasting:
+            # Until a restart of either end, after which the row is another one.
             await self._changed.wait()
             return True
-        if isinstance(reason, Exception):
-            self._report(reason, logging.ERROR if lasting else logging.WARNING)
-        pause = asyncio.ensure_future(self._delay(LASTING_REFUSAL_PAUSE_S if lasting else seconds))
+        pause = asyncio.ensure_future(self._delay(seconds))
         changed = asyncio.ensure_future(self._changed.wait())
         try:
             await asyncio.wait({pause, changed}, return_when=asyncio.FIRST_COMPLETED)
@@ -234,8 +234,7 @@ class RemoteReplicaKeeper:
         exchange = self._pool.exchange
         return self.member.status is ReplicaStatus.ERROR and exchange is not None and exchange.heads > 1
 
-    def _report(self, error: Exception, level: int) -> None:
-        text = str(error) or repr(error)
+    def _report(self, text: str, level: int) -> None:
         repeated, self._last_failure = text == self._last_failure, text
         if repeated:
             logger.debug("Replica %s still cannot be attached to: %s", self.member.name, text)
