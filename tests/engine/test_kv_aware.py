@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from .both_replicas import assignments
 from .conftest import ADAPTER, AS_ADMIN, BLOCK
+from .lora import make_lora
 from .nodes import NodeFleet
 from .server import MODEL, START_S, Server, until
 
@@ -54,6 +56,13 @@ class Fleet:
         self.hits.append(Hit(predicted, details.get("cached_tokens") or 0))
         self.settle(replica)
         return answer
+
+    def replica_of(self, **body: Any) -> str:
+        """The replica that gets this completion."""
+        return self._post("/v1/completions", {"max_tokens": 1, **body})[0]
+
+    def call(self, path: str, **body: Any) -> None:
+        assert self._http.post(path, json=body, headers=AS_ADMIN).status_code == 200
 
     def settle(self, replica: str) -> None:
         """Return once everything is known that this replica has reported until now: its reports come in order."""
@@ -140,6 +149,19 @@ def test_after_caches_are_reset_nothing_is_predicted(aware: Fleet) -> None:
     aware.ask(prompt=STORY * 8)
     assert_predicted(aware, at_least=5 * BLOCK)
     assert aware.hits[-2].reported == 0
+
+
+def test_of_two_adapters_each_finds_its_own_replica_if_an_engine_has_one_slot(aware: Fleet, tmp_path: Path) -> None:
+    names = ("left", "right")
+    for seed, name in enumerate(names):
+        aware.call("/v1/load_lora_adapter", lora_name=name, lora_path=str(make_lora(tmp_path / name, seed)))
+    try:
+        # Equal replicas are drawn by lot, until the adapters are apart for the first time.
+        homes = [tuple(aware.replica_of(prompt="Once", model=name) for name in names) for _ in range(16)]
+    finally:
+        for name in names:
+            aware.call("/v1/unload_lora_adapter", lora_name=name)
+    assert set(homes[-4:]) in ({("0.0", "0.1")}, {("0.1", "0.0")})
 
 
 @pytest.mark.long
