@@ -148,10 +148,13 @@ async def others(start_machine: StartMachine, node: Node) -> list[Machine]:
     """The replica serves."""
     others = [start_machine(1), start_machine(2)]
     await node.up()
+    await plans(others, meetings=1)
     return others
 
 
-def plans(machines: list[Machine]) -> list[list[MeetingPlan]]:
+async def plans(machines: list[Machine], meetings: int) -> list[list[MeetingPlan]]:
+    """Of the meetings of each machine, once workers have been started in so many; fake engines do not wait for them."""
+    await eventually(lambda: all(len(machine.workers) == meetings for machine in machines), f"{meetings} meetings")
     return [[workers.plan for workers in machine.workers] for machine in machines]
 
 
@@ -164,7 +167,7 @@ async def test_the_engine_starts_when_all_machines_are_there_in_any_order(
     assert (launcher.engines, node.info) == ([], None)
     others.append(start_machine(1))
     await node.up()
-    ((plan,), (same,)) = plans(others)
+    ((plan,), (same,)) = await plans(others, meetings=1)
     assert plan == same
     assert ([plan.port], plan.number, plan.incarnation) == (launcher.ports, 5, 0)
     async with node.attached() as head:
@@ -187,7 +190,7 @@ async def test_workers_that_end_end_the_replica_and_all_meet_again(
     assert len(launcher.engines) == 1, "a meeting with a half of an old one"
     others[1].workers[0].may_end.set()
     await node.up(after=before.incarnation)
-    (old, new), same = plans(others)
+    (old, new), same = await plans(others, meetings=2)
     assert [old, new] == same
     assert old.meeting != new.meeting
     assert (old.incarnation, new.incarnation) == (0, 1)
@@ -198,6 +201,7 @@ async def test_an_engine_that_ends_ends_the_workers_of_all_machines(node: Node, 
     before = await node.up()
     node.engine.process.die()
     await node.up(after=before.incarnation)
+    await plans(others, meetings=2)
     assert [[workers.ended for workers in machine.workers] for machine in others] == 2 * [[True, False]]
 
 
@@ -240,7 +244,8 @@ async def test_a_first_start_that_another_machine_makes_fail_is_repeated(
     launcher.loads_for_ever = True
     node = await start_node()
     others = [start_machine(1), start_machine(2)]
-    await eventually(lambda: launcher.engines and others[0].workers)
+    await plans(others, meetings=1)
+    await eventually(lambda: launcher.engines)
     launcher.loads_for_ever = False
     others[0].workers[0].die("it has no memory")
     await node.up()
@@ -255,7 +260,7 @@ async def test_the_others_end_their_workers_without_the_first_machine_and_wait_f
     await eventually(lambda: all(machine.workers[0].ended for machine in others))
     again = await start_node()
     await again.up()
-    (old, new), same = plans(others)
+    (old, new), same = await plans(others, meetings=2)
     assert [old, new] == same
     assert old.meeting != new.meeting
 
