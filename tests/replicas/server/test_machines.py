@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -21,8 +22,9 @@ from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import OmniError, ReplicaError
-from vllm_omni_plugin.replicas.control.control_link import open_control_link
+from vllm_omni_plugin.replicas.control.control_link import ControlClient, open_control_link
 from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
+from vllm_omni_plugin.replicas.machines import other_machine
 from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 
@@ -261,6 +263,30 @@ async def test_the_others_end_their_workers_without_the_first_machine_and_wait_f
     again = await start_node()
     await again.up()
     (old, new), same = await plans(others, meetings=2)
+    assert [old, new] == same
+    assert old.meeting != new.meeting
+
+
+async def test_a_machine_that_loses_the_connection_has_left_the_meeting(
+    node: Node, start_machine: StartMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks: list[Callable[[], None]] = []
+
+    async def connect(*arguments: Any) -> ControlClient:
+        breaks.append(arguments[4])
+        return await open_control_link(*arguments)
+
+    monkeypatch.setattr(other_machine, "open_control_link", connect)
+    others = [start_machine(1), start_machine(2)]
+    before = await node.up()
+    async with node.attached() as head:
+        # The first machine does not notice it.
+        breaks[0]()
+        status = await head.next_status()
+    assert "it has lost the first machine: the connection to it is lost" in status.reason
+    assert not status.engine_failed
+    await node.up(after=before.incarnation)
+    (old, new), same = plans(others)
     assert [old, new] == same
     assert old.meeting != new.meeting
 

@@ -16,10 +16,11 @@ from vllm_omni_plugin.replicas.links.link import IpcLink, Link
 from vllm_omni_plugin.replicas.links.shared_memory import SharedMemory
 
 _ENDED_FROM_OUTSIDE = re.compile(
-    r"SIGKILL|SIGTERM|SIGINT|exited with code 0\b|^machine .*( has not answered for | was started again$)"
+    r"SIGKILL|SIGTERM|SIGINT|exited with code 0\b"
+    r"|^machine .*( has not answered for | was started again$|: it has lost the first machine: )"
 )
 """Exits that are not crashes of the engine, so that no request is the cause. The out-of-memory killer sends SIGKILL;
-vLLM's processes exit with code 0 when they are shut down. The last ones are reasons of `Meetings`."""
+vLLM's processes exit with code 0 when they are shut down. The last line has reasons of `Meetings`."""
 
 
 class Engine:

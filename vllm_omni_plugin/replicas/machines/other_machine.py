@@ -66,7 +66,8 @@ class Step(Enum):
 class Attendance:
     """The meeting that another machine takes part in. Nothing here waits or sends.
 
-    `running`: its workers run, or still end; 0: none. `failed`: its workers ended by themselves, for the `reason`.
+    `running`: its workers run, or still end; 0: none. `failed`: its workers ended without a word of the first machine,
+    for the `reason`.
     """
 
     running: int = 0
@@ -87,7 +88,7 @@ class Attendance:
         return Step.START
 
     def fail(self, reason: str) -> None:
-        """Its workers have ended by themselves."""
+        """Its workers end, and the first machine has not ended it."""
         self.failed, self.reason = self.running, reason[:MAX_TEXT_CHARS]
 
     def ended(self) -> None:
@@ -159,6 +160,9 @@ class OtherMachine:
                     logger.info("The first machine of this replica does not answer at %s yet.", self._settings.first)
                 except ReplicaError as error:
                     logger.warning("The first machine of this replica: %s", error)
+                    if self._attendance.running:
+                        # It may not have noticed, and the meeting must not go on with new workers here.
+                        self._attendance.fail(f"it has lost the first machine: {error}")
                 if first_timeout and not self._met and self._clock() - begun_at > first_timeout:
                     raise OmniError(
                         f"the first machine of this replica has not answered at {self._settings.first} within "
