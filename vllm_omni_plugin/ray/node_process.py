@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_omni_plugin.integration.options.listening import address_towards
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
+from vllm_omni_plugin.replicas.machines.first_machine import free_port
 
 
 class ReplicaMachines(NamedTuple):
@@ -32,11 +34,14 @@ class NodeProcess:
         rank: int = 0,
         first: tuple[str, int] | None = None,
     ) -> None:
-        self._meeting_address = first
         if group is not None:
-            address, port = self._meeting_address = first or _free_address(*group.head)
+            if first is None:
+                here = address_towards(*group.head, "--omni-master-address")
+                first = here, free_port(here)
+            address, port = first
             place = {"nnodes": group.machines, "node-rank": rank, "master-addr": address, "master-port": port}
             arguments = [*arguments, *(word for name, value in place.items() for word in (f"--{name}", str(value)))]
+        self._meeting_address = first
         # A child inherits blocked signals, and Ray 2.60 blocks SIGINT here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         command = [str(Path(sys.executable).with_name("vllm")), "serve", *arguments]
@@ -60,15 +65,3 @@ class NodeProcess:
     def end(self) -> None:
         """Make the node finish its requests and end. A second call makes it move them to other nodes."""
         self._process.terminate()
-
-
-def _free_address(host: str, port: int) -> tuple[str, int]:
-    """This machine's address on the way to another one, and a port on which nothing listens now."""
-    family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        # Connecting a datagram socket sends nothing.
-        probe.connect(there)
-        address: str = probe.getsockname()[0]
-    with socket.create_server((address, 0), family=family) as free:
-        free_port: int = free.getsockname()[1]
-    return address, free_port
