@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.fakes.conditions import eventually
+from tests.fakes.links import answer_calls
 from tests.fakes.pipeline_fleet import FakePipelineFleet
 from tests.fakes.pipelines import DISAGGREGATED
 from tests.fakes.stage_api import PlayedLink
+from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.orchestrator import PoolMember
 
 PREFILL, DECODE = 0, 1
@@ -93,7 +95,7 @@ class KvFleet(FakePipelineFleet):
     async def settle(self, blocked: Container[tuple[str, int]] = ()) -> None:
         await super().settle(blocked or {(name, DECODE) for name in self.gates})
 
-    async def ask(self, name: str) -> None:
+    async def request(self, name: str) -> None:
         await self.submit(name, prompt=PROMPTS[name], move="replay")
 
     async def compute(self, name: str, *stages: int) -> None:
@@ -146,7 +148,7 @@ class KvFleet(FakePipelineFleet):
 
 async def undisturbed(name: str) -> list[int]:
     async with KvFleet() as fleet:
-        await fleet.ask(name)
+        await fleet.request(name)
         await fleet.finish_all()
         return fleet.tokens[name]
 
@@ -163,7 +165,7 @@ async def restart(fleet: KvFleet, stage_id: int) -> None:
     fleet.engine(stage_id).away = True
     await fleet.find_lost(stage_id)
     await fleet.attach(stage_id)
-    await fleet.ask("b")
+    await fleet.request("b")
     await fleet.compute("b", PREFILL)
 
 
@@ -188,27 +190,40 @@ async def cut(fleet: KvFleet, stage_id: int) -> None:
     await fleet.attach(stage_id, engine=engine)
 
 
+async def sleep(fleet: KvFleet, stage_id: int) -> None:
+    """Its memory is discarded, and after it woke up it computes another prompt."""
+    engine = fleet.engine(stage_id)
+    if not fleet.pools[stage_id].serving:
+        return
+    engine.on_call = answer_calls
+    await fleet.call("sleep", 1, "keep", stages=(stage_id,))
+    engine._blocks, engine._numbers = {}, count()
+    await fleet.call("wake_up", None, stages=(stage_id,))
+    await fleet.request("b")
+    await fleet.compute("b", PREFILL)
+
+
 Event = Callable[[KvFleet, int], Awaitable[None]]
 
 
 async def while_it_computes_the_prompt(fleet: KvFleet) -> None:
-    await fleet.ask("a")
+    await fleet.request("a")
 
 
 async def while_the_input_of_the_decode_is_built(fleet: KvFleet) -> None:
     fleet.gates["a"] = threading.Event()
-    await fleet.ask("a")
+    await fleet.request("a")
     await fleet.compute("a", PREFILL)
 
 
 async def while_no_decode_serves(fleet: KvFleet) -> None:
     await fleet.find_lost(DECODE)
-    await fleet.ask("a")
+    await fleet.request("a")
     await fleet.compute("a", PREFILL)
 
 
 async def while_the_cache_is_fetched(fleet: KvFleet) -> None:
-    await fleet.ask("a")
+    await fleet.request("a")
     await fleet.compute("a", PREFILL)
 
 
@@ -228,7 +243,7 @@ STEPS = [
 
 @pytest.mark.parametrize("side", STAGES, ids=["prefill", "decode"])
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("event", [kill, restart, stop, cut])
+@pytest.mark.parametrize("event", [kill, restart, stop, cut, sleep])
 async def test_an_answer_is_right_whatever_happens(event: Event, step: Any, side: int) -> None:
     async with KvFleet() as fleet:
         await step(fleet)
@@ -243,7 +258,7 @@ async def test_an_answer_is_right_whatever_happens(event: Event, step: Any, side
 async def test_a_prefill_that_has_drained_leaves_no_cache(step: Any) -> None:
     async with KvFleet() as fleet:
         await step(fleet)
-        fleet.orchestrator.replica_drained(fleet.pools[PREFILL].member(0))
+        fleet.pools[PREFILL].lose(fleet.pools[PREFILL].member(0), ReplicaStatus.DRAINING)
         fleet.engine(PREFILL).away = True
         await fleet.attach(DECODE)
         await fleet.finish_all()
@@ -283,7 +298,7 @@ async def test_a_decode_that_fails_without_a_cache_to_fetch_ends_its_request() -
 
 async def test_what_a_lost_prefill_has_stored_is_not_read() -> None:
     async with KvFleet() as fleet:
-        await fleet.ask("a")
+        await fleet.request("a")
         await fleet.find_lost(PREFILL)
         (request,) = fleet.engine(DECODE).requests
         assert request["sampling_params"]["cache"] is False
@@ -311,7 +326,7 @@ class Histories(RuleBasedStateMachine):
             self.fleet.tokens.pop(name, None)
             if slow and not self.fleet.gates:
                 self.fleet.gates[name] = threading.Event()
-            self.run(self.fleet.ask(name))
+            self.run(self.fleet.request(name))
 
     @rule()
     def build(self) -> None:

@@ -266,6 +266,7 @@ async def test_an_impossible_explanation_is_an_error(
         ("pause_scheduler", ("keep", False), None, False),
         ("sleep", (1, "abort"), None, True),
         ("sleep", (0, "abort"), None, False),
+        ("release_kv_cache_memory", (), None, True),
         ("reset_mm_cache", (), None, False),
     ],
 )

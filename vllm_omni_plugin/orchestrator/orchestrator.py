@@ -131,7 +131,10 @@ class Orchestrator:
         if input_builder is None:
             self._requests = SingleStageRequests(apis[0], self._dispatchers[0], gate, self._put)
         else:
-            self._requests = PipelineRequests(input_builder, self._dispatchers, gate, self._put, self.metrics, clock)
+            requests = PipelineRequests(input_builder, self._dispatchers, gate, self._put, self.metrics, clock)
+            for stage_id in prefill_stages:
+                stage_pools[stage_id].on_caches_gone = partial(requests.take_back_caches, stage_id)
+            self._requests = requests
         self.request_states: Mapping[str, OrchestratorRequestState] = self._requests.states
 
     @property
@@ -273,13 +276,7 @@ class Orchestrator:
         if moved:
             self.events.record(EventKind.MOVE, reason, member, requests=moved)
         self._runs_ended(member.stage_id, ended)
-        self._requests.replica_lost(member.stage_id, member.replica_id)
         self._put(self._apis[member.stage_id].idle_report(member.engine_index))
-
-    def replica_drained(self, member: PoolMember) -> None:
-        """A replica ends, or is detached from, that has none of this head's requests; it may have caches for them."""
-        self.stage_pools[member.stage_id].lose(member, ReplicaStatus.DRAINING)
-        self._requests.replica_lost(member.stage_id, member.replica_id)
 
     def update_other_heads_work(self, member: PoolMember, work: Work | None) -> None:
         """The other heads' work at a replica has changed, see `StagePool.set_others_work`: it may have room now."""

@@ -192,7 +192,7 @@ class RemoteReplicaKeeper:
         if idle.cancelled() or client is None or member.in_flight or DRAIN_CORDON not in member.cordons:
             return
         logger.info("Replica %s has drained.", member.name)
-        self._orchestrator.replica_drained(member)
+        self._pool.lose(member, ReplicaStatus.DRAINING)
         client.mark_dead("it has drained")
 
     async def _pause(self, seconds: float, reason: str | Exception) -> bool:

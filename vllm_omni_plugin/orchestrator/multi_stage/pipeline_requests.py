@@ -107,9 +107,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
                     self._put(self._apis[stage_id].end(state.request_id))
                 self._pass_on(state, stage, _END, ended=True)
 
-    def replica_lost(self, stage_id: int, replica_id: int) -> None:
-        if self._pipeline.stages[stage_id].output is not Modality.KV_CACHE:
-            return
+    def take_back_caches(self, stage_id: int, replica_id: int) -> None:
+        """What a replica of a prefill has left is gone: decode must not fetch it, nor wait for it."""
         for state in self.states.values():
             prefill = state.runs.get(stage_id)
             # Without parameters the cache is in a store, which outlives the replica.

@@ -283,4 +283,6 @@ def _clears_prefix_cache(method: str, args: tuple[Any, ...], result: Any) -> boo
             return len(args) < 2 or bool(args[1])
         case "sleep":
             return not args or bool(args[0] >= 1)
+        case "release_kv_cache_memory":
+            return True
     return False

@@ -104,6 +104,8 @@ class StagePool:
         self._bindings = AffinityBindings()
         self.refusals = EngineRefusals()
         self._promised_tokens = 0
+        # Called with the id of a replica whose caches are gone: it is lost, has drained, or has cleared them.
+        self.on_caches_gone: Callable[[int], None] = lambda replica_id: None
         self.members: tuple[PoolMember, ...] = ()
         self.departed: Mapping[int, tuple[int, int, int]] = {}
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self.unreported)
@@ -181,6 +183,7 @@ class StagePool:
             self._policy.notify("replica_lost", member)
             if self.exchange is not None:
                 self.exchange.remove_member(member)
+        self.on_caches_gone(member.replica_id)
         member.notify_if_idle()
         return orphans
 
@@ -321,6 +324,7 @@ class StagePool:
     def cache_cleared(self, member: PoolMember) -> None:
         if member.client is not None:
             self._policy.notify("cache_cleared", member)
+            self.on_caches_gone(member.replica_id)
 
     def _enter_service(self, member: PoolMember) -> bool:
         self._set_status(member, ReplicaStatus.DRAINING if member.cordons else ReplicaStatus.UP)

@@ -99,9 +99,6 @@ class RequestOwner(ABC, Generic[S]):
     def runs_ended(self, stage_id: int, ended: Sequence[RunEnded]) -> None:
         """Handle the runs that the stage's dispatcher has ended."""
 
-    def replica_lost(self, stage_id: int, replica_id: int) -> None:
-        """A replica is lost, and its runs have moved or ended: what ended ones have left there is gone."""
-
     def close(self) -> None:
         for request_id in list(self.states):
             self._drop(request_id)
