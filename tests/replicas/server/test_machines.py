@@ -279,6 +279,7 @@ async def test_a_machine_that_loses_the_connection_has_left_the_meeting(
     monkeypatch.setattr(other_machine, "open_control_link", connect)
     others = [start_machine(1), start_machine(2)]
     before = await node.up()
+    await plans(others, meetings=1)
     async with node.attached() as head:
         # The first machine does not notice it.
         breaks[0]()
@@ -286,7 +287,7 @@ async def test_a_machine_that_loses_the_connection_has_left_the_meeting(
     assert "it has lost the first machine: the connection to it is lost" in status.reason
     assert not status.engine_failed
     await node.up(after=before.incarnation)
-    (old, new), same = plans(others)
+    (old, new), same = await plans(others, meetings=2)
     assert [old, new] == same
     assert old.meeting != new.meeting
 
