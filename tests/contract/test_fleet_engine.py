@@ -66,6 +66,14 @@ def test_exited_workers_are_named_with_their_signals(exit_note: ExitNote, caplog
     assert not alive.is_alive(), "vLLM's own shutdown has ended it"
 
 
+def test_an_executor_without_an_engine_core_waits_for_an_exit_and_ends_nothing(exit_note: ExitNote) -> None:
+    alive, ill = spawned("VllmWorker-2", time.sleep, ENOUGH_S), spawned("VllmWorker-3", end_by, signal.SIGILL)
+    executor_of(alive, ill).wait_for_exit()
+    assert exit_note.read() == "its worker VllmWorker-3 was ended by SIGILL"
+    assert alive.is_alive()
+    alive.kill()
+
+
 @pytest.mark.parametrize("path", [pytest.param("/proc/0/fd/0", id="its owner is gone"), None])
 def test_an_engine_that_cannot_write_its_exit_note_still_exits(
     monkeypatch: pytest.MonkeyPatch, path: str | None

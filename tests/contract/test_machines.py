@@ -1,6 +1,7 @@
 """What the machines of a replica are given: the address where they meet, what must be the same, and the network."""
 
 import os
+import select
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm_omni_plugin.integration.processes.headless import plan_node, serve_rep
 from vllm_omni_plugin.replicas.machines.first_machine import MachinesLauncher
 from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings
-from vllm_omni_plugin.vllm_api.launch.machines_launch import use_network_of
+from vllm_omni_plugin.vllm_api.launch.machines_launch import WorkersProcess, use_network_of
 
 from .configs import write_model
 from .pipeline_files import JOIN, read
@@ -58,6 +59,17 @@ def test_another_machine_meets_it_there_with_the_same_setup(model: Path, monkeyp
     launcher: Any = plan.make_launcher(lambda _: None, report_cache=True, numbers=[3])
     assert settings.setup == setup_of(plan.fingerprint, launcher.layout)
     assert settings.setup["--tensor-parallel-size"] == "4"
+
+
+@pytest.mark.long
+def test_the_process_of_a_machines_workers_says_how_it_ended() -> None:
+    pids: list[int] = []
+    not_a_configuration = None
+    process = WorkersProcess(not_a_configuration, pids.append)
+    assert pids == [process.pid]
+    assert select.select([process.sentinel], [], [], 60)[0]
+    assert process.exit_reason() == "the process of its workers exited with code 1"
+    process.end()
 
 
 def test_vllm_and_gloo_use_the_network_of_the_address_unless_the_user_has_chosen(

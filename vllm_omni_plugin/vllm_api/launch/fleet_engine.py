@@ -78,9 +78,13 @@ class FleetExecutor(MultiprocExecutor):  # type: ignore[misc]
         finally:
             super().shutdown()
 
-    def _write_exit_note(self) -> None:
+    def wait_for_exit(self) -> None:
+        """Block until a worker has exited, and write how. In a process without an engine core."""
+        self._write_exit_note(None)
+
+    def _write_exit_note(self, timeout: float | None = 0) -> None:
         processes = [worker.proc for worker in self.workers]
-        exited = wait([process.sentinel for process in processes], 0)
+        exited = wait([process.sentinel for process in processes], timeout)
         reasons = []
         for process in processes:
             if process.sentinel in exited:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher, replica_config
-from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, fleet_executor, mark_as_fleet_engine
+from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, FleetExecutor, mark_as_fleet_engine
 from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit
 
@@ -122,5 +121,7 @@ class WorkersProcess:
 def _run_workers(config: Any) -> None:
     # A signal from the terminal is for the node, which lets the requests finish first.
     os.setsid()
-    executor = fleet_executor(MultiprocExecutor)(config, monitor_workers=False)
-    executor.start_worker_monitor(inline=True)
+    FleetExecutor(config, monitor_workers=False).wait_for_exit()
+    # At once, since the first machine ends the engine for this reason only if it learns it in time. Workers that are
+    # left are killed.
+    os._exit(1)
