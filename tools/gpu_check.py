@@ -34,7 +34,8 @@ class StepTimeoutError(Exception):
 class Check:
     """The steps. Each yields its figures as it finds them; `fleet` and `expected` are what earlier steps left."""
 
-    def __init__(self, make_fleet: Callable[[str], Fleet]) -> None:
+    def __init__(self, make_model: Callable[[], object], make_fleet: Callable[[str], Fleet]) -> None:
+        self._make_model = make_model
         self._make_fleet = make_fleet
         self.fleet: Fleet | None = None
         self.expected: list[str | None] = []
@@ -44,6 +45,11 @@ class Check:
             self.fleet.stop()
         self.fleet = self._make_fleet(mode)
         return self.fleet
+
+    def model(self, mode: str) -> Iterator[Figure]:
+        start = time.monotonic()
+        self._make_model()
+        yield "seconds to make", round(time.monotonic() - start, 1)
 
     def one_engine(self, mode: str) -> Iterator[Figure]:
         fleet = self.renew(mode)
@@ -147,7 +153,7 @@ def run(check: Check, rows: list[Row], modes: list[str], deadline: float, limit:
     for mode in modes:
         repeated = (check.two_at_once, check.same_answers, check.killed_engine)
         more = (check.sleep_and_wake, check.one_after_another)
-        for step in (check.one_engine, *repeated, *more) if mode == modes[0] else repeated:
+        for step in (check.model, check.one_engine, *repeated, *more) if mode == modes[0] else repeated:
             left = deadline - time.monotonic()
             if left < 1:
                 add("skipped", "no time is left")
@@ -190,13 +196,13 @@ def main() -> int:
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32))
         model = args.model or str(Path(scratch, "tiny"))
-        if args.model is None:
-            subprocess.run([sys.executable, "-W", "ignore", TINY_MODEL, model], check=True, timeout=args.step_seconds)
+        making = [] if args.model else [sys.executable, "-W", "ignore", str(TINY_MODEL), model]
         common = [model, "--served-model-name", NAME, "--max-model-len", "1024", "--dtype", args.dtype]
         logs = args.logs or Path(scratch, "logs")
         logs.mkdir(parents=True, exist_ok=True)
         check = Check(
-            lambda mode: Fleet(args.device, [*MODES[mode], *ENGINES[args.device], *args.flags], common, secret, logs)
+            lambda: making and subprocess.run(making, check=True),
+            lambda mode: Fleet(args.device, [*MODES[mode], *ENGINES[args.device], *args.flags], common, secret, logs),
         )
         rows: list[Row] = []
         try:

@@ -15,7 +15,7 @@ class Steps(Check):
     """One step hangs, one fails; the others take no time."""
 
     def __init__(self) -> None:
-        super().__init__(self._no_fleet)
+        super().__init__(lambda: None, self._no_fleet)
 
     @staticmethod
     def _no_fleet(mode: str) -> Fleet:
@@ -44,6 +44,7 @@ def test_a_step_that_hangs_or_fails_keeps_its_figures_and_the_others_follow() ->
     rows: list[Row] = []
     run(Steps(), rows, ["eager"], time.monotonic() + 100, 0.1)
     assert rows == [
+        ("eager", "model", "seconds to make", "0.0"),
         ("eager", "one_engine", "seconds to start", "1.5"),
         ("eager", "one_engine", "FAILED", "not within 0.1 s"),
         ("eager", "two_at_once", "memory, MiB", "7"),
@@ -53,11 +54,11 @@ def test_a_step_that_hangs_or_fails_keeps_its_figures_and_the_others_follow() ->
         ("eager", "sleep_and_wake", "FAILED", "RuntimeError: no fleet of two runs"),
         ("eager", "one_after_another", "FAILED", "RuntimeError: no GPU"),
     ]
-    assert table(rows).splitlines()[3] == "| eager | one_engine | FAILED | not within 0.1 s |"
+    assert table(rows).splitlines()[4] == "| eager | one_engine | FAILED | not within 0.1 s |"
 
 
 def test_when_all_time_is_used_the_other_steps_are_skipped() -> None:
     rows: list[Row] = []
     run(Steps(), rows, ["eager", "graphs"], time.monotonic(), 100)
     assert {row[2:] for row in rows} == {("skipped", "no time is left")}
-    assert [mode for mode, *_ in rows] == ["eager"] * 6 + ["graphs"] * 3
+    assert [mode for mode, *_ in rows] == ["eager"] * 7 + ["graphs"] * 3
