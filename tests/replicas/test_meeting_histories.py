@@ -55,7 +55,7 @@ class Other:
             assert not plan.refusal, plan
             self._follow(plan.meeting, now, chance)
         if now - self.answered_at > TIMEOUT:
-            self._follow(0, now, chance)
+            self.disconnect(now, chance)
         if self.ends_at is not None and now >= self.ends_at:
             self.ends_at = None
             self.attendance.ended()
@@ -69,6 +69,15 @@ class Other:
             self.attendance.fail("SIGKILL")
             self.ends_at = now + chance.uniform(0, 3)
             self.report(now)
+
+    def disconnect(self, now: float, chance: random.Random) -> None:
+        """Its connection breaks, which the first machine need not notice."""
+        self.to_first.clear()
+        self.from_first.clear()
+        self.answered_at = now
+        if self.attendance.running and self.ends_at is None and not self.stopped:
+            self.attendance.fail("it has lost the first machine")
+            self.ends_at = now + chance.uniform(0, 3)
 
     def report(self, now: float) -> None:
         self.reported_at = now
@@ -108,7 +117,7 @@ class History:
 
     def fault(self) -> None:
         other = self.chance.choice(self.others)
-        match self.chance.randrange(6):
+        match self.chance.randrange(7):
             case 0:
                 other.restart(self.now)
             case 1:
@@ -120,6 +129,8 @@ class History:
             case 4:
                 self.restart_first()
             case 5:
+                other.disconnect(self.now, self.chance)
+            case 6:
                 # The engine of the first machine ends.
                 self.end_meeting()
 
