@@ -172,6 +172,7 @@ async def test_heads_that_differ_in_another_stage_of_their_pipeline_use_it_one_g
         assert "its own replicas of every stage" in refused.reason
         # A head that names none may be of any.
         assert isinstance(await older.try_attach(info.incarnation), Attached)
+        assert isinstance(await other.try_attach(info.incarnation, generation="b"), AttachRefused)
 
 
 @pytest.mark.parametrize("said", [{"protocol": 99}, {"fingerprint": {}}, {"fingerprint": {"model": "tiny"}}])

@@ -207,7 +207,8 @@ class AttachedHeads:
             self._leases.free(lease.slot)
             self._close_ports(lease.slot)
             return AttachRefused(str(error), lasting=False)
-        self._generation = message.generation
+        if message.generation or len(self._leases) == 1:
+            self._generation = message.generation
         self._on_attach(message.replica_id)
         return attached
 
