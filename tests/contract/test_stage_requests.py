@@ -1,11 +1,14 @@
 """The requests of stages, made by vLLM's input processing from the outputs of other stages."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
@@ -209,6 +212,21 @@ def test_a_prefill_computes_one_token_for_another_engine(own: Any) -> None:
         "remote_port": None,
     }
     assert (request.prompt_token_ids, request.session_id) == ([1, 3, 4], "s")
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 30), ({"kv_lease_duration": 8}, 8)])
+def test_a_cache_must_be_asked_for_within_half_the_time_for_which_nixl_keeps_it(
+    folder: Path, own: Any, options: dict[str, int], expected: int
+) -> None:
+    transfers = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_connector_extra_config=options)
+    prefill = config(folder / "own", kv_transfer_config=transfers)
+    scheduler: Any = SimpleNamespace()
+    with pytest.raises(AttributeError):
+        # It reads more of a real configuration of a KV cache.
+        NixlBaseConnectorScheduler.__init__(scheduler, prefill, "engine", None)
+    assert scheduler._kv_lease_duration == expected
+    assert api(own).cache_lease_s == 15
+    assert api(prefill).cache_lease_s == expected / 2
 
 
 def test_a_decode_request_has_the_transfer_params_of_the_prefill(folder: Path, own: Any) -> None:

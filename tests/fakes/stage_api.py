@@ -14,6 +14,8 @@ from vllm_omni_plugin.pipeline import Modality, Stage, StageInput, StageOutput
 from vllm_omni_plugin.pipeline.output_reader import OutputReader
 from vllm_omni_plugin.pipeline.transfer import WHOLE, InputPart
 
+LEASE_S = 15.0
+"""Seconds within which a decode must ask for the cache of its prefill."""
 ROOM = 1000
 """Longest input of a stage, in tokens."""
 
@@ -38,6 +40,8 @@ class FakeReader(OutputReader):
 
 class FakeStageApi(FakeEngineApi):
     """Implements `StageApi`. `faults` has errors by the name of the method that raises them."""
+
+    cache_lease_s = LEASE_S
 
     def __init__(self, stage: Stage) -> None:
         self.faults: dict[str, BaseException] = {}

@@ -127,6 +127,10 @@ class PythonStageApi(StageApi):
         )
         return task, None
 
+    @property
+    def cache_lease_s(self) -> float:
+        raise NotImplementedError
+
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         raise NotImplementedError("a Python stage has no KV cache")
 

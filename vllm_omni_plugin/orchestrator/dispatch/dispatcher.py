@@ -187,7 +187,7 @@ class Dispatcher:
 
     def take_back_cache(self, run: StageRun) -> None:
         """The cache that a prefill has left for a run is gone. An engine that may still wait for it waits for ever."""
-        if run.uses_hand_over and run.replica_id is not None:
+        if run.awaits_cache and run.replica_id is not None:
             member = self._pool.member(run.replica_id)
             self.finisher.abort_at(member, [run.engine_request_id])
             self.cache_missed(run, member)
@@ -288,6 +288,9 @@ class Dispatcher:
         member, decision = choice
         if was_queued and not (member.ledger.pending or self._situation.is_over_share(run)):
             self._head.metrics.idle_while_waiting += 1
+        if run.first_request is not None and self._head.clock() > run.first_until:
+            # The maker of the cache may have given its memory to another prompt.
+            run.first_request = run.request
         plain = run.move is Move.RESTART and run.first_request is None
         request = run.request if plain else self._request_of(run)
         attempt = f"{run.request_id}-{self._head.tag}-{next(self._attempts):x}"

@@ -173,7 +173,7 @@ class RunFinisher:
             # Chunks on their way would begin the session anew there, and nothing would end it.
             self.abort_at(member, [run.engine_request_id])
         if not self._api.refused(output):
-            missed = run.uses_hand_over and not self._api.aborted(output)
+            missed = run.awaits_cache and not self._api.aborted(output)
             if missed:
                 self._runs.cache_missed(run, member)
             return missed

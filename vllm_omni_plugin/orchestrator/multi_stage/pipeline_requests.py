@@ -186,6 +186,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             streaming=session,
             chosen_replicas=state.chosen_replicas,
             first_request=first_request,
+            first_until=state.cache_until,
             ticket=state.ticket_at(stage),
         )
         if stage.id in state.plan.readable:
@@ -278,6 +279,8 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         if stage.output is Modality.KV_CACHE:
             if run.finished:
                 state.cache_params, state.cached_tokens = output.kv_transfer_params, api.cached_tokens(output) or 0
+                if state.cache_params is not None:
+                    state.cache_until = self._clock() + api.cache_lease_s
                 self._end(state, stage)
             return None
         read, answer = self._read(state, stage, run, output), None
@@ -299,7 +302,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def _answer(self, state: PipelineRequestState, stage: Stage, run: StageRun, output: Any, read: StageOutput) -> Any:
         api, cached_tokens = self._apis[stage.id], state.cached_tokens
-        if cached_tokens is not None and run.attempts == 1 and stage.id in self._decodes:
+        if cached_tokens is not None and run.is_given_cache and stage.id in self._decodes:
             # Later attempts compute the prompt themselves, and report the right number.
             api.set_cached_tokens(output, cached_tokens)
         if not run.finished:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from msgspec import field
@@ -73,9 +74,9 @@ class PipelineRequestState(OrchestratorRequestState, eq=False, kw_only=True):
 
     `stage_submit_ts` and `ended`: monotonic seconds of a stage's first input and of its end. `answered` stages have
     produced output. Without a prefill there are no transfer parameters of its KV cache and no number of tokens that it
-    found cached. `prompt` is text, and None until a transform needs it. `pipeline_timings` are seconds by stage name
-    and part. `transfer`: transforms and building inputs; `queue`: until it is sent; `first_output`: from there to the
-    first output; `run`: from being sent to the end.
+    found cached; `cache_until`: when it must have been asked for. `prompt` is text, and None until a transform needs
+    it. `pipeline_timings` are seconds by stage name and part. `transfer`: transforms and building inputs; `queue`:
+    until it is sent; `first_output`: from there to the first output; `run`: from being sent to the end.
     """
 
     plan: RequestPlan
@@ -90,6 +91,7 @@ class PipelineRequestState(OrchestratorRequestState, eq=False, kw_only=True):
     ended: dict[int, float] = field(default_factory=dict)
     cache_params: Mapping[str, Any] | None = None
     cached_tokens: int | None = None
+    cache_until: float = inf
     prompt: str | None = None
 
     @property

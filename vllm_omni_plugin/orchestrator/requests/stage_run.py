@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from enum import Enum
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct, field
@@ -105,6 +106,7 @@ class StageRun(Struct, eq=False):
         produced: token ids delivered so far, over all attempts.
         skipping_delivered: whether outputs of the current attempt may still repeat delivered tokens.
         first_request: what the first replica gets in place of `request`: it names a cache that a prefill has left.
+        first_until: monotonic seconds until which it may be sent.
         ticket: the request's place in the order of all; None without admission control.
         losses, crash_losses: of replicas that had got the request; those by crashes of engines, see `Suspects`.
         apart_until: delivered tokens until which the request is kept apart from other suspects.
@@ -132,6 +134,7 @@ class StageRun(Struct, eq=False):
     skipping_delivered: bool = False
     chosen_replicas: ChosenReplicas | None = None
     first_request: Any = None
+    first_until: float = inf
     ticket: Ticket | None = None
     first_sent_at: float | None = None
     losses: list[Loss] = field(default_factory=list)
@@ -161,12 +164,14 @@ class StageRun(Struct, eq=False):
         return self.phase is RequestPhase.FINISHED
 
     @property
-    def uses_hand_over(self) -> bool:
-        """Whether the attempt was given a cache that a prefill has left, and nothing has come of it yet."""
-        given = self.first_request is not None and self.first_request is not self.request
-        return (
-            given and self.sent and self.attempts == 1 and self.phase is RequestPhase.ASSIGNED and not self.has_output
-        )
+    def is_given_cache(self) -> bool:
+        """Whether the attempt was sent with a cache that a prefill has left."""
+        return self.attempts == 1 and self.first_request is not None and self.first_request is not self.request
+
+    @property
+    def awaits_cache(self) -> bool:
+        """Whether it was, and nothing has come of it yet."""
+        return self.is_given_cache and self.sent and self.phase is RequestPhase.ASSIGNED and not self.has_output
 
     @property
     def confined_to(self) -> set[LostReplica]:

@@ -55,6 +55,11 @@ class StageApi(EngineApi, ABC):
     def answer(self, output: Any, read: StageOutput) -> Any:
         """The `EngineCoreOutput` for vLLM's server, made of the engine's output and what the reader read from it."""
 
+    @property
+    @abstractmethod
+    def cache_lease_s(self) -> float:
+        """Seconds within which decode must ask a prefill stage's engine for a cache. Not for Python stages."""
+
     @abstractmethod
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         """A copy of a decode stage's request with the prefill stage's `kv_transfer_params`. Not for Python stages."""

@@ -17,6 +17,8 @@ from vllm_omni_plugin.vllm_api.vllm_stages.stage_params import INVALID, KV_TRANS
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_prompts import NO_EMBEDDINGS, StagePrompts, length_of
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_text import TextReader, TokenReader, Vocabulary
 
+NIXL_LEASE_S = 30
+"""NIXL's default. An engine that a decode asks later has given the memory to other prompts, and does not notice."""
 _GENERATED = (Modality.TEXT, Modality.TOKENS, Modality.KV_CACHE)
 _POOLED = (Modality.SCORES, Modality.EMBEDDING, Modality.LATENT)
 
@@ -35,6 +37,7 @@ class VllmStageApi(StageApi):
         self._stage = stage
         self._is_pooling = self._config.runner_type == "pooling"
         self._lora = vllm_config.lora_config
+        self._transfers = vllm_config.kv_transfer_config
         self._processor = InputProcessor(vllm_config)
         self._prompts = StagePrompts(self._processor.renderer, fed=bool(stage.inputs))
         self._check_stage()
@@ -106,6 +109,12 @@ class VllmStageApi(StageApi):
         # As in vLLM's own closing request, this token does not become part of the session.
         params = self._params.of_stage({})
         return self._processed(source, tokens_input([0]), params)
+
+    @property
+    def cache_lease_s(self) -> float:
+        options = {} if self._transfers is None else self._transfers.kv_connector_extra_config
+        # Half of it: engines count from an earlier time, and the decode's may be late.
+        return float(options.get("kv_lease_duration", NIXL_LEASE_S)) / 2
 
     def with_kv_transfer(self, request: Any, params: Mapping[str, Any]) -> Any:
         sampling_params = copy.copy(request.sampling_params)
