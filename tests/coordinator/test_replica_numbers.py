@@ -181,6 +181,17 @@ def test_a_replica_keeps_the_number_that_its_engine_runs_with_over_one_that_was_
     assert tables.numbers.for_host_slots(["n/0"]) == (1,)
 
 
+def test_a_replica_that_returns_has_its_former_id_though_few_were_ever_there_at_once() -> None:
+    tables = Tables()
+    for replica_id, name in enumerate("abc"):
+        tables.announce(name, f"{name}/0")
+        assert tables.listed() == {name: replica_id}
+        tables.announce(name, f"{name}/0", sequence=1, status=DOWN)
+    for replica_id, name in enumerate("abc"):
+        tables.announce(name, f"{name}/0", incarnation=2)
+        assert tables.listed()[name] == replica_id
+
+
 def test_endless_host_slots_are_forgotten_and_their_numbers_given_again() -> None:
     book = NumberBook({}, least_remembered=4)
     assert max(book.prepare(0, f"n/{slot}") for slot in range(100)) == 4

@@ -65,6 +65,9 @@ async def test_a_call_does_not_overtake_the_missed_calls_to_a_private_replica_an
     await eventually(lambda: private.calls)
     reply = heads[0].ask("resume_scheduler")
     await late.until([("add_lora", (STORY,))])
+    for _ in range(9):
+        # It could be called by now.
+        await asyncio.sleep(0)
     private.on_call = answer_calls
     (private.refuse if refuses else private.answer)(private.calls[0][0])
     assert len(await asyncio.wrap_future(reply)) == 2
@@ -119,6 +122,23 @@ async def test_a_call_waits_for_the_heads_that_a_new_coordinator_does_not_know_y
     bus.settle()
     assert len(await asyncio.wrap_future(reply)) == 2
     assert [head.replay for head in (fresh, *heads)] == [[("add_lora", (STORY,)), *PAUSED]] * 4
+
+
+async def test_a_new_coordinator_gets_the_document_from_the_first_head_that_is_back(
+    stack: AsyncExitStack, bus: HeadBus, heads: list[FakeHead]
+) -> None:
+    await heads[0].call("pause_scheduler", "keep", True)
+    for head in heads:
+        bus.cut(head)
+    await eventually(lambda: heads[0].fleet_calls.session.refusal is not None)
+    bus.start()
+    fresh = await stack.enter_async_context(FakeHead(bus, "fresh"))
+    bus.connect(fresh)
+    bus.connect(heads[0])
+    await eventually(lambda: heads[0].fleet_calls.session.refusal is None and not heads[0].session.frames)
+    bus.cut(heads[0])
+    bus.settle()
+    await fresh.until(PAUSED)
 
 
 @pytest.mark.parametrize("when", ["before the engines answer", "before the coordinator answers"])

@@ -20,6 +20,15 @@ async def test_two_heads_never_use_the_same_id() -> None:
         assert one.attempt("a")[1] != other.attempt("a")[1]
 
 
+async def test_an_abort_that_cannot_be_sent_keeps_no_other_request_from_being_aborted(fleet: FakeFleet) -> None:
+    await fleet.submit("a")
+    await fleet.submit("b")
+    (broken, _), (link, attempt) = fleet.attempt("a"), fleet.attempt("b")
+    broken.broken = True
+    await fleet.abort("a", "b")
+    assert (fleet.in_flight, link.aborted) == ([0, 0], [attempt])
+
+
 async def test_a_request_that_another_head_left_behind_is_aborted(fleet: FakeFleet) -> None:
     await fleet.submit("a")
     link, attempt = fleet.attempt("a")

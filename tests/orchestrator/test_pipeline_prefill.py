@@ -128,7 +128,7 @@ async def test_the_decode_stage_computes_the_prompt_if_the_prefill_fails_or_cann
 
 
 async def test_a_prefill_whose_last_replica_is_lost_before_it_was_sent_took_no_time(gate: threading.Event) -> None:
-    async with FakePipelineFleet(DISAGGREGATED) as fleet:
+    async with FakePipelineFleet(DISAGGREGATED, replica_wait=600.0) as fleet:
         build = fleet.apis[0].build_root
         fleet.apis[0].build_root = lambda *a, **k: (gate.wait(30), build(*a, **k))[1]  # type: ignore[method-assign]
         await fleet.submit("r", "text", prompt=LONG, settle=False)
