@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.vllm_api.launch import engine_launch
+from vllm_omni_plugin.vllm_api.launch import engine_launch, machines_launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineProcess
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, mark_as_fleet_engine
 from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked
+from vllm_omni_plugin.vllm_api.launch.machines_launch import WorkersProcess
 
 CORE_OF_A_STUCK_WORKER = (
     "import subprocess, sys, time\n"
@@ -120,7 +121,7 @@ def test_workers_are_searched_for_unless_their_core_has_returned(
     monkeypatch: pytest.MonkeyPatch, code: str, searches: int
 ) -> None:
     searched: list[str] = []
-    monkeypatch.setattr(engine_launch, "kill_marked", searched.append)
+    monkeypatch.setattr(engine_launch, "kill_marked", lambda mark: searched.append(mark) or set())
     note = ExitNote()
     engine = engine_of(Core([sys.executable, "-c", f"import os; raise SystemExit({code})"]), note)
     engine.shutdown(0.0)
@@ -155,4 +156,22 @@ def test_the_shared_memory_of_a_killed_engine_is_removed(monkeypatch: pytest.Mon
     core.join()
     assert memory.exists()
     engine.shutdown(0.0)
+    assert not memory.exists()
+
+
+def share_memory_with_worker(told: Any) -> None:
+    memory = SharedMemory(create=True, size=4096)
+    if os.fork():
+        told.send(memory.name)
+    time.sleep(600)
+
+
+def test_the_shared_memory_of_another_machines_workers_is_removed_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines_launch, "_run_workers", share_memory_with_worker)
+    resource_tracker.ensure_running()
+    heard, told = Pipe()
+    process = WorkersProcess(told, lambda pid: None)
+    memory = Path("/dev/shm", heard.recv())
+    assert memory.exists()
+    process.end()
     assert not memory.exists()

@@ -195,8 +195,7 @@ class EngineProcess:
     def _end_workers(self) -> None:
         # A core that has returned has ended them, and the search reads the environment of every process here.
         if self.core.exitcode != 0:
-            kill_marked(str(self.exit_note.path))
-            remove_memory(self._memory)
+            remove_memory(self._memory | kill_marked(str(self.exit_note.path)))
 
     def abandon(self) -> None:
         """Kill an engine that nobody will wait for. Not while `wait` runs; that returns when the engine is killed."""

@@ -20,13 +20,13 @@ _MAPPED = re.compile(rb" /dev/shm/(psm_\w+)$", re.MULTILINE)
 _TRACKER = b"multiprocessing.resource_tracker"
 
 
-def marked_processes(mark: str) -> list[int]:
-    """Descriptors (pidfd) of the processes whose `FLEET_ENGINE` is this path, or in this folder if it ends with "/".
+def marked_processes(mark: str) -> dict[int, int]:
+    """Processes whose `FLEET_ENGINE` is this path, or in this folder if it ends with "/": ids by descriptor (pidfd).
 
     Without those that remove shared memory when all others have ended. Close the descriptors.
     """
     wanted, is_folder = f"{FLEET_ENGINE}={mark}".encode(), mark.endswith("/")
-    found = []
+    found = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         # A process may end meanwhile, or belong to another user.
         with suppress(OSError):
@@ -42,7 +42,7 @@ def marked_processes(mark: str) -> list[int]:
                 os.close(fd)
                 raise
             if is_marked and not is_tracker:
-                found.append(fd)
+                found[fd] = int(name)
             else:
                 os.close(fd)
     return found
@@ -53,12 +53,15 @@ def unmarked_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != FLEET_ENGINE}
 
 
-def kill_marked(mark: str) -> None:
-    """Kill the processes that `marked_processes` finds. Does not wait for their ends."""
-    for fd in marked_processes(mark):
+def kill_marked(mark: str) -> set[str]:
+    """Kill the processes that `marked_processes` finds, and return their `mapped_memory`. Does not wait for ends."""
+    memory: set[str] = set()
+    for fd, pid in marked_processes(mark).items():
+        memory |= mapped_memory(pid)
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(fd, signal.SIGKILL)
         os.close(fd)
+    return memory
 
 
 def mapped_memory(pid: int) -> set[str]:

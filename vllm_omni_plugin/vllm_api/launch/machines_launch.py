@@ -13,7 +13,7 @@ import psutil
 from vllm_omni_plugin.vllm_api.launch.engine_identity import set_identity
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher, replica_config
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, FleetExecutor, mark_as_fleet_engine
-from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked
+from vllm_omni_plugin.vllm_api.launch.leftovers import kill_marked, remove_memory
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, describe_exit
 
 _DEATH_S = 5.0
@@ -115,7 +115,7 @@ class WorkersProcess:
         """Kill it and its workers. Blocks until it has ended; idempotent."""
         self._process.kill()
         select.select([self.sentinel], [], [], _DEATH_S)
-        kill_marked(str(self._note.path))
+        remove_memory(kill_marked(str(self._note.path)))
 
 
 def _run_workers(config: Any) -> None:
