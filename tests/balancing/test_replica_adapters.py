@@ -13,15 +13,15 @@ from vllm_omni_plugin.balancing import (
     ReplicaLoad,
     Task,
 )
-from vllm_omni_plugin.balancing.loads.replica_adapters import ADAPTER_TOKENS
+from vllm_omni_plugin.balancing.loads.replica_adapters import ADAPTER_TOKENS, adapter_costs
 
 from .fakes import with_loads
 
 TASK: Task = {"prompt": Prompt(range(100), "a")}
-ONCE, TWICE = ADAPTER_TOKENS, 2 * ADAPTER_TOKENS
+LOADS, MAKES_WAY, NO_SLOT = ADAPTER_TOKENS, 1.5 * ADAPTER_TOKENS, 2 * ADAPTER_TOKENS
 HAS_IT = ReplicaAdapters(2, {}, ("x", "a"))
 HAS_OTHERS = ReplicaAdapters(2, {}, ("x", "y"))
-HAS_ROOM = ReplicaAdapters(2, {}, ("x",))
+HAS_ROOM = ReplicaAdapters(2, {}, ("y",))
 
 by_policies_that_weigh_costs = pytest.mark.parametrize("policy", [PrefixBalancer, KvAwareBalancer, LeastTokensBalancer])
 
@@ -40,40 +40,56 @@ def adapters(slots: int, charged: str, released: str = "") -> ReplicaAdapters:
     ("state", "cost"),
     [
         pytest.param(ReplicaAdapters(), 0, id="nothing is known of its slots"),
-        pytest.param(adapters(2, ""), 0, id="nothing is loaded"),
-        pytest.param(adapters(2, "x"), 0, id="a slot is free"),
+        pytest.param(adapters(2, ""), LOADS, id="nothing is loaded"),
+        pytest.param(adapters(2, "x"), LOADS, id="a slot is free"),
         pytest.param(adapters(2, "ax", "ax"), 0, id="it is loaded"),
         pytest.param(adapters(2, "aaxx"), 0, id="it is in use"),
-        pytest.param(adapters(2, "xy", "y"), ONCE, id="an idle one makes way"),
-        pytest.param(adapters(2, "xyx", "xyx"), ONCE, id="one of two idle ones makes way"),
-        pytest.param(adapters(2, "xy"), TWICE, id="all slots are in use"),
-        pytest.param(adapters(2, "xyz"), TWICE, id="another one waits for a slot already"),
-        pytest.param(adapters(2, "xya"), ONCE, id="it waits for a slot itself"),
+        pytest.param(adapters(2, "xy", "y"), MAKES_WAY, id="an idle one makes way"),
+        pytest.param(adapters(2, "xyx", "xyx"), MAKES_WAY, id="one of two idle ones makes way"),
+        pytest.param(adapters(2, "xy"), NO_SLOT, id="all slots are in use"),
+        pytest.param(adapters(2, "xyz"), NO_SLOT, id="another one waits for a slot already"),
+        pytest.param(adapters(2, "xya"), LOADS, id="it waits for a slot itself"),
         pytest.param(adapters(2, "xya", "x"), 0, id="it has got that slot"),
-        pytest.param(adapters(2, "axy", "axy"), ONCE, id="it was evicted"),
+        pytest.param(adapters(2, "axy", "axy"), MAKES_WAY, id="it was evicted"),
         pytest.param(adapters(2, "axy", "xya"), 0, id="the least recently used one was evicted"),
     ],
 )
-def test_what_a_request_of_an_adapter_costs(state: ReplicaAdapters, cost: float) -> None:
-    assert state.cost("a") == cost
+def test_what_a_request_of_an_adapter_costs_if_there_are_more_than_slots(state: ReplicaAdapters, cost: float) -> None:
+    assert adapter_costs("a", [state, adapters(2, "pq")])[0] == cost
+
+
+@pytest.mark.parametrize(
+    ("states", "costs"),
+    [
+        pytest.param([adapters(2, "x"), adapters(2, "")], [0, 0], id="as many as slots"),
+        pytest.param([adapters(2, "x"), adapters(2, "x", "x")], [0, 0], id="the same one everywhere"),
+        pytest.param([adapters(2, "a"), adapters(2, "x", "x"), adapters(2, "")], [0, 0, 0], id="it is one of them"),
+        pytest.param([adapters(2, "x"), adapters(2, "y", "y")], [LOADS, LOADS], id="more than slots, one in each"),
+        pytest.param([adapters(2, "x"), adapters(3, "y")], [LOADS, 0], id="more than the slots of one"),
+    ],
+)
+def test_a_free_slot_costs_something_only_if_there_are_more_adapters_than_slots(
+    states: list[ReplicaAdapters], costs: list[float]
+) -> None:
+    assert adapter_costs("a", states) == costs
 
 
 @by_policies_that_weigh_costs
 @pytest.mark.parametrize(
     ("first", "second", "chosen"),
     [
-        pytest.param(ReplicaLoad(28, adapters=HAS_IT), ReplicaLoad(adapters=HAS_OTHERS), {0}, id="busier, and has it"),
+        pytest.param(ReplicaLoad(43, adapters=HAS_IT), ReplicaLoad(adapters=HAS_OTHERS), {0}, id="busier, and has it"),
         pytest.param(
-            ReplicaLoad(1, 0, 4100, adapters=HAS_IT), ReplicaLoad(adapters=HAS_OTHERS), {1}, id="too much waits there"
+            ReplicaLoad(1, 0, 6100, adapters=HAS_IT), ReplicaLoad(adapters=HAS_OTHERS), {1}, id="too much waits there"
         ),
         pytest.param(
-            ReplicaLoad(1, kv_usage=0.75, adapters=HAS_IT),
+            ReplicaLoad(1, kv_usage=0.85, adapters=HAS_IT),
             ReplicaLoad(adapters=HAS_OTHERS),
             {1},
             id="full memory",
         ),
         pytest.param(
-            ReplicaLoad(1, 0, 1, adapters=HAS_IT),
+            ReplicaLoad(1, 0, 4100, adapters=HAS_IT),
             ReplicaLoad(adapters=HAS_ROOM),
             {1},
             id="a free slot",

@@ -1,14 +1,16 @@
 """Which LoRA adapters a replica has loaded, and what one more costs there."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
 ADAPTER_TOKENS = 4000.0
-"""Cost of loading an adapter in place of another one, in prompt tokens: 0.4 s of an 8B model on one accelerator. Chosen
-in simulations: a half and a quarter of it loaded adapters more often, the double gained nothing."""
+"""Cost of loading an adapter into a free slot while there are more adapters than slots, in prompt tokens: 0.4 s of an
+8B model on one accelerator. Chosen in simulations: a quarter of it loaded adapters more often, the double gained
+nothing."""
+_MAKES_WAY, _NO_SLOT = 1.5 * ADAPTER_TOKENS, 2 * ADAPTER_TOKENS
 _MAX_KEY_CHARS = 40
 
 
@@ -62,24 +64,18 @@ class ReplicaAdapters(NamedTuple):
         """Whether the adapter is loaded, or waits for a slot."""
         return name in self.in_use or name in self.idle
 
-    def cost(self, name: str) -> float:
-        """What a request of this adapter costs more here than where the adapter is loaded, in prompt tokens.
-
-        Source: the `lora-affinity-scorer` of the Gateway API Inference Extension, which llm-d uses, too: loaded, then a
-        free slot, then waiting, then none. Here these are costs, so that load outweighs them.
-
-        Nothing where it is loaded or has a free slot, so with few adapters only the load counts. `ADAPTER_TOKENS` where
-        an adapter without requests makes way for it, or where it waits for a slot already. Twice as much where all
-        slots have requests: an engine computes requests of no further adapter until all those of one have ended.
-        """
+    def cost(self, name: str, crowded: bool) -> float:
+        """See `adapter_costs`; `crowded`: there are more adapters than slots."""
         slots, in_use, idle = self
         if not slots or name in idle or name in islice(in_use, slots):
             return 0.0
         if name in in_use:
             return ADAPTER_TOKENS
         if len(in_use) >= slots:
-            return 2 * ADAPTER_TOKENS
-        return ADAPTER_TOKENS if len(in_use) + len(idle) >= slots else 0.0
+            return _NO_SLOT
+        if len(in_use) + len(idle) >= slots:
+            return _MAKES_WAY
+        return ADAPTER_TOKENS if crowded else 0.0
 
     def _with(self, in_use: Mapping[str, int], idle: tuple[str, ...]) -> "ReplicaAdapters":
         evicted = max(0, len(in_use) + len(idle) - self.slots)
@@ -87,3 +83,18 @@ class ReplicaAdapters(NamedTuple):
 
 
 NO_ADAPTERS = ReplicaAdapters()
+
+
+def adapter_costs(name: str, replicas: Sequence[ReplicaAdapters]) -> list[float]:
+    """What a request of this adapter costs more on each of the compared replicas, in prompt tokens.
+
+    Nothing where the adapter is loaded. A free slot costs nothing either while the replicas together have no more
+    adapters than one has slots, so with few adapters only the load counts; else `ADAPTER_TOKENS`, as where the adapter
+    waits for a slot. Half of it more where an adapter without requests makes way, and twice as much where all slots
+    have requests: an engine computes requests of no further adapter until all those of one have ended.
+
+    Source: the `lora-affinity-scorer` of the Gateway API Inference Extension, which llm-d uses, too: loaded, then a
+    free slot, then waiting, then none. Here these are costs, so that load outweighs them.
+    """
+    known = {name}.union(*[(*each.in_use, *each.idle) for each in replicas])
+    return [each.cost(name, crowded=len(known) > each.slots) for each in replicas]

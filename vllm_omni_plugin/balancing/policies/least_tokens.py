@@ -14,7 +14,7 @@ from vllm_omni_plugin.balancing.interface import (
     require_replicas,
 )
 from vllm_omni_plugin.balancing.loads.context_cost import DECODE_WEIGHT, KV_TOKENS, context_cost
-from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_key
+from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_costs, adapter_key
 from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest, positions_to_compare
@@ -36,7 +36,7 @@ class LeastTokensBalancer(DecidingBalancer):
     tokens per second (by default the median of those compared). A request of another head counts as long as this one:
     as being decoded, or as to be computed if other heads do not report and the engine says that it waits.
 
-    A request with a LoRA adapter costs `ReplicaAdapters.cost` tokens more.
+    A request with a LoRA adapter costs `adapter_costs` more.
 
     Source: queued tokens over the measured rate; for decode work and KV memory see `context_cost`. The reason is
     `expected-wait`, the fallback `no-rate`. docs/policies.md has the options.
@@ -59,25 +59,24 @@ class LeastTokensBalancer(DecidingBalancer):
         loads = [load_of(replicas[position]) for position in positions]
         rates = sorted([load.prefill_rate for load in loads if load.prefill_rate > 0])
         usual_rate = rates[len(rates) // 2] if rates else _UNMEASURED_RATE
-        waits = self._expected_waits(loads, prompt, adapter, usual_rate)
+        more = adapter_costs(adapter, [load.adapters for load in loads]) if adapter else [0.0] * len(loads)
+        waits = self._expected_waits(loads, prompt, more, usual_rate)
         arrivals = expected_arrivals(replicas, len(positions)) * prompt / usual_rate
         position = positions[pick_lowest(waits, self._rng, arrivals)]
         fallback = "" if rates else "no-rate"
         return Decision(position, "expected-wait", tuple(map(Candidate, positions, waits)), fallback)
 
     def _expected_waits(
-        self, loads: Iterable[ReplicaLoad], prompt: int, adapter: str, usual_rate: float
+        self, loads: Iterable[ReplicaLoad], prompt: int, more: Iterable[float], usual_rate: float
     ) -> list[float]:
         decode_weight, kv_tokens = self._decode_weight, self._kv_tokens
         slowest, fastest = usual_rate / _TRUSTED_FACTOR, usual_rate * _TRUSTED_FACTOR
         waits = []
-        for load in loads:
-            tokens = load.prefill_tokens + prompt + context_cost(load, decode_weight, kv_tokens)
+        for load, adapter_tokens in zip(loads, more, strict=True):
+            tokens = load.prefill_tokens + prompt + adapter_tokens + context_cost(load, decode_weight, kv_tokens)
             if load.others:
                 waiting = 0 if load.heads_report else min(load.others, load.waiting)
                 tokens += prompt * (waiting + decode_weight * (load.others - waiting))
-            if adapter:
-                tokens += load.adapters.cost(adapter)
             rate = load.prefill_rate or usual_rate
             if not slowest <= rate <= fastest:
                 rate = slowest if rate < slowest else fastest

@@ -26,7 +26,7 @@ from vllm_omni_plugin.balancing.interface import (
     require_replicas,
 )
 from vllm_omni_plugin.balancing.loads.context_cost import context_cost
-from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_key
+from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_costs, adapter_key
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
 from vllm_omni_plugin.balancing.policy_options import number
 from vllm_omni_plugin.balancing.sampling import (
@@ -52,8 +52,8 @@ class PrefixBalancer(DecidingBalancer):
     context_cost` wins: the latency that the choice adds to all requests, in prompt tokens. Uncached tokens delay all
     requests of the replica, the waiting prefill delays this request, the answers delay each other, and long contexts
     delay all. Of equal costs the longest match wins, then a random one. For the cached tokens see `PrefixCaches`, with
-    several heads `expected_prefix`, for decode work and KV memory `context_cost`, and for a LoRA adapter the cost of
-    `ReplicaAdapters`, which is added.
+    several heads `expected_prefix`, for decode work and KV memory `context_cost`, and for a LoRA adapter
+    `adapter_costs`, which are added.
 
     Source: LMetric, `(prompt - matched) * (load + 1)`. Added to it are a price of answers, without which all copies of
     a fully cached prompt would go to one replica, and the waiting prefill, as in Dynamo's cost. The prefill is added,
@@ -95,8 +95,8 @@ class PrefixBalancer(DecidingBalancer):
         tokens = len(prompt.token_ids)
         costs, matches = self._compare(replicas, positions, fleet, levels, tokens, expected)
         if adapter:
-            for place, position in enumerate(positions):
-                costs[place] += load_of(replicas[position]).adapters.cost(adapter)
+            adapters = [load_of(replicas[position]).adapters for position in positions]
+            costs = [cost + more for cost, more in zip(costs, adapter_costs(adapter, adapters), strict=True)]
         if self._temperature:
             place = self._draw(costs, matches)
         elif shared and (arrivals := self._arriving_cost(replicas, matches, tokens, expected)) > 0:
