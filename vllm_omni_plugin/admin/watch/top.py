@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import terminal_size
 from typing import Any, TextIO
 
@@ -86,7 +86,8 @@ def with_current_names(replica: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines, each column as wide as its longest cell."""
+    """Rows as lines, each column as wide as its longest cell; for terminals."""
+    rows = [tuple(map(_printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "".join(f"{line}\n" for line in lines)
@@ -130,7 +131,7 @@ def _order(replica: Mapping[str, Any]) -> tuple[bool, int, int]:
 
 
 def _row(replica: Mapping[str, Any]) -> tuple[str, ...]:
-    cells: Iterable[str] = (
+    return (
         replica["id"],
         replica["status"],
         str(replica["requests"]),
@@ -143,7 +144,6 @@ def _row(replica: Mapping[str, Any]) -> tuple[str, ...]:
         str(replica["restarts"]),
         ", ".join(replica["cordons"]) or replica.get("other_generation") or "-",
     )
-    return tuple(map(_printable, cells))
 
 
 def _event_line(event: Mapping[str, Any]) -> str:
