@@ -1,5 +1,6 @@
 """Requests of a LoRA adapter gather where it is loaded, by hand-computed cases."""
 
+import random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_omni_plugin.balancing import (
     Task,
 )
 from vllm_omni_plugin.balancing.loads.replica_adapters import ADAPTER_TOKENS, adapter_costs
+from vllm_omni_plugin.balancing.sampling import positions_to_compare
 
 from .fakes import with_loads
 
@@ -122,3 +124,22 @@ def test_in_a_large_fleet_the_replicas_that_have_the_adapter_are_compared(policy
     loads = [ReplicaLoad(1, adapters=HAS_OTHERS)] * 60 + [ReplicaLoad(n, adapters=HAS_IT) for n in (9, 5, 7, 3, 8)]
     balancer, replicas = policy(), with_loads(*loads)
     assert {balancer.select(TASK, replicas) for _ in range(50)} <= {60, 61, 62, 63, 64}
+
+
+class CountedReplica:
+    """Counts how often its load was looked at."""
+
+    def __init__(self) -> None:
+        self.queue_length = self.looked_at = 0
+
+    @property
+    def load(self) -> ReplicaLoad:
+        self.looked_at += 1
+        return ReplicaLoad(adapters=HAS_OTHERS)
+
+
+def test_in_a_large_fleet_requests_gather_in_a_part_of_it_and_the_rest_is_not_searched() -> None:
+    replicas = [CountedReplica() for _ in range(1024)]
+    compared = [{*positions_to_compare(replicas, random.Random(seed), "a")} for seed in range(20)]
+    assert len(set.intersection(*compared)) == 3
+    assert sum(replica.looked_at > 0 for replica in replicas) == 64

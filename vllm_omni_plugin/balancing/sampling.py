@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from zlib import crc32
 
 from vllm_omni_plugin.balancing.interface import ReplicaView
 from vllm_omni_plugin.balancing.loads.replica_load import load_of
@@ -22,12 +23,15 @@ replicas."""
 
 
 _MOST_WITH_ADAPTER = 3
+_SEARCHED_FOR_ADAPTER = 64
+"""Neighbours at an adapter's own place, the same for all heads. More would cost more than the rest of a decision."""
 
 
 def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random, adapter: str = "") -> list[int]:
     """Positions to compute scores for: all of up to eight; of more, a shortest queue and three random ones.
 
-    Of a request with a LoRA adapter, also three where that is loaded, those with the shortest queues.
+    Of a request with a LoRA adapter, also the three with the shortest queues of those of 64 neighbours that have it
+    loaded, or of all 64.
     """
     total = len(replicas)
     if total <= MOST_COMPARED:
@@ -38,7 +42,9 @@ def positions_to_compare(replicas: Sequence[ReplicaView], rng: random.Random, ad
         if position not in chosen:
             chosen.append(position)
     if adapter:
-        have = [position for position, replica in enumerate(replicas) if load_of(replica).adapters.has(adapter)]
+        first = crc32(adapter.encode())
+        near = [(first + step) % total for step in range(min(total, _SEARCHED_FOR_ADAPTER))]
+        have = [position for position in near if load_of(replicas[position]).adapters.has(adapter)] or near
         have.sort(key=lambda position: replicas[position].queue_length)
         chosen += [position for position in have[:_MOST_WITH_ADAPTER] if position not in chosen]
     return chosen
