@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 
 from tests.fakes.engine_api import FakeEngineApi, FakeRequest
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, LoadBalancer, PrefixBalancer, Task
+from vllm_omni_plugin.balancing import Decision, LeastQueueLengthBalancer, LoadBalancer, PrefixBalancer, Prompt, Task
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.errors import NoReplicaError
 from vllm_omni_plugin.orchestrator import PoolMember, StagePool, StageRun
+from vllm_omni_plugin.orchestrator.requests.load_ledger import UNKNOWN_SIZE
 from vllm_omni_plugin.replicas.links.engine_client import EngineClient
-from vllm_omni_plugin.vllm_api.engine_messages.engine_types import LoadReport
+from vllm_omni_plugin.vllm_api.engine_messages.engine_types import EngineSize, LoadReport
 
 
-def serve(pool: StagePool, member: PoolMember) -> None:
+def serve(pool: StagePool, member: PoolMember, size: EngineSize = UNKNOWN_SIZE) -> None:
     link = FakeLink(str(member.replica_id))
     client = EngineClient(link, FakeEngineApi(), member.replica_id, lambda outputs: None, lambda reason: None)
-    pool.serve(member, client, link.input_addr, link.output_addr)
+    pool.serve(member, client, link.input_addr, link.output_addr, size)
 
 
 def make_pool(size: int, balancer: LoadBalancer | None = None) -> tuple[StagePool, list[PoolMember]]:
@@ -36,9 +37,9 @@ def pick(pool: StagePool, task: Task, affinity_key: int | None = None) -> PoolMe
     return pool.decide(task, affinity_key)[0]
 
 
-def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
+def charge(pool: StagePool, member: PoolMember, name: str, adapter: str = "") -> StageRun:
     state = StageRun(name, FakeRequest(name), 0.0)
-    state.assign(member.replica_id, f"{name}-1", {}, Decision(0, "test"), 0.0)
+    state.assign(member.replica_id, f"{name}-1", {"prompt": Prompt((), adapter)}, Decision(0, "test"), 0.0)
     pool.charge(member, state)
     return state
 
@@ -46,6 +47,19 @@ def charge(pool: StagePool, member: PoolMember, name: str) -> StageRun:
 def test_a_second_replica_of_one_id_gets_the_lowest_free_one() -> None:
     pool, _ = make_pool(1)
     assert pool.add(0).replica_id == 1
+
+
+def test_loads_of_adapters_are_counted_and_a_replica_that_returns_goes_on_counting() -> None:
+    pool = StagePool(2, LeastQueueLengthBalancer())
+    member = pool.add(0)
+    serve(pool, member, EngineSize(adapters=2))
+    for names, loads in (("aab", 2), ("ab", 2), ("ca", 4)):
+        for name in names:
+            pool.release(charge(pool, member, "r", name))
+        assert member.adapter_loads == loads
+    pool.lose(member, ReplicaStatus.DOWN)
+    pool.remove(member)
+    assert pool.add(0).counts == (7, 0, 0, 4)
 
 
 def test_a_tuple_that_was_read_before_a_change_stays_as_it_was() -> None:

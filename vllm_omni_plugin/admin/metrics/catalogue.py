@@ -98,6 +98,10 @@ METRICS = (
     ),
     _counter("assignments{stage,replica}", "Requests assigned to a replica."),
     _counter("dispatches{stage,replica}", "`assignments_total` under its name of version 0.1, for this version only."),
+    _counter(
+        "adapter_loads{stage,replica}",
+        "Requests assigned to a replica that probably had to load their LoRA adapter, as far as this head knows.",
+    ),
     _gauge(
         "requests_in_flight{stage,replica}",
         "This head's requests charged to a replica; exact. May be summed over heads.",

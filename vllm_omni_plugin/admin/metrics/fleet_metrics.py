@@ -129,7 +129,8 @@ class FleetCollector(Collector):
         # Read again: a replica may have come or left since, and no sum may fall.
         members += [member for pool in pools for member in pool.members]
         present = {(member.stage_id, member.replica_id): member.counts for member in members}
-        for position, names in enumerate((("assignments", "dispatches"), ("replica_restarts",), ("replica_stalls",))):
+        by_position = ("assignments", "dispatches"), ("replica_restarts",), ("replica_stalls",), ("adapter_loads",)
+        for position, names in enumerate(by_position):
             for name in names:
                 yield _family(name, [(labels, counts[position]) for labels, counts in (departed | present).items()])
         for name, value in _BY_REPLICA:

@@ -65,6 +65,7 @@ class PoolMember:
         queue_length: unfinished requests as the ledger has them: this head's, which are exact, and those of other heads
             as they were reported. An attribute, since policies read it of all replicas.
         stalls: how often its engine answered and computed nothing, see `StallWatch`.
+        adapter_loads: how often a request came whose LoRA adapter its engine probably had to load.
         bad_output_at: monotonic seconds at which it last sent an output that the front end could not process.
         request_to_try: what it gets after a stall, before it serves again; None: nothing.
         remote: whether its engine belongs to another process, which this head attaches to.
@@ -95,6 +96,7 @@ class PoolMember:
     assignments: int = 0
     restarts: int = 0
     stalls: int = 0
+    adapter_loads: int = 0
     bad_output_at: float = -inf
     request_to_try: Any = None
     remote: bool = False
@@ -126,9 +128,9 @@ class PoolMember:
         return self.ledger.load
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        """What the metrics count of it: assignments, restarts and stalls."""
-        return self.assignments, self.restarts, self.stalls
+    def counts(self) -> tuple[int, int, int, int]:
+        """What the metrics count of it: assignments, restarts, stalls and loads of adapters."""
+        return self.assignments, self.restarts, self.stalls, self.adapter_loads
 
     @property
     def starts_with_head(self) -> bool:

@@ -107,7 +107,7 @@ class StagePool:
         # Called with the id of a replica whose caches are gone: it is lost, has drained, or has cleared them.
         self.on_caches_gone: Callable[[int], None] = lambda replica_id: None
         self.members: tuple[PoolMember, ...] = ()
-        self.departed: Mapping[int, tuple[int, int, int]] = {}
+        self.departed: Mapping[int, tuple[int, int, int, int]] = {}
         self.serving: ServingReplicas[PoolMember] = ServingReplicas((), self.unreported)
 
     def add(self, replica_id: int | None = None) -> PoolMember:
@@ -116,7 +116,8 @@ class StagePool:
             replica_id = next(number for number in itertools.count() if number not in self._by_id)
         member = self._by_id[replica_id] = PoolMember(replica_id, self.stage_id)
         counts = dict(self.departed)
-        member.assignments, member.restarts, member.stalls = counts.pop(replica_id, (0, 0, 0))
+        former = counts.pop(replica_id, (0, 0, 0, 0))
+        member.assignments, member.restarts, member.stalls, member.adapter_loads = former
         self.departed = counts
         self.members = _in_order((*self.members, member))
         return member
@@ -263,6 +264,8 @@ class StagePool:
     def charge(self, member: PoolMember, run: StageRun) -> None:
         member.in_flight[run.engine_request_id] = run
         member.assignments += 1
+        if run.adapter and not member.ledger.adapters.has(run.adapter):
+            member.adapter_loads += 1
         member.ledger.charge(run, run.charged_at)
         self.unreported.in_flight += 1
         self.flow.entered(run.charged_at)
