@@ -87,6 +87,29 @@ def test_a_request_may_wait_for_a_cache_unless_it_only_sends_its_own(extra_args:
     assert EngineApi().awaits_cache(request(extra_args=extra_args)) is waits
 
 
+@pytest.mark.parametrize(
+    ("extra_args", "rest"),
+    [
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, None),
+        ({"kv_transfer_params": "of another connector", "mine": 1}, {"mine": 1}),
+    ],
+    ids=str,
+)
+def test_a_request_without_its_hand_over_computes_its_prompt(extra_args: Any, rest: Any) -> None:
+    made = request(extra_args=extra_args)
+    params = EngineApi().without_hand_over(made).sampling_params
+    assert (params.extra_args, params.skip_reading_prefix_cache) == (rest, True)
+    assert made.sampling_params.extra_args == extra_args
+
+
+@pytest.mark.parametrize(
+    "extra_args", [None, {"kv_transfer_params": {"do_remote_decode": True}}, {"ec_transfer_params": {"a": 1}}], ids=str
+)
+def test_a_request_that_names_no_cache_stays_as_it_is(extra_args: Any) -> None:
+    made = request(extra_args=extra_args)
+    assert EngineApi().without_hand_over(made) is made
+
+
 def test_with_processors_of_a_third_party_every_request_replays() -> None:
     api = EngineApi(custom_processors=True, random=Random(1))
     assert api.how_to_move(request(**GREEDY)) is Move.REPLAY

@@ -141,6 +141,9 @@ class FakeEngineApi:
     def awaits_cache(self, request: Any) -> bool:
         return "do_remote_prefill" in (request.kv_transfer_params or ())
 
+    def without_hand_over(self, request: Any) -> Any:
+        return msgspec.structs.replace(request, kv_transfer_params=None) if self.awaits_cache(request) else request
+
     def transfers_cache(self, request: Any) -> bool:
         return bool(request.kv_transfer_params)
 

@@ -65,10 +65,10 @@ class KvEngine(PlayedLink):
 class KvFleet(FakePipelineFleet):
     """Prefill and decode by such engines. A decode with a gate gets its input when that opens."""
 
-    def __init__(self, replicas: int | Sequence[int] = 1) -> None:
+    def __init__(self, replicas: int | Sequence[int] = 1, stall_timeout: float = 0.0) -> None:
         self.places: dict[str, KvEngine] = {}
         self.gates: dict[str, threading.Event] = {}
-        super().__init__(DISAGGREGATED, replicas, migration_limit=9, replica_wait=600.0)
+        super().__init__(DISAGGREGATED, replicas, migration_limit=9, replica_wait=600.0, stall_timeout=stall_timeout)
         build = self.apis[DECODE].build_root
 
         def build_root(source: Any, *arguments: Any, **more: Any) -> Any:

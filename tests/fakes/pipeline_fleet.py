@@ -62,6 +62,7 @@ class FakePipelineFleet(PlayedFleet):
         replica_wait: float = 0.0,
         traits: PoolTraits = PLAIN,
         plan: AdmissionConfig | None = None,
+        stall_timeout: float = 0.0,
     ) -> None:
         self.now = 0.0
         self.pipeline = Pipeline(tuple(stages))
@@ -80,7 +81,7 @@ class FakePipelineFleet(PlayedFleet):
         self.orchestrator = Orchestrator(
             self.pools,
             self.apis,
-            HeadRules(migration_limit, replica_wait, admission=plan),
+            HeadRules(migration_limit, replica_wait, stall_timeout, plan),
             self.clock,
             input_builder=StageInputBuilder(self.pipeline, self.apis, lambda request: "the prompt"),
         )

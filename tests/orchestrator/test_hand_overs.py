@@ -2,18 +2,20 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.fakes.conditions import eventually
+from tests.fakes.fleet import FakeFleet
 from tests.fakes.kv_fleet import DECODE, PREFILL, PROMPTS, STAGES, WRONG, KvFleet
-from tests.fakes.links import answer_calls
+from tests.fakes.links import FakeLink, answer_calls
 from tests.fakes.stage_api import LEASE_S
 from vllm_omni_plugin.coordinator import ReplicaStatus
 
@@ -199,6 +201,60 @@ async def test_what_a_lost_prefill_has_stored_is_not_read() -> None:
         await fleet.find_lost(PREFILL)
         (request,) = fleet.engine(DECODE).requests
         assert request["sampling_params"]["cache"] is False
+
+
+async def test_a_decode_that_waits_for_ever_for_a_cache_does_without_it_and_its_engine_has_not_stalled() -> None:
+    async with KvFleet(stall_timeout=60.0) as fleet:
+        await while_the_cache_is_fetched(fleet)
+        # For decode only.
+        fleet.engine(PREFILL).away = True
+        for _ in range(130):
+            fleet.now += 0.5
+            fleet.orchestrator.tick()
+        await eventually(lambda: len(fleet.engine(DECODE).requests) == 2, "another attempt")
+        assert fleet.pools[DECODE].member(0).stalls == 0
+        await fleet.finish_all()
+        assert fleet.tokens == {"a": await undisturbed("a")}
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The transfer parameters of all attempts of requests without a pipeline."""
+    given: list[Any] = []
+    send = FakeLink.send
+
+    def noted(link: FakeLink, frames: Sequence[Any]) -> None:
+        send(link, frames)
+        if frames[0] == b"add":
+            given.append(msgspec.json.decode(frames[1])["kv_transfer_params"])
+
+    monkeypatch.setattr(FakeLink, "send", noted)
+    return given
+
+
+FETCHES: dict[str, Any] = {"do_remote_prefill": True}
+
+
+@pytest.mark.parametrize(
+    ("params", "again"), [(FETCHES, None), ({"do_remote_decode": True}, {"do_remote_decode": True})], ids=str
+)
+async def test_a_cache_that_a_client_names_is_fetched_by_one_attempt(
+    params: dict[str, Any], again: Any, given: list[Any]
+) -> None:
+    async with FakeFleet() as fleet:
+        await fleet.submit("a", kv_transfer_params=params)
+        fleet.lose(fleet.home("a"))
+        await eventually(lambda: len(given) == 2, "another attempt")
+        assert given == [params, again]
+
+
+@pytest.mark.parametrize(("waited", "named"), [(15.0, FETCHES), (15.1, None)])
+async def test_a_cache_that_a_client_names_is_not_fetched_late(waited: float, named: Any, given: list[Any]) -> None:
+    async with FakeFleet(replicas=0, replica_wait=60.0) as fleet:
+        await fleet.submit("a", kv_transfer_params=FETCHES)
+        fleet.now += waited
+        fleet.join(fleet.pool.add())
+        assert given == [named]
 
 
 class Histories(RuleBasedStateMachine):

@@ -356,8 +356,8 @@ class Orchestrator:
         self._timer = None
         for stage_id, dispatcher in enumerate(self._dispatchers):
             self._runs_ended(stage_id, dispatcher.tick())
-        for pool, stalls in zip(self.stage_pools, self._stalls, strict=True):
-            stalled = stalls.take_stalled()
+        for pool, dispatcher, stalls in zip(self.stage_pools, self._dispatchers, self._stalls, strict=True):
+            stalled = [each for each in stalls.take_stalled() if not dispatcher.take_back_awaited_caches(each[0])]
             # All first, so that no request moves from one to another.
             for member, reason in stalled:
                 member.stalls += 1

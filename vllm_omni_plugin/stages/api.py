@@ -140,6 +140,9 @@ class PythonStageApi(StageApi):
     def make_movable(self, request: Any) -> Any:
         return request
 
+    def without_hand_over(self, request: Any) -> Any:
+        return request
+
     def transfers_cache(self, request: Any) -> bool:
         return False
 

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 
+CLIENTS_CACHE_S = 15.0
+"""Seconds within which a cache that a client's prefill has left must be asked for: half of NIXL's lease."""
+
+
 class Dispatcher:
     """Assigns the runs of one stage to replicas, and sends them. Nothing in it waits.
 
@@ -193,6 +197,15 @@ class Dispatcher:
             self.cache_missed(run, member)
         run.first_request = run.request
 
+    def take_back_awaited_caches(self, member: PoolMember) -> bool:
+        """A replica has computed nothing for long. It has not stalled if all its runs await caches: they do without."""
+        runs = list(member.in_flight.values())
+        if not all(run.awaits_cache for run in runs):
+            return False
+        for run in runs:
+            self.take_back_cache(run)
+        return True
+
     def run_ended(self, run: StageRun) -> None:
         """A run has ended, also because its client hung up: it waits no more."""
         if run.replica_id is None:
@@ -288,13 +301,17 @@ class Dispatcher:
         member, decision = choice
         if was_queued and not (member.ledger.pending or self._situation.is_over_share(run)):
             self._head.metrics.idle_while_waiting += 1
-        if run.first_request is not None and self._head.clock() > run.first_until:
+        now = self._head.clock()
+        if run.first_request is not None and now > run.first_until:
             # The maker of the cache may have given its memory to another prompt.
             run.first_request = run.request
         plain = run.move is Move.RESTART and run.first_request is None
         request = run.request if plain else self._request_of(run)
+        if run.first_request is None and (run.attempts or now - run.submitted_at > CLIENTS_CACHE_S):
+            # Likewise the cache that a client names, which may have been fetched, too.
+            request = self._api.without_hand_over(request)
         attempt = f"{run.request_id}-{self._head.tag}-{next(self._attempts):x}"
-        run.assign(member.replica_id, attempt, run.task, decision, self._head.clock())
+        run.assign(member.replica_id, attempt, run.task, decision, now)
         self._pool.charge(member, run)
         metrics = self._head.metrics
         count_reason(metrics.decisions, (member.stage_id, self._pool.policy, decision.reason))

@@ -62,6 +62,7 @@ class EngineApi:
     awaits_cache = staticmethod(moving.awaits_cache)
     engine_size = staticmethod(ready.engine_size)
     transfers_cache = staticmethod(moving.transfers_cache)
+    without_hand_over = staticmethod(moving.without_hand_over)
     continuation = staticmethod(moving.continuation)
     end_if_complete = staticmethod(moving.end_if_complete)
     trim_repeated = staticmethod(moving.trim_repeated)

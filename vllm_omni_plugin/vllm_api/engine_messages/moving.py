@@ -19,6 +19,7 @@ from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move
 from vllm_omni_plugin.vllm_api.engine_messages.request_building import TRANSFER_PARAMS
 
 PROCESSOR_PLUGINS = "vllm.logits_processors"
+_KV_TRANSFER = "kv_transfer_params"
 
 
 def has_custom_logits_processors(model_config: Any) -> bool:
@@ -36,8 +37,19 @@ def awaits_cache(request: Any) -> bool:
     """Whether a request may wait for a cache that another engine sends; a prefill only sends its own."""
     if not transfers_cache(request):
         return False
-    parameters = request.sampling_params.extra_args.get("kv_transfer_params") or {}
+    parameters = request.sampling_params.extra_args.get(_KV_TRANSFER) or {}
     return not (isinstance(parameters, dict) and parameters.get("do_remote_decode"))
+
+
+def without_hand_over(request: Any) -> Any:
+    """The request, or a copy that does not name a cache that another engine has kept for it, and reads none."""
+    if not awaits_cache(request) or _KV_TRANSFER not in request.sampling_params.extra_args:
+        return request
+    params = copy.copy(request.sampling_params)
+    params.extra_args = {name: value for name, value in params.extra_args.items() if name != _KV_TRANSFER} or None
+    # A connector may find the cache again without the parameters.
+    params.skip_reading_prefix_cache = True
+    return msgspec.structs.replace(request, sampling_params=params)
 
 
 def how_to_move(request: Any, custom_processors: bool) -> Move:
