@@ -2,12 +2,11 @@
 
 import asyncio
 import os
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ import pytest
 import zmq
 
 from tests.fakes.conditions import eventually
-from tests.fakes.free_ports import free_port
 from tests.fakes.keeping import Keep
 from tests.replicas.server.conftest import FINGERPRINT, Node, StartNode
-from tests.replicas.server.engines import ServedFakeEngine, ServedFakeLauncher
+from tests.replicas.server.machines import LAYOUT, FakeWorkers, MachinesFakeLauncher
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import Secrets
-from vllm_omni_plugin.errors import OmniError, ReplicaError
+from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.replicas.control.control_link import ControlClient, open_control_link
 from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
 from vllm_omni_plugin.replicas.machines import other_machine
@@ -29,66 +27,6 @@ from vllm_omni_plugin.replicas.machines.meetings import setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 
 SECRETS = Secrets(["a secret that both ends know"])
-LAYOUT = {"--tensor-parallel-size": "24"}
-
-
-class LoadingEngine(ServedFakeEngine):
-    """Is never ready."""
-
-    def wait(self, input_addr: str, output_addrs: Sequence[str]) -> None:
-        assert self.signals.get(timeout=30) == "ended"
-        raise ReplicaError("the engine did not start")
-
-
-@dataclass
-class MachinesFakeLauncher(ServedFakeLauncher):
-    """A `MachinesLauncher`. `ports` are those of the meetings."""
-
-    loads_for_ever: bool = False
-
-    machines: int = 3
-    meeting_address: tuple[str, int] = field(default_factory=lambda: ("127.0.0.1", free_port()))
-    layout: Mapping[str, str] = field(default_factory=lambda: dict(LAYOUT))
-    ports: list[int] = field(default_factory=list)
-
-    def next_start(self, replica_id: int) -> tuple[int, int]:
-        return 5, len(self.engines)
-
-    def start(self, replica_id: int) -> ServedFakeEngine:
-        if not self.loads_for_ever:
-            return super().start(replica_id)
-        self.engines.append(LoadingEngine(1000, self.identity(replica_id)))
-        return self.engines[-1]
-
-    def meet_at(self, port: int) -> None:
-        self.ports.append(port)
-
-
-class FakeWorkers:
-    """Implements `Workers`. `may_end` holds up its end."""
-
-    def __init__(self, plan: MeetingPlan) -> None:
-        self.plan = plan
-        self.reason = ""
-        self.may_end = threading.Event()
-        self.may_end.set()
-        self.ended = False
-        self.sentinel, self._alive_end = os.pipe()
-        self._is_alive = True
-
-    def exit_reason(self) -> str:
-        return self.reason
-
-    def die(self, reason: str = "") -> None:
-        self.reason = self.reason or reason
-        if self._is_alive:
-            self._is_alive = False
-            os.close(self._alive_end)
-
-    def end(self) -> None:
-        self.die("it was ended")
-        self.may_end.wait(30)
-        self.ended = True
 
 
 class Machine:

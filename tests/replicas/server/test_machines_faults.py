@@ -1,0 +1,182 @@
+"""The machines of a replica as processes, with fakes of engine and workers: one is stopped, killed, or cut off."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.keeping import Keep
+from tests.replicas.server.conftest import Node, StartNode
+from tests.replicas.server.machines import MachinesFakeLauncher
+from vllm_omni_plugin.coordinator import ReplicaStatus
+
+INTERVAL, TIMEOUT = "0.1", "1.0"
+NEEDS_NAMESPACES = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="making network namespaces takes root and iproute2"
+)
+
+
+class Cable:
+    """A namespace for another machine, joined with this one by a cable that can be cut.
+
+    Attributes:
+        address: of this end.
+        prefix: of a command that runs at the other end.
+    """
+
+    def __init__(self) -> None:
+        number = os.getpid()
+        self._name, self._end = f"omni-machine-{number}", f"omni{number % 10**6}"
+        network = f"10.204.{number % 250}"
+        self.address, self.prefix = f"{network}.1", ("ip", "netns", "exec", self._name)
+        _ip("netns", "add", self._name)
+        _ip("link", "add", self._end, "type", "veth", "peer", "name", "cable", "netns", self._name)
+        _ip("addr", "add", f"{self.address}/24", "dev", self._end)
+        _ip("link", "set", self._end, "up")
+        _ip("-n", self._name, "addr", "add", f"{network}.2/24", "dev", "cable")
+        self.set("up")
+
+    def set(self, state: str) -> None:
+        _ip("-n", self._name, "link", "set", "cable", state)
+
+    def close(self) -> None:
+        _ip("link", "del", self._end)
+        _ip("netns", "del", self._name)
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True)
+
+
+class OtherProcess:
+    """Another machine. `lines` are what it has printed."""
+
+    def __init__(self, rank: int, launcher: MachinesFakeLauncher, log: Path, *prefix: str) -> None:
+        host, port = launcher.meeting_address
+        program = (sys.executable, "-m", "tests.replicas.server.machines")
+        self._log = log
+        with log.open("a") as output:
+            self.process = subprocess.Popen(
+                [*prefix, *program, str(rank), f"tcp://{host}:{port}", INTERVAL, TIMEOUT], stdout=output
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        return self._log.read_text().splitlines()
+
+    def runs(self, meetings: int) -> bool:
+        """Whether it takes part in the last of so many meetings, and has ended all others."""
+        started = [line for line in self.lines if line.startswith("started")]
+        return len(started) == meetings and self.lines[-1] == started[-1]
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    cable = Cable()
+    yield cable
+    cable.close()
+
+
+@pytest.fixture
+def launcher(socket_folder: Path, keep: Keep) -> MachinesFakeLauncher:
+    return keep(MachinesFakeLauncher(machines=2))
+
+
+StartOther = Callable[..., OtherProcess]
+
+
+@pytest.fixture
+async def start_other(launcher: MachinesFakeLauncher, tmp_path: Path) -> AsyncIterator[StartOther]:
+    others: list[OtherProcess] = []
+
+    def start(*prefix: str) -> OtherProcess:
+        others.append(OtherProcess(1, launcher, tmp_path / f"other-{len(others)}", *prefix))
+        return others[-1]
+
+    yield start
+    for other in others:
+        other.process.kill()
+        other.process.wait()
+
+
+async def served(start_node: StartNode, other: OtherProcess) -> Node:
+    node = await start_node(heartbeat_interval=float(INTERVAL), heartbeat_timeout=float(TIMEOUT))
+    await node.up()
+    await eventually(lambda: other.runs(meetings=1), "its workers run")
+    return node
+
+
+async def ends(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Return when the replica has ended because its machine is silent, and is about to wait for it."""
+    await eventually(lambda: node.delays == [1.0], "the replica ends")
+    assert "is out of service: its engine process 1000 exited: machine 1 at 10.0.0.1 has not answered" in caplog.text
+    assert node.info is None
+
+
+async def test_a_machine_that_is_stopped_ends_the_replica_until_it_goes_on(
+    start_node: StartNode, start_other: StartOther, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = start_other()
+    node = await served(start_node, other)
+    before = await node.up()
+    other.process.send_signal(signal.SIGSTOP)
+    await ends(node, caplog)
+    other.process.send_signal(signal.SIGCONT)
+    await node.up(after=before.incarnation)
+    await eventually(lambda: other.runs(meetings=2), "its workers run again")
+
+
+async def test_a_machine_that_is_killed_ends_the_replica_until_it_is_started_again(
+    start_node: StartNode, start_other: StartOther, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = start_other()
+    node = await served(start_node, other)
+    before = await node.up()
+    other.process.kill()
+    await ends(node, caplog)
+    successor = start_other()
+    await node.up(after=before.incarnation)
+    await eventually(lambda: successor.runs(meetings=1), "its workers run")
+
+
+@NEEDS_NAMESPACES
+async def test_a_machine_that_is_cut_off_ends_the_replica_at_both_ends_until_it_is_back(
+    start_node: StartNode,
+    start_other: StartOther,
+    launcher: MachinesFakeLauncher,
+    cable: Cable,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, port = launcher.meeting_address
+    launcher.meeting_address = cable.address, port
+    other = start_other(*cable.prefix)
+    node = await served(start_node, other)
+    before = await node.up()
+    cable.set("down")
+    await ends(node, caplog)
+    await eventually(lambda: other.lines[-1].startswith("ended"), "it ends its workers without a word of the first")
+    cable.set("up")
+    await node.up(after=before.incarnation)
+    await eventually(lambda: other.runs(meetings=2), "its workers run again")
+
+
+async def test_sigterm_drains_the_replica_before_its_machine_ends(
+    start_node: StartNode, start_other: StartOther
+) -> None:
+    other = start_other()
+    node = await served(start_node, other)
+    async with node.attached() as head:
+        other.process.send_signal(signal.SIGTERM)
+        assert (await head.next_status()).status is ReplicaStatus.DRAINING
+        assert other.runs(meetings=1)
+        await head.detach()
+    await asyncio.wait_for(node.running, 10)
+    await eventually(lambda: other.process.poll() is not None, "it ends")
+    assert (other.process.returncode, other.lines[-1][:5]) == (0, "ended")
