@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from random import Random, SystemRandom
+from random import SystemRandom
 from typing import Any
 
 import msgspec
@@ -59,12 +59,11 @@ class AdapterIdCounter:
     head does not confuse changed files with those it has loaded. Later ids are random.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, str, str]] = (), random: Random | None = None) -> None:
+    def __init__(self, modules: Iterable[tuple[str, str, str]] = ()) -> None:
         self._first = deque(adapter_id(*module) for module in modules)
-        self._random = random or SystemRandom()
 
     def inc(self, num: int = 1) -> int:
-        return self._first.popleft() if self._first else self._random.randrange(1, 1 << _ID_BITS)
+        return self._first.popleft() if self._first else SystemRandom().randrange(1, 1 << _ID_BITS)
 
 
 def adapter_id(name: str, path: str, digest: str) -> int:

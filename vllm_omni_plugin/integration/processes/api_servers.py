@@ -41,13 +41,11 @@ class ApiServerSupervisor:
         start: Callable[[int], BaseProcess],
         on_end: Callable[[int, int], None],
         *,
-        clock: Callable[[], float] = time.monotonic,
         delay: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
     ) -> None:
         self._connections = connections
         self._start = start
         self._on_end = on_end
-        self._clock = clock
         self._delay = delay
         self._running: dict[int, BaseProcess] = {}
         self._stopping = asyncio.Event()
@@ -98,7 +96,7 @@ class ApiServerSupervisor:
     async def _keep(self, index: int) -> None:
         try:
             await keep_running(
-                partial(self._api_server, index), Backoff(), self._clock, partial(self._wait_to_restart, index)
+                partial(self._api_server, index), Backoff(), time.monotonic, partial(self._wait_to_restart, index)
             )
         except (OmniError, OSError) as error:
             # During a shutdown, a server may end before it has served.

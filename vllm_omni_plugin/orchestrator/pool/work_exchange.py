@@ -38,11 +38,9 @@ class WorkExchange:
     def __init__(
         self,
         report: Callable[[Sequence[ReplicaWork], bool], None],
-        interval: float = REPORT_INTERVAL_S,
         call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle] | None = None,
     ) -> None:
         self._report = report
-        self._interval = interval
         self._call_later = call_later or _call_later
         self._timer: asyncio.TimerHandle | None = None
         # All maps by `int` have an `engine_key` as the key, or a class's key, which no engine has.
@@ -151,7 +149,7 @@ class WorkExchange:
         rows = [_row(key, *work) for key, work in own.items() if not full or work != NO_WORK]
         self._changed.clear()
         if rows or full:
-            self._timer = self._call_later(self._interval, self._report_changes)
+            self._timer = self._call_later(REPORT_INTERVAL_S, self._report_changes)
             self._report(rows, full)
 
     def _own_of(self, key: int) -> Work:
