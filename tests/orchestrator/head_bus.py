@@ -172,11 +172,6 @@ class FakeHead(FakeFleet):
         self.bus.wake()
         return self.session.send(message)
 
-    def resync(self) -> None:
-        """As `OmniCoordClientForHead`."""
-        self.session.open(0)
-        self.bus.wake()
-
     def attach(self, replica_id: int, private: bool = False) -> FakeLink:
         link = self.join(self.pool.add(replica_id))
         self._share(replica_id, link)

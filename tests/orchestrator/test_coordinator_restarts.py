@@ -23,7 +23,7 @@ class ConnectedHead(FakeHead):
         super().__init__(HeadBus(), head_id)
         listener = SessionListener(self.orchestrator.rpc_async_queue)
         self.client = OmniCoordClientForHead(coordinator, head_id, listener)
-        self.send, self.resync = self.client.send, self.client.resync  # type: ignore[method-assign]
+        self.send = self.client.send  # type: ignore[method-assign]
 
     def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
         self.client.report_work(work, full=full)

@@ -51,11 +51,6 @@ def test_package_files_hold_only_docstring_imports_and_all() -> None:
     assert {path: statements for path, statements in found.items() if statements} == {}
 
 
-def test_every_module_has_a_docstring() -> None:
-    missing = [relative(path) for path in python_files() if ast.get_docstring(ast.parse(path.read_text())) is None]
-    assert missing == []
-
-
 def test_every_folder_with_modules_is_a_package() -> None:
     folders = {module.path.parent for module in modules().values()}
     assert [relative(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []

@@ -81,13 +81,6 @@ class OmniCoordClientForHead:
                 self._link.wake()
             return sent
 
-    def resync(self) -> None:
-        """Request a full resync, which begins with a `Welcome`."""
-        with self._lock:
-            if not self._closed:
-                self._session.open(time.time_ns())
-                self._link.wake()
-
     def close(self) -> None:
         """Close the session, waiting up to 2 s for it to be sent, and stop. Raises RuntimeError when called again."""
         with self._lock:

@@ -56,14 +56,10 @@ class Member(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True):
-    """A row after a change. ``alters_list``: not only the time of its last event has changed.
-
-    ``forgotten``: the row that was removed from the table: this one, or one that made room for it.
-    """
+    """A row after a change. ``alters_list``: not only the time of its last event has changed."""
 
     member: Member
     alters_list: bool = True
-    forgotten: Member | None = None
 
 
 class MembershipTable:
@@ -146,7 +142,7 @@ class MembershipTable:
             changes.append(self._store(replace(row, liveness=Liveness.DEAD, changed_at=now)))
         while (row := _first(self._gone)) and row.changed_at + self._forget_after <= now:
             del self._gone[ReplicaKey.of(row.event)]
-            changes.append(Change(row, alters_list=False, forgotten=row))
+            changes.append(Change(row, alters_list=False))
         return changes
 
     def next_deadline(self) -> float | None:
@@ -161,13 +157,12 @@ class MembershipTable:
         return min(deadlines, default=None)
 
     def _admit(self, event: ReplicaEvent, now: float) -> Change:
-        displaced = None
         if len(self) >= self._max_replicas:
             displaced = _first(self._gone)
             if displaced is None:
                 raise TableFullError(f"the table is full with {self._max_replicas} replicas")
             self._remove(ReplicaKey.of(displaced.event))
-        return replace(self._store(Member(event, Liveness.ALIVE, now, now, now)), forgotten=displaced)
+        return self._store(Member(event, Liveness.ALIVE, now, now, now))
 
     def _store(self, member: Member) -> Change:
         key = ReplicaKey.of(member.event)
