@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes
 from vllm_omni_plugin.integration.processes import headless
 from vllm_omni_plugin.integration.processes.headless import plan_node, serve_replicas
 from vllm_omni_plugin.replicas.machines.first_machine import MachinesLauncher
@@ -59,6 +60,17 @@ def test_another_machine_meets_it_there_with_the_same_setup(model: Path, monkeyp
     launcher: Any = plan.make_launcher(lambda _: None, report_cache=True, numbers=[3])
     assert settings.setup == setup_of(plan.fingerprint, launcher.layout)
     assert settings.setup["--tensor-parallel-size"] == "4"
+
+
+@pytest.mark.parametrize(("rank", "replicas"), [(0, 1), (1, 0)])
+def test_only_the_first_machine_needs_ports_and_all_need_memory_for_their_own_workers(
+    model: Path, rank: int, replicas: int
+) -> None:
+    assert local_processes(*read(f"{model} {MACHINES} --node-rank {rank}")) == (replicas, 2)
+
+
+def test_a_single_worker_of_a_machine_runs_in_a_process_of_its_own(model: Path) -> None:
+    assert local_processes(*read(f"{model} {MACHINES} --node-rank 1 --tensor-parallel-size 2")) == (0, 1)
 
 
 @pytest.mark.long

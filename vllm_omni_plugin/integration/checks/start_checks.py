@@ -36,9 +36,9 @@ def check_or_exit(options: OmniConfig, replicas: int, workers: int, headless: bo
 def check_start(options: OmniConfig, replicas: int, workers: int, headless: bool) -> Iterator[CheckResult]:
     """Check whether this machine has what a checked command line needs, with so many worker processes of vLLM."""
     yield check_node_files(replicas) if headless else check_head_files(replicas)
-    if headless:
+    if headless and replicas:
         yield from _ports(options, replicas)
-    if replicas:
+    if replicas or workers:
         yield check_socket_folder()
     if workers:
         yield check_shared_memory(workers)

@@ -52,7 +52,7 @@ def local_engines(options: OmniConfig, headless: bool) -> int:
 
 
 def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int, int]:
-    """The number of replicas that this process runs itself, and of the worker processes of their vLLM engines."""
+    """The number of replicas that this process serves itself, and of the worker processes of vLLM engines here."""
     command = loaded_pipeline(options)
     # By stage: number of engines, and vLLM's arguments of each; None for a Python stage.
     stages: list[tuple[int, Any]]
@@ -65,12 +65,15 @@ def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int,
         stages = [(count, command.engine_args.get(stage_id)) for stage_id, count in enumerate(replicas)]
     replicas_here = workers = 0
     for count, sizes in stages:
-        ranks = 1 if sizes is None else sizes.data_parallel_size
-        replicas_here += count * ranks
-        of_a_replica = 1 if sizes is None else sizes.tensor_parallel_size * sizes.pipeline_parallel_size
-        of_a_replica //= 1 if sizes is None else sizes.nnodes or 1
-        # A single worker runs in the process of its engine.
-        workers += count * ranks * of_a_replica if of_a_replica > 1 else 0
+        if sizes is None:
+            replicas_here += count
+            continue
+        ranks, machines = sizes.data_parallel_size, sizes.nnodes or 1
+        if not sizes.node_rank:
+            replicas_here += count * ranks
+        of_a_replica = sizes.tensor_parallel_size * sizes.pipeline_parallel_size
+        # The only worker of an engine runs in the engine's process.
+        workers += count * ranks * of_a_replica // machines if of_a_replica > 1 else 0
     return replicas_here, workers
 
 
