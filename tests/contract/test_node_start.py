@@ -33,7 +33,7 @@ def done(numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append("planned")
         return SimpleNamespace(stage_id=0, fingerprint={"model": "a"})
 
-    async def serve(_options: Any, _plan: Any, identities: Any, *_: Any) -> None:
+    async def serve(_options: Any, _plan: Any, identities: Any, *_: Any, **_named: Any) -> None:
         done.append("served")
         numbers.extend(identity.number for identity in identities)
 
@@ -103,7 +103,7 @@ async def test_each_start_of_a_node_has_an_incarnation_of_its_own_for_engines_wi
     async def run_node(servers: list[Any], *_: Any) -> None:
         assert len(servers) == 2
 
-    monkeypatch.setattr(headless, "ReplicaServer", lambda *_, first_starts: shared.append(first_starts))
+    monkeypatch.setattr(headless, "ReplicaServer", lambda *_, first_starts, **_named: shared.append(first_starts))
     monkeypatch.setattr(headless, "run_node", run_node)
     plan: Any = SimpleNamespace(
         stage_id=0, fingerprint={}, replicas=2, api=None, make_launcher=lambda _, **named: launched.append(named)
@@ -111,7 +111,7 @@ async def test_each_start_of_a_node_has_an_incarnation_of_its_own_for_engines_wi
     identities = [ReplicaIdentity(7, "node/7"), ReplicaIdentity(5, "node/5")]
     reaper: Any = SimpleNamespace(watch=None)
     for _ in range(2):
-        await headless.serve_node(OmniConfig(), plan, identities, "127.0.0.1", "tcp://h:1", reaper)
+        await headless.serve_node(OmniConfig(), plan, identities, "127.0.0.1", "tcp://h:1", reaper=reaper)
     assert [named["numbers"] for named in launched] == [[7, 5]] * 2
     assert len({named["first_incarnation"] for named in launched} - {0}) == 2
     # One of a start's replicas that has served keeps the node from ending.

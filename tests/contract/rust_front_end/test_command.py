@@ -46,7 +46,7 @@ def started_by_vllm(args: Namespace, monkeypatch: pytest.MonkeyPatch, grpc: bool
         http, requests, outputs = (int(descriptors[f"--{name}-fd"]) for name in NAMES)
         third = int(descriptors["--grpc-listen-fd"]) if grpc else None
         assert set(pass_fds) == {http, requests, outputs, *(() if third is None else (third,))}
-        commands.extend([command, front_end_command(PROGRAM, args, http, requests, outputs, third)])
+        commands.extend([command, front_end_command(PROGRAM, args, http, requests, outputs, grpc=third)])
         raise StartedError
 
     monkeypatch.setattr(subprocess, "Popen", start)
@@ -74,7 +74,7 @@ def test_it_is_vllms_except_that_a_standby_waits_for_ever(line: str, monkeypatch
 @pytest.mark.parametrize("line", ["--omni-dp-size-local 2", "--omni-dp-size-local 0 -oma 127.0.0.1 -omp 20000"])
 def test_it_knows_nothing_of_the_fleet(line: str) -> None:
     commands = [
-        front_end_command(PROGRAM, serve.front_end_args(parse(f"{SERVED} {flags}")), 3, 4, 5, None)
+        front_end_command(PROGRAM, serve.front_end_args(parse(f"{SERVED} {flags}")), 3, 4, 5, grpc=None)
         for flags in ("", line)
     ]
     settings = [json.loads(command[-1]) for command in commands]
@@ -100,7 +100,7 @@ def test_it_does_not_outlive_the_process_that_started_it(tiny_model: Path, socke
     listeners = [make_zmq_listener(new_ipc_address(), kind) for kind in (zmq.ROUTER, zmq.PULL)]
     with socket.create_server(("127.0.0.1", 0)) as http:
         inherited = [http.fileno(), *(listener.socket.fileno() for listener in listeners)]
-        command = front_end_command(str(envs.VLLM_RUST_FRONTEND_PATH), args, *inherited, None)
+        command = front_end_command(str(envs.VLLM_RUST_FRONTEND_PATH), args, *inherited, grpc=None)
         owner = subprocess.Popen(
             [sys.executable, "-c", OWNER, *command], stdout=subprocess.PIPE, pass_fds=inherited, text=True
         )

@@ -210,9 +210,9 @@ async def test_a_machine_that_loses_the_connection_has_left_the_meeting(
 ) -> None:
     breaks: list[Callable[[], None]] = []
 
-    async def connect(*arguments: Any) -> ControlClient:
+    async def connect(*arguments: Any, **named: Any) -> ControlClient:
         breaks.append(arguments[4])
-        return await open_control_link(*arguments)
+        return await open_control_link(*arguments, **named)
 
     monkeypatch.setattr(other_machine, "open_control_link", connect)
     others = [start_machine(1), start_machine(2)]

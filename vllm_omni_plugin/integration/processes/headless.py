@@ -89,7 +89,7 @@ def serve_replicas(
                     answer = require_fitting_head(coordinator, options, slots.names)
                 require_same_model(answer, plan.stage_id, plan.fingerprint)
                 identities = slots.identities(() if answer.info is None else answer.info.numbers)
-                runner.run(serve_node(options, plan, identities, address, coordinator, reaper))
+                runner.run(serve_node(options, plan, identities, address, coordinator, reaper=reaper))
         except OmniError as error:
             sys.stderr.write(f"{program}: error: {error}\n")
             return _EXIT_REFUSED if isinstance(error, RefusedByHeadError) else _EXIT_FAILED
@@ -176,7 +176,7 @@ def replica_servers(
         )
         first_starts = FirstStarts(plan.replicas)
         servers += [
-            ReplicaServer(settings, launcher, index, plan.api, executor, identity, first_starts=first_starts)
+            ReplicaServer(settings, launcher, index, plan.api, executor, identity=identity, first_starts=first_starts)
             for index, identity in enumerate(own)
         ]
     return servers
@@ -212,6 +212,7 @@ async def serve_node(
     identities: Sequence[ReplicaIdentity],
     address: str,
     coordinator: str,
+    *,
     reaper: Reaper,
 ) -> None:
     with ThreadPoolExecutor(2 * plan.replicas, thread_name_prefix="omni-engine") as executor:

@@ -14,7 +14,7 @@ _NOT_ITS_OWN = {"api_server_count", "data_parallel_rank", "data_parallel_externa
 
 
 def front_end_command(
-    binary: str, args: argparse.Namespace, http: int, requests: int, outputs: int, grpc: int | None
+    binary: str, args: argparse.Namespace, http: int, requests: int, outputs: int, *, grpc: int | None
 ) -> list[str]:
     """The command of a front end that serves one engine, as vLLM's `RustFrontendProcessManager` would start it.
 

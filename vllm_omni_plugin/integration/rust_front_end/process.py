@@ -272,7 +272,7 @@ class RustFrontEnd:
             http, grpc = self._listening
             requests, outputs = (listener.socket.fileno() for listener in listeners)
             grpc_socket = None if grpc is None else grpc.fileno()
-            command = front_end_command(self._binary, args, http.fileno(), requests, outputs, grpc_socket)
+            command = front_end_command(self._binary, args, http.fileno(), requests, outputs, grpc=grpc_socket)
             inherited = [http.fileno(), requests, outputs, *(() if grpc_socket is None else (grpc_socket,))]
             # A session of its own: a terminal's Ctrl-C is for this process, which then ends it.
             process = await asyncio.create_subprocess_exec(*command, pass_fds=inherited, start_new_session=True)

@@ -116,7 +116,7 @@ class LocalReplicas:
             self._executor,
             member.replica_id,
             partial(self._orchestrator.outputs_received, member),
-            stage.stage_id,
+            stage_id=stage.stage_id,
         )
 
     async def _first_start(self, keeper: EngineKeeper[Engine]) -> None:

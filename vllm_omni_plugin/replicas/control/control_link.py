@@ -108,6 +108,7 @@ async def open_control_link(
     secrets: Secrets | None,
     on_message: Callable[[FromServer], None],
     on_lost: Callable[[], None],
+    *,
     timeout: float = OmniConfig().lease_timeout,
 ) -> ControlClient:
     """Connect with the first secret that the server accepts. Waits without limit while no server answers.

@@ -74,6 +74,7 @@ async def start_engine(
     replica_id: int,
     input_addr: str,
     output_addrs: Sequence[str],
+    *,
     router: "zmq.Socket[bytes]",
 ) -> tuple[Process, bytes]:
     """Spawn an engine when it is its turn, and wait until it is ready; return its process and its ready response.

@@ -113,13 +113,14 @@ async def start_local_engine(
     executor: Executor,
     replica_id: int,
     on_outputs: Callable[[Any], None],
+    *,
     stage_id: int = 0,
 ) -> Engine:
     """Start an engine that only this process uses. Arguments and errors as `start_engine` and `EngineClient`."""
     link = IpcLink(new_ipc_address(), new_ipc_address(), launcher.identity(replica_id))
     try:
         process, ready_response = await start_engine(
-            launcher, executor, replica_id, link.input_addr, [link.output_addr], link.input_socket
+            launcher, executor, replica_id, link.input_addr, [link.output_addr], router=link.input_socket
         )
     except BaseException:
         link.close()

@@ -185,7 +185,7 @@ class OtherMachine:
 
         async with asyncio.timeout(settings.timeout):
             link = await open_control_link(
-                context, settings.first, settings.secrets, self._on_message, on_lost, settings.timeout
+                context, settings.first, settings.secrets, self._on_message, on_lost, timeout=settings.timeout
             )
         with closing(link):
             self._answered_at = self._clock()

@@ -158,7 +158,7 @@ class RemoteReplica:
             settings.secrets,
             self._on_message,
             self._control_connection_lost,
-            settings.lease_timeout,
+            timeout=settings.lease_timeout,
         )
         credential = DataCredential.new(encrypted=settings.secrets is not None)
         self._control.send(

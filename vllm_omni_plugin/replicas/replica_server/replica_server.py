@@ -43,8 +43,8 @@ class ReplicaServer:
         index: int,
         codec: Codec,
         executor: Executor,
-        identity: ReplicaIdentity = NO_IDENTITY,
         *,
+        identity: ReplicaIdentity = NO_IDENTITY,
         first_starts: FirstStarts | None = None,
         delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:

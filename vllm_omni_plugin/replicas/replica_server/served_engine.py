@@ -122,7 +122,7 @@ async def start_served_engine(launcher: Launcher, codec: Codec, executor: Execut
             sockets.callback(links[-1].close)
         output_addrs = [link.output_addr for link in links]
         process, ready_response = await start_engine(
-            launcher, executor, replica_id, forwarder.engine_addr, output_addrs, forwarder.router
+            launcher, executor, replica_id, forwarder.engine_addr, output_addrs, router=forwarder.router
         )
         forwarder.start()
         return ServedEngine(
