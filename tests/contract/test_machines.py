@@ -20,6 +20,7 @@ from .configs import write_model
 from .pipeline_files import JOIN, read
 
 MACHINES = f"--headless {JOIN} -tp 4 --nnodes 2 --master-addr 127.0.0.1 --master-port 29777 --skip-tokenizer-init"
+SLOW = "--omni-heartbeat-interval 5 --omni-heartbeat-timeout 20"
 
 
 @pytest.fixture
@@ -51,11 +52,13 @@ def test_another_machine_meets_it_there_with_the_same_setup(model: Path, monkeyp
 
     monkeypatch.setattr(headless, "OtherMachine", lambda settings, *_: given.append(settings))
     monkeypatch.setattr(headless, "run_machine", run_machine)
-    assert serve_replicas(*read(f"{model} {MACHINES} --node-rank 1 --omni-join-timeout 7")) == 0
+    assert serve_replicas(*read(f"{model} {MACHINES} --node-rank 1 --omni-join-timeout 7 {SLOW}")) == 0
     settings, *timeouts = given
     assert isinstance(settings, MachineSettings)
     assert (settings.rank, settings.address, settings.first) == (1, "127.0.0.1", "tcp://127.0.0.1:29777")
     assert timeouts == [7.0, 300.0]
+    # An engine with an error waits three seconds for the first machine to miss two reports.
+    assert (settings.interval, settings.timeout) == (1.0, 20.0)
     plan = plan_node(*read(f"{model} {MACHINES} --node-rank 0"))
     launcher: Any = plan.make_launcher(lambda _: None, report_cache=True, numbers=[3])
     assert settings.setup == setup_of(plan.fingerprint, launcher.layout)

@@ -160,6 +160,13 @@ async def test_an_engine_that_reports_an_error_of_its_own_has_a_lost_machine_as_
     assert not status.engine_failed
 
 
+async def test_a_first_machine_misses_reports_before_an_engine_with_an_error_ends(start_node: StartNode) -> None:
+    node = await start_node(heartbeat_interval=5.0, heartbeat_timeout=20.0)
+    await eventually(lambda: node.server._machines)
+    assert node.server._machines is not None
+    assert node.server._machines._interval == 1.0
+
+
 async def test_a_machine_that_is_silent_ends_the_replica(
     start_node: StartNode, start_machine: StartMachine, launcher: MachinesFakeLauncher
 ) -> None:

@@ -36,7 +36,7 @@ from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
-from vllm_omni_plugin.replicas.machines.meetings import setup_of
+from vllm_omni_plugin.replicas.machines.meetings import report_interval, setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 from vllm_omni_plugin.replicas.replica_server.host_slots import HostSlots
 from vllm_omni_plugin.replicas.replica_server.node import run_machine, run_node
@@ -124,7 +124,7 @@ async def _serve_other_machine(args: argparse.Namespace, options: OmniConfig, re
             f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}",
             setup_of(plan.fingerprint, launcher.layout),
             Secrets.from_file(options.secret_file) if options.secret_file else None,
-            options.heartbeat_interval,
+            report_interval(options.heartbeat_interval),
             options.heartbeat_timeout,
         )
         machine = OtherMachine(

@@ -108,7 +108,7 @@ class PollCache(Struct, frozen=True, tag="poll_cache"):
 
 
 class MachineReport(Struct, frozen=True, tag="machine_report"):
-    """Another machine of a replica to the first one, every heartbeat interval and on every change: its whole state.
+    """Another machine of a replica to the first one, at least every second and on every change: its whole state.
 
     If lost: the next one serves. The first machine answers with `MeetingPlan`.
 

@@ -14,6 +14,13 @@ from vllm_omni_plugin.replicas.control.lease_messages import (
 Messages = list[tuple[bytes, MeetingPlan]]
 """What to send, by ZMQ peer."""
 _NOTHING = "nothing"
+_LONGEST_INTERVAL_S = 1.0
+
+
+def report_interval(heartbeat_interval: float) -> float:
+    """Seconds between two reports of a machine. They must miss before an engine that has lost one gives up, see
+    `vllm_api.launch.fleet_engine`."""
+    return min(heartbeat_interval, _LONGEST_INTERVAL_S)
 
 
 @dataclass(frozen=True)

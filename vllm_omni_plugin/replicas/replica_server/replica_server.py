@@ -17,6 +17,7 @@ from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.links.engine_client import Codec
 from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, PortRange, close_all, listen_on_ports
 from vllm_omni_plugin.replicas.machines.first_machine import FirstMachine, MachinesLauncher
+from vllm_omni_plugin.replicas.machines.meetings import report_interval
 from vllm_omni_plugin.replicas.replica_server.announcer import Announcer
 from vllm_omni_plugin.replicas.replica_server.attached_heads import AttachedHeads
 from vllm_omni_plugin.replicas.replica_server.served_engine import ServedEngine, start_served_engine
@@ -172,7 +173,7 @@ class ReplicaServer:
             settings.fingerprint,
             control.send,
             self.drain,
-            settings.heartbeat_interval,
+            report_interval(settings.heartbeat_interval),
             settings.heartbeat_timeout,
             time.monotonic,
             # Any peer may send a report to an open port, and must not learn what runs here.
