@@ -89,9 +89,9 @@ class Check:
         yield "memory before, MiB", fleet.memory_mib()
         of_replica: list[int] = []
 
-        def kill(replicas: dict[str, str]) -> None:
+        def kill() -> None:
+            of_replica.extend(replica["total_in_flight"] for replica in fleet.replicas())
             fleet.kill_engine()
-            of_replica.extend(sorted(list(replicas.values()).count(name) for name in set(replicas.values())))
 
         found = fleet.answers(at_once=True, tokens=LONG, started=kill)
         yield "streams of each replica", of_replica

@@ -116,10 +116,14 @@ class Fleet:
             if not replicas:
                 self.call("GET", "/health")
                 return True
-            listed = json.loads(self.call("GET", "/omni/replicas"))["replicas"]
+            return [replica["status"] for replica in self.replicas()].count("up") == replicas
         except (OSError, http.client.HTTPException, RuntimeError):
             return False
-        return [replica["status"] for replica in listed].count("up") == replicas
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """What the head says of each replica."""
+        found: list[dict[str, Any]] = json.loads(self.call("GET", "/omni/replicas"))["replicas"]
+        return found
 
     def request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -133,11 +137,11 @@ class Fleet:
         return self.request(method, path, body).read().decode()
 
     def answers(
-        self, *, at_once: bool, tokens: int = TOKENS, started: Callable[[dict[str, str]], None] | None = None
+        self, *, at_once: bool, tokens: int = TOKENS, started: Callable[[], None] | None = None
     ) -> list[str | None]:
-        """The answers to PROMPTS; None for one that failed. Meanwhile `started` gets the replica of each prompt."""
+        """The answers to PROMPTS; None for one that failed. `started` is called when all have begun."""
         texts: list[str | None] = [None] * len(PROMPTS)
-        replicas: dict[str, str] = {}
+        begun: set[int] = set()
 
         def answer(index: int) -> None:
             body = {"model": NAME, "prompt": PROMPTS[index], "max_tokens": tokens, "temperature": 0, "stream": True}
@@ -149,7 +153,7 @@ class Fleet:
                         texts[index] = text
                     elif line.startswith(b"data: "):
                         text += json.loads(line[6:])["choices"][0]["text"]
-                        replicas[PROMPTS[index]] = response.headers.get("X-Omni-Replica", "")
+                        begun.add(index)
 
         threads = [threading.Thread(target=answer, args=(index,), daemon=True) for index in range(len(PROMPTS))]
         for thread in threads:
@@ -157,8 +161,8 @@ class Fleet:
             if not at_once:
                 thread.join()
         if started is not None:
-            until(lambda: len(replicas) == len(PROMPTS))
-            started(replicas)
+            until(lambda: len(begun) == len(PROMPTS))
+            started()
         for thread in threads:
             thread.join()
         return texts
