@@ -101,6 +101,7 @@ class FirstMachine:
         fingerprint: Mapping[str, str],
         send: Callable[[bytes, FromServer], None],
         on_leaving: Callable[[], None],
+        *,
         interval: float,
         timeout: float,
         clock: Callable[[], float],

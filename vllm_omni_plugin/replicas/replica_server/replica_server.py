@@ -173,9 +173,9 @@ class ReplicaServer:
             settings.fingerprint,
             control.send,
             self.drain,
-            report_interval(settings.heartbeat_interval),
-            settings.heartbeat_timeout,
-            time.monotonic,
+            interval=report_interval(settings.heartbeat_interval),
+            timeout=settings.heartbeat_timeout,
+            clock=time.monotonic,
             # Any peer may send a report to an open port, and must not learn what runs here.
             tells_setup=settings.secrets is not None,
         )
