@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.shared_memory import share_memory_with_worker
 from vllm_omni_plugin.vllm_api.launch import engine_launch, machines_launch
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineProcess
 from vllm_omni_plugin.vllm_api.launch.fleet_engine import ExitNote, mark_as_fleet_engine
@@ -157,13 +158,6 @@ def test_the_shared_memory_of_a_killed_engine_is_removed(monkeypatch: pytest.Mon
     assert memory.exists()
     engine.shutdown(0.0)
     assert not memory.exists()
-
-
-def share_memory_with_worker(told: Any) -> None:
-    memory = SharedMemory(create=True, size=4096)
-    if os.fork():
-        told.send(memory.name)
-    time.sleep(600)
 
 
 def test_the_shared_memory_of_another_machines_workers_is_removed_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
