@@ -15,9 +15,8 @@ _INTRODUCTION = """\
 
 Any of these switches the fleet on; without any, `vllm serve` is what it was. They also work in `--config` files, and
 `vllm serve --help=OmniConfig` shows them. *Head* is a process that takes HTTP requests, *node* one with `--headless`.
-What does not go together is refused before anything starts, as are
-[some flags of vLLM](behaviour.md#vllm-flags-that-a-fleet-refuses). In brackets: where a flag is for one of the two
-only, and its default.
+In brackets: where a flag is for one of the two only, and its default. vLLM's flags:
+[refused ones](behaviour.md#vllm-flags-that-a-fleet-refuses).
 
 """
 _ON = {Side.HEAD: "head; ", Side.HEADLESS: "node; ", Side.BOTH: ""}

@@ -15,14 +15,14 @@ _FRAME = """\
 How to use them: [monitoring.md](monitoring.md). `GET /metrics` of a head has all of vLLM's metrics, whose label
 `engine` is `10000 * stage + replica`, and those below; with vLLM's Rust front end
 [two ports have parts of them](how-to/rust-front-end.md#operate-it). When a replica leaves, its gauges disappear and its
-counts stay. Names in `_total` are counters, the last three are histograms, all others gauges. Metrics with the labels
+counts stay. The last three are histograms. Metrics with the labels
 `class` and `tenant` exist with `--omni-admission` or `--omni-tenant-header` only.
 
 {rows}
 With `--api-server-count` a scrape of any process returns the metrics of all, at most a second late: the sum, or where
 it is said the newest, highest or lowest value.
 Counters of a process that died stay, its gauges disappear; gauges of a replica that left become 0; `process_*` is
-missing, as in vLLM alone.
+missing.
 """
 
 

@@ -126,7 +126,7 @@ class OmniConfig:
         None,
         Side.BOTH,
         "YAML file of a pipeline. Engine flags on the command line apply to all its vLLM stages, unless the file "
-        "overrides them. A node runs the stage of --omni-stage-id.",
+        "overrides them.",
         "FILE",
         os.path.abspath,
     )
@@ -140,7 +140,7 @@ class OmniConfig:
     lb_config: dict[str, Any] | None = _flag(  # noqa: RUF009 - it makes a `field`
         None,
         Side.HEAD,
-        'Options of the policy as an object in JSON, such as {"decode_weight": 0.2} for least-tokens. Default: none.',
+        'Options of the policy, such as {"decode_weight": 0.2} for least-tokens.',
         "JSON",
         json_object,
     )
@@ -179,7 +179,7 @@ class OmniConfig:
     heartbeat_interval: float = _flag(
         1.0,
         Side.BOTH,
-        "Seconds between two heartbeats of a replica, and two probes of an engine; less than a third of the timeout.",
+        "Seconds between heartbeats of a replica, and probes of an engine; less than a third of the timeout.",
         "SECONDS",
         seconds,
     )
@@ -194,25 +194,23 @@ class OmniConfig:
         3.0,
         Side.HEAD,
         "Seconds without an answer of a replica's machine after which this head counts it as lost, unless the "
-        "heartbeat timeout is shorter. After a third of it the replica gets no new requests. A broken connection is "
-        "lost at once.",
+        "heartbeat timeout is shorter. After a third of it the replica gets no new requests.",
         "SECONDS",
         seconds,
     )
     stall_timeout: float = _flag(
         60.0,
         Side.HEAD,
-        "Seconds without a token for any request of a replica after which it has stalled and its requests move; at "
-        "least four times the longest gap between two outputs of it. 0: no limit.",
+        "Seconds without a token for any request of a replica after which its requests move; at least four times "
+        "the longest gap between two outputs of it. 0: no limit.",
         "SECONDS",
         seconds,
     )
     secret_file: str | None = _flag(
         None,
         Side.BOTH,
-        "File with the secret that all nodes of the fleet share, for encrypted links; mode 0600. A second line is a "
-        "second accepted secret, for rotation. Without this flag, links on loopback use a secret of this user, and "
-        "others are refused.",
+        "File with the secret of the fleet; mode 0600. A second line is accepted, too, for rotation. Without this "
+        "flag, links on loopback use a secret of this user, and others are refused.",
         "FILE",
     )
     insecure: bool = _flag(
@@ -225,20 +223,20 @@ class OmniConfig:
         None,
         Side.HEAD,
         "File with admin keys, one per line, of 16 or more characters; mode 0600. Changing the fleet over HTTP and "
-        "explain then need one as a bearer token. Without this flag they need the key that the head keeps for its "
-        "own user on its machine, or a unix socket (--uds).",
+        "explain then need one as a bearer token. Without this flag they need the head's own key "
+        "(vllm-omni-plugin admin-key), or a unix socket (--uds).",
         "FILE",
     )
     admin_loopback: bool = _flag(
         False,
         Side.HEAD,
-        "Let every client with a loopback address change the fleet: all users of this machine, and all who reach it "
-        "through a proxy, a tunnel, a sidecar or `kubectl port-forward`.",
+        "Let every client with a loopback address change the fleet: all users of this machine, and all clients of a "
+        "proxy, tunnel, sidecar or `kubectl port-forward`.",
     )
     admin_port: int | None = _flag(
         None,
         Side.HEAD,
-        "Port of /omni, /metrics and /health of a head with vLLM's Rust front end, on loopback, or with "
+        "Port of /omni, /metrics and /health with vLLM's Rust front end, on loopback, or with "
         "--omni-admin-key-file where --host says. Default: the port after --port.",
         "PORT",
         integer(1, _MAX_PORT),
@@ -275,7 +273,7 @@ class OmniConfig:
     admission: str | None = _flag(
         None,
         Side.HEAD,
-        "YAML file of the admission control. It is read again at SIGHUP and at POST /omni/admission.",
+        "YAML file of the admission control, read again at SIGHUP and POST /omni/admission.",
         "FILE",
         os.path.abspath,
     )
@@ -283,8 +281,7 @@ class OmniConfig:
         None,
         Side.HEAD,
         "HTTP header that names the tenant of a request, or its argument in vllm_xargs with vLLM's Rust front end. "
-        "Default: X-Tenant-ID, else x-gateway-fairness-id, else the API key, with --omni-admission; otherwise there "
-        "are no tenants.",
+        "Default, with --omni-admission: X-Tenant-ID, else x-gateway-fairness-id, else the API key.",
         "NAME",
         header_name,
     )

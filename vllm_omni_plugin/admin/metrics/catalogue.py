@@ -42,8 +42,8 @@ _gauge, _counter = partial(_metric, "gauge"), partial(_metric, "counter")
 METRICS = (
     _gauge(
         "replicas{stage,state}",
-        "Replicas by state (`up`, `draining`, `down`, `error`, `other-generation`). All heads of a generation see the "
-        "same: take the maximum over heads.",
+        "Replicas by state (`up`, `draining`, `down`, `error`, `other-generation`); take the maximum over the "
+        "heads of a generation.",
         "livemostrecent",
     ),
     _gauge(
@@ -53,14 +53,13 @@ METRICS = (
     ),
     _gauge(
         "requests_waiting{stage}",
-        "This head's requests that no engine works on: held by the head (`requests_held`), or sent and not begun "
-        "as far as the engine has reported.",
+        "This head's requests that no engine works on: held by the head (`requests_held`), or sent and not reported "
+        "as begun.",
     ),
     _gauge("requests_running{stage}", "This head's requests that an engine works on."),
     _gauge(
         "expected_wait_seconds{stage}",
-        "Seconds until an engine would begin a new request: `requests_waiting` divided by the rate at which requests "
-        "leave the queue. Missing before a first output.",
+        "Seconds until an engine would begin a new request. Missing before a first output.",
         "livemax",
     ),
     _gauge("requests_queued{class}", "This head's requests in the wait queue; a part of `requests_waiting`."),
@@ -88,7 +87,7 @@ METRICS = (
     ),
     _gauge(
         "stage_kv_cache_usage_ratio{stage}",
-        "Share of the KV memory of a stage that is in use, 0 to 1; with several heads or API servers a lower bound.",
+        "Share of a stage's KV memory in use, 0 to 1; with several heads or API servers a lower bound.",
         "livemax",
     ),
     _gauge(
@@ -97,10 +96,10 @@ METRICS = (
         "livemostrecent",
     ),
     _counter("assignments{stage,replica}", "Requests assigned to a replica."),
-    _counter("dispatches{stage,replica}", "`assignments_total` under its name of version 0.1, for this version only."),
+    _counter("dispatches{stage,replica}", "Old name of `assignments_total`, for this version only."),
     _counter(
         "adapter_loads{stage,replica}",
-        "Requests assigned to a replica that probably had to load their LoRA adapter, as far as this head knows.",
+        "Requests assigned to a replica that probably had to load their LoRA adapter.",
     ),
     _gauge(
         "requests_in_flight{stage,replica}",
