@@ -1,4 +1,4 @@
-"""Requests that move in the middle of their answers, one for each row of the table in docs/behaviour.md."""
+"""Requests that move in the middle of their answers, for the features in the table of docs/behaviour.md."""
 
 from collections import Counter
 from collections.abc import Iterator
