@@ -9,6 +9,7 @@ import pytest
 from vllm.config import MultiModalConfig
 
 from tests.contract.configs import LLAMA, vllm_config, write_model
+from tools.wire_frames import FOLDER
 from vllm_omni_plugin.replicas.replica_server.attached_heads import differences, is_other_generation
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
 
@@ -54,6 +55,13 @@ def test_local_files_of_another_architecture_are_another_model_and_no_other_gene
     assert (head["model"], replica["model"]) == ("local files of LlamaForCausalLM", "local files of MistralForCausalLM")
     assert not is_other_generation(head, replica)
     assert is_other_generation(head, head | {"revision": "local files 0123", "vLLM version": "0.1", "dtype": "float8"})
+
+
+def test_no_field_of_a_version_before_is_renamed_or_gone(model: Path) -> None:
+    # It would not be compared with that version's any more.
+    recorded = (FOLDER / "generation-of-0.2.txt").read_text().splitlines()[0]
+    fields = json.loads(recorded.partition(": ")[2])[0]["fingerprint"]
+    assert fields.keys() <= fingerprint(vllm_config(model), 0).keys()
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,12 @@ MAX_GENERATION_CHARS = 64
 MAX_NAMED_ENGINES = 8192
 MAX_STAGES = 1024
 MAX_ERROR_CHARS = 4096
+_FIELDS_OF_GENERATION = (
+    "stage, vLLM version, model, revision, load format, hf-overrides, tokenizer, tokenizer mode, runner, dtype, "
+    "KV cache dtype, quantization, max model length, prompt embeddings, images are normalized, logprobs mode, "
+    "logits processors, LoRA, stage name, stage class, options, plugin version"
+)
+"""A new field of a fingerprint comes here two versions later, when all versions that read this wire have it."""
 # JSON numbers below this are exact for every reader.
 ENGINE_KEYS = 2**53
 # This many rows with the longest addresses fit into MAX_HEAD_FRAME_BYTES.
@@ -71,7 +77,11 @@ def engine_key(stage_id: int, input_addr: str, output_addr: str, incarnation: in
 
 def generation_of(fingerprints: Mapping[int, Mapping[str, str]]) -> str:
     """Return the name of a head's generation: a digest of what is compared with replicas, of all its stages."""
-    compared = sorted((stage_id, sorted(fields.items())) for stage_id, fields in fingerprints.items())
+    names = frozenset(_FIELDS_OF_GENERATION.split(", "))
+    compared = sorted(
+        (stage_id, sorted((name, value) for name, value in fields.items() if name in names))
+        for stage_id, fields in fingerprints.items()
+    )
     return blake2b(_encoder.encode(compared), digest_size=8).hexdigest()
 
 

@@ -45,10 +45,13 @@ _SAME_IN_ALL_GENERATIONS = ("model", "stage", "stage name")
 
 
 def differences(head: Mapping[str, str], replica: Mapping[str, str]) -> list[str]:
-    """The fields in which two fingerprints differ, sorted, each with both values."""
+    """The fields in which two fingerprints differ, sorted, each with both values.
+
+    A field that only one of them has is of a later version of this plugin, and is not compared.
+    """
     return [
         f"{name}: head has {head.get(name, _NOTHING)}, replica {replica.get(name, _NOTHING)}"
-        for name in sorted(head.keys() | replica.keys())
+        for name in sorted((head.keys() & replica.keys()).union(_SAME_IN_ALL_GENERATIONS))
         if head.get(name) != replica.get(name)
     ]
 

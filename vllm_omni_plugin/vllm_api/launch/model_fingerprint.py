@@ -32,6 +32,8 @@ _LOCAL = "local files "
 def fingerprint(vllm_config: Any, stage_id: int) -> dict[str, str]:
     """The fields that `attached_heads.differences` compares, as text for operators. Reads files.
 
+    A field without which other versions of this plugin run is not compared with theirs; its name never changes.
+
     A model or tokenizer of the hub is identified by its name and commit, a local one by its content, since paths differ
     between nodes: its architecture counts as its name, its files as its revision.
     """
