@@ -185,6 +185,27 @@ async def test_a_machine_that_is_silent_ends_the_replica(
     await eventually(lambda: node.delays == [1.0])
 
 
+async def test_an_engine_that_cannot_be_killed_is_killed_again_and_the_others_end_their_workers(
+    node: Node, others: list[Machine], launcher: MachinesFakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = await node.up()
+    process, failures = launcher.engines[0], [RuntimeError("can't start new thread")]
+    kill = process.kill
+
+    def kill_at_the_second_try() -> None:
+        if failures:
+            raise failures.pop()
+        kill()
+
+    monkeypatch.setattr(process, "kill", kill_at_the_second_try)
+    others[0].workers[0].die("it was ended by SIGKILL")
+    await node.up(after=before.incarnation)
+    await plans(others, meetings=2)
+    # It still looks for silent machines.
+    await others[1].close()
+    await eventually(lambda: launcher.engines[1].process.killed)
+
+
 async def test_a_first_start_that_another_machine_makes_fail_is_repeated(
     start_node: StartNode, start_machine: StartMachine, launcher: MachinesFakeLauncher
 ) -> None:

@@ -83,8 +83,10 @@ class MeetingProcess:
             self.on_end()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.on_end()
+        try:
+            self.process.kill()
+        finally:
+            self.on_end()
 
 
 class FirstMachine:
@@ -198,9 +200,13 @@ class FirstMachine:
 
     def _end_broken(self) -> None:
         if self._meetings.broken and self._process is not None:
-            process, self._process = self._process, None
-            process.broken = self._meetings.broken
-            process.kill()
+            self._process.broken = self._meetings.broken
+            try:
+                self._process.kill()
+            except Exception:
+                logger.exception("The engine of a broken meeting could not be killed; this is tried again.")
+            else:
+                self._process = None
 
     def _send_all(self, messages: Messages) -> None:
         for peer, message in messages:
