@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.engine.server import until
@@ -26,17 +27,29 @@ exit "$(<"$CALLS.fail")"
 """
 _SRUN = """\
 #!/usr/bin/env bash
-trap 'kill "${tasks[@]}"' TERM
+trap 'kill "${tasks[@]}" 2>/dev/null' TERM
+highest=0
 while [[ $1 == --* ]]; do
     [[ $1 != --nodes=* ]] || machines=${1#*=}
+    [[ $1 != --kill-on-bad-exit=1 ]] || kills=yes
     shift
 done
 for ((rank = 0; rank < machines; rank++)); do
     SLURM_NODEID=$rank "$@" &
     tasks+=($!)
 done
-wait || wait
+for task in "${tasks[@]}"; do tasks_left="$tasks_left $task"; done
+while [[ -n $tasks_left ]]; do
+    status=0
+    wait -n -p ended || status=$?
+    [[ -n $ended ]] || continue
+    tasks_left=${tasks_left/ $ended/}
+    ((status <= highest)) || highest=$status
+    [[ $status == 0 || -z $kills ]] || kill "${tasks[@]}" 2>/dev/null
+done
+exit "$highest"
 """
+"""As `srun`, ends with the highest exit code of its tasks."""
 _SLEEP = f"#!/bin/sh\nexec {shutil.which('sleep')} 0.05\n"
 """Longer than the scripts' interval of two seconds."""
 
@@ -172,11 +185,12 @@ def test_a_node_that_fails_for_good_ends_its_job(fleet: Fleet, tmp_path: Path, c
     assert len(fleet.lines("serve")) == 1
 
 
-def test_a_refused_node_is_restarted(fleet: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [75, 137])
+def test_a_refused_or_killed_node_is_restarted(fleet: Fleet, tmp_path: Path, code: int) -> None:
     (fleet.folder / "head").write_text("head-1 7500\n")
     (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0"))
     fleet.started()
-    (tmp_path / "calls.fail").write_text("75")
+    (tmp_path / "calls.fail").write_text(str(code))
     # It fails again and again, so more than one start may be seen at once.
     until(lambda: len(fleet.lines("serve")) >= 2, "it is restarted")
     assert not has_ended(job)
@@ -193,3 +207,13 @@ def test_with_more_machines_each_task_is_one_replica_over_all_of_them(fleet: Fle
     job.send_signal(signal.SIGTERM)
     until(lambda: has_ended(job), "the job ends with all of its machines")
     assert len([line for line in fleet.lines("ended") if "--nnodes" in line]) == 2
+
+
+def test_a_killed_machine_ends_its_replica_whose_machines_all_start_again(fleet: Fleet) -> None:
+    (fleet.folder / "head").write_text("head-1 7500\n")
+    (job,) = fleet.slurm.submit(fleet.sbatch("nodes.sbatch", "--array=0-0", "--nodes=2"))
+    fleet.started(2)
+    (killed,) = (line for line in fleet.lines("serve") if line[-1] == "1")
+    psutil.Process(int(killed[0])).kill()
+    until(lambda: len([line for line in fleet.lines("serve") if line[0] != "ended"]) == 4, "both are started again")
+    assert not has_ended(job)
