@@ -235,3 +235,23 @@ def test_a_replica_ends_with_any_of_its_machines_and_frees_all(ray: FakeRay, rep
 def test_a_drain_is_of_all_machines_of_a_replica(ray: FakeRay, replica: RayNodes) -> None:
     replica.drain(0)
     assert [actor.called[-1] for actor in ray.actors] == ["end"] * 3
+
+
+def test_a_replica_that_drains_ends_with_its_last_machine(ray: FakeRay, replica: RayNodes) -> None:
+    replica.drain(0)
+    first, *others = ray.actors
+    for actor, end in zip(others, (0, FakeRayError("its node has failed.")), strict=True):
+        actor.calls["wait"].answer = end
+        assert list(replica.events(0.0)) == []
+    # The first machine still finishes its requests.
+    assert (first in ray.killed, ray.placed) == (False, [([{"GPU": 8}] * 3, "STRICT_SPREAD")])
+    first.calls["wait"].answer = 0
+    assert list(replica.events(0.0)) == [NodeEvent(0, None, 0)]
+    assert (first in ray.killed, ray.placed) == (True, [None])
+
+
+def test_a_replica_that_drains_and_is_killed_is_gone_at_once(ray: FakeRay, replica: RayNodes) -> None:
+    replica.drain(0)
+    replica.kill(0)
+    ray.actors[2].calls["wait"].answer = FakeRayError("it was killed")
+    assert list(replica.events(0.0)) == [NodeEvent(0, None, "it was killed")]

@@ -59,6 +59,7 @@ class RayNodes:
         ]
         # Of each node, one for each of its machines, the first one first.
         self._actors: dict[int, list[Any]] = {}
+        self._draining: set[int] = set()
         self._placement: dict[int, Any] = {}
         self._calls: dict[Any, tuple[int, Any, str, float]] = {}
 
@@ -96,11 +97,14 @@ class RayNodes:
         return actors
 
     def drain(self, number: int) -> None:
+        """Make a node finish its requests and end, with the last of its machines."""
+        self._draining.add(number)
         for actor in self._actors[number]:
             actor.end.remote()
 
     def kill(self, number: int) -> None:
         """End a node at once, or cancel its request."""
+        self._draining.discard(number)
         for actor in self._actors[number]:
             self._ray.kill(actor)
 
@@ -143,6 +147,9 @@ class RayNodes:
             answer = _line(error)
         if method == "host":
             return NodeEvent(number, answer)
+        if number in self._draining and len(self._actors[number]) > 1:
+            self._actors[number].remove(actor)
+            return None
         # Frees the resources, and ends a node that is only unreachable, since another one replaces it; and the other
         # machines of its replica.
         self.kill(number)
