@@ -161,7 +161,7 @@ def test_the_shared_memory_of_a_killed_engine_is_removed(monkeypatch: pytest.Mon
 
 
 def test_the_shared_memory_of_another_machines_workers_is_removed_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines_launch, "_run_workers", share_memory_with_worker)
+    monkeypatch.setattr(machines_launch, "run_workers", share_memory_with_worker)
     resource_tracker.ensure_running()
     heard, told = Pipe()
     process = WorkersProcess(told, lambda pid: None)

@@ -46,6 +46,13 @@ class KvEngine(PlayedLink):
         params = {"place": self.input_addr, "number": number}
         self.tell(attempt, 9, finish_reason="length", kv_transfer_params=params, cached=0)
 
+    def forget(self) -> None:
+        """Discard all caches; the next one gets the number of the first."""
+        self._blocks, self._numbers = {}, count()
+
+    def take_caches(self, other: "KvEngine") -> None:
+        self._blocks, self._numbers = other._blocks, other._numbers
+
     def answer_on(self, attempt: str) -> None:
         """Send one more token. Before the first one the cache is fetched, if the request names one."""
         prompt, kv = self._given[attempt]
@@ -134,5 +141,5 @@ class KvFleet(FakePipelineFleet):
         if member.client is None:
             old, new = self.engine(stage_id, replica_id), self.join(member)
             if engine is old:
-                new._blocks, new._numbers = old._blocks, old._numbers
+                new.take_caches(old)
         await self.settle()

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -71,7 +70,7 @@ async def sleep(fleet: KvFleet, stage_id: int) -> None:
         return
     engine.on_call = answer_calls
     await fleet.call("sleep", 1, "keep", stages=(stage_id,))
-    engine._blocks, engine._numbers = {}, count()
+    engine.forget()
     await fleet.call("wake_up", None, stages=(stage_id,))
     await fleet.request("b")
     await fleet.compute("b", PREFILL)
@@ -176,7 +175,7 @@ async def test_a_cache_that_its_maker_may_have_given_up_is_not_fetched(step: Any
         await step(fleet)
         fleet.now += LEASE_S + 1
         engine = fleet.engine(PREFILL)
-        engine._blocks, engine._numbers = {}, count()
+        engine.forget()
         await fleet.request("b")
         await fleet.compute("b", PREFILL)
         await fleet.attach(DECODE)

@@ -1,13 +1,13 @@
 """The head's side of leases, with a record of its callbacks."""
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import zmq
 
+from tests.fakes.conditions import repeated
 from vllm_omni_plugin.coordinator import ReplicaInfo, ReplicaStatus
 from vllm_omni_plugin.replicas.remote.remote_replica import (
     AttachRefusedError,
@@ -15,6 +15,20 @@ from vllm_omni_plugin.replicas.remote.remote_replica import (
     RemoteReplica,
     attach_remote,
 )
+
+
+async def attach_when_it_may(attach: Callable[[], Awaitable[RemoteReplica]]) -> RemoteReplica:
+    """Attach, again after every refusal that is not lasting."""
+
+    async def attached() -> RemoteReplica | None:
+        try:
+            return await attach()
+        except AttachRefusedError as error:
+            if error.lasting:
+                raise
+            return None
+
+    return await repeated(attached, "a lease")
 
 
 class RemoteHead:
@@ -45,15 +59,7 @@ class RemoteHead:
 
     @asynccontextmanager
     async def attached(self, info: ReplicaInfo) -> AsyncIterator[RemoteReplica]:
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    replica = await self.attach(info)
-                    break
-                except AttachRefusedError as error:
-                    if error.lasting:
-                        raise
-                    await asyncio.sleep(0.002)
+        replica = await attach_when_it_may(lambda: self.attach(info))
         try:
             yield replica
         finally:

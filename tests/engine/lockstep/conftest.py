@@ -47,7 +47,7 @@ async def heads(group: HeadlessGroup) -> AsyncIterator[list[FrontEnd]]:
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def waves(heads: list[FrontEnd]) -> AsyncIterator[Waves]:
-    found = await Waves.of(heads[0].ranks[0])
+    found = Waves.of(heads[0].ranks[0])
     # The wave of the test before may still run. It repeats itself every 5 s, so that whoever comes late hears it soon.
     await found.until(lambda publication: not publication.running)
     yield found

@@ -13,6 +13,7 @@ from vllm.v1.executor import Executor
 
 from tests.contract.configs import vllm_config
 from tests.engine.experts import RANKS
+from tests.fakes.conditions import eventually
 from vllm_omni_plugin.coordinator import OmniCoordinator, ReplicaInfo
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSettings
@@ -59,14 +60,14 @@ class HeadlessGroup:
 
     async def up(self, after: int = 0) -> list[ReplicaInfo]:
         """The ranks in their order once all are announced as UP, under later incarnations than `after`."""
-        async with asyncio.timeout(_START_S):
-            while True:
-                replicas = self._coordinator.get_active_replicas().replicas
-                by_address = {info.control_addr: info for info in replicas if info.incarnation > after}
-                if len(by_address) == RANKS:
-                    return [by_address[server.control_addr] for server in self.servers]
-                assert not any(task.done() for task in self.running), self.running
-                await asyncio.sleep(0.05)
+
+        def ranks() -> list[ReplicaInfo] | None:
+            assert not any(task.done() for task in self.running), self.running
+            replicas = self._coordinator.get_active_replicas().replicas
+            by_address = {info.control_addr: info for info in replicas if info.incarnation > after}
+            return [by_address[server.control_addr] for server in self.servers] if len(by_address) == RANKS else None
+
+        return await eventually(ranks, "all ranks", _START_S)
 
     async def close(self) -> None:
         for server in self.servers:

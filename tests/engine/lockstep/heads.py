@@ -11,14 +11,10 @@ import zmq
 import zmq.asyncio
 
 from tests.engine.experts import RANKS
+from tests.replicas.remote_head import attach_when_it_may
 from tests.sim.protocol.requests import request
 from vllm_omni_plugin.coordinator import ReplicaInfo
-from vllm_omni_plugin.replicas.remote.remote_replica import (
-    AttachRefusedError,
-    AttachSettings,
-    RemoteReplica,
-    attach_remote,
-)
+from vllm_omni_plugin.replicas.remote.remote_replica import AttachSettings, RemoteReplica, attach_remote
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 FINGERPRINT = {"model": "experts"}
@@ -81,16 +77,11 @@ class FrontEnd:
             return list(await asyncio.gather(*(replica.client.call(method, *args) for replica in self.ranks)))
 
     async def _attach(self, rank: int, info: ReplicaInfo, settings: AttachSettings) -> RemoteReplica:
-        async with asyncio.timeout(_ANSWER_S):
-            while True:
-                try:
-                    replica = await attach_remote(info, rank, settings, self._receive, lambda status: None)
-                    replica.on_lost = lambda reason: self._lose(rank)
-                    return replica
-                except AttachRefusedError as error:
-                    if error.lasting:
-                        raise
-                    await asyncio.sleep(0.05)
+        replica = await attach_when_it_may(
+            lambda: attach_remote(info, rank, settings, self._receive, lambda status: None)
+        )
+        replica.on_lost = lambda reason: self._lose(rank)
+        return replica
 
     def _lose(self, rank: int) -> None:
         self._lost.add(rank)
@@ -135,11 +126,9 @@ class Waves:
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def of(cls, replica: RemoteReplica) -> Self:
+    def of(cls, replica: RemoteReplica) -> Self:
         """Those of the group that a rank belongs to."""
-        waves = cls(msgspec.msgpack.decode(replica.ready_response)["dp_stats_address"])
-        await waves._socket.send(b"\x01")
-        return waves
+        return cls(msgspec.msgpack.decode(replica.ready_response)["dp_stats_address"])
 
     async def until(self, condition: Callable[[Publication], bool]) -> Publication:
         """The next publication that fulfils a condition, from those not looked at yet on."""
@@ -160,6 +149,7 @@ class Waves:
         self._context.destroy(0)
 
     async def _listen(self) -> None:
+        await self._socket.send(b"\x01")
         while True:
             self.heard.append(msgspec.msgpack.decode(await self._socket.recv(), type=Publication))
             self._changed.set()

@@ -1,6 +1,7 @@
 """Fixtures: a running replica server with its coordinator."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -26,7 +27,9 @@ FINGERPRINT = {"model": "tiny", "dtype": "float32"}
 
 
 class Node:
-    """One replica server under test."""
+    """One replica server under test. Its clock is `late` seconds ahead."""
+
+    late = 0.0
 
     def __init__(
         self,
@@ -41,7 +44,14 @@ class Node:
         self.executor = ThreadPoolExecutor(2)
         self.delays: list[float] = []
         self.server = ReplicaServer(
-            settings, launcher, 0, RemoteApi(), self.executor, first_starts=first_starts, delay=self._delay
+            settings,
+            launcher,
+            0,
+            RemoteApi(),
+            self.executor,
+            first_starts=first_starts,
+            delay=self._delay,
+            clock=lambda: time.monotonic() + self.late,
         )
         self.running = asyncio.create_task(self.server.run())
 
@@ -60,17 +70,12 @@ class Node:
 
     async def up(self, *, after: int = 0) -> ReplicaInfo:
         """The replica once it is UP with a later incarnation than `after`."""
-        found: list[ReplicaInfo] = []
 
-        def is_up() -> bool:
+        def info() -> ReplicaInfo | None:
             assert not self.running.done(), self.running
-            info = self.info
-            if info is not None and info.incarnation > after:
-                found.append(info)
-            return bool(found)
+            return self.info if self.info is not None and self.info.incarnation > after else None
 
-        await eventually(is_up, "an announced replica")
-        return found[0]
+        return await eventually(info, "an announced replica")
 
     @asynccontextmanager
     async def attached(self, slot: int | None = None) -> AsyncIterator[Head]:

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tests.fakes.conditions import repeated
 from tests.fakes.engine_api import FakeOutputs
 from vllm_omni_plugin.coordinator import ReplicaStatus
 from vllm_omni_plugin.curve import PLAIN_USERNAME, Secrets, secure_client
@@ -77,13 +78,15 @@ class Head:
             socket.close(linger=0)
         # Old sockets may reconnect and would receive messages for the new ones.
         self._renew_credential()
-        async with asyncio.timeout(20):
-            while isinstance(answer := await self.try_attach(incarnation), AttachRefused) or (
-                slot not in (None, answer.client_index)
-            ):
-                assert isinstance(answer, Attached) or not answer.lasting, answer
-                await asyncio.sleep(0.002)
-        self.attached = answer
+
+        async def attached() -> Attached | None:
+            answer = await self.try_attach(incarnation)
+            if isinstance(answer, Attached):
+                return answer if slot in (None, answer.client_index) else None
+            assert not answer.lasting, answer
+            return None
+
+        self.attached = answer = await repeated(attached, "a lease")
         self.inputs, self.outputs = await self.connect(answer, self.credential)
         return answer
 
@@ -126,12 +129,13 @@ class Head:
 
     async def renew_while_up(self) -> Status:
         """Renew the lease until its answer says that the replica is not up any more."""
-        while True:
+
+        async def not_up() -> Status | None:
             answer = await self.renew()
             assert isinstance(answer, Status)
-            if answer.status is not ReplicaStatus.UP:
-                return answer
-            await asyncio.sleep(0.01)
+            return None if answer.status is ReplicaStatus.UP else answer
+
+        return await repeated(not_up, "a replica that is not up")
 
     async def detach(self) -> None:
         await self.send_control(Detach(self.attached.lease))

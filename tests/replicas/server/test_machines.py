@@ -5,13 +5,14 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from msgspec import structs
 
 from tests.fakes.conditions import eventually
 from tests.fakes.keeping import Keep
@@ -65,6 +66,41 @@ class Machine:
 StartMachine = Callable[..., Machine]
 
 
+class PlayedMachine:
+    """Another machine that reports only when the test says so."""
+
+    def __init__(self, rank: int, link: ControlClient, answers: "asyncio.Queue[FromServer]") -> None:
+        self._rank = rank
+        self._link = link
+        self._answers = answers
+
+    async def report(self, **fields: Any) -> MeetingPlan:
+        """Report once; the answer."""
+        report = MachineReport(self._rank, 1, f"10.0.0.{self._rank}", setup_of(FINGERPRINT, LAYOUT))
+        self._link.send(structs.replace(report, **fields))
+        return await self.answer()
+
+    async def report_until_met(self) -> None:
+        while not (await self.report()).meeting:
+            pass
+
+    async def answer(self) -> MeetingPlan:
+        """The next message of the first machine."""
+        answer = await asyncio.wait_for(self._answers.get(), 10)
+        assert isinstance(answer, MeetingPlan)
+        return answer
+
+
+@asynccontextmanager
+async def played_machine(launcher: MachinesFakeLauncher, rank: int) -> AsyncIterator[PlayedMachine]:
+    host, port = launcher.meeting_address
+    answers: asyncio.Queue[FromServer] = asyncio.Queue()
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        link = await open_control_link(context, f"tcp://{host}:{port}", None, answers.put_nowait, lambda: None)
+        with closing(link):
+            yield PlayedMachine(rank, link, answers)
+
+
 @pytest.fixture
 def launcher(socket_folder: Path, keep: Keep) -> MachinesFakeLauncher:
     return keep(MachinesFakeLauncher())
@@ -101,14 +137,14 @@ async def plans(machines: list[Machine], meetings: int) -> list[list[MeetingPlan
 async def test_the_engine_starts_when_all_machines_are_there_in_any_order(
     start_node: StartNode, start_machine: StartMachine, launcher: MachinesFakeLauncher
 ) -> None:
-    others = [start_machine(2)]
     node = await start_node()
-    await eventually(lambda: node.server._machines and node.server._machines.machines[1:] == ["10.0.0.2"])
-    assert (launcher.engines, node.info) == ([], None)
-    others.append(start_machine(1))
-    await node.up()
-    ((plan,), (same,)) = await plans(others, meetings=1)
-    assert plan == same
+    async with played_machine(launcher, 2) as second:
+        assert (await second.report()).meeting == 0
+        assert (launcher.engines, node.info) == ([], None)
+        others = [start_machine(1)]
+        await node.up()
+        ((plan,),) = await plans(others, meetings=1)
+        assert plan == await second.answer()
     assert ([plan.port], plan.number, plan.incarnation) == (launcher.ports, 5, 0)
     async with node.attached() as head:
         assert head.attached.machines == ["127.0.0.1", "10.0.0.1", "10.0.0.2"]
@@ -145,26 +181,24 @@ async def test_an_engine_that_ends_ends_the_workers_of_all_machines(node: Node, 
     assert [[workers.ended for workers in machine.workers] for machine in others] == 2 * [[True, False]]
 
 
+@pytest.mark.parametrize(
+    ("interval", "late"), [(0.2, 0.4), pytest.param(5.0, 2, id="reports are missed before such an engine ends")]
+)
 async def test_an_engine_that_reports_an_error_of_its_own_has_a_lost_machine_as_the_cause(
-    start_node: StartNode, start_machine: StartMachine
+    start_node: StartNode, start_machine: StartMachine, launcher: MachinesFakeLauncher, interval: float, late: float
 ) -> None:
-    node = await start_node(heartbeat_interval=0.2)
-    others = [start_machine(1), start_machine(2)]
-    async with node.attached() as head:
-        await others[1].close()
-        assert node.server._machines is not None
-        await eventually(node.server._machines._silent)
-        node.engine.report_death()
-        status = await head.next_status()
-    assert "the engine reported its own death: machine 2 at 10.0.0.2 has not answered for 0.4 s" in status.reason
+    node = await start_node(heartbeat_interval=interval)
+    async with played_machine(launcher, 1) as silent:
+        await silent.report()
+        # After the one that is silent, as the first that is late is named.
+        start_machine(2)
+        await silent.report_until_met()
+        async with node.attached() as head:
+            node.late = late
+            node.engine.report_death()
+            status = await head.next_status()
+    assert f"the engine reported its own death: machine 1 at 10.0.0.1 has not answered for {late} s" in status.reason
     assert not status.engine_failed
-
-
-async def test_a_first_machine_misses_reports_before_an_engine_with_an_error_ends(start_node: StartNode) -> None:
-    node = await start_node(heartbeat_interval=5.0, heartbeat_timeout=20.0)
-    await eventually(lambda: node.server._machines)
-    assert node.server._machines is not None
-    assert node.server._machines._interval == 1.0
 
 
 async def test_a_machine_that_is_silent_ends_the_replica(
@@ -172,15 +206,9 @@ async def test_a_machine_that_is_silent_ends_the_replica(
 ) -> None:
     node = await start_node(heartbeat_timeout=1.0)
     other = start_machine(1)
-    got: list[FromServer] = []
-    host, port = launcher.meeting_address
-    with zmq.Context[zmq.Socket[bytes]]() as context:
-        link = await open_control_link(context, f"tcp://{host}:{port}", None, got.append, lambda: None)
-        with closing(link):
-            while not any(isinstance(plan, MeetingPlan) and plan.meeting for plan in got):
-                link.send(MachineReport(2, 1, "10.0.0.2", setup_of(FINGERPRINT, LAYOUT)))
-                await asyncio.sleep(0.01)
-            await eventually(lambda: launcher.engines and launcher.engines[0].process.killed)
+    async with played_machine(launcher, 2) as silent:
+        await silent.report_until_met()
+        await eventually(lambda: launcher.engines and launcher.engines[0].process.killed)
     await eventually(lambda: other.workers[0].ended)
     await eventually(lambda: node.delays == [1.0])
 
@@ -296,14 +324,8 @@ async def test_a_machine_with_another_layout_ends_with_the_reason(
 async def test_a_machine_that_is_refused_does_not_drain_the_replica_when_it_ends(
     node: Node, others: list[Machine], launcher: MachinesFakeLauncher
 ) -> None:
-    host, port = launcher.meeting_address
-    answers: asyncio.Queue[FromServer] = asyncio.Queue()
-    with zmq.Context[zmq.Socket[bytes]]() as context:
-        link = await open_control_link(context, f"tcp://{host}:{port}", None, answers.put_nowait, lambda: None)
-        with closing(link):
-            link.send(MachineReport(1, 1, "10.0.0.9", {"model": "another"}, leaving=True))
-            answer = await asyncio.wait_for(answers.get(), 10)
-    assert isinstance(answer, MeetingPlan)
+    async with played_machine(launcher, 1) as another:
+        answer = await another.report(setup={"model": "another"}, leaving=True)
     assert "model" in answer.refusal
     async with node.attached():
         assert not node.running.done(), "a draining replica refuses heads"

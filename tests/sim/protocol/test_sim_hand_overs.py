@@ -123,7 +123,7 @@ async def test_a_request_is_answered_though_its_prefill_dies_when_it_has_handed_
 async def test_a_request_is_answered_though_decode_waits_for_a_prefill_that_stands_still(head: KvHead) -> None:
     head.start()
     KvEngine.after_prefill = KvEngine.stop
-    call = await head._submit()
+    call = await head.submit()
     await eventually(lambda: KvEngine.waited, "a wait for the cache")
     await head.check(await call.answer())
     launcher = head.launchers[PREFILL]

@@ -120,9 +120,9 @@ class Head:
         return self.client.orchestrator.stage_pools
 
     async def ask(self) -> list[int]:
-        return await (await self._submit()).answer()
+        return await (await self.submit()).answer()
 
-    async def _submit(self) -> "Call":
+    async def submit(self) -> "Call":
         assert self.client is not None
         params = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
         request = source(PROMPT, params, request_id=f"r{next(self._numbers)}")
@@ -139,7 +139,7 @@ class Head:
     @asynccontextmanager
     async def halted_in(self, stage_id: int) -> AsyncIterator["Call"]:
         self.running[stage_id].clear()
-        call = await self._submit()
+        call = await self.submit()
         await eventually(lambda: self._busy(stage_id), f"a request in stage {stage_id}")
         yield call
         self.running[stage_id].set()

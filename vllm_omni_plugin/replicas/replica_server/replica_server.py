@@ -48,6 +48,7 @@ class ReplicaServer:
         identity: ReplicaIdentity = NO_IDENTITY,
         first_starts: FirstStarts | None = None,
         delay: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._launcher = launcher
@@ -57,6 +58,7 @@ class ReplicaServer:
         self._identity = identity
         self._first_starts = first_starts or FirstStarts()
         self._delay = delay
+        self._clock = clock
         self.ready = asyncio.Event()
         self.joined = asyncio.Event()
         self._draining = False
@@ -148,7 +150,7 @@ class ReplicaServer:
             on_drain=self.drain,
             on_last_disconnect=self._on_last_disconnect,
             on_attach=self._on_attach,
-            clock=time.monotonic,
+            clock=self._clock,
         )
         self._heads = heads
         if isinstance(self._launcher, MachinesLauncher):
@@ -175,7 +177,7 @@ class ReplicaServer:
             self.drain,
             interval=report_interval(settings.heartbeat_interval),
             timeout=settings.heartbeat_timeout,
-            clock=time.monotonic,
+            clock=self._clock,
             # Any peer may send a report to an open port, and must not learn what runs here.
             tells_setup=settings.secrets is not None,
         )
@@ -197,7 +199,7 @@ class ReplicaServer:
             partial(self._suspend, heads),
             self._log_restart,
             self._executor,
-            Timing(settings.heartbeat_interval, settings.heartbeat_timeout, time.monotonic, self._delay),
+            Timing(settings.heartbeat_interval, settings.heartbeat_timeout, self._clock, self._delay),
             self._must_start,
         )
         keeper.begin()

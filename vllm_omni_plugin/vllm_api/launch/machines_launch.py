@@ -95,7 +95,7 @@ class WorkersProcess:
     def __init__(self, config: Any, on_spawn: Callable[[int], None]) -> None:
         self._note = ExitNote()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_run_workers, args=(config,), name="OmniWorkers"
+            target=run_workers, args=(config,), name="OmniWorkers"
         )
         with SPAWN_LOCK, mark_as_fleet_engine(self._note):
             self._process.start()
@@ -118,7 +118,8 @@ class WorkersProcess:
         remove_memory(kill_marked(str(self._note.path)))
 
 
-def _run_workers(config: Any) -> None:
+def run_workers(config: Any) -> None:
+    """Start the workers of this machine; the process exits when one of them does."""
     # A signal from the terminal is for the node, which lets the requests finish first.
     os.setsid()
     FleetExecutor(config, monitor_workers=False).wait_for_exit()
