@@ -23,7 +23,7 @@ from vllm_omni_plugin.curve import (
     secure_server,
     why_refused,
 )
-from vllm_omni_plugin.curve.handshake_monitor import LOG_INTERVAL, RefusalLog
+from vllm_omni_plugin.curve.zap_handler import LOG_INTERVAL, RefusalLog
 
 OLD, NEW, OTHER = "the old secret of the fleet", "the new secret of the fleet", "somebody else's secret"
 Socket = zmq.Socket[bytes]

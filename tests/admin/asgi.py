@@ -16,12 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin.access import Access
-from vllm_omni_plugin.admin.head_drain import HeadDrain
-from vllm_omni_plugin.admin.replica_admin import FleetAdmin
+from vllm_omni_plugin.admin.operator_actions import FleetAdmin, HeadDrain
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
-from vllm_omni_plugin.admin.watch.fleet_view import FleetView
-from vllm_omni_plugin.admin.watch.token_rates import TokenRates
+from vllm_omni_plugin.admin.watch.fleet_view import FleetView, TokenRates
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.pipeline import Pipeline
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from tests.admin.asgi import app_of, client_of
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin.admission_file import AdmissionFile
+from vllm_omni_plugin.admin.operator_actions import AdmissionFile
 from vllm_omni_plugin.admission import AdmissionConfig, RequestTerms, Ticket, load_admission
 
 GOOD = "max_waiting_requests: 5\n"
@@ -104,7 +104,7 @@ async def test_a_signal_with_an_invalid_file_logs_the_error(
 ) -> None:
     logged: list[str] = []
     monkeypatch.setattr(
-        "vllm_omni_plugin.admin.admission_file.logger.error", lambda text, *values: logged.append(text % values)
+        "vllm_omni_plugin.admin.operator_actions.logger.error", lambda text, *values: logged.append(text % values)
     )
     write(path, "max_wait: soon")
     file.on_signal()

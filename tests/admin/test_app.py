@@ -28,8 +28,8 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from vllm_omni_plugin.admin import hold
 from vllm_omni_plugin.admin.http_admission import HttpAdmission
+from vllm_omni_plugin.admin.operator_actions import FleetAdmin
 from vllm_omni_plugin.admin.operator_calls import OPERATOR_PATHS
-from vllm_omni_plugin.admin.replica_admin import FleetAdmin
 from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
 from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.balancing import Decision

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_plugin.admin.answers.audio import DEFAULT_SAMPLE_RATE, sample_rate, wav
+from vllm_omni_plugin.admin.answers.stage_results import DEFAULT_SAMPLE_RATE, sample_rate, wav
 from vllm_omni_plugin.errors import StageError
 from vllm_omni_plugin.pipeline import StageOutput
 

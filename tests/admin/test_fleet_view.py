@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from tests.admin.asgi import app_of, client_of, view_of
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin.watch.token_rates import TokenRates
+from vllm_omni_plugin.admin.watch.fleet_view import TokenRates
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.requests.load_ledger import LoadLedger
 from vllm_omni_plugin.pipeline import VLLM_ENGINE, Modality, Pipeline, Stage

@@ -6,8 +6,8 @@ from fastapi import Request
 
 from tests.admin.asgi import app_of, client_of
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
+from vllm_omni_plugin.admin.operator_actions import DRAINING, HeadDrain
 from vllm_omni_plugin.orchestrator.event_log import EventLog
 
 

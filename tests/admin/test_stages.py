@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from vllm_omni_plugin.admin.hold import Hold
-from vllm_omni_plugin.admin.replica_admin import FleetAdmin
+from vllm_omni_plugin.admin.operator_actions import FleetAdmin
 from vllm_omni_plugin.errors import NoReplicaError
 
 PREFILL, DECODE, TALKER = range(3)

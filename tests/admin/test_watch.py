@@ -16,11 +16,11 @@ from starlette.types import Message
 from tests.admin.asgi import Client, app_of, broadcast_of, client_of, served
 from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
-from vllm_omni_plugin.admin.watch import event_stream, fleet_broadcast
-from vllm_omni_plugin.admin.watch.event_stream import EventStreamResponse
+from vllm_omni_plugin.admin.watch import fleet_broadcast, watch_routes
 from vllm_omni_plugin.admin.watch.fleet_broadcast import FleetBroadcast
 from vllm_omni_plugin.admin.watch.fleet_view import FleetView
 from vllm_omni_plugin.admin.watch.server_sent import COMMENT
+from vllm_omni_plugin.admin.watch.watch_routes import EventStreamResponse
 from vllm_omni_plugin.orchestrator.event_log import EventKind
 
 
@@ -224,7 +224,7 @@ async def test_a_stream_counts_before_its_first_byte_is_sent(fleet: FakeFleet, m
 
 
 async def test_a_viewer_that_does_not_read_is_disconnected(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(watch_routes, "SEND_TIMEOUT_S", 0.1)
     monkeypatch.setattr(FleetView, "state", lambda _: {"much": "x" * 2_000_000})
     async with one_viewer(fleet, monkeypatch) as (broadcast, server, _):
         await eventually(lambda: not broadcast.is_full, "its place")

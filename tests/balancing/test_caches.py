@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_omni_plugin.balancing.caches.block_index import BlockIndex
-from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
+from vllm_omni_plugin.balancing.caches.prefix_caches import BlockIndex, PrefixCaches
 from vllm_omni_plugin.balancing.caches.replica_bits import ReplicaBits, sample_bits
 
 from .fakes import with_queues

@@ -14,7 +14,7 @@ from vllm_omni_plugin.balancing import (
     ReplicaLoad,
     Task,
 )
-from vllm_omni_plugin.balancing.loads.replica_adapters import ADAPTER_TOKENS, adapter_costs
+from vllm_omni_plugin.balancing.replica_adapters import ADAPTER_TOKENS, adapter_costs
 from vllm_omni_plugin.balancing.sampling import positions_to_compare
 
 from .fakes import with_loads

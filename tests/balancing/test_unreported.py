@@ -16,7 +16,7 @@ from vllm_omni_plugin.balancing import (
     expected_arrivals,
     pick_lowest,
 )
-from vllm_omni_plugin.balancing.loads.serving_replicas import draw_by_water_filling
+from vllm_omni_plugin.balancing.sampling import draw_by_water_filling
 
 
 def heads(number: int) -> UnreportedRequests:

@@ -25,7 +25,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.free_ports import free_port
 from vllm_omni_plugin.admin.admin_keys import find_head, find_local_key
-from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
+from vllm_omni_plugin.admin.operator_actions import DRAINING, HeadDrain
 from vllm_omni_plugin.admission import AdmissionConfig
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, ConfigError

@@ -18,7 +18,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.core_client.server_state_sync import ServerStateSync
-from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
+from vllm_omni_plugin.integration.http.app import patch_adapter_registry
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import EngineStateUpdate
 from vllm_omni_plugin.vllm_api.engine_messages.adapter import Adapter, adapter_of
 

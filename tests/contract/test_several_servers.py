@@ -16,7 +16,7 @@ from vllm.entrypoints.launchers import launcher
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 
 from vllm_omni_plugin.config import OmniConfig
-from vllm_omni_plugin.integration.fleet_setup import coordinator_start
+from vllm_omni_plugin.integration.fleet_setup import fleet
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, stage_plans
 from vllm_omni_plugin.integration.processes import several_servers
 from vllm_omni_plugin.integration.processes.api_servers import NOT_ACCEPTING
@@ -111,7 +111,7 @@ def test_the_coordinator_gets_each_stages_fingerprint_and_reserves_numbers_for_t
         told.append((fingerprints, reserved_numbers))
         return SimpleNamespace(router_address="tcp://127.0.0.1:7500", close=lambda: None)
 
-    monkeypatch.setattr(coordinator_start, "OmniCoordinatorRuntime", open_runtime)
+    monkeypatch.setattr(fleet, "OmniCoordinatorRuntime", open_runtime)
     plans: Any = [
         SimpleNamespace(stage_id=number, fingerprint={"model": name}, replicas=number + 1)
         for number, name in enumerate("ab")

@@ -19,7 +19,7 @@ from vllm_omni_plugin.coordinator import (
     SessionLost,
     Welcome,
 )
-from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
+from vllm_omni_plugin.coordinator.client.head_client import HeadSession, SessionOutput
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.coordinator.protocol.head_messages import RelayedCall, SessionRefused
 from vllm_omni_plugin.coordinator.server.head_frames import HeadFrames

@@ -21,7 +21,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.process import runtime as runtime_module
 from vllm_omni_plugin.coordinator.process.coordinator_process import CoordinatorProcess
-from vllm_omni_plugin.curve.descriptors import RESERVED_DESCRIPTORS
+from vllm_omni_plugin.curve.zap_handler import RESERVED_DESCRIPTORS
 from vllm_omni_plugin.errors import OmniError
 
 

@@ -25,7 +25,7 @@ from vllm_omni_plugin.coordinator import (
     Welcome,
     engine_key,
 )
-from vllm_omni_plugin.coordinator.client import head_session
+from vllm_omni_plugin.coordinator.client import head_client
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import ROLE
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, StageState, next_version
 from vllm_omni_plugin.coordinator.protocol.head_messages import (
@@ -130,7 +130,7 @@ def test_heads_get_replicas_work_and_calls(fleet: OmniCoordinator, secrets: Secr
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the coordinator may answer late."""
-    monkeypatch.setattr(head_session, "SILENCE_TIMEOUT", 20.0)
+    monkeypatch.setattr(head_client, "SILENCE_TIMEOUT", 20.0)
 
 
 @pytest.mark.usefixtures("patient")

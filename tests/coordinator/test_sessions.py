@@ -18,7 +18,7 @@ from vllm_omni_plugin.coordinator import (
     engine_key,
     generation_of,
 )
-from vllm_omni_plugin.coordinator.client.head_session import SILENCE_TIMEOUT, HeadSession
+from vllm_omni_plugin.coordinator.client.head_client import SILENCE_TIMEOUT, HeadSession
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE_FRAMES
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
 from vllm_omni_plugin.coordinator.protocol.head_messages import (

@@ -13,7 +13,7 @@ from tests.fakes.engine_api import FakeEngineApi
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink, answer_calls
 from vllm_omni_plugin.coordinator import ReplicaWork, SessionLost
-from vllm_omni_plugin.coordinator.client.head_session import HeadSession, SessionOutput
+from vllm_omni_plugin.coordinator.client.head_client import HeadSession, SessionOutput
 from vllm_omni_plugin.coordinator.protocol.call_effects import calls_between
 from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, StageState
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallMessageFromHead, FleetCall, decode_from_head

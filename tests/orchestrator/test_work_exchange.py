@@ -3,7 +3,7 @@
 import asyncio
 
 from tests.orchestrator.work_bus import PROMPT_TOKENS, WorkBus, WorkingHead
-from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_key
+from vllm_omni_plugin.balancing.replica_adapters import adapter_key
 from vllm_omni_plugin.coordinator import HeadWork, ReplicaWork, SessionLost, Welcome, engine_key
 from vllm_omni_plugin.coordinator.protocol.head_messages import WorkReport, encode_from_head
 from vllm_omni_plugin.orchestrator import PoolMember

@@ -34,8 +34,7 @@ FOUNDATION = (
     "keep_running",
     "other_loop",
     "logger",
-    "key_file",
-    "user_folder",
+    "private_files",
     "curve",
     "documents",
 )

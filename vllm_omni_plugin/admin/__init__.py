@@ -1,4 +1,2 @@
 """Operator's view of a fleet over HTTP: routes, access control, metrics, explanations, and the middleware of requests.
-
-May import `orchestrator` and the layers below, not vLLM. Start with `routes`, or with `hold` for waiting requests.
-"""
+Start with `routes`, or with `hold` for waiting requests."""

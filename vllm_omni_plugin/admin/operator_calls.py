@@ -1,13 +1,16 @@
-"""Calls to the engines as a whole: refused while they cannot be sent to all heads; aborts reach all heads' requests."""
+"""vLLM routes for its operators, where one server must answer for the whole fleet."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from http import HTTPStatus
 
 import msgspec
+from starlette.datastructures import QueryParams
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_omni_plugin.admin.hold import BufferedRequest, is_request, refusal_response
-from vllm_omni_plugin.admin.replica_admin import FleetAdmin
-from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.admin.hold import BufferedRequest, error_response, is_request, refusal_response
+from vllm_omni_plugin.admin.operator_actions import FleetAdmin
+from vllm_omni_plugin.errors import OmniError, RanksUnknownError
 
 OPERATOR_PATHS = frozenset(
     {
@@ -99,3 +102,33 @@ def _request_ids(body: bytes) -> tuple[str, ...] | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     return (ids,) if isinstance(ids, str) else ids or ()
+
+
+PATH = "/get_world_size"
+_FALSE = frozenset({"false", "0", "no", "off", "f", "n"})
+"""As FastAPI reads a flag."""
+
+
+class WorldSizeMiddleware:
+    """Answers with the number of workers from the state's `omni_count_workers`, or with 409 and the reason.
+
+    Asked without data parallelism (`include_dp=false`), vLLM answers. For servers in vLLM's development mode: others
+    have no such route.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        count: Callable[[], int] | None = None
+        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) == PATH:
+            asked = QueryParams(scope["query_string"]).get("include_dp", "true").lower()
+            count = None if asked in _FALSE else getattr(scope["app"].state, "omni_count_workers", None)
+        await (self._app if count is None else _answer(count))(scope, receive, send)
+
+
+def _answer(count: Callable[[], int]) -> Response:
+    try:
+        return JSONResponse({"world_size": count()})
+    except RanksUnknownError as error:
+        return error_response(str(error), HTTPStatus.CONFLICT, HTTPStatus.CONFLICT.phrase)

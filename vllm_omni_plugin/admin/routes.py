@@ -9,10 +9,9 @@ from fastapi import APIRouter, Depends, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_omni_plugin.admin.access import Access
-from vllm_omni_plugin.admin.admission_file import AdmissionFile
 from vllm_omni_plugin.admin.explain import BadPromptError, DecisionReport, UnknownModelError
 from vllm_omni_plugin.admin.hold import RETRY_AFTER_S
-from vllm_omni_plugin.admin.replica_admin import Action, ReplicaReport, UnknownReplicaError
+from vllm_omni_plugin.admin.operator_actions import Action, AdmissionFile, ReplicaReport, UnknownReplicaError
 from vllm_omni_plugin.errors import (
     ConfigError,
     CoordinatorUnavailableError,

@@ -17,9 +17,6 @@ from vllm_omni_plugin.balancing.interface import (
     ReplicaView,
     Task,
 )
-from vllm_omni_plugin.balancing.loads.replica_adapters import ReplicaAdapters
-from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
-from vllm_omni_plugin.balancing.loads.serving_replicas import ServingReplicas, UnreportedRequests
 from vllm_omni_plugin.balancing.policies.least_queue_length import LeastQueueLengthBalancer
 from vllm_omni_plugin.balancing.policies.least_tokens import LeastTokensBalancer
 from vllm_omni_plugin.balancing.policies.prefix_policy import KvAwareBalancer, PrefixBalancer
@@ -27,7 +24,9 @@ from vllm_omni_plugin.balancing.policies.random_policy import RandomBalancer
 from vllm_omni_plugin.balancing.policies.round_robin import RoundRobinBalancer
 from vllm_omni_plugin.balancing.policies.session import SessionBalancer
 from vllm_omni_plugin.balancing.registry import build_load_balancer_factory, known_policies
-from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest
+from vllm_omni_plugin.balancing.replica_adapters import ReplicaAdapters
+from vllm_omni_plugin.balancing.replica_load import ReplicaLoad, load_of
+from vllm_omni_plugin.balancing.sampling import ServingReplicas, UnreportedRequests, expected_arrivals, pick_lowest
 
 __all__ = [
     "CacheChange",

@@ -1,9 +1,8 @@
 """Fleet membership: replicas register at a coordinator, heads follow its list. Needs neither vLLM nor torch."""
 
 from vllm_omni_plugin.coordinator.client.announcing_client import OmniCoordClientForStage
-from vllm_omni_plugin.coordinator.client.head_client import OmniCoordClientForHead
+from vllm_omni_plugin.coordinator.client.head_client import OmniCoordClientForHead, SessionEvent
 from vllm_omni_plugin.coordinator.client.head_query import HeadQueryResult, query_head
-from vllm_omni_plugin.coordinator.client.head_session import SessionEvent
 from vllm_omni_plugin.coordinator.client.hub_client import OmniCoordClientForHub
 from vllm_omni_plugin.coordinator.process.runtime import OmniCoordinatorRuntime
 from vllm_omni_plugin.coordinator.protocol.control_messages import (

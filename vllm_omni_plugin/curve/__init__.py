@@ -1,6 +1,5 @@
 """Authentication and encryption of sockets: the secret file, CURVE keys, and the ZAP handler that checks them."""
 
-from vllm_omni_plugin.curve.descriptors import cut_connection
 from vllm_omni_plugin.curve.secrets import (
     CURVE_BYTES,
     HANDSHAKE_FRAME_BYTES,
@@ -15,7 +14,7 @@ from vllm_omni_plugin.curve.secrets import (
     user_secret,
     why_refused,
 )
-from vllm_omni_plugin.curve.zap_handler import NO_CREDENTIAL, ZapHandler
+from vllm_omni_plugin.curve.zap_handler import NO_CREDENTIAL, ZapHandler, cut_connection
 
 __all__ = [
     "CURVE_BYTES",

@@ -16,9 +16,8 @@ import zmq
 from zmq.utils import z85
 
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.key_file import read_key_file
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.user_folder import folder_paths, open_user_folder
+from vllm_omni_plugin.private_files import folder_paths, open_user_folder, read_key_file
 
 FLAG = "--omni-secret-file"
 MIN_SECRET_CHARS = 16

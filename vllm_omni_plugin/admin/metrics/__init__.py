@@ -1,4 +1,1 @@
-"""The fleet's Prometheus metrics.
-
-Imports no other folder of `admin`. Start with `fleet_metrics`.
-"""
+"""The fleet's Prometheus metrics. Start with `fleet_metrics`."""

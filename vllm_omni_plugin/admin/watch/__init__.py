@@ -1,4 +1,1 @@
-"""Shows the fleet: its state and its events, once or as a stream, and the page for both.
-
-Start with `watch_routes`.
-"""
+"""Shows the fleet: its state and its events, once or as a stream, and the page for both. Start with `watch_routes`."""

@@ -1,4 +1,2 @@
-"""The content of the replicas' prefix caches, and where several heads expect a prompt that they do not know.
-
-May import `interface` and `loads`. Start with `prefix_caches`.
-"""
+"""The content of the replicas' prefix caches, and where several heads expect a prompt that they do not know. Start with
+`prefix_caches`."""

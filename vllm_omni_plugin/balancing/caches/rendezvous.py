@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from vllm_omni_plugin.balancing.caches.block_index import Level
 from vllm_omni_plugin.balancing.caches.block_keys import prompt_keys
+from vllm_omni_plugin.balancing.caches.prefix_caches import Level
 from vllm_omni_plugin.balancing.interface import Prompt, ReplicaView, snapshot_of
 
 _BUCKETS = 8192

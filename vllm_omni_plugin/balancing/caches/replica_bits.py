@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from vllm_omni_plugin.balancing.interface import ReplicaView, identity_of, snapshot_of
-from vllm_omni_plugin.balancing.loads.replica_load import load_of
+from vllm_omni_plugin.balancing.replica_load import load_of
 
 _DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_KV_BLOCKS = 8192

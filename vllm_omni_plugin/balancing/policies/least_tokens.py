@@ -13,10 +13,9 @@ from vllm_omni_plugin.balancing.interface import (
     prompt_tokens,
     require_replicas,
 )
-from vllm_omni_plugin.balancing.loads.context_cost import DECODE_WEIGHT, KV_TOKENS, context_cost
-from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_costs, adapter_key
-from vllm_omni_plugin.balancing.loads.replica_load import ReplicaLoad, load_of
 from vllm_omni_plugin.balancing.policy_options import number
+from vllm_omni_plugin.balancing.replica_adapters import adapter_costs, adapter_key
+from vllm_omni_plugin.balancing.replica_load import DECODE_WEIGHT, KV_TOKENS, ReplicaLoad, context_cost, load_of
 from vllm_omni_plugin.balancing.sampling import expected_arrivals, pick_lowest, positions_to_compare
 
 _UNMEASURED_RATE = 10_000.0

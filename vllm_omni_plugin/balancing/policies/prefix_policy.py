@@ -4,9 +4,8 @@ import math
 import random
 from collections.abc import Sequence
 
-from vllm_omni_plugin.balancing.caches.block_index import Level
 from vllm_omni_plugin.balancing.caches.block_keys import answered_keys, prompt_keys
-from vllm_omni_plugin.balancing.caches.prefix_caches import PrefixCaches
+from vllm_omni_plugin.balancing.caches.prefix_caches import Level, PrefixCaches
 from vllm_omni_plugin.balancing.caches.rendezvous import ExpectedPrefix, RendezvousTable, expected_prefix
 from vllm_omni_plugin.balancing.caches.replica_bits import (
     FleetBits,
@@ -25,10 +24,9 @@ from vllm_omni_plugin.balancing.interface import (
     Task,
     require_replicas,
 )
-from vllm_omni_plugin.balancing.loads.context_cost import context_cost
-from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_costs, adapter_key
-from vllm_omni_plugin.balancing.loads.replica_load import load_of
 from vllm_omni_plugin.balancing.policy_options import number
+from vllm_omni_plugin.balancing.replica_adapters import adapter_costs, adapter_key
+from vllm_omni_plugin.balancing.replica_load import context_cost, load_of
 from vllm_omni_plugin.balancing.sampling import (
     MOST_COMPARED,
     expected_arrivals,

@@ -1,4 +1,1 @@
-"""Checks before a start, also run by `vllm-omni-plugin doctor`.
-
-Start with `start_checks`.
-"""
+"""Checks before a start, also run by `vllm-omni-plugin doctor`. Start with `start_checks`."""

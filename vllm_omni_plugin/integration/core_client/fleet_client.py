@@ -14,10 +14,10 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_omni_plugin.admin.head_drain import HeadDrain
 from vllm_omni_plugin.admin.http_admission import current_response
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
 from vllm_omni_plugin.admin.metrics.multiprocess_metrics import MetricFiles, in_multiprocess_mode
+from vllm_omni_plugin.admin.operator_actions import HeadDrain
 from vllm_omni_plugin.admin.replica_header import new_chosen_replicas
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, ReplicaError
 from vllm_omni_plugin.integration.core_client.fleet_events import FLEET_EVENTS, FleetEventHandler

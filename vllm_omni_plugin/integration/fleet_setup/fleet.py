@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from vllm_omni_plugin.admission import AdmissionConfig, load_admission
@@ -13,12 +13,13 @@ from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinatorRuntime, ReplicaWork, generation_of
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan, own_numbers, stage_plans
 from vllm_omni_plugin.integration.options.listening import (
     bind_address,
     coordinator_address,
     engines_address,
+    log_join_command,
+    warn_if_insecure,
     with_secret,
 )
 from vllm_omni_plugin.logger import init_logger
@@ -44,6 +45,29 @@ from vllm_omni_plugin.vllm_api.vllm_stages.stage_api import StageApi
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 
 logger = init_logger(__name__)
+
+
+def start_coordinator(
+    options: OmniConfig,
+    plans: Sequence[StagePlan],
+    address: str,
+    port: int,
+    first_replica_ids: Mapping[int, int] | None = None,
+) -> OmniCoordinatorRuntime:
+    """Start the coordinator process, and log how nodes and heads join, unless the port is 0. Raises ConfigError."""
+    warn_if_insecure(options, address)
+    coordinator = OmniCoordinatorRuntime(
+        address,
+        port,
+        options.heartbeat_timeout,
+        secret_file=options.secret_file,
+        first_replica_ids=first_replica_ids,
+        reserved_numbers=sum(plan.replicas for plan in plans),
+        fingerprints={plan.stage_id: plan.fingerprint for plan in plans},
+    )
+    if port:
+        log_join_command(options, address)
+    return coordinator
 
 
 class Fleet:

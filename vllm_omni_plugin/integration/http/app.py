@@ -15,27 +15,32 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from vllm_omni_plugin.admin.admin_keys import publish_local_key
-from vllm_omni_plugin.admin.head_drain import DRAINING
 from vllm_omni_plugin.admin.hold import Hold, HoldMiddleware
 from vllm_omni_plugin.admin.http_admission import AdmissionMiddleware, HttpAdmission, tenant_headers
-from vllm_omni_plugin.admin.operator_calls import AbortEverywhereMiddleware, OperatorCallMiddleware
+from vllm_omni_plugin.admin.operator_actions import DRAINING
+from vllm_omni_plugin.admin.operator_calls import AbortEverywhereMiddleware, OperatorCallMiddleware, WorldSizeMiddleware
 from vllm_omni_plugin.admin.replica_header import ReplicaHeaderMiddleware
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.errors import SHUTTING_DOWN, OmniError, RequestRefusedError
 from vllm_omni_plugin.integration.core_client.fleet_client import FleetClient
 from vllm_omni_plugin.integration.core_client.pipeline_calls import Abort
-from vllm_omni_plugin.integration.http.adapters import patch_adapter_registry
-from vllm_omni_plugin.integration.http.operator_access import has_api_key, make_access, warn_of_open_access
-from vllm_omni_plugin.integration.http.operator_state import set_operator_state
-from vllm_omni_plugin.integration.http.world_size import WorldSizeMiddleware
+from vllm_omni_plugin.integration.core_client.server_state_sync import AdapterIdCounter
+from vllm_omni_plugin.integration.http.operator_state import (
+    has_api_key,
+    make_access,
+    set_operator_state,
+    warn_of_open_access,
+)
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG, options_of
 from vllm_omni_plugin.integration.patching import patch_function
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.counters import count_reason
 from vllm_omni_plugin.pipeline import Modality, Pipeline
+from vllm_omni_plugin.vllm_api.engine_messages.adapter import adapter_digest
 
 logger = init_logger(__name__)
+
 
 _MIDDLEWARE = (
     AdmissionMiddleware,
@@ -236,3 +241,45 @@ def _cancel_wait(fleet: FleetClient, app: FastAPI) -> None:
 def _local_key(args: Any) -> str | None:
     """A server with a port has a key of its own. Several API servers share that of their supervisor."""
     return getattr(args, LOCAL_ADMIN_KEY, None) or (None if args.uds else publish_local_key(args.host, args.port))
+
+
+def patch_adapter_registry() -> None:
+    """Make vLLM's adapter registry the same in all servers of the fleet. Idempotent."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    patch_function(OpenAIServingModels, "init_static_loras", _init_static_loras)
+    patch_function(OpenAIServingModels, "unload_lora_adapter", _unload_adapter)
+
+
+async def _init_static_loras(original: Any, models: Any) -> None:
+    fleet = _fleet_of(models)
+    if fleet is None:
+        await original(models)
+        return
+    fleet.server_state.bind(models)
+    for module in fleet.server_state.missing(models.static_lora_modules or ()):
+        models.static_lora_modules = [module]
+        digest = await asyncio.to_thread(adapter_digest, module.path)
+        models.lora_id_counter = AdapterIdCounter([(module.name, module.path, digest)])
+        await original(models)
+
+
+async def _unload_adapter(original: Any, models: Any, request: Any) -> Any:
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+    unloaded = models.lora_requests.get(request.lora_name)
+    answer = await original(models, request)
+    fleet = _fleet_of(models)
+    if fleet is not None and unloaded is not None and not isinstance(answer, ErrorResponse):
+        try:
+            await fleet.forget_lora_async(unloaded.lora_int_id)
+        except Exception:
+            # The other servers still have the adapter, so this server keeps it, and the call can be repeated.
+            models.lora_requests.setdefault(request.lora_name, unloaded)
+            raise
+    return answer
+
+
+def _fleet_of(models: Any) -> FleetClient | None:
+    client = getattr(models.engine_client, "engine_core", None)
+    return client if isinstance(client, FleetClient) else None

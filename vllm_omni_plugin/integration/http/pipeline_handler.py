@@ -13,9 +13,8 @@ from fastapi import Request
 from vllm.entrypoints.openai.chat_completion.protocol import OpenAIChatCompletionAudio
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from vllm_omni_plugin.admin.answers.audio import wav
 from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
-from vllm_omni_plugin.admin.answers.stage_results import AudioPart, StageResults
+from vllm_omni_plugin.admin.answers.stage_results import AudioPart, StageResults, wav
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.core_client.pipeline_calls import Abort, ActivePipelineCall
 from vllm_omni_plugin.integration.core_client.request_failures import to_http

@@ -14,9 +14,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 
-from vllm_omni_plugin.admin.answers.audio import wav, wav_header
 from vllm_omni_plugin.admin.answers.call_options import BadOptionError, CallOptions, read_call_options
-from vllm_omni_plugin.admin.answers.stage_results import StageResults
+from vllm_omni_plugin.admin.answers.stage_results import StageResults, wav, wav_header
 from vllm_omni_plugin.errors import OmniError
 from vllm_omni_plugin.integration.core_client.pipeline_calls import Abort, ActivePipelineCall
 from vllm_omni_plugin.integration.core_client.request_failures import to_http

@@ -1,3 +1,1 @@
-"""Rules for flags, addresses to listen on, and how options are carried through vLLM.
-
-May import `admin`, `replicas`, `curve` and the foundation. Start with `flag_rules`."""
+"""Rules for flags, addresses to listen on, and how options are carried through vLLM. Start with `flag_rules`."""

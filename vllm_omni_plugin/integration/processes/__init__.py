@@ -1,5 +1,1 @@
-"""The main functions of headless nodes, and of several API servers with their supervisor.
-
-May import `integration.fleet_setup`, `integration.options` and `integration.command_line`. Start with
-`serve_command`.
-"""
+"""The main functions of headless nodes, and of several API servers with their supervisor. See `serve_command`."""

@@ -30,7 +30,7 @@ from vllm_omni_plugin.admin.admin_keys import publish_local_key
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.curve import new_secret
 from vllm_omni_plugin.integration.command_line import FLEET_ADDRESS, patch_engine_args
-from vllm_omni_plugin.integration.fleet_setup.coordinator_start import start_coordinator
+from vllm_omni_plugin.integration.fleet_setup.fleet import start_coordinator
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, own_numbers, stage_plans
 from vllm_omni_plugin.integration.options.additional_config import LOCAL_ADMIN_KEY, SHARED_DRAIN_FLAG
 from vllm_omni_plugin.integration.options.exit_status import exit_status_of

@@ -17,15 +17,20 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
 from vllm_omni_plugin.admin.admin_keys import LocalHead, local_addresses, new_local_key, publish_head
-from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
 from vllm_omni_plugin.admin.hold import error_response, unavailable
 from vllm_omni_plugin.admin.metrics.fleet_metrics import FleetCollector
+from vllm_omni_plugin.admin.operator_actions import DRAINING, HeadDrain
 from vllm_omni_plugin.admin.routes import build_router
 from vllm_omni_plugin.admin.watch.watch_routes import build_watch_router
 from vllm_omni_plugin.config import OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, ConfigError
-from vllm_omni_plugin.integration.http.operator_access import has_api_key, make_access, warn_of_open_access
-from vllm_omni_plugin.integration.http.operator_state import OperatedFleet, set_operator_state
+from vllm_omni_plugin.integration.http.operator_state import (
+    OperatedFleet,
+    has_api_key,
+    make_access,
+    set_operator_state,
+    warn_of_open_access,
+)
 from vllm_omni_plugin.integration.options.admin_address import admin_address
 from vllm_omni_plugin.integration.rust_front_end.model_prompts import ModelPrompts
 from vllm_omni_plugin.integration.rust_front_end.replica_statistics import ReplicaStatistics

@@ -20,8 +20,8 @@ from vllm.entrypoints.launchers.launcher import create_server_socket
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor import Executor
 
-from vllm_omni_plugin.admin.head_drain import DRAINING, HeadDrain
 from vllm_omni_plugin.admin.http_admission import tenant_headers
+from vllm_omni_plugin.admin.operator_actions import DRAINING, HeadDrain
 from vllm_omni_plugin.config import FLAGS, OmniConfig
 from vllm_omni_plugin.errors import SHUTTING_DOWN, OmniError
 from vllm_omni_plugin.integration.core_client.utility_calls import UtilityCallClient

@@ -1,4 +1,1 @@
-"""Requests of one stage assigned, sent, moved and held.
-
-Imports `orchestrator.requests` and `orchestrator.pool`. Start with `dispatcher`.
-"""
+"""Requests of one stage assigned, sent, moved and held. Start with `dispatcher`."""

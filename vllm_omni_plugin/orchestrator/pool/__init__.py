@@ -1,4 +1,1 @@
-"""The replicas of one stage: which of them serve, their load, and the choice among them.
-
-Imports `orchestrator.requests`. Start with `stage_pool`.
-"""
+"""The replicas of one stage: which of them serve, their load, and the choice among them. Start with `stage_pool`."""

@@ -1,4 +1,1 @@
-"""One request in one stage: its state machine, its charges, and the messages about it.
-
-Imports no other folder of `orchestrator`. Start with `stage_run`.
-"""
+"""One request in one stage: its state machine, its charges, and the messages about it. Start with `stage_run`."""

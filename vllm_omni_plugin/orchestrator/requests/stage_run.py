@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from vllm_omni_plugin.admission import Ticket
 from vllm_omni_plugin.balancing import Decision, Task
 from vllm_omni_plugin.balancing.interface import NO_PROMPT
-from vllm_omni_plugin.balancing.loads.replica_adapters import adapter_key
+from vllm_omni_plugin.balancing.replica_adapters import adapter_key
 from vllm_omni_plugin.errors import NoReplicaError, OmniError, QueryOfDeathError, RequestLostError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ChosenReplicas
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Move

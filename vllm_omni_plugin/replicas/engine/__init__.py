@@ -1,4 +1,1 @@
-"""Starts, probes, restarts and stops the engines of this node.
-
-Imports `replicas.remote`. Start with `engine_keeper`.
-"""
+"""Starts, probes, restarts and stops the engines of this node. Start with `engine_keeper`."""

@@ -1,4 +1,2 @@
-"""The content of an engine's prefix cache: from vLLM's KV cache events to the heads that subscribe.
-
-May import `balancing`, and of `replicas` the messages and links. Start with `cache_listener`, then `cache_polling`.
-"""
+"""The content of an engine's prefix cache: from vLLM's KV cache events to the heads that subscribe. Start with
+`cache_listener`, then `cache_polling`."""

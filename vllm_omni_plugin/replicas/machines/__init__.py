@@ -1,4 +1,2 @@
-"""A replica over several machines: they meet, run one engine together, and meet again when one of them is lost.
-
-Imports `replicas.control`, `replicas.engine` and `replicas.links`. Start with `meetings`.
-"""
+"""A replica over several machines: they meet, run one engine together, and meet again when one of them is lost. Start
+with `meetings`."""

@@ -1,4 +1,1 @@
-"""The replica server of a headless node: an engine that several heads share.
-
-Imports all other folders of `replicas`. Start with `replica_server`.
-"""
+"""The replica server of a headless node: an engine that several heads share. Start with `replica_server`."""

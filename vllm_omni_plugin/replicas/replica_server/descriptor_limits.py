@@ -6,7 +6,7 @@ import sys
 
 import zmq
 
-from vllm_omni_plugin.curve.descriptors import NO_DESCRIPTORS_LEFT
+from vllm_omni_plugin.curve.zap_handler import NO_DESCRIPTORS_LEFT
 from vllm_omni_plugin.errors import ConfigError, OmniError
 
 _OPEN_FILES = 65535

@@ -1,4 +1,1 @@
-"""A simulated engine without sockets, threads or a clock: its time, batches and cache.
-
-Imports no other module of `sim`. Start with `engine_model`.
-"""
+"""A simulated engine without sockets, threads or a clock: its time, batches and cache. Start with `engine_model`."""

@@ -1,4 +1,1 @@
-"""vLLM's request and output structs: read, built, checked, and changed for another replica.
-
-May import `balancing` and the foundation only. Start with `engine_api`.
-"""
+"""vLLM's request and output structs: read, built, checked, and changed for another replica. Start with `engine_api`."""

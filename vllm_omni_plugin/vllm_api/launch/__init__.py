@@ -1,4 +1,1 @@
-"""Starts vLLM's engine processes.
-
-May import `curve` and the foundation. Start with `engine_launch`.
-"""
+"""Starts vLLM's engine processes. Start with `engine_launch`."""

@@ -1,4 +1,1 @@
-"""Stages that vLLM's engines run: prompts, sampling parameters, requests and texts.
-
-May import `pipeline` and `vllm_api.engine_messages`. Start with `stage_requests`.
-"""
+"""Stages that vLLM's engines run: prompts, sampling parameters, requests and texts. Start with `stage_requests`."""

@@ -1,16 +1,23 @@
-"""Lists the replicas of a fleet, and drains, resumes and removes them."""
+"""What operators do to a fleet: list, drain, resume and remove replicas, drain the head, reload its admission file."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator, MutableSequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_omni_plugin.errors import CoordinatorUnavailableError, OmniError, ReplicaError
+from vllm_omni_plugin.admission import load_admission
+from vllm_omni_plugin.errors import ConfigError, CoordinatorUnavailableError, OmniError, ReplicaError
+from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator import Orchestrator, PoolMember
+from vllm_omni_plugin.orchestrator.event_log import EventKind, EventLog
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
-from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica
-from vllm_omni_plugin.orchestrator.requests.thread_queue import result_of
+from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON, CORDON_REASONS
+from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import ManageReplica, ReplaceAdmission
+from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, result_of
+
+logger = init_logger(__name__)
+
 
 Action = Literal["drain", "resume", "remove"]
 
@@ -124,3 +131,81 @@ def _report(member: PoolMember, now: float) -> ReplicaReport:
         in_flight=total_in_flight,
         dispatched=assigned,
     )
+
+
+DRAINING = "This server is drained by an operator and takes no new requests. Please send it to another one."
+"""The message of requests that are refused meanwhile."""
+
+
+class HeadDrain:
+    """Whether an operator drains this head, with all API servers of its command. `begin` and `end` are idempotent."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._flag: MutableSequence[int] = [0]
+
+    @property
+    def active(self) -> bool:
+        return bool(self._flag[0])
+
+    def use_shared_flag(self, flag: MutableSequence[int]) -> None:
+        """Use a flag that all API servers of one command share: 0 if the head is not drained."""
+        self._flag = flag
+
+    def begin(self) -> None:
+        if not self.active:
+            self._flag[0] = 1
+            self._events.record(EventKind.DRAIN, CORDON_REASONS[ADMIN_CORDON][0])
+
+    def end(self) -> None:
+        if self.active:
+            self._flag[0] = 0
+            self._events.record(EventKind.RESUME, CORDON_REASONS[ADMIN_CORDON][1])
+
+
+class AdmissionFile:
+    """Reloads the file, here and by `reload_others` in other API servers. Lives on the server's event loop."""
+
+    def __init__(self, path: str, orchestrator: Orchestrator, reload_others: Callable[[], None]) -> None:
+        self._path = path
+        self._orchestrator = orchestrator
+        self._reload_others = reload_others
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def reload(self) -> list[str]:
+        """Reload the file, here and in the other API servers; returns the changed values, one line each.
+
+        Waiting requests keep their places. Raises ConfigError if the file has an error (the previous config then
+        stays), QueueClosedError if the server is about to end.
+        """
+        changes = await self._load()
+        self._reload_others()
+        return changes
+
+    def on_signal(self) -> None:
+        """Reload the file, and log the result. The other API servers get the same signal."""
+        # The reference keeps the task from being collected.
+        task = asyncio.create_task(self._load_and_log(), name="omni-admission-file")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _load_and_log(self) -> None:
+        try:
+            await self._load()
+        except ConfigError as error:
+            logger.error("The admission file has an error, and the previous config stays in use: %s", error)
+        except QueueClosedError:
+            pass
+
+    async def _load(self) -> list[str]:
+        # One load at a time, or an older file might be applied last.
+        async with self._lock:
+            # In a thread, because a large file takes seconds.
+            config = await asyncio.to_thread(load_admission, self._path)
+            reply: Future[list[str]] = Future()
+            self._orchestrator.rpc_async_queue.put(ReplaceAdmission(config, reply))
+            changes = await result_of(reply)
+        if changes:
+            logger.info("Admission uses the changed file %s: %s", self._path, "; ".join(changes))
+        return changes

@@ -1,4 +1,0 @@
-"""The load of each replica, and an estimate of what other heads have not reported yet.
-
-May import `interface`. Start with `replica_load`.
-"""
