@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from typing import Any
 
 ADMIN_KEY_FLAG = "--omni-admin-key-file"
@@ -114,6 +115,14 @@ def _flag(default: Any, *about: Any, **more: Any) -> Any:
     return field(default=default, metadata={"flag": lambda name: Flag(name, default, *about, **more)})
 
 
+_seconds = partial(_flag, metavar="SECONDS", type=seconds)
+_file = partial(_flag, None, metavar="FILE")
+_address = partial(_flag, None, metavar="ADDRESS")
+_port = partial(_flag, None, metavar="PORT", type=integer(1, _MAX_PORT))
+_mebibytes = partial(_flag, metavar="MIB", type=integer(1, _MAX_MESSAGE_MIB))
+_number = partial(_flag, metavar="N")
+
+
 @dataclass(frozen=True)
 class OmniConfig:
     """The values of the `--omni-*` flags. Each field is set by the flag of the same name, and explained by its help.
@@ -122,13 +131,11 @@ class OmniConfig:
     to everybody who asks for its configuration.
     """
 
-    pipeline: str | None = _flag(
-        None,
+    pipeline: str | None = _file(
         Side.BOTH,
         "YAML file of a pipeline. Engine flags on the command line apply to all its vLLM stages, unless the file "
         "overrides them.",
-        "FILE",
-        os.path.abspath,
+        type=os.path.abspath,
     )
     lb_policy: str = _flag(
         "prefix",
@@ -138,35 +145,29 @@ class OmniConfig:
         "POLICY",
     )
     lb_config: dict[str, Any] | None = _flag(  # noqa: RUF009 - it makes a `field`
-        None,
-        Side.HEAD,
-        'Options of the policy, such as {"decode_weight": 0.2} for least-tokens.',
-        "JSON",
-        json_object,
+        None, Side.HEAD, 'Options of the policy, such as {"decode_weight": 0.2} for least-tokens.', "JSON", json_object
     )
-    dp_size_local: int = _flag(
-        1, Side.BOTH, "Replicas that this process runs itself. A head may have none (0).", "N", integer(0)
+    dp_size_local: int = _number(
+        1, Side.BOTH, "Replicas that this process runs itself. A head may have none (0).", type=integer(0)
     )
-    master_address: str | None = _flag(
-        None,
+    master_address: str | None = _address(
         Side.BOTH,
         "On a head: the address on which it accepts nodes. With --headless: the head's address.",
-        "ADDRESS",
         aliases=("-oma",),
     )
-    master_port: int | None = _flag(
-        None, Side.BOTH, "Port of --omni-master-address.", "PORT", integer(1, _MAX_PORT), ("-omp",)
-    )
+    master_port: int | None = _port(Side.BOTH, "Port of --omni-master-address.", aliases=("-omp",))
     join: bool = _flag(False, Side.HEAD, "Join the fleet at the master address as one more head, without engines.")
-    stage_id: int = _flag(
-        0, Side.HEADLESS, "Stage that the replicas of this node serve.", "N", integer(0, _MAX_STAGE_ID), ("--stage-id",)
+    stage_id: int = _number(
+        0,
+        Side.HEADLESS,
+        "Stage that the replicas of this node serve.",
+        type=integer(0, _MAX_STAGE_ID),
+        aliases=("--stage-id",),
     )
-    replica_address: str | None = _flag(
-        None,
+    replica_address: str | None = _address(
         Side.BOTH,
         "Address on which this node's replicas listen. Default: the one from which it reaches the head; on a head "
         "with several API servers the master address.",
-        "ADDRESS",
         aliases=("-ora",),
     )
     replica_ports: str | None = _flag(
@@ -176,42 +177,32 @@ class OmniConfig:
         "server. Default: any free ones.",
         "FIRST-LAST",
     )
-    heartbeat_interval: float = _flag(
+    heartbeat_interval: float = _seconds(
         1.0,
         Side.BOTH,
         "Seconds between heartbeats of a replica, and probes of an engine; less than a third of the timeout.",
-        "SECONDS",
-        seconds,
     )
-    heartbeat_timeout: float = _flag(
+    heartbeat_timeout: float = _seconds(
         10.0,
         Side.BOTH,
         "Seconds without a heartbeat after which a replica is dead, and without an answer after which an engine hangs.",
-        "SECONDS",
-        seconds,
     )
-    lease_timeout: float = _flag(
+    lease_timeout: float = _seconds(
         3.0,
         Side.HEAD,
         "Seconds without an answer of a replica's machine after which this head counts it as lost, unless the "
         "heartbeat timeout is shorter. After a third of it the replica gets no new requests.",
-        "SECONDS",
-        seconds,
     )
-    stall_timeout: float = _flag(
+    stall_timeout: float = _seconds(
         60.0,
         Side.HEAD,
         "Seconds without a token for any request of a replica after which its requests move; at least four times "
         "the longest gap between two outputs of it. 0: no limit.",
-        "SECONDS",
-        seconds,
     )
-    secret_file: str | None = _flag(
-        None,
+    secret_file: str | None = _file(
         Side.BOTH,
         "File with the secret of the fleet; mode 0600. A second line is accepted, too, for rotation. Without this "
         "flag, links on loopback use a secret of this user, and others are refused.",
-        "FILE",
     )
     insecure: bool = _flag(
         False, Side.BOTH, "Use no secret anywhere: everybody who reaches the fleet's ports can use and harm it."
@@ -219,13 +210,11 @@ class OmniConfig:
     any_vllm: bool = _flag(
         False, Side.BOTH, "Accept a version of vLLM that this plugin does not support. Anything may go wrong."
     )
-    admin_key_file: str | None = _flag(
-        None,
+    admin_key_file: str | None = _file(
         Side.HEAD,
         "File with admin keys, one per line, of 16 or more characters; mode 0600. Changing the fleet over HTTP and "
         "explain then need one as a bearer token. Without this flag they need the head's own key "
         "(vllm-omni-plugin admin-key), or a unix socket (--uds).",
-        "FILE",
     )
     admin_loopback: bool = _flag(
         False,
@@ -233,49 +222,35 @@ class OmniConfig:
         "Let every client with a loopback address change the fleet: all users of this machine, and all clients of a "
         "proxy, tunnel, sidecar or `kubectl port-forward`.",
     )
-    admin_port: int | None = _flag(
-        None,
+    admin_port: int | None = _port(
         Side.HEAD,
         "Port of /omni, /metrics and /health with vLLM's Rust front end, on loopback, or with "
         "--omni-admin-key-file where --host says. Default: the port after --port.",
-        "PORT",
-        integer(1, _MAX_PORT),
     )
-    max_message_size: int = _flag(
+    max_message_size: int = _mebibytes(
         512,
         Side.BOTH,
         "Largest message between a head and a replica of another process, in MiB: requests by the node's value, "
         "outputs by the head's.",
-        "MIB",
-        integer(1, _MAX_MESSAGE_MIB),
     )
-    max_buffered_size: int = _flag(
+    max_buffered_size: int = _mebibytes(
         64,
         Side.HEAD,
         "MiB of bodies of requests that wait for a replica, that an API server keeps. Others get 503 at once.",
-        "MIB",
-        integer(1, _MAX_MESSAGE_MIB),
     )
-    migration_limit: int = _flag(
+    migration_limit: int = _number(
         3,
         Side.HEAD,
         "Moves of a request in a stage because its replica was lost. One more loss fails it. A prefill never moves.",
-        "N",
-        integer(0),
+        type=integer(0),
     )
-    replica_wait: float = _flag(
-        60.0,
-        Side.HEAD,
-        "Seconds that requests wait while no replica can serve, before they are refused with 503.",
-        "SECONDS",
-        seconds,
+    replica_wait: float = _seconds(
+        60.0, Side.HEAD, "Seconds that requests wait while no replica can serve, before they are refused with 503."
     )
-    admission: str | None = _flag(
-        None,
+    admission: str | None = _file(
         Side.HEAD,
         "YAML file of the admission control, read again at SIGHUP and POST /omni/admission.",
-        "FILE",
-        os.path.abspath,
+        type=os.path.abspath,
     )
     tenant_header: str | None = _flag(
         None,
@@ -285,20 +260,14 @@ class OmniConfig:
         "NAME",
         header_name,
     )
-    drain_timeout: float = _flag(
+    drain_timeout: float = _seconds(
         300.0,
         Side.BOTH,
         "Seconds that running requests have to finish after SIGTERM. Then a node moves the rest, and a head aborts "
         "it. On a head --shutdown-timeout counts instead if it is above 0. A second signal ends the wait.",
-        "SECONDS",
-        seconds,
     )
-    join_timeout: float = _flag(
-        300.0,
-        Side.HEADLESS,
-        "Seconds after which this node exits if it has not reached the head; 0: no limit.",
-        "SECONDS",
-        seconds,
+    join_timeout: float = _seconds(
+        300.0, Side.HEADLESS, "Seconds after which this node exits if it has not reached the head; 0: no limit."
     )
 
     @property
