@@ -1,6 +1,7 @@
 """The options of a head or a headless node, and the flags that set them."""
 
 import argparse
+import ipaddress
 import json
 import math
 import os
@@ -21,6 +22,7 @@ NO_MODEL = "<named by --omni-pipeline>"
 _MAX_STAGE_ID = 1023
 _MAX_PORT = 65535
 _MAX_MESSAGE_MIB = 2**20
+_HOST_NAME = re.compile(r"(?![\d.]+\Z)[\w.-]+")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -94,6 +96,18 @@ def seconds(text: str) -> float:
     return value
 
 
+def host(text: str) -> str:
+    """An address, or a name that may be known later. No list of names ever has the others."""
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        if not _HOST_NAME.fullmatch(text):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither an address nor the name of a host; its port has a flag of its own"
+            ) from None
+    return text
+
+
 def header_name(text: str) -> str:
     if not _HEADER_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a valid name of an HTTP header")
@@ -117,7 +131,7 @@ def _flag(default: Any, *about: Any, **more: Any) -> Any:
 
 _seconds = partial(_flag, metavar="SECONDS", type=seconds)
 _file = partial(_flag, None, metavar="FILE")
-_address = partial(_flag, None, metavar="ADDRESS")
+_address = partial(_flag, None, metavar="ADDRESS", type=host)
 _port = partial(_flag, None, metavar="PORT", type=integer(1, _MAX_PORT))
 _mebibytes = partial(_flag, metavar="MIB", type=integer(1, _MAX_MESSAGE_MIB))
 _number = partial(_flag, metavar="N")

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm import envs
 
+from vllm_omni_plugin.config import host
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
 from vllm_omni_plugin.vllm_api.versions.supported import installed_version
@@ -76,6 +77,10 @@ def _refuse_with_machines(args: argparse.Namespace) -> None:
             "argument --nnodes: not allowed on a head, whose own engines are on its machine: give the head "
             "--omni-dp-size-local 0, and start the replica with --headless on each of its machines"
         )
+    try:
+        host(args.master_addr)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"argument --master-addr: {error}") from error
     for name, refused, instead in (
         ("omni_pipeline", bool, "start a pipeline's replicas on one machine each"),
         ("omni_dp_size_local", lambda count: (count or 1) > 1, "start a process on each machine for each replica"),

@@ -1,6 +1,7 @@
 """Rules for our flags: which combinations are valid, and whether their files and addresses can be used."""
 
 import errno
+import ipaddress
 import os
 import socket
 from collections.abc import Collection
@@ -11,8 +12,8 @@ from vllm_omni_plugin.balancing import build_load_balancer_factory
 from vllm_omni_plugin.config import ADMIN_KEY_FLAG, FLAGS, Flag, OmniConfig, Side
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
-from vllm_omni_plugin.integration.options.listening import bind_address, check_exposure
-from vllm_omni_plugin.replicas.links.replica_ports import PortRange
+from vllm_omni_plugin.integration.options.listening import bind_address, check_exposure, resolve
+from vllm_omni_plugin.replicas.links.replica_ports import ADDRESS_FLAG, PortRange
 from vllm_omni_plugin.replicas.replica_server.served_engine import HEAD_SLOTS
 
 _LINK_FIELDS = ("lease_timeout", "secret_file", "insecure", "max_message_size")
@@ -59,8 +60,11 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
     if not headless:
         hint = "; if another head has it, join its fleet with --omni-join"
         _check_bindable(address, options.master_port or 0, "--omni-master-address", hint)
-    elif options.replica_address is not None:
-        _check_bindable(address, 0, "--omni-replica-address")
+    if options.replica_address is not None:
+        own = resolve(options.replica_address, ADDRESS_FLAG)
+        if ipaddress.ip_address(own).is_unspecified:
+            raise ConfigError(f"argument {ADDRESS_FLAG}: {own} is a wildcard; heads need an address to connect to")
+        _check_bindable(own, 0, ADDRESS_FLAG)
     check_exposure(options, address, headless)
 
 
