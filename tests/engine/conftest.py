@@ -16,6 +16,7 @@ from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
 
 from .api_servers import ApiServers
 from .lora import make_lora
+from .namespaces import Cable
 from .nodes import Node, NodeFleet
 from .server import FRONT_ENDS, IN_FLIGHT, RUST, START_S, WORKERS, Server, until
 from .servers import Servers
@@ -106,6 +107,12 @@ def servers(logs: Path) -> Iterator[Servers]:
 def make_room(servers: Servers) -> None:
     """Ends the shared servers, for a module with engines of its own."""
     servers.stop_all()
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[Cable]:
+    with Cable() as cable:
+        yield cable
 
 
 @pytest.fixture(scope="session")

@@ -88,6 +88,30 @@ class Load:
                     _note(outcome, json.loads(line.removeprefix("data: ")))
 
 
+def streamed(load: Load, streams: int, tokens: int) -> list[Outcome]:
+    """Ask for so many streams of so many tokens, the same ones each time."""
+    return [load.send(tokens, stream=True, prompt=f"number {n}", temperature=0) for n in range(streams)]
+
+
+def undisturbed(server: Server, streams: int, tokens: int) -> list[str]:
+    """The texts of these streams."""
+    with Load(server) as load:
+        outcomes = streamed(load, streams, tokens)
+    assert all(outcome.finished_whole for outcome in outcomes)
+    return [outcome.text for outcome in outcomes]
+
+
+@contextmanager
+def no_stream_suffers(server: Server, texts: list[str], tokens: int) -> Iterator[Load]:
+    """What happens in the block, after all streams have begun, changes nothing of these texts."""
+    with Load(server) as load:
+        sent = streamed(load, len(texts), tokens)
+        assert all(outcome.started.wait(60) for outcome in sent)
+        yield load
+    assert [outcome for outcome in sent if not outcome.finished_whole] == []
+    assert [outcome.text for outcome in sent] == texts
+
+
 @contextmanager
 def constant_load(heads: Sequence[Server], clients: int, tokens: int, pause_s: float = 0.0) -> Iterator[list[Outcome]]:
     """Clients, shared out to the heads, that send one request after the other as long as the block runs.

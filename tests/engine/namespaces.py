@@ -3,14 +3,20 @@
 import ctypes
 import itertools
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
+import pytest
+
 _numbers = itertools.count()
 HEAD_ADDRESS = "10.203.7.1"
 NODE_ADDRESS = "10.203.7.2"
+NEEDS_NAMESPACES = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="making network namespaces takes root and iproute2"
+)
 
 
 class Cable:
@@ -27,17 +33,17 @@ class Cable:
 
     def __enter__(self) -> Self:
         for namespace in (self.head, self._node):
-            _ip("netns", "add", namespace)
-            _ip("-n", namespace, "link", "set", "lo", "up")
-        _ip("link", "add", "cable", "netns", self.head, "type", "veth", "peer", "name", "cable", "netns", self._node)
+            ip("netns", "add", namespace)
+            ip("-n", namespace, "link", "set", "lo", "up")
+        ip("link", "add", "cable", "netns", self.head, "type", "veth", "peer", "name", "cable", "netns", self._node)
         for namespace, address in ((self.head, HEAD_ADDRESS), (self._node, NODE_ADDRESS)):
-            _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "cable")
-            _ip("-n", namespace, "link", "set", "cable", "up")
+            ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "cable")
+            ip("-n", namespace, "link", "set", "cable", "up")
         return self
 
     def __exit__(self, *_: object) -> None:
         for namespace in (self.head, self._node):
-            _ip("netns", "del", namespace)
+            ip("netns", "del", namespace)
 
     @property
     def at_node(self) -> tuple[str, ...]:
@@ -46,11 +52,11 @@ class Cable:
 
     def cut(self) -> None:
         """Nothing gets through from now on. TCP at the head's end is not told."""
-        _ip("-n", self._node, "link", "set", "cable", "down")
+        ip("-n", self._node, "link", "set", "cable", "down")
 
     def mend(self) -> None:
         """As it was at first."""
-        _ip("-n", self._node, "link", "set", "cable", "up")
+        ip("-n", self._node, "link", "set", "cable", "up")
 
 
 def at(namespace: str) -> tuple[str, ...]:
@@ -72,5 +78,5 @@ def inside(namespace: str) -> Iterator[None]:
             libc.setns(own.fileno(), for_network)
 
 
-def _ip(*args: str) -> None:
+def ip(*args: str) -> None:
     subprocess.run(["ip", *args], check=True, capture_output=True)

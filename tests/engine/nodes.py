@@ -5,6 +5,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -29,7 +30,7 @@ class Node(ServeProcess):
 
 
 class NodeFleet:
-    """A head and its nodes, all with one secret.
+    """A head and its nodes, all with one secret. A context manager, at whose end they stop.
 
     Args:
         log: log of the head; the nodes' lie beside it.
@@ -71,6 +72,12 @@ class NodeFleet:
         except BaseException:
             self.stop()
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def tell_to_end(self) -> None:
         """Ask everything to end, and do not wait."""

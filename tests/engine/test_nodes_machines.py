@@ -1,7 +1,5 @@
 """A replica over two machines, which are two ends of a cable: it serves, and is back after the loss of any part."""
 
-import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +9,8 @@ import psutil
 import pytest
 
 from .conftest import QUICK_HEARTBEATS
-from .load import Load, Outcome
-from .namespaces import HEAD_ADDRESS, Cable, at
+from .load import no_stream_suffers, undisturbed
+from .namespaces import HEAD_ADDRESS, NEEDS_NAMESPACES, NODE_ADDRESS, Cable, at
 from .nodes import Node, NodeFleet
 from .server import IN_FLIGHT, WORKERS, replicas, serve_command, until
 
@@ -20,12 +18,7 @@ TOKENS = 600
 STREAMS = 3
 FIRST, OTHER = 0, 1
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        os.geteuid() != 0 or shutil.which("ip") is None, reason="making network namespaces takes root and iproute2"
-    ),
-]
+pytestmark = [pytest.mark.long, NEEDS_NAMESPACES]
 
 
 class MachinesFleet(NodeFleet):
@@ -58,41 +51,21 @@ class MachinesFleet(NodeFleet):
 
 
 @pytest.fixture(scope="module")
-def cable() -> Iterator[Cable]:
-    with Cable() as cable:
-        yield cable
-
-
-@pytest.fixture(scope="module")
 def pair(tiny_model: Path, logs: Path, cable: Cable, make_room: None) -> Iterator[MachinesFleet]:
-    running = MachinesFleet(tiny_model, logs / "machines.log", cable)
-    try:
+    with MachinesFleet(tiny_model, logs / "machines.log", cable) as running:
         yield running
-    finally:
-        running.stop()
-
-
-def send(load: Load) -> list[Outcome]:
-    return [load.send(TOKENS, stream=True, prompt=f"number {n}", temperature=0) for n in range(STREAMS)]
 
 
 @pytest.fixture(scope="module")
 def texts(pair: MachinesFleet) -> list[str]:
-    with Load(pair.head) as load:
-        undisturbed = send(load)
-    assert all(outcome.finished_whole for outcome in undisturbed)
-    return [outcome.text for outcome in undisturbed]
+    return undisturbed(pair.head, STREAMS, TOKENS)
 
 
 @contextmanager
 def streams(pair: MachinesFleet, texts: list[str]) -> Iterator[None]:
     """What happens in the block loses no token of streams, and the replica serves again after it."""
-    with Load(pair.head) as load:
-        sent = send(load)
-        assert all(outcome.started.wait(60) for outcome in sent)
+    with no_stream_suffers(pair.head, texts, TOKENS):
         yield
-    assert [outcome for outcome in sent if not outcome.finished_whole] == []
-    assert [outcome.text for outcome in sent] == texts
     pair.wait_for_replicas(1)
     assert set(pair.head.by_replica(IN_FLIGHT).values()) == {0}
 
@@ -100,7 +73,7 @@ def streams(pair: MachinesFleet, texts: list[str]) -> Iterator[None]:
 def test_the_replica_is_shown_with_its_machines(pair: MachinesFleet) -> None:
     with pair.head.http(10) as client:
         (replica,) = replicas(client).values()
-    assert replica["machines"] == [HEAD_ADDRESS, "10.203.7.2"]
+    assert replica["machines"] == [HEAD_ADDRESS, NODE_ADDRESS]
 
 
 @pytest.mark.parametrize(

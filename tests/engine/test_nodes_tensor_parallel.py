@@ -20,18 +20,15 @@ FLAGS = ("--tensor-parallel-size", "2", *WORKERS)
 def pair(tiny_model: Path, logs: Path, make_room: None) -> Iterator[NodeFleet]:
     """A head without engines and one node whose engine has two workers."""
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    running = NodeFleet(
+    with NodeFleet(
         tiny_model,
         logs / "tensor-parallel.log",
         nodes=1,
         flags=FLAGS,
         head_flags=("--omni-replica-wait", "240"),
         environment=cores,
-    )
-    try:
+    ) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.mark.long

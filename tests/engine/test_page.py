@@ -49,17 +49,15 @@ def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[NodeFleet]:
     keys.touch(mode=0o600)
     keys.write_text(ADMIN_KEY)
     flags = ("--api-key", API_KEY, "--omni-admin-key-file", str(keys), "--omni-drain-timeout", "0")
-    fleet = NodeFleet(tiny_model, tmp_path / "guarded.log", nodes=0, sims=2, head_flags=flags)
-    yield fleet
-    fleet.stop()
+    with NodeFleet(tiny_model, tmp_path / "guarded.log", nodes=0, sims=2, head_flags=flags) as fleet:
+        yield fleet
 
 
 @pytest.fixture
 def plain_sim(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
     """A head with one simulated replica, and no flags but those it needs."""
-    fleet = NodeFleet(tiny_model, tmp_path / "plain.log", nodes=0, sims=1)
-    yield fleet.head
-    fleet.stop()
+    with NodeFleet(tiny_model, tmp_path / "plain.log", nodes=0, sims=1) as fleet:
+        yield fleet.head
 
 
 @pytest.fixture

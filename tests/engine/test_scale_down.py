@@ -11,7 +11,7 @@ from tests.fakes.free_ports import free_port
 
 from .load import constant_load
 from .nodes import Node
-from .server import FRONT_ENDS, RUST, START_S, Server, serve_command, until, write_secret
+from .server import ASSIGNMENTS, FRONT_ENDS, RUST, START_S, Server, serve_command, until, write_secret
 
 CLIENTS = 12
 TOKENS = 100
@@ -71,6 +71,10 @@ class SimulatedFleet:
         """The sum of a metric over replicas and heads."""
         return sum(head.total(name) for head in self.heads)
 
+    def asked(self) -> set[str]:
+        """The replicas that have got a request from a head."""
+        return {name for head in self.heads for name, requests in head.by_replica(ASSIGNMENTS).items() if requests}
+
     def _arguments(self, kind: str, name: str) -> list[str]:
         """Those of the chart behind the model, with the addresses, port and files that there are here."""
         here = {
@@ -109,8 +113,7 @@ def test_nodes_that_come_and_go_under_load_cost_no_request(
                 asked = len(outcomes)
                 until(lambda asked=asked: len(outcomes) > asked + 4 * CLIENTS, f"{count} nodes answer", 120)
                 if count == 8:
-                    busy = fleet.heads[0].by_replica("vllm_omni_fleet:assignments_total")
-        assert len([requests for requests in busy.values() if requests]) == 8
+                    until(lambda: len(fleet.asked()) == 8, "each node gets a request", 120)
         assert [outcome for outcome in outcomes if not outcome.finished_whole] == []
         assert fleet.counted("vllm_omni_fleet:request_moves_total") == 0
     finally:

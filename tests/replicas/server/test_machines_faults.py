@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.namespaces import NEEDS_NAMESPACES, at, ip
 from tests.fakes.conditions import eventually
 from tests.fakes.keeping import Keep
 from tests.replicas.server.conftest import Node, StartNode
@@ -18,9 +18,6 @@ from tests.replicas.server.machines import MachinesFakeLauncher
 from vllm_omni_plugin.coordinator import ReplicaStatus
 
 INTERVAL, TIMEOUT = "0.1", "1.0"
-NEEDS_NAMESPACES = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="making network namespaces takes root and iproute2"
-)
 
 
 class Cable:
@@ -35,24 +32,20 @@ class Cable:
         number = os.getpid()
         self._name, self._end = f"omni-machine-{number}", f"omni{number % 10**6}"
         network = f"10.204.{number % 250}"
-        self.address, self.prefix = f"{network}.1", ("ip", "netns", "exec", self._name)
-        _ip("netns", "add", self._name)
-        _ip("link", "add", self._end, "type", "veth", "peer", "name", "cable", "netns", self._name)
-        _ip("addr", "add", f"{self.address}/24", "dev", self._end)
-        _ip("link", "set", self._end, "up")
-        _ip("-n", self._name, "addr", "add", f"{network}.2/24", "dev", "cable")
+        self.address, self.prefix = f"{network}.1", at(self._name)
+        ip("netns", "add", self._name)
+        ip("link", "add", self._end, "type", "veth", "peer", "name", "cable", "netns", self._name)
+        ip("addr", "add", f"{self.address}/24", "dev", self._end)
+        ip("link", "set", self._end, "up")
+        ip("-n", self._name, "addr", "add", f"{network}.2/24", "dev", "cable")
         self.set("up")
 
     def set(self, state: str) -> None:
-        _ip("-n", self._name, "link", "set", "cable", state)
+        ip("-n", self._name, "link", "set", "cable", state)
 
     def close(self) -> None:
-        _ip("link", "del", self._end)
-        _ip("netns", "del", self._name)
-
-
-def _ip(*args: str) -> None:
-    subprocess.run(["ip", *args], check=True, capture_output=True)
+        ip("link", "del", self._end)
+        ip("netns", "del", self._name)
 
 
 class OtherProcess:
@@ -120,30 +113,22 @@ async def ends(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     assert node.info is None
 
 
-async def test_a_machine_that_is_stopped_ends_the_replica_until_it_goes_on(
-    start_node: StartNode, start_other: StartOther, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+async def test_a_machine_that_is_stopped_or_killed_ends_the_replica_until_it_is_back(
+    start_node: StartNode, start_other: StartOther, caplog: pytest.LogCaptureFixture, fault: signal.Signals
 ) -> None:
     other = start_other()
     node = await served(start_node, other)
     before = await node.up()
-    other.process.send_signal(signal.SIGSTOP)
+    other.process.send_signal(fault)
     await ends(node, caplog)
-    other.process.send_signal(signal.SIGCONT)
+    if fault == signal.SIGKILL:
+        other, meetings = start_other(), 1
+    else:
+        other.process.send_signal(signal.SIGCONT)
+        meetings = 2
     await node.up(after=before.incarnation)
-    await eventually(lambda: other.runs(meetings=2), "its workers run again")
-
-
-async def test_a_machine_that_is_killed_ends_the_replica_until_it_is_started_again(
-    start_node: StartNode, start_other: StartOther, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = start_other()
-    node = await served(start_node, other)
-    before = await node.up()
-    other.process.kill()
-    await ends(node, caplog)
-    successor = start_other()
-    await node.up(after=before.incarnation)
-    await eventually(lambda: successor.runs(meetings=1), "its workers run")
+    await eventually(lambda: other.runs(meetings), "its workers run")
 
 
 @NEEDS_NAMESPACES
