@@ -294,6 +294,7 @@ def _answer(
     method: str,
     path: str,
     body: bytes | None = None,
+    *,
     headers: Mapping[str, str] | None = None,
     timeout: float = _TIMEOUT_S,
 ) -> Iterator[HTTPResponse]:

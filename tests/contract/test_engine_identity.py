@@ -77,7 +77,7 @@ def launcher_of(folder: Path, kind: str, *numbers: int, first_incarnation: int =
         True,
         NodeShare(),
         lambda _: None,
-        False,
+        report_cache=False,
         numbers=numbers,
         first_incarnation=first_incarnation,
     )

@@ -59,7 +59,7 @@ def plans_of(line: str) -> tuple[StagePlan, ...]:
 def identities(*plans: StagePlan) -> list[list[bytes]]:
     found = []
     for plan, numbers in zip(plans, own_numbers(plans), strict=True):
-        launcher = plan.make_launcher(lambda _pid: None, False, numbers)
+        launcher = plan.make_launcher(lambda _pid: None, report_cache=False, numbers=numbers)
         found.append([launcher.identity(replica) for replica in range(plan.replicas)])
     return found
 
@@ -124,7 +124,7 @@ def test_the_server_reads_prompts_as_long_as_the_stage_takes_that_answers_them(t
 def test_a_head_shares_memory_with_the_python_stages_that_it_alone_uses(tmp_path: Path, for_others: bool) -> None:
     file = write_pipeline(tmp_path, third=VOCODER)
     *_, vocoder = plans_of(f"--omni-pipeline {file} {ENGINE}")
-    process = vocoder.make_launcher(lambda _pid: None, False, [0], for_others).start(0)
+    process = vocoder.make_launcher(lambda _pid: None, report_cache=False, numbers=[0], for_others=for_others).start(0)
     try:
         assert isinstance(process, StageProcess)
         assert (process.memory is None) == for_others

@@ -131,7 +131,9 @@ class Orchestrator:
         if input_builder is None:
             self._requests = SingleStageRequests(apis[0], self._dispatchers[0], gate, self._put)
         else:
-            requests = PipelineRequests(input_builder, self._dispatchers, gate, self._put, self.metrics, clock)
+            requests = PipelineRequests(
+                input_builder, self._dispatchers, gate, self._put, metrics=self.metrics, clock=clock
+            )
             for stage_id in prefill_stages:
                 stage_pools[stage_id].on_caches_gone = partial(requests.take_back_caches, stage_id)
             self._requests = requests

@@ -22,6 +22,11 @@ from vllm_omni_plugin.replicas.replica_server.server_settings import ServerSetti
 SETTINGS = ServerSettings("127.0.0.1", None, "", 0, 1.0, 1000.0, 60.0, None, {})
 
 
+def open_proxy(ports: Any, settings: ServerSettings, folder: Path, slot: "zmq.Socket[bytes]") -> DataProxy:
+    forwarder = f"ipc://{folder}/forwarder"
+    return DataProxy(ports, "c" * 40, settings, lambda: None, forwarder_addr=forwarder, slot_socket=slot)
+
+
 @pytest.fixture
 def slot(tmp_path: Path) -> Iterator["zmq.Socket[bytes]"]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -50,7 +55,7 @@ async def test_a_proxy_that_cannot_be_opened_leaves_nothing_on_the_loop(
     outputs.close()
     before = set(os.listdir("/proc/self/fd"))
     with contextlib.closing(inputs), pytest.raises(OSError, match="Bad file descriptor"):
-        DataProxy(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/forwarder", slot)
+        open_proxy([inputs, outputs], SETTINGS, tmp_path, slot)
     # The slot's own thread may not have noticed yet that its connection is gone.
     slot.context.destroy(linger=0)
     # What earlier tests had may end meanwhile.
@@ -81,7 +86,7 @@ async def test_a_proxy_to_a_head_that_does_not_read_closes_at_once_and_leaves_wh
     tmp_path: Path, slot: "zmq.Socket[bytes]", open_socket: Callable[[int], "zmq.Socket[bytes]"]
 ) -> None:
     inputs, outputs = listen_on_ports("127.0.0.1", None, 2)
-    proxy = DataProxy(inputs, outputs, "c" * 40, SETTINGS, lambda: None, f"ipc://{tmp_path}/forwarder", slot)
+    proxy = open_proxy([inputs, outputs], SETTINGS, tmp_path, slot)
     head, engine = open_socket(zmq.PULL), open_socket(zmq.PUSH)
     head.rcvhwm = 1
     head.plain_username, head.plain_password = PLAIN_USERNAME.encode(), b"c" * 40
@@ -107,7 +112,7 @@ async def test_a_proxy_closes_at_once_while_the_files_of_an_adapter_are_read(
 
     inputs, outputs = listen_on_ports("127.0.0.1", None, 2)
     settings = replace(SETTINGS, message_filter=read_files)
-    proxy = DataProxy(inputs, outputs, "c" * 40, settings, lambda: None, f"ipc://{tmp_path}/forwarder", slot)
+    proxy = open_proxy([inputs, outputs], settings, tmp_path, slot)
     head = open_socket(zmq.PUSH)
     head.plain_username, head.plain_password = PLAIN_USERNAME.encode(), b"c" * 40
     head.connect(inputs.address)

@@ -224,8 +224,8 @@ async def test_a_head_cannot_write_after_its_lease(start_node: StartNode, secret
 
 
 async def test_a_head_that_does_not_read_loses_its_lease(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def less_patient(inputs: Any, outputs: Any, credential: str, settings: ServerSettings, *others: Any) -> DataProxy:
-        return DataProxy(inputs, outputs, credential, replace(settings, heartbeat_timeout=1.0), *others)
+    def less_patient(ports: Any, credential: str, settings: ServerSettings, *others: Any, **named: Any) -> DataProxy:
+        return DataProxy(ports, credential, replace(settings, heartbeat_timeout=1.0), *others, **named)
 
     # Of the proxy only: the lease must not end first, nor the engine be taken for one that hangs.
     monkeypatch.setattr(attached_heads, "DataProxy", less_patient)

@@ -98,7 +98,7 @@ class Head:
     def _plan(self, stage: Stage) -> StagePlan:
         own = self.configs[stage.id]
 
-        def make_launcher(*_: Any) -> Launcher:
+        def make_launcher(*_: Any, **__: Any) -> Launcher:
             return self.launchers[stage.id]
 
         return StagePlan(

@@ -91,7 +91,7 @@ class PrefixBalancer(DecidingBalancer):
         adapter = adapter_key(prompt.lora_name) if prompt.lora_name else ""
         positions = self._to_compare(replicas, fleet, levels, expected, adapter)
         tokens = len(prompt.token_ids)
-        costs, matches = self._compare(replicas, positions, fleet, levels, tokens, expected)
+        costs, matches = self._compare(replicas, positions, fleet, levels, tokens=tokens, expected=expected)
         if adapter:
             adapters = [load_of(replicas[position]).adapters for position in positions]
             costs = [cost + more for cost, more in zip(costs, adapter_costs(adapter, adapters), strict=True)]
@@ -179,6 +179,7 @@ class PrefixBalancer(DecidingBalancer):
         positions: Sequence[int],
         fleet: FleetBits,
         levels: Sequence[Level],
+        *,
         tokens: int,
         expected: ExpectedPrefix | None,
     ) -> tuple[list[float], list[int]]:

@@ -224,7 +224,7 @@ class Fleet:
             LocalStage(
                 plan.stage_id,
                 plan.replicas,
-                plan.make_launcher(self._reaper.watch, pool.wants_cache_events, numbers),
+                plan.make_launcher(self._reaper.watch, report_cache=pool.wants_cache_events, numbers=numbers),
                 plan.api,
             )
             for plan, pool, numbers in zip(self._plans, self._pools, own_numbers(self._plans), strict=True)

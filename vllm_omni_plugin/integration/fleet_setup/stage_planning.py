@@ -211,6 +211,7 @@ def _python_launcher(
     stage: Stage,
     first_device: int,
     on_spawn: Callable[[int], None],
+    *,
     report_cache: bool,
     numbers: Sequence[int],
     for_others: bool = False,

@@ -161,7 +161,7 @@ class StageInputBuilder:
         api, source = self.apis[stage.id], state.request
         sampling, for_client = _sampling(state, stage)
         outputs = {stage.inputs[0]: joined(chunk.outputs)}
-        given = self._transformed(state, stage, outputs, chunks.memory, chunk.number, chunk.last)
+        given = self._transformed(state, stage, outputs, chunks.memory, number=chunk.number, last=chunk.last)
         request = None
         if given is None and chunk.last and not stage.is_vllm:
             # A Python stage may produce output when its input ends.
@@ -184,6 +184,7 @@ class StageInputBuilder:
         stage: Stage,
         outputs: Mapping[str, StageOutput],
         memory: dict[str, Any] | None = None,
+        *,
         number: int = 0,
         last: bool = True,
     ) -> StageInput | None:

@@ -39,6 +39,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         dispatchers: Sequence[Dispatcher],
         gate: AdmissionGate | None,
         put: Callable[[Any], None],
+        *,
         metrics: OrchestratorMetrics,
         clock: Callable[[], float],
     ) -> None:

@@ -243,16 +243,14 @@ class AttachedHeads:
     def _attached(self, engine: ServedEngine, lease: Lease, credential: str) -> Attached:
         if lease.slot not in self._ports:
             self._ports[lease.slot] = listen_on_ports(self._settings.host, self._settings.ports, 2)
-        inputs, outputs = self._ports[lease.slot]
-        new_proxy = partial(
-            DataProxy, inputs, outputs, credential, self._settings, partial(self._connection_lost, lease)
-        )
+        ports = self._ports[lease.slot]
+        new_proxy = partial(DataProxy, ports, credential, self._settings, partial(self._connection_lost, lease))
         proxy = engine.slots[lease.slot].lease(new_proxy)
         logger.info("Head %s is attached, on slot %d.", lease.head_id, lease.slot)
         return Attached(
             lease=lease.lease_id,
-            input_addr=inputs.address,
-            output_addr=outputs.address,
+            input_addr=ports[0].address,
+            output_addr=ports[1].address,
             client_index=lease.slot,
             identity=engine.identity,
             ready_response=engine.ready_response,

@@ -39,20 +39,20 @@ class DataProxy:
     The proxy has its own ZMQ context. Terminating the context stops both directions at once whatever the peers do,
     drops unread outputs, and closes the head's connections: a head without a lease cannot write to the engine.
 
-    Only `credential` is admitted. A head that does not read its outputs for the heartbeat timeout is disconnected, and
-    `on_lost` called on the running loop. The engine's outputs come from `slot_socket`, which belongs to the proxy until
-    `close`. `data_key` is the public CURVE key (Z85) of both ports, "" without encryption. `ended` is done after
-    `close`, once the ports are free: at once, or when the files of an adapter have been read. Raises `zmq.ZMQError` or
-    `OSError` if no descriptor is left.
+    `ports` are those for inputs and for outputs. Only `credential` is admitted. A head that does not read its outputs
+    for the heartbeat timeout is disconnected, and `on_lost` called on the running loop. The engine's outputs come from
+    `slot_socket`, which belongs to the proxy until `close`. `data_key` is the public CURVE key (Z85) of both ports, ""
+    without encryption. `ended` is done after `close`, once the ports are free: at once, or when the files of an adapter
+    have been read. Raises `zmq.ZMQError` or `OSError` if no descriptor is left.
     """
 
     def __init__(
         self,
-        inputs: Listener,
-        outputs: Listener,
+        ports: Sequence[Listener],
         credential: str,
         settings: ServerSettings,
         on_lost: Callable[[], None],
+        *,
         forwarder_addr: str,
         slot_socket: Socket,
     ) -> None:
@@ -62,42 +62,30 @@ class DataProxy:
         if settings.secrets is not None:
             public, self._secret_key = zmq.curve_keypair()
             self.data_key = public.decode()
+        inputs, outputs = ports
         with ExitStack() as undo:
             self._context = forwarding_context()
             undo.callback(self._context.destroy, linger=0)
             self._zap_handler = ZapHandler(self._context, settings.secrets)
             undo.callback(self._zap_handler.close)
             self._zap_handler.admit(DATA_ROLE, credential)
-            self._output_thread = self._open(inputs, outputs, forwarder_addr, slot_socket, settings, on_lost)
+            pull = self._serve(zmq.PULL, settings.max_message_bytes + CURVE_BYTES)
+            self._zap_handler.watch(pull, f"requests {inputs.address}")
+            push = self._serve(zmq.PUSH, HANDSHAKE_FRAME_BYTES)
+            # The kernel closes a connection whose peer acknowledges nothing, or keeps its window closed, for this time.
+            push.setsockopt(zmq.TCP_MAXRT, math.ceil(settings.heartbeat_timeout * 1000))
+            self._zap_handler.watch(push, f"outputs {outputs.address}", partial(call_on, self._loop, on_lost))
+            to_forwarder = self._context.socket(zmq.PUSH)
+            to_forwarder.sndhwm = QUEUE_MESSAGES
+            to_forwarder.connect(forwarder_addr)
+            to_slot = self._context.socket(zmq.PUSH)
+            to_slot.connect(slot_socket.get_string(zmq.LAST_ENDPOINT))
+            inputs.bind(pull)
+            outputs.bind(push)
+            passes = self._filter(settings, to_slot)
+            forward("omni-head-input", pull, to_forwarder, (pull, to_forwarder, to_slot), passes)
+            self._output_thread = forward("omni-head-output", slot_socket, push, (push,))
             undo.pop_all()
-
-    def _open(
-        self,
-        inputs: Listener,
-        outputs: Listener,
-        forwarder_addr: str,
-        slot_socket: Socket,
-        settings: ServerSettings,
-        on_lost: Callable[[], None],
-    ) -> threading.Thread:
-        pull = self._serve(zmq.PULL, settings.max_message_bytes + CURVE_BYTES)
-        pull.rcvhwm = QUEUE_MESSAGES
-        self._zap_handler.watch(pull, f"requests {inputs.address}")
-        push = self._serve(zmq.PUSH, HANDSHAKE_FRAME_BYTES)
-        push.sndhwm = QUEUE_MESSAGES
-        # The kernel closes a connection whose peer acknowledges nothing, or keeps its window closed, for this time.
-        push.setsockopt(zmq.TCP_MAXRT, math.ceil(settings.heartbeat_timeout * 1000))
-        self._zap_handler.watch(push, f"outputs {outputs.address}", partial(call_on, self._loop, on_lost))
-        to_forwarder = self._context.socket(zmq.PUSH)
-        to_forwarder.sndhwm = QUEUE_MESSAGES
-        to_forwarder.connect(forwarder_addr)
-        to_slot = self._context.socket(zmq.PUSH)
-        to_slot.connect(slot_socket.get_string(zmq.LAST_ENDPOINT))
-        inputs.bind(pull)
-        outputs.bind(push)
-        passes = self._filter(settings, to_slot)
-        forward("omni-head-input", pull, to_forwarder, (pull, to_forwarder, to_slot), passes)
-        return forward("omni-head-output", slot_socket, push, (push,))
 
     def close(self) -> None:
         """Let no further message pass; the slot's socket belongs to the caller again. Call once only.
@@ -137,6 +125,7 @@ class DataProxy:
     def _serve(self, kind: int, max_frame_bytes: int) -> Socket:
         socket = self._context.socket(kind)
         socket.handshake_ivl = HANDSHAKE_MS
+        socket.sndhwm = socket.rcvhwm = QUEUE_MESSAGES
         socket.maxmsgsize = max_frame_bytes
         if self._secret_key:
             require_key(socket, self._secret_key, DATA_ROLE)

@@ -69,13 +69,13 @@ class OutputSlot:
         self.ended: asyncio.Future[None]
         self.client.start()
 
-    def lease(self, new_proxy: Callable[[str, Socket], DataProxy]) -> DataProxy:
-        """Give the slot to a head; `new_proxy` gets the engine's input address and the slot's socket."""
+    def lease(self, new_proxy: Callable[..., DataProxy]) -> DataProxy:
+        """Give the slot to a head; `new_proxy` makes a `DataProxy`, from the arguments that it takes by name."""
         self.client.pause_reading()
         # Outputs that have arrived belong to an earlier head.
         self.client.drain()
         try:
-            self._proxy = new_proxy(self._link.input_addr, self._link.output_socket)
+            self._proxy = new_proxy(forwarder_addr=self._link.input_addr, slot_socket=self._link.output_socket)
         except BaseException:
             self.client.resume_reading()
             raise

@@ -45,6 +45,7 @@ def new_launcher(
     log_stats: bool,
     share: NodeShare,
     on_spawn: Callable[[int], None],
+    *,
     report_cache: bool,
     numbers: Sequence[int],
     for_others: bool = False,
