@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fakes.fleet import FakeFleet
 from tests.fakes.links import FakeLink
-from vllm_omni_plugin.admin.metrics.fleet_metrics import all_totals
+from vllm_omni_plugin.admin.metrics.fleet_metrics import stage_numbers
 from vllm_omni_plugin.admission import AdmissionConfig, RequestClass
 from vllm_omni_plugin.balancing import LeastQueueLengthBalancer
 from vllm_omni_plugin.orchestrator import OrchestratorRequestState
@@ -188,8 +188,8 @@ class Histories(RuleBasedStateMachine):
             metrics = self.fleet.orchestrator.metrics
             waiting = metrics.held + metrics.moves_waiting + metrics.queued
             assert sum(self.fleet.in_flight) + waiting == len(self.open)
-            [totals] = all_totals(self.fleet.orchestrator)
-            assert totals.waiting + totals.running == len(self.open)
+            [(_, numbers)] = stage_numbers(self.fleet.orchestrator)
+            assert numbers["requests_waiting"] + numbers["requests_running"] == len(self.open)
             assert metrics.held <= sum(map(self.has_nowhere_to_go, self.fleet.orchestrator.request_states.values()))
             assert not (metrics.moves_waiting and not self.fleet.pool.serving)
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -16,45 +16,27 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import OTHER_GENERATION
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 
 
-class StageTotals(NamedTuple):
-    """Requests of this head in one stage, and its replicas. Any thread may compute it.
+def stage_numbers(orchestrator: Orchestrator) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """The id of each stage, and this head's numbers there by metric; None: unknown, or no replica. Any thread may call.
 
-    Attributes:
-        waiting: requests that no engine works on: not sent yet, or not begun as far as engines have reported.
-        running: requests that an engine works on.
-        kv_usage: used share of the replicas' KV memory, 0 to 1; None without a replica.
-        expected_wait: seconds until an engine would begin a new request: `waiting` divided by the rate at which
-            requests leave the queue; 0 if none waits; None if some wait and the rate is unknown.
+    Requests that wait before they are accepted count for the first stage they need.
     """
-
-    stage_id: int
-    waiting: int
-    running: int
-    kv_usage: float | None
-    hit_ratio: float | None
-    expected_wait: float | None
-
-
-def all_totals(orchestrator: Orchestrator) -> Iterator[StageTotals]:
-    """The totals of each stage. Requests that wait before they are accepted count for the first stage they need."""
     metrics, first = orchestrator.metrics, orchestrator.needed_pools[0]
     for pool in orchestrator.stage_pools:
-        waiting_here = sum(metrics.waiting_in[pool.stage_id]())
-        yield _totals(pool, waiting_here + (metrics.held_before_accept if pool is first else 0))
-
-
-def _totals(pool: StagePool, waiting_here: int) -> StageTotals:
-    queued = [(member.ledger.waiting, len(member.in_flight)) for member in pool.members]
-    waiting = waiting_here + sum(unbegun for unbegun, _ in queued)
-    rate = pool.flow.leaving_rate
-    return StageTotals(
-        pool.stage_id,
-        waiting,
-        sum(max(0, in_flight - unbegun) for unbegun, in_flight in queued),
-        _kv_usage(pool),
-        pool.flow.hit_ratio,
-        (waiting / rate if rate else None) if waiting else 0.0,
-    )
+        queued = [(member.ledger.waiting, len(member.in_flight)) for member in pool.members]
+        waiting = sum(metrics.waiting_in[pool.stage_id]()) + sum(unbegun for unbegun, _ in queued)
+        waiting += metrics.held_before_accept if pool is first else 0
+        rate = pool.flow.leaving_rate
+        yield (
+            pool.stage_id,
+            {
+                "requests_waiting": waiting,
+                "requests_running": sum(max(0, in_flight - unbegun) for unbegun, in_flight in queued),
+                "expected_wait_seconds": (waiting / rate if rate else None) if waiting else 0.0,
+                "stage_kv_cache_usage_ratio": _kv_usage(pool),
+                "prefix_cache_hit_ratio": pool.flow.hit_ratio,
+            },
+        )
 
 
 def _kv_usage(pool: StagePool) -> float | None:
@@ -80,13 +62,6 @@ _BY_REPLICA: tuple[tuple[str, Callable[[PoolMember], float]], ...] = (
     ("decode_tokens", lambda member: member.ledger.uncached_load().decode_tokens),
     ("kv_cache_usage_ratio", lambda member: member.ledger.uncached_load().kv_usage),
 )
-_BY_STAGE: tuple[tuple[str, Callable[[StageTotals], float | None]], ...] = (
-    ("requests_waiting", lambda totals: totals.waiting),
-    ("requests_running", lambda totals: totals.running),
-    ("expected_wait_seconds", lambda totals: totals.expected_wait),
-    ("stage_kv_cache_usage_ratio", lambda totals: totals.kv_usage),
-    ("prefix_cache_hit_ratio", lambda totals: totals.hit_ratio),
-)
 
 
 class FleetCollector(Collector):
@@ -101,10 +76,10 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._replicas()
-        totals = list(all_totals(self._orchestrator))
-        for name, of_stage in _BY_STAGE:
-            numbers = [(each.stage_id, of_stage(each)) for each in totals]
-            yield _family(name, [((stage_id,), number) for stage_id, number in numbers if number is not None])
+        of_stages = list(stage_numbers(self._orchestrator))
+        for name in of_stages[0][1]:
+            numbers = [((stage_id,), numbers[name]) for stage_id, numbers in of_stages]
+            yield _family(name, [(labels, number) for labels, number in numbers if number is not None])
         yield from self._heads()
         if self._orchestrator.admission is not None:
             for name, labelled in _admission(self._orchestrator.admission):

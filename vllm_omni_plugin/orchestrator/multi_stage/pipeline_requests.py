@@ -382,8 +382,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             if run.first_sent_at is not None and stage_id not in state.answered:
                 self._add_time(state, self._pipeline.stages[stage_id], "queue", run.first_sent_at - run.submitted_at)
         if state.traced:
-            times = state.stage_times(self._pipeline.stages, self._clock())
-            self._put(RequestStages(state.request_id, times))
+            self._put(RequestStages(state.request_id, state.stage_times(self._pipeline.stages, self._clock())))
         if state.call is not None:
             state.call.put(PipelineCallEnded(error, state.pipeline_timings))
 
