@@ -23,6 +23,7 @@ from vllm_omni_plugin.coordinator import (
 )
 from vllm_omni_plugin.coordinator.client import coordinator_link as link_module
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.protocol import coordinator_sockets
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import connect_watched, open_dealer
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
@@ -109,7 +110,7 @@ def test_a_client_without_a_free_descriptor_for_its_next_attempt_tries_again(
             raise zmq.ZMQError(errno.EMFILE)
         return connect_watched(socket, address, secrets, attempt)
 
-    monkeypatch.setattr(link_module, "connect_watched", connect)
+    monkeypatch.setattr(coordinator_sockets, "connect_watched", connect)
     problems: list[str] = []
     report(coordinator.router_zmq_addr, NEW_THEN_OLD, on_unreachable=problems.append)
     eventually(lambda: names(coordinator.get_active_replicas()) == ["a"])

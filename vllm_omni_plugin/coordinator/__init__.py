@@ -1,7 +1,7 @@
 """Fleet membership: replicas register at a coordinator, heads follow its list. Needs neither vLLM nor torch."""
 
 from vllm_omni_plugin.coordinator.client.announcing_client import OmniCoordClientForStage
-from vllm_omni_plugin.coordinator.client.head_client import OmniCoordClientForHead, SessionEvent
+from vllm_omni_plugin.coordinator.client.head_client import OmniCoordClientForHead
 from vllm_omni_plugin.coordinator.client.head_query import HeadQueryResult, query_head
 from vllm_omni_plugin.coordinator.client.hub_client import OmniCoordClientForHub
 from vllm_omni_plugin.coordinator.process.runtime import OmniCoordinatorRuntime
@@ -24,6 +24,7 @@ from vllm_omni_plugin.coordinator.protocol.head_messages import (
     HeadWork,
     ListDelta,
     ReplicaWork,
+    SessionEvent,
     SessionLost,
     Welcome,
     engine_key,

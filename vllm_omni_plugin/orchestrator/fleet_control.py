@@ -13,16 +13,7 @@ from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
 from vllm_omni_plugin.orchestrator.pool.pool_member import ADMIN_CORDON
 from vllm_omni_plugin.orchestrator.pool.work_exchange import HeadsUpdate, WorkExchange
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    CallReplicas,
-    CoordinatorMessage,
-    Explain,
-    ManageReplica,
-    OperatorMessage,
-    RegisterRemoteReplica,
-    ReplaceAdmission,
-    UnregisterRemoteReplica,
-)
+from vllm_omni_plugin.orchestrator.requests import orchestrator_messages as messages
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 
 logger = init_logger(__name__)
@@ -66,7 +57,7 @@ class FleetControl:
         try:
             while True:
                 for message in await self._orchestrator.rpc_async_queue.get_batch():
-                    if isinstance(message, OperatorMessage):
+                    if isinstance(message, messages.OperatorMessage):
                         task = asyncio.create_task(self._answer(message), name="omni-operator-call")
                         replies[task] = message.reply
                         task.add_done_callback(replies.pop)
@@ -79,7 +70,7 @@ class FleetControl:
                 task.cancel()
                 reply.cancel()
 
-    async def _answer(self, message: OperatorMessage) -> None:
+    async def _answer(self, message: messages.OperatorMessage) -> None:
         reply: Future[Any] = message.reply
         try:
             result = await self._do(message)
@@ -90,22 +81,22 @@ class FleetControl:
             if reply.set_running_or_notify_cancel():
                 reply.set_result(result)
 
-    async def _do(self, message: OperatorMessage) -> Any:
+    async def _do(self, message: messages.OperatorMessage) -> Any:
         match message:
-            case CallReplicas(method, args, _, stages):
+            case messages.CallReplicas(method, args, _, stages):
                 return await self._fleet_calls.call(method, args, range(len(self._pools)) if stages is None else stages)
-            case ManageReplica():
+            case messages.ManageReplica():
                 return await self._manage(message)
-            case Explain():
+            case messages.Explain():
                 return self._orchestrator.explain(message)
-            case ReplaceAdmission(config):
+            case messages.ReplaceAdmission(config):
                 admission = self._orchestrator.admission
                 assert admission is not None
                 before = admission.config
                 admission.replace(config)
                 return config_changes(before, config)
 
-    async def _manage(self, message: ManageReplica) -> None:
+    async def _manage(self, message: messages.ManageReplica) -> None:
         try:
             member = self._pools[message.stage_id].member(message.replica_id)
         except LookupError:
@@ -123,13 +114,15 @@ class FleetControl:
         if member.remote:
             await self._fleet_calls.manage(message.action, key)
 
-    def _handle(self, message: RegisterRemoteReplica | UnregisterRemoteReplica | CoordinatorMessage) -> None:
+    def _handle(
+        self, message: messages.RegisterRemoteReplica | messages.UnregisterRemoteReplica | messages.CoordinatorMessage
+    ) -> None:
         try:
             match message:
-                case RegisterRemoteReplica():
+                case messages.RegisterRemoteReplica():
                     assert self._remote_replicas is not None
                     self._remote_replicas.register(message)
-                case UnregisterRemoteReplica():
+                case messages.UnregisterRemoteReplica():
                     assert self._remote_replicas is not None
                     self._remote_replicas.unregister(message)
                 case _:

@@ -27,17 +27,9 @@ from vllm_omni_plugin.orchestrator.pool.pool_member import (
 )
 from vllm_omni_plugin.orchestrator.pool.stage_calls import StageCalls
 from vllm_omni_plugin.orchestrator.pool.stage_pool import WEIGHTS_REMEDY, StagePool
+from vllm_omni_plugin.orchestrator.requests import orchestrator_messages as messages
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
 from vllm_omni_plugin.orchestrator.requests.load_ledger import Work
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    Explain,
-    Explanation,
-    OperatorMessage,
-    OutputUnusable,
-    ReplicaJoined,
-    ReplicaLeft,
-    RpcMessage,
-)
 from vllm_omni_plugin.orchestrator.requests.request_owner import OrchestratorRequestState, RequestOwner
 from vllm_omni_plugin.orchestrator.requests.stage_run import Loss, RunEnded
 from vllm_omni_plugin.orchestrator.requests.thread_queue import ThreadQueue
@@ -88,7 +80,7 @@ class Orchestrator:
         self.stage_pools = self.needed_pools = stage_pools
         self.async_chunk = False
         self.front_end = front_end or QueuedFrontEnd()
-        self.rpc_async_queue: ThreadQueue[RpcMessage] = ThreadQueue()
+        self.rpc_async_queue: ThreadQueue[messages.RpcMessage] = ThreadQueue()
         self.metrics = OrchestratorMetrics()
         self.events = EventLog()
         self.serving_signal = ServingSignal(lambda: self.can_serve)
@@ -171,7 +163,7 @@ class Orchestrator:
     def close_queues(self) -> None:
         """End `run` and wake everyone who waits on a queue. Idempotent, from any thread."""
         for message in self.rpc_async_queue.close():
-            if isinstance(message, OperatorMessage):
+            if isinstance(message, messages.OperatorMessage):
                 message.reply.cancel()
         self.front_end.close()
 
@@ -289,12 +281,12 @@ class Orchestrator:
 
     def replica_joined(self, member: PoolMember, ready_response: bytes) -> None:
         """A replica that came after the start is about to serve: notify AsyncLLM."""
-        self._put(ReplicaJoined(member.stage_id, member.replica_id, ready_response))
+        self._put(messages.ReplicaJoined(member.stage_id, member.replica_id, ready_response))
 
     def replica_left(self, member: PoolMember) -> None:
         """A lost replica does not come back: remove it, and notify AsyncLLM."""
         self.stage_pools[member.stage_id].remove(member)
-        self._put(ReplicaLeft(member.stage_id, member.replica_id))
+        self._put(messages.ReplicaLeft(member.stage_id, member.replica_id))
 
     def distrust(self, member: PoolMember, reason: str) -> None:
         """Take out a replica whose state or outputs are wrong; its engine is reset or restarted."""
@@ -303,7 +295,7 @@ class Orchestrator:
             self.replica_lost(member, reason, ReplicaStatus.ERROR)
             client.mark_dead(reason)
 
-    def _output_unusable(self, message: OutputUnusable) -> None:
+    def _output_unusable(self, message: messages.OutputUnusable) -> None:
         """Distrust a replica at its second bad output within a minute: the first may be the request's own fault."""
         stage_id, replica_id = stage_and_replica(message.engine_index)
         pool, now = self.stage_pools[stage_id], self._clock()
@@ -320,7 +312,7 @@ class Orchestrator:
         else:
             self.distrust(member, reason)
 
-    def explain(self, question: Explain) -> Explanation:
+    def explain(self, question: messages.Explain) -> messages.Explanation:
         """Where a request would go now, or stand in the queue; see `StagePool.explain`."""
         queue_position = NO_QUEUE
         if self.admission is not None:

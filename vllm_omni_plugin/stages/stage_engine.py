@@ -12,16 +12,8 @@ from vllm_omni_plugin.stages.compute_queue import ComputeQueue, StageSession
 from vllm_omni_plugin.stages.python_stage import StageJob
 from vllm_omni_plugin.stages.socket_engine import SocketEngine
 from vllm_omni_plugin.stages.stage_runner import StageResult
+from vllm_omni_plugin.vllm_api.codecs import stage_protocol
 from vllm_omni_plugin.vllm_api.codecs.stage_codec import StageCodec
-from vllm_omni_plugin.vllm_api.codecs.stage_protocol import (
-    ABORTED,
-    CONTENT_KEY,
-    ERROR,
-    STOP,
-    SchedulerStats,
-    StageRequest,
-    WireOutput,
-)
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
 
 logger = init_logger(__name__)
@@ -78,14 +70,17 @@ class StageEngine(SocketEngine):
         if not self.ended.done():
             self.ended.set_exception(error)
 
-    def _add(self, request: StageRequest) -> None:
+    def _add(self, request: stage_protocol.StageRequest) -> None:
         if not self._queue.add(request):
             logger.warning("Request id %s is a duplicate; the second request was dropped.", request.request_id)
 
     def _abort(self, request_ids: Iterable[str] | None, notify: bool) -> None:
         dropped = self._queue.abort(self._queue.request_ids if request_ids is None else request_ids)
         if notify:
-            outputs = [WireOutput(session.request_id, [], finish_reason=ABORTED) for session in dropped]
+            outputs = [
+                stage_protocol.WireOutput(session.request_id, [], finish_reason=stage_protocol.ABORTED)
+                for session in dropped
+            ]
             self._send([(session.client_index, output) for session, output in zip(dropped, outputs, strict=True)])
 
     def _clear_cache(self) -> bool:
@@ -118,7 +113,9 @@ class StageEngine(SocketEngine):
         ]
         self._compute_next()
         # Sent also if all requests were aborted: the client would count them as running until its next request.
-        self._send(answers, SchedulerStats(len(self._batch), self._queue.waiting), batch[0][0].client_index)
+        self._send(
+            answers, stage_protocol.SchedulerStats(len(self._batch), self._queue.waiting), batch[0][0].client_index
+        )
         self._send_delayed_answers()
         self._end_if_idle()
 
@@ -127,10 +124,14 @@ class StageEngine(SocketEngine):
             self.ended.set_result(None)
 
 
-def _output(session: StageSession, result: StageResult) -> WireOutput:
+def _output(session: StageSession, result: StageResult) -> stage_protocol.WireOutput:
     """The next output of a session, after `finish` has counted it, or its error."""
-    content = {CONTENT_KEY: result.content}
+    content = {stage_protocol.CONTENT_KEY: result.content}
     if result.content.error:
-        return WireOutput(session.request_id, [], finish_reason=ERROR, kv_transfer_params=content)
+        return stage_protocol.WireOutput(
+            session.request_id, [], finish_reason=stage_protocol.ERROR, kv_transfer_params=content
+        )
     number = [session.answered - 1]
-    return WireOutput(session.request_id, number, None, None, result.tensor, STOP, kv_transfer_params=content)
+    return stage_protocol.WireOutput(
+        session.request_id, number, None, None, result.tensor, stage_protocol.STOP, kv_transfer_params=content
+    )

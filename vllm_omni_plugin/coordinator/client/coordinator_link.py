@@ -7,15 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
-from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
-    LINK_FAILURES,
-    RECONNECT_MAX_MS,
-    Context,
-    Socket,
-    Wakeup,
-    connect_watched,
-    poll_ms,
-)
+from vllm_omni_plugin.coordinator.protocol import coordinator_sockets as sockets
 from vllm_omni_plugin.curve import Secrets, why_refused
 from vllm_omni_plugin.errors import ConfigError, WireError
 from vllm_omni_plugin.logger import init_logger
@@ -37,7 +29,7 @@ class CoordinatorLink:
     def __init__(
         self,
         address: str,
-        open_socket: Callable[[Context], Socket],
+        open_socket: Callable[[sockets.Context], sockets.Socket],
         secrets: Secrets | None,
         on_change: Callable[[str], None],
     ) -> None:
@@ -50,13 +42,13 @@ class CoordinatorLink:
         self._problem: str | None = None
         self.connected = self.refused = False
         self.invalid_frames = 0
-        self._context: Context = zmq.Context()
+        self._context: sockets.Context = zmq.Context()
         try:
             self.socket, self._monitor = self._connect()
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._wakeup = Wakeup()
+        self._wakeup = sockets.Wakeup()
         self._poller = zmq.Poller()
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -92,7 +84,7 @@ class CoordinatorLink:
         """Sleep until ``until`` (monotonic seconds) or an event; returns whether it was one of ``events``."""
         self._poller.register(self.socket, events)
         deadlines = [deadline for deadline in (until, self._reopen_at) if deadline is not None]
-        ready = dict(self._poller.poll(poll_ms(min(deadlines) - time.monotonic()) if deadlines else None))
+        ready = dict(self._poller.poll(sockets.poll_ms(min(deadlines) - time.monotonic()) if deadlines else None))
         # Checked first: a read without data would double the cost of a wake-up.
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
@@ -109,10 +101,10 @@ class CoordinatorLink:
         self._context.term()
         self._wakeup.close()
 
-    def _connect(self) -> tuple[Socket, Socket]:
+    def _connect(self) -> tuple[sockets.Socket, sockets.Socket]:
         socket = self._open_socket(self._context)
         try:
-            return socket, connect_watched(socket, self._address, self._secrets, self._failures)
+            return socket, sockets.connect_watched(socket, self._address, self._secrets, self._failures)
         except BaseException:
             # libzmq blocks a monitored socket whose events nobody reads.
             socket.disable_monitor()
@@ -124,7 +116,7 @@ class CoordinatorLink:
             socket, monitor = self._connect()
         except (zmq.ZMQError, ConfigError) as error:
             # No descriptor is free, for example. The former socket stays until there is another.
-            self._reopen_at = time.monotonic() + RECONNECT_MAX_MS / 1000
+            self._reopen_at = time.monotonic() + sockets.RECONNECT_MAX_MS / 1000
             self._set_state(False, f"cannot connect to {self._address}: {error}")
             return
         self._reopen_at = None
@@ -138,7 +130,7 @@ class CoordinatorLink:
         # In this order: the end of monitoring is an event, which needs a reader.
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
-        self.socket.close(linger=poll_ms(linger))
+        self.socket.close(linger=sockets.poll_ms(linger))
 
     def _read_monitor(self) -> None:
         while True:
@@ -153,7 +145,7 @@ class CoordinatorLink:
     def _handle_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._set_state(True, "")
-        elif event & LINK_FAILURES:
+        elif event & sockets.LINK_FAILURES:
             self._failed(event, value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._set_state(False, f"the connection to the coordinator at {self._address} was lost")
@@ -163,7 +155,7 @@ class CoordinatorLink:
     def _failed(self, event: int, value: int) -> None:
         self._failures += 1
         tried_all = self._failures % (self._secrets.count if self._secrets else 1) == 0
-        self._reopen_at = time.monotonic() + (RECONNECT_MAX_MS / 1000 if tried_all else 0.0)
+        self._reopen_at = time.monotonic() + (sockets.RECONNECT_MAX_MS / 1000 if tried_all else 0.0)
         if tried_all:
             self.refused = True
             why = why_refused(event, value, self._secrets)

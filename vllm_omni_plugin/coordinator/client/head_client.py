@@ -8,36 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink, notify
+from vllm_omni_plugin.coordinator.protocol import head_messages as wire
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import HEAD_QUEUE_FRAMES, open_head_dealer
-from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    ROWS_PER_FRAME,
-    SESSION_PROTOCOL,
-    Beat,
-    Bye,
-    CallMessageFromHead,
-    CallMessageToHead,
-    FromHead,
-    FullList,
-    HeadLeft,
-    HeadWork,
-    Hello,
-    ListDelta,
-    ReplicaWork,
-    SessionLost,
-    SessionRefused,
-    ToHead,
-    Welcome,
-    WorkReport,
-    decode_to_head,
-    encode_from_head,
-)
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError, WireError
 
 SILENCE_TIMEOUT = 2.0
 
-SessionEvent = Welcome | FullList | ListDelta | HeadWork | HeadLeft | CallMessageToHead | SessionLost
-SessionOutput = SessionEvent | SessionRefused | WireError
+SessionOutput = wire.SessionEvent | wire.SessionRefused | WireError
 """An event, the reason of a missing session, or the fault of a dropped frame."""
 
 
@@ -70,23 +48,23 @@ class HeadSession:
     def beat(self) -> None:
         """Send a heartbeat, or request a session where there is none."""
         if self._is_open:
-            self._add(Beat())
+            self._add(wire.Beat())
         else:
             self._send_hello()
 
-    def report(self, work: Sequence[ReplicaWork], full: bool) -> None:
-        for start in range(0, len(work) or 1, ROWS_PER_FRAME):
+    def report(self, work: Sequence[wire.ReplicaWork], full: bool) -> None:
+        for start in range(0, len(work) or 1, wire.ROWS_PER_FRAME):
             if self._is_open:
-                self._add(WorkReport(full and start == 0, list(work[start : start + ROWS_PER_FRAME])))
+                self._add(wire.WorkReport(full and start == 0, list(work[start : start + wire.ROWS_PER_FRAME])))
 
-    def send(self, message: CallMessageFromHead) -> bool:
+    def send(self, message: wire.CallMessageFromHead) -> bool:
         """Send a message. Returns False, and sends none, without a session."""
         if self._is_open:
             self._add(message)
         return self._is_open
 
     def leave(self) -> None:
-        self.frames.append(encode_from_head(Bye()))
+        self.frames.append(wire.encode_from_head(wire.Bye()))
         self._is_open = False
 
     def check_silence(self, now: float, number: int) -> list[SessionOutput]:
@@ -95,11 +73,11 @@ class HeadSession:
             return []
         self._last_frame_at = None
         self.open(number)
-        return [SessionLost()]
+        return [wire.SessionLost()]
 
     def receive(self, frame: bytes, now: float) -> list[SessionOutput]:
         try:
-            messages = decode_to_head(frame)
+            messages = wire.decode_to_head(frame)
         except WireError as error:
             # The content is lost. The next beat requests a new session and with it a full resync.
             self._is_open = False
@@ -110,27 +88,29 @@ class HeadSession:
             self._last_frame_at = now
         return outputs
 
-    def _handle(self, message: ToHead) -> Iterator[SessionOutput]:
+    def _handle(self, message: wire.ToHead) -> Iterator[SessionOutput]:
         match message:
-            case Welcome():
+            case wire.Welcome():
                 self._is_open = True
                 yield message
-            case SessionRefused():
+            case wire.SessionRefused():
                 yield message
             case _ if not self._is_open:
                 # It belongs to a previous session.
                 return
-            case HeadWork() if message.head_id == self._head_id:
+            case wire.HeadWork() if message.head_id == self._head_id:
                 return
             case _:
                 yield message
 
     def _send_hello(self) -> None:
         self.frames.clear()
-        self.frames.append(encode_from_head(Hello(self._head_id, self._number, SESSION_PROTOCOL, self._generation)))
+        self.frames.append(
+            wire.encode_from_head(wire.Hello(self._head_id, self._number, wire.SESSION_PROTOCOL, self._generation))
+        )
 
-    def _add(self, message: FromHead) -> None:
-        frame = encode_from_head(message)
+    def _add(self, message: wire.FromHead) -> None:
+        frame = wire.encode_from_head(message)
         if len(self.frames) < HEAD_QUEUE_FRAMES:
             self.frames.append(frame)
         else:
@@ -159,7 +139,7 @@ class OmniCoordClientForHead:
         self,
         coord_zmq_addr: str,
         head_id: str,
-        on_event: Callable[[SessionEvent], None],
+        on_event: Callable[[wire.SessionEvent], None],
         *,
         generation: str = "",
         secrets: Secrets | None = None,
@@ -184,14 +164,14 @@ class OmniCoordClientForHead:
     def invalid_frames(self) -> int:
         return self._link.invalid_frames
 
-    def report_work(self, work: Sequence[ReplicaWork], *, full: bool) -> None:
+    def report_work(self, work: Sequence[wire.ReplicaWork], *, full: bool) -> None:
         """Report this head's work in flight: all of it (``full``), or what changed. Ignored without a session."""
         with self._lock:
             if not self._closed:
                 self._session.report(work, full)
                 self._link.wake()
 
-    def send(self, message: CallMessageFromHead) -> bool:
+    def send(self, message: wire.CallMessageFromHead) -> bool:
         """Send a message; return False without a session. Raises `WireError` if it is too large or not plain JSON."""
         with self._lock:
             sent = not self._closed and self._session.send(message)
@@ -260,11 +240,11 @@ class OmniCoordClientForHead:
         for output in outputs:
             if isinstance(output, WireError):
                 self._link.record_invalid(output)
-            elif isinstance(output, SessionRefused):
+            elif isinstance(output, wire.SessionRefused):
                 self._report_problem(f"{self._coordinator} gives this head no session: {output.reason}")
             else:
-                if isinstance(output, Welcome):
+                if isinstance(output, wire.Welcome):
                     self._report_problem("")
-                elif isinstance(output, SessionLost):
+                elif isinstance(output, wire.SessionLost):
                     self._report_problem(f"{self._coordinator} is silent")
                 notify(self._on_event, output)

@@ -9,14 +9,8 @@ from dataclasses import dataclass
 import zmq
 
 from vllm_omni_plugin.coordinator.client.coordinator_link import CoordinatorLink
+from vllm_omni_plugin.coordinator.protocol import head_messages as wire
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import open_head_dealer
-from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    MAX_HOST_SLOTS,
-    HeadInfo,
-    HeadQuery,
-    decode_head_info,
-    encode_from_head,
-)
 from vllm_omni_plugin.curve import HANDSHAKE_MS, Secrets
 from vllm_omni_plugin.errors import WireError
 
@@ -36,7 +30,7 @@ class HeadQueryResult:
         clock_ahead: Lower bound of the seconds by which this machine's clock is ahead of the head's; negative: behind.
     """
 
-    info: HeadInfo | None = None
+    info: wire.HeadInfo | None = None
     problem: str = ""
     refused: bool = False
     clock_ahead: float = 0.0
@@ -55,7 +49,7 @@ def query_head(
     problems: list[str] = []
     link = CoordinatorLink(address, open_head_dealer, secrets, problems.append)
     try:
-        frames = deque([encode_from_head(HeadQuery(stage_id, tuple(host_slots[:MAX_HOST_SLOTS])))])
+        frames = deque([wire.encode_from_head(wire.HeadQuery(stage_id, tuple(host_slots[: wire.MAX_HOST_SLOTS])))])
         sent_at = wall_clock()
         while time.monotonic() < deadline:
             link.wait(deadline, zmq.POLLIN)
@@ -75,7 +69,7 @@ def query_head(
 
 def _read(frame: bytes, sent_at: float, received_at: float) -> HeadQueryResult:
     try:
-        info = decode_head_info(frame)
+        info = wire.decode_head_info(frame)
     except WireError as error:
         return HeadQueryResult(problem=f"its answer cannot be read ({error})")
     # The head read its clock between these two times.

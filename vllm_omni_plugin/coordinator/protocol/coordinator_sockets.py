@@ -6,17 +6,9 @@ from contextlib import ExitStack, suppress
 
 import zmq
 
+from vllm_omni_plugin import curve
 from vllm_omni_plugin.coordinator.protocol.control_messages import MAX_REPLICA_LIST_BYTES
 from vllm_omni_plugin.coordinator.protocol.head_messages import MAX_FRAME_TO_HEAD_BYTES, MAX_HEAD_FRAME_BYTES
-from vllm_omni_plugin.curve import (
-    HANDSHAKE_FRAME_BYTES,
-    HANDSHAKE_MS,
-    NO_CREDENTIAL,
-    Secrets,
-    ZapHandler,
-    secure_client,
-    secure_server,
-)
 from vllm_omni_plugin.errors import ConfigError
 
 
@@ -56,7 +48,7 @@ RECONNECT_MAX_MS = 1000
 # Frames queued per peer before TCP back-pressure. Bounds the coordinator's memory per peer to 8 MiB.
 RECEIVE_QUEUE_FRAMES = 32
 # libzmq needs about 50 bytes for each byte of a subscribed topic, without a limit. Our own client uses no topic.
-MAX_SUBSCRIPTION_BYTES = HANDSHAKE_FRAME_BYTES
+MAX_SUBSCRIPTION_BYTES = curve.HANDSHAKE_FRAME_BYTES
 MAX_TOPICS_PER_PEER = 8
 # A list replaces the previous ones, so few are enough. A dropped last list would be missing for 5 s.
 LIST_QUEUE_FRAMES = 16
@@ -70,7 +62,7 @@ LINK_FAILURES = (
 _LINK_EVENTS = LINK_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 
-def bind_router(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
+def bind_router(context: Context, address: str, secrets: curve.Secrets | None, zap_handler: curve.ZapHandler) -> Socket:
     """Return the bound ROUTER. Raises `ConfigError`.
 
     Sending raises `zmq.ZMQError`: EAGAIN if the peer's queue is full, EHOSTUNREACH if the peer is gone.
@@ -86,7 +78,7 @@ def bind_router(context: Context, address: str, secrets: Secrets | None, zap_han
     return router
 
 
-def bind_pub(context: Context, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> Socket:
+def bind_pub(context: Context, address: str, secrets: curve.Secrets | None, zap_handler: curve.ZapHandler) -> Socket:
     """Return the bound XPUB, from which subscriptions can be read. Raises `ConfigError`."""
     pub = context.socket(zmq.XPUB)
     pub.maxmsgsize = MAX_SUBSCRIPTION_BYTES
@@ -101,7 +93,7 @@ def bind_pub(context: Context, address: str, secrets: Secrets | None, zap_handle
 def open_dealer(context: Context) -> Socket:
     dealer = context.socket(zmq.DEALER)
     # The coordinator sends nothing except its handshake.
-    dealer.maxmsgsize = HANDSHAKE_FRAME_BYTES
+    dealer.maxmsgsize = curve.HANDSHAKE_FRAME_BYTES
     dealer.sndhwm = EVENT_QUEUE_FRAMES
     return dealer
 
@@ -121,7 +113,7 @@ def open_sub(context: Context) -> Socket:
     return sub
 
 
-def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attempt: int) -> Socket:
+def connect_watched(socket: Socket, address: str, secrets: curve.Secrets | None, attempt: int) -> Socket:
     """Connect with the secret number ``attempt``, and return the socket's monitor. Raises `ConfigError`.
 
     The monitor must be read while the socket is open, or libzmq blocks.
@@ -133,7 +125,7 @@ def connect_watched(socket: Socket, address: str, secrets: Secrets | None, attem
     socket.connect_timeout = LINK_CHECK_MS
     socket.reconnect_ivl = RECONNECT_MS
     socket.reconnect_ivl_max = RECONNECT_MAX_MS
-    secure_client(socket, secrets, ROLE, attempt)
+    curve.secure_client(socket, secrets, ROLE, attempt)
     monitor = socket.get_monitor_socket(_LINK_EVENTS)
     try:
         socket.connect(address)
@@ -147,10 +139,10 @@ def poll_ms(seconds: float) -> int:
     return max(0, math.ceil(seconds * 1000))
 
 
-def _bind(socket: Socket, address: str, secrets: Secrets | None, zap_handler: ZapHandler) -> None:
+def _bind(socket: Socket, address: str, secrets: curve.Secrets | None, zap_handler: curve.ZapHandler) -> None:
     socket.ipv6 = "[" in address
-    socket.handshake_ivl = HANDSHAKE_MS
-    secure_server(socket, secrets, ROLE)
+    socket.handshake_ivl = curve.HANDSHAKE_MS
+    curve.secure_server(socket, secrets, ROLE)
     # Needed also where the ZAP handler admits everybody: with a domain, libzmq refuses peers of libzmq 3 or older, for
     # which it knows neither address nor connection.
     socket.zap_domain = ROLE.encode()
@@ -165,18 +157,18 @@ def _bind(socket: Socket, address: str, secrets: Secrets | None, zap_handler: Za
 class CoordinatorSockets:
     """The coordinator's two bound sockets and the ZAP handler that guards them. Raises `ConfigError`."""
 
-    def __init__(self, router_address: str, pub_address: str, secrets: Secrets | None) -> None:
+    def __init__(self, router_address: str, pub_address: str, secrets: curve.Secrets | None) -> None:
         with ExitStack() as stack:
             context: Context = zmq.Context()
             stack.callback(context.term)
             # Set before bind, when libzmq copies it. With the default, no limit, `close` would hang if a connection
             # with unread messages ends at the same moment (libzmq's issues 2733 and 3252).
             context.linger = 0
-            self.zap_handler = ZapHandler(context, secrets)
+            self.zap_handler = curve.ZapHandler(context, secrets)
             stack.callback(self.zap_handler.close)
             self.zap_handler.admit_secret_holders(ROLE)
             if secrets is None:
-                self.zap_handler.admit(ROLE, NO_CREDENTIAL)
+                self.zap_handler.admit(ROLE, curve.NO_CREDENTIAL)
             self.router = bind_router(context, router_address, secrets, self.zap_handler)
             stack.callback(self.router.close)
             self.pub = bind_pub(context, pub_address, secrets, self.zap_handler)

@@ -289,6 +289,7 @@ class SessionLost(Struct, frozen=True):
 CallMessageFromHead = FleetCall | CallDone | FleetState
 FromHead = Hello | Beat | WorkReport | CallMessageFromHead | Bye
 CallMessageToHead = RelayedCall | CallRefused | CallFinished | FleetState
+SessionEvent = Welcome | FullList | ListDelta | HeadWork | HeadLeft | CallMessageToHead | SessionLost
 ToHead = Welcome | SessionRefused | FullList | ListDelta | HeadWork | HeadLeft | CallMessageToHead
 
 _encoder = msgspec.json.Encoder()

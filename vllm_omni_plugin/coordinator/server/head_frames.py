@@ -5,16 +5,8 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
+from vllm_omni_plugin.coordinator.protocol import head_messages as wire
 from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import Socket
-from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    FleetCall,
-    HeadInfo,
-    HeadQuery,
-    Hello,
-    decode_from_head,
-    encode_to_head,
-    frames_to_head,
-)
 from vllm_omni_plugin.coordinator.state.connected_heads import ConnectedHeads, OutgoingFrame
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.errors import WireError
@@ -23,23 +15,25 @@ from vllm_omni_plugin.errors import WireError
 class HeadFrames:
     """Connects the ROUTER with `ConnectedHeads`. For the coordinator's thread. ``head_info`` answers a query."""
 
-    def __init__(self, heads: ConnectedHeads, router: Socket, head_info: Callable[[HeadQuery], HeadInfo]) -> None:
+    def __init__(
+        self, heads: ConnectedHeads, router: Socket, head_info: Callable[[wire.HeadQuery], wire.HeadInfo]
+    ) -> None:
         self._heads = heads
         self._router = router
         self._head_info = head_info
 
     def receive(self, peer: bytes, frame: bytes, now: float) -> bool:
         """Handle a frame. Returns False if it needs a session and there is none. Raises as `ConnectedHeads.handle`."""
-        message = decode_from_head(frame)
-        if isinstance(message, HeadQuery):
-            answer = encode_to_head(self._head_info(message))
-            self.send((peer, frame) for frame in frames_to_head([answer]))
+        message = wire.decode_from_head(frame)
+        if isinstance(message, wire.HeadQuery):
+            answer = wire.encode_to_head(self._head_info(message))
+            self.send((peer, frame) for frame in wire.frames_to_head([answer]))
             return True
         try:
             frames = self._heads.handle(peer, message, now)
         except (TableFullError, WireError) as error:
             # Their senders wait for an answer.
-            if isinstance(message, Hello | FleetCall):
+            if isinstance(message, wire.Hello | wire.FleetCall):
                 self.send([self._heads.refusal(peer, message, str(error))])
             raise
         self.send(frames or ())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import zmq
 from msgspec.structs import replace
 
+from vllm_omni_plugin.coordinator.protocol import coordinator_sockets as sockets
 from vllm_omni_plugin.coordinator.protocol.control_messages import (
     ReplicaEvent,
     ReplicaList,
@@ -14,13 +15,6 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import (
     decode_event,
     encode_event,
     encode_replica_list,
-)
-from vllm_omni_plugin.coordinator.protocol.coordinator_sockets import (
-    MAX_TOPICS_PER_PEER,
-    CoordinatorSockets,
-    Socket,
-    Wakeup,
-    poll_ms,
 )
 from vllm_omni_plugin.coordinator.protocol.head_messages import HeadInfo, HeadQuery, generation_of, is_of_head
 from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_of
@@ -93,7 +87,7 @@ class OmniCoordinator:
         self._settled_at = self._ticked_at + settle_time
         self._schedule = PublishSchedule(self._ticked_at, quiet_until=self._settled_at)
         self._delta_schedule = PublishSchedule(self._ticked_at, self._settled_at, RELAY_INTERVAL)
-        self._sockets = CoordinatorSockets(router_zmq_addr, pub_zmq_addr, secrets)
+        self._sockets = sockets.CoordinatorSockets(router_zmq_addr, pub_zmq_addr, secrets)
         self._router = self._sockets.router
         self._pub = self._sockets.pub
         self._fingerprints = {} if secrets is None else dict(fingerprints or {})
@@ -104,7 +98,7 @@ class OmniCoordinator:
         self._has_subscribers = False
         self.router_zmq_addr = self._sockets.router_address
         self.pub_zmq_addr = self._sockets.pub_address
-        self._wakeup = Wakeup()
+        self._wakeup = sockets.Wakeup()
         self._thread = threading.Thread(target=self._serve, name="omni-coordinator", daemon=True)
         self._thread.start()
 
@@ -198,7 +192,7 @@ class OmniCoordinator:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        sources: dict[Socket | int, Callable[[], None]] = {
+        sources: dict[sockets.Socket | int, Callable[[], None]] = {
             self._wakeup.fileno(): self._wakeup.clear,
             self._pub: self._receive_subscriptions,
             self._router: self._receive_frames,
@@ -208,7 +202,7 @@ class OmniCoordinator:
         try:
             while not self._closing:
                 wake_at = self._next_wake()
-                for source, _ in poller.poll(poll_ms(wake_at - self._clock())):
+                for source, _ in poller.poll(sockets.poll_ms(wake_at - self._clock())):
                     sources[source]()
                 self._tick(wake_at)
         finally:
@@ -285,9 +279,11 @@ class OmniCoordinator:
         known, count = self._topics.get(connection, (user_id, 0))
         count = count + 1 if known == user_id else 1
         self._topics[connection] = user_id, count
-        if count > MAX_TOPICS_PER_PEER:
+        if count > sockets.MAX_TOPICS_PER_PEER:
             with self._lock:
-                self._drops.record(DropReason.TOPICS, peer_of(subscription), f"over {MAX_TOPICS_PER_PEER} topics")
+                self._drops.record(
+                    DropReason.TOPICS, peer_of(subscription), f"over {sockets.MAX_TOPICS_PER_PEER} topics"
+                )
             cut_connection(connection)
 
     def _tick(self, wake_at: float) -> None:
@@ -315,7 +311,7 @@ class OmniCoordinator:
         self._head_frames.send(self._heads.tick(now))
 
 
-def _skip_rest(socket: Socket, frame: zmq.Frame) -> bool:
+def _skip_rest(socket: sockets.Socket, frame: zmq.Frame) -> bool:
     """Drop the frames after ``frame`` of the same message; return whether there were any."""
     has_more = more = bool(frame.more)
     while more:

@@ -8,26 +8,8 @@ from collections.abc import Iterable
 
 from msgspec import Raw
 
+from vllm_omni_plugin.coordinator.protocol import head_messages as wire
 from vllm_omni_plugin.coordinator.protocol.control_messages import is_compatible
-from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    MAX_ERROR_CHARS,
-    OLDEST_SESSION_PROTOCOL,
-    SESSION_PROTOCOL,
-    Beat,
-    Bye,
-    CallRefused,
-    FleetCall,
-    FromHead,
-    HeadLeft,
-    HeadWork,
-    Hello,
-    ReplicaWork,
-    SessionRefused,
-    Welcome,
-    WorkReport,
-    encode_to_head,
-    frames_to_head,
-)
 from vllm_omni_plugin.coordinator.state.list_deltas import ListDeltas
 from vllm_omni_plugin.coordinator.state.membership_table import TableFullError
 from vllm_omni_plugin.coordinator.state.relayed_calls import OutgoingMessages, RelayedCalls
@@ -55,23 +37,23 @@ class ConnectedHead:
     A head that is not ``synced`` gets nothing before a full resync.
     """
 
-    def __init__(self, hello: Hello, generation: str, peer: bytes, now: float) -> None:
+    def __init__(self, hello: wire.Hello, generation: str, peer: bytes, now: float) -> None:
         self.head_id = hello.head_id
         self.generation = generation
         self.last_message_at = now
         self.synced_at = float("-inf")
-        self._work: dict[int, ReplicaWork] = {}
-        self._changed: dict[int, ReplicaWork] = {}
+        self._work: dict[int, wire.ReplicaWork] = {}
+        self._changed: dict[int, wire.ReplicaWork] = {}
         self._replaced = self._has_reported = False
         self.open(hello, peer)
 
-    def open(self, hello: Hello, peer: bytes) -> None:
+    def open(self, hello: wire.Hello, peer: bytes) -> None:
         """Use another connection. The reported work remains until the head reports again."""
         self.peer = peer
         self.session = hello.session
         self.synced = False
 
-    def report(self, work: WorkReport) -> None:
+    def report(self, work: wire.WorkReport) -> None:
         """Store a report. Rows beyond `MAX_WORK_ROWS` are ignored."""
         if work.full:
             self._work.clear()
@@ -89,17 +71,17 @@ class ConnectedHead:
     def has_changes(self) -> bool:
         return self._replaced or bool(self._changed)
 
-    def take_changes(self) -> HeadWork:
+    def take_changes(self) -> wire.HeadWork:
         """Return the changes since the last call; of each replica only the last report."""
         changes = self.all_work() if self._replaced else None
-        changes = changes or HeadWork(self.head_id, False, list(self._changed.values()))
+        changes = changes or wire.HeadWork(self.head_id, False, list(self._changed.values()))
         self._changed.clear()
         self._replaced = False
         return changes
 
-    def all_work(self) -> HeadWork | None:
+    def all_work(self) -> wire.HeadWork | None:
         """Return all work in flight; None before the first full report."""
-        return HeadWork(self.head_id, True, list(self._work.values())) if self._has_reported else None
+        return wire.HeadWork(self.head_id, True, list(self._work.values())) if self._has_reported else None
 
 
 class ConnectedHeads:
@@ -123,23 +105,23 @@ class ConnectedHeads:
     def __len__(self) -> int:
         return len(self._heads)
 
-    def handle(self, peer: bytes, message: FromHead, now: float) -> list[OutgoingFrame] | None:
+    def handle(self, peer: bytes, message: wire.FromHead, now: float) -> list[OutgoingFrame] | None:
         """Handle a message and return the answers, or None if the connection has no session.
 
         Raises `TableFullError` at `MAX_HEADS` heads, and `WireError` for an invalid message or another version.
         """
-        if isinstance(message, Hello):
+        if isinstance(message, wire.Hello):
             return self._open(peer, message, now)
         head = self._by_peer.get(peer)
         if head is None:
             return None
         head.last_message_at = now
         match message:
-            case Beat():
+            case wire.Beat():
                 return [(peer, _ANSWER_TO_BEAT)]
-            case WorkReport():
+            case wire.WorkReport():
                 head.report(message)
-            case Bye():
+            case wire.Bye():
                 return self._remove(head)
             case _:
                 synced = [other.head_id for other in self._heads_of(head.generation) if other.synced]
@@ -156,7 +138,7 @@ class ConnectedHeads:
 
     def broadcast(self, messages: Iterable[Raw], generation: str | None = None) -> list[OutgoingFrame]:
         """Frames for all heads, or for those of a generation."""
-        frames = list(frames_to_head(messages))
+        frames = list(wire.frames_to_head(messages))
         return [(head.peer, frame) for head in self._heads_of(generation) if head.synced for frame in frames]
 
     def tick(self, now: float) -> list[OutgoingFrame]:
@@ -168,13 +150,13 @@ class ConnectedHeads:
         if self._lists.has_list and not self._tells_state:
             self._tells_state = True
             for generation, calls in self._calls.items():
-                frames += self.broadcast([encode_to_head(calls.state)], generation)
+                frames += self.broadcast([wire.encode_to_head(calls.state)], generation)
         if now >= self._relayed_at + RELAY_INTERVAL:
             for generation in self._calls:
                 changed = [head for head in self._heads_of(generation) if head.has_changes]
                 if changed:
                     self._relayed_at = now
-                    frames += self.broadcast([encode_to_head(head.take_changes()) for head in changed], generation)
+                    frames += self.broadcast([wire.encode_to_head(head.take_changes()) for head in changed], generation)
         return frames
 
     def expire(self, now: float, late_by: float = 0.0) -> list[OutgoingFrame]:
@@ -193,17 +175,21 @@ class ConnectedHeads:
             deadlines.append(self._relayed_at + RELAY_INTERVAL)
         return min(deadlines, default=None)
 
-    def refusal(self, peer: bytes, message: Hello | FleetCall, reason: str) -> OutgoingFrame:
-        reason = reason[:MAX_ERROR_CHARS]
-        refused = SessionRefused(reason) if isinstance(message, Hello) else CallRefused(message.call_id, reason)
-        (frame,) = frames_to_head([encode_to_head(refused)])
+    def refusal(self, peer: bytes, message: wire.Hello | wire.FleetCall, reason: str) -> OutgoingFrame:
+        reason = reason[: wire.MAX_ERROR_CHARS]
+        refused = (
+            wire.SessionRefused(reason)
+            if isinstance(message, wire.Hello)
+            else wire.CallRefused(message.call_id, reason)
+        )
+        (frame,) = wire.frames_to_head([wire.encode_to_head(refused)])
         return peer, frame
 
-    def _open(self, peer: bytes, hello: Hello, now: float) -> list[OutgoingFrame] | None:
-        if not is_compatible(hello.protocol, SESSION_PROTOCOL, OLDEST_SESSION_PROTOCOL):
+    def _open(self, peer: bytes, hello: wire.Hello, now: float) -> list[OutgoingFrame] | None:
+        if not is_compatible(hello.protocol, wire.SESSION_PROTOCOL, wire.OLDEST_SESSION_PROTOCOL):
             raise WireError(
-                f"head {hello.head_id} speaks version {hello.protocol} and the coordinator version {SESSION_PROTOCOL}: "
-                "their versions of vllm-omni-plugin are more than two apart"
+                f"head {hello.head_id} speaks version {hello.protocol} and the coordinator version "
+                f"{wire.SESSION_PROTOCOL}: their versions of vllm-omni-plugin are more than two apart"
             )
         head = self._heads.get(hello.head_id)
         if self._by_peer.get(peer, head) is not head:
@@ -230,13 +216,13 @@ class ConnectedHeads:
         head.synced, head.synced_at = True, now
         others = [other for other in self._heads_of(head.generation) if other is not head]
         full_list = self._lists.full_list(now)
-        messages = [encode_to_head(Welcome([other.head_id for other in others]))]
+        messages = [wire.encode_to_head(wire.Welcome([other.head_id for other in others]))]
         if full_list is not None:
             messages.append(full_list)
-        messages += [encode_to_head(work) for other in others if (work := other.all_work()) is not None]
+        messages += [wire.encode_to_head(work) for other in others if (work := other.all_work()) is not None]
         if self._tells_state:
-            messages.append(encode_to_head(calls.state))
-        return frames + [(head.peer, frame) for frame in frames_to_head(messages)]
+            messages.append(wire.encode_to_head(calls.state))
+        return frames + [(head.peer, frame) for frame in wire.frames_to_head(messages)]
 
     def _heads_of(self, generation: str | None) -> list[ConnectedHead]:
         return [head for head in self._heads.values() if generation in (None, head.generation)]
@@ -247,13 +233,13 @@ class ConnectedHeads:
             (head.peer, frame)
             for head_id, message in messages
             if (head := self._heads.get(head_id)) is not None and head.synced
-            for frame in frames_to_head([encode_to_head(message)])
+            for frame in wire.frames_to_head([wire.encode_to_head(message)])
         ]
 
     def _remove(self, head: ConnectedHead) -> list[OutgoingFrame]:
         del self._heads[head.head_id]
         del self._by_peer[head.peer]
-        frames = self.broadcast([encode_to_head(HeadLeft(head.head_id))], head.generation)
+        frames = self.broadcast([wire.encode_to_head(wire.HeadLeft(head.head_id))], head.generation)
         frames += self._encode(self._calls[head.generation].head_resynced(head.head_id))
         if not self._heads_of(head.generation):
             # Engines are reset when their last head has left.

@@ -4,21 +4,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import asdict
 
+from vllm_omni_plugin.coordinator.protocol import head_messages as wire
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, is_later
-from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    CallDone,
-    CallFinished,
-    CallMessageFromHead,
-    CallMessageToHead,
-    CallRefused,
-    FleetCall,
-    RelayedCall,
-    require_flat,
-)
 
 MAX_OPEN_CALLS = 1024
 
-OutgoingMessages = list[tuple[str, CallMessageToHead]]
+OutgoingMessages = list[tuple[str, wire.CallMessageToHead]]
 """Pairs of a head's id and a message for it."""
 
 
@@ -33,7 +24,7 @@ class RelayedCalls:
         # By caller and call id: the heads that have not done their part.
         self._waiting: dict[tuple[str, int], set[str]] = {}
 
-    def handle(self, head_id: str, message: CallMessageFromHead, heads: Sequence[str]) -> OutgoingMessages:
+    def handle(self, head_id: str, message: wire.CallMessageFromHead, heads: Sequence[str]) -> OutgoingMessages:
         """Handle a message. ``heads``: ids of all synced heads. Raises `WireError` if it is nested too deeply."""
         match message:
             case FleetState():
@@ -41,9 +32,9 @@ class RelayedCalls:
                     return []
                 self.state = message
                 return [(head, message) for head in heads if head != head_id]
-            case CallDone():
+            case wire.CallDone():
                 return self._done(message.head_id, message.call_id, head_id)
-            case FleetCall():
+            case wire.FleetCall():
                 return self._pass_on(head_id, message, heads)
 
     def head_resynced(self, head_id: str) -> OutgoingMessages:
@@ -52,18 +43,18 @@ class RelayedCalls:
         waiting = list(self._waiting)
         return [message for caller, call_id in waiting for message in self._done(caller, call_id, head_id)]
 
-    def _pass_on(self, head_id: str, call: FleetCall, heads: Sequence[str]) -> OutgoingMessages:
-        require_flat(call.arguments)
+    def _pass_on(self, head_id: str, call: wire.FleetCall, heads: Sequence[str]) -> OutgoingMessages:
+        wire.require_flat(call.arguments)
         if len(self._waiting) >= MAX_OPEN_CALLS:
             reason = f"{MAX_OPEN_CALLS} calls are under way. Please try again later."
-            return [(head_id, CallRefused(call.call_id, reason))]
+            return [(head_id, wire.CallRefused(call.call_id, reason))]
         if call.state is not None:
             if (call.base_version, call.base_head) != (self.state.version, self.state.head_id):
-                return [(head_id, self.state), (head_id, CallRefused(call.call_id, "", is_outdated=True))]
+                return [(head_id, self.state), (head_id, wire.CallRefused(call.call_id, "", is_outdated=True))]
             self.state = call.state
         # The caller does not do a part.
         self._waiting[head_id, call.call_id] = {*heads, head_id}
-        passed_on = RelayedCall(**asdict(call), head_id=head_id)
+        passed_on = wire.RelayedCall(**asdict(call), head_id=head_id)
         return [*((head, passed_on) for head in heads), *self._done(head_id, call.call_id, head_id)]
 
     def _done(self, caller: str, call_id: int, head_id: str) -> OutgoingMessages:
@@ -74,4 +65,4 @@ class RelayedCalls:
         if waiting:
             return []
         del self._waiting[caller, call_id]
-        return [(caller, CallFinished(call_id))]
+        return [(caller, wire.CallFinished(call_id))]

@@ -29,13 +29,7 @@ from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.front_end import QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    AbortRequests,
-    PipelineCall,
-    PipelineCallEnded,
-    RequestMessage,
-    SubmitRequest,
-)
+from vllm_omni_plugin.orchestrator.requests import orchestrator_messages as messages
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError
 from vllm_omni_plugin.vllm_api.engine_messages.request_building import drop_transfers
 from vllm_omni_plugin.vllm_api.launch.spawning import EXIT_TIMEOUT_S
@@ -171,16 +165,16 @@ class FleetClient(UtilityCallClient):
                 return
             terms = answer.add_request(request.request_id, now)
             self._events.responses[request.request_id] = answer
-        message = SubmitRequest(request, now, chosen_replicas, call, traced=spans is not None, terms=terms)
+        message = messages.SubmitRequest(request, now, chosen_replicas, call, traced=spans is not None, terms=terms)
         try:
             self._front_end.request_async_queue.put(message)
         except QueueClosedError:
             raise EngineDeadError from None
 
-    def _give_up(self, request_id: str, call: PipelineCall | None, error: OmniError) -> None:
+    def _give_up(self, request_id: str, call: messages.PipelineCall | None, error: OmniError) -> None:
         self._events.forget(request_id)
         if call is not None:
-            call.put(PipelineCallEnded(error))
+            call.put(messages.PipelineCallEnded(error))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Abort requests. Of a pipeline call, abort only the stages that answer through vLLM's server."""
@@ -190,9 +184,9 @@ class FleetClient(UtilityCallClient):
         """Abort these requests of AsyncLLM, if `whole` in all stages. Never blocks."""
         self.graceful_shutdown.outputs_processed()
         if request_ids:
-            self._send(AbortRequests(tuple(request_ids), whole))
+            self._send(messages.AbortRequests(tuple(request_ids), whole))
 
-    def _send(self, message: RequestMessage) -> None:
+    def _send(self, message: messages.RequestMessage) -> None:
         with suppress(QueueClosedError):
             self._front_end.request_async_queue.put(message)
 

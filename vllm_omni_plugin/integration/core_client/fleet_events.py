@@ -19,13 +19,7 @@ from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, EngineStateUpdate
 from vllm_omni_plugin.orchestrator.pool.pool_member import engine_index
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    OutputUnusable,
-    ReplicaJoined,
-    ReplicaLeft,
-    RequestFailed,
-    RequestStages,
-)
+from vllm_omni_plugin.orchestrator.requests import orchestrator_messages as messages
 from vllm_omni_plugin.vllm_api.engine_messages.ready import apply_ready_responses
 
 if TYPE_CHECKING:
@@ -36,7 +30,14 @@ logger = init_logger(__name__)
 _TEXT_IN_FRONT = "a"
 """Decoding after some text keeps the space in front of the first word of a response."""
 
-FLEET_EVENTS = (RequestFailed, RequestStages, ReplicaJoined, ReplicaLeft, EngineStateUpdate, AbortedElsewhere)
+FLEET_EVENTS = (
+    messages.RequestFailed,
+    messages.RequestStages,
+    messages.ReplicaJoined,
+    messages.ReplicaLeft,
+    EngineStateUpdate,
+    AbortedElsewhere,
+)
 """The messages in the orchestrator's output queue that are not outputs."""
 
 
@@ -55,7 +56,7 @@ class FleetEventHandler:
         vllm_config: Any,
         ready_responses: Sequence[list[bytes]],
         abort: Callable[[Sequence[str]], None],
-        report_unusable: Callable[[OutputUnusable], None],
+        report_unusable: Callable[[messages.OutputUnusable], None],
     ) -> None:
         self._stages = stages
         self._vllm_config = vllm_config
@@ -91,12 +92,12 @@ class FleetEventHandler:
     def handle(self, item: Any) -> None:
         try:
             match item:
-                case RequestFailed():
+                case messages.RequestFailed():
                     self._fail(item)
-                case RequestStages():
+                case messages.RequestStages():
                     if self.spans is not None:
                         self.spans.stages_ended(item)
-                case ReplicaJoined() | ReplicaLeft():
+                case messages.ReplicaJoined() | messages.ReplicaLeft():
                     self._replica_changed(item)
                 case EngineStateUpdate():
                     self.server_state.apply(item)
@@ -110,7 +111,7 @@ class FleetEventHandler:
         """Remove a request that AsyncLLM has registered, without an error to its client."""
         self._abort([request_id, *forget_request(self._output_processor, request_id)])
 
-    def _fail(self, failure: RequestFailed) -> None:
+    def _fail(self, failure: messages.RequestFailed) -> None:
         response = self.responses.get(failure.request_id)
         if response is None or not response.refuse(failure.error):
             # The request itself too: a chunk that its client sent before this error has begun it anew.
@@ -134,16 +135,16 @@ class FleetEventHandler:
     def _output_failed(self, request_id: str, error: BaseException) -> None:
         logger.error("Request %s fails, because vLLM cannot process its output.", request_id, exc_info=error)
         what = f"{type(error).__name__}: {error}"
-        failure = RequestFailed(request_id, OmniError(f"The model's output could not be processed: {what}"))
+        failure = messages.RequestFailed(request_id, OmniError(f"The model's output could not be processed: {what}"))
         # Abort first: the report may make the replica's requests move, and this one must not.
         self._abort([request_id, *fail_request(self._output_processor, failure)])
-        self._report_unusable(OutputUnusable(request_id, self.sender, what))
+        self._report_unusable(messages.OutputUnusable(request_id, self.sender, what))
 
-    def _replica_changed(self, change: ReplicaJoined | ReplicaLeft) -> None:
-        if isinstance(change, ReplicaJoined):
+    def _replica_changed(self, change: messages.ReplicaJoined | messages.ReplicaLeft) -> None:
+        if isinstance(change, messages.ReplicaJoined):
             self._configure(change.stage_id, [change.ready_response])
         if self._labels is not None:
-            label = self._labels.add if isinstance(change, ReplicaJoined) else self._labels.remove
+            label = self._labels.add if isinstance(change, messages.ReplicaJoined) else self._labels.remove
             label(engine_index(change.stage_id, change.replica_id))
 
     def _configure(self, stage_id: int, ready_responses: list[bytes]) -> None:

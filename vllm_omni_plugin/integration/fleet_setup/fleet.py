@@ -14,14 +14,7 @@ from vllm_omni_plugin.coordinator import OmniCoordClientForHead, OmniCoordinator
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import FleetStages, StagePlan, own_numbers, stage_plans
-from vllm_omni_plugin.integration.options.listening import (
-    bind_address,
-    coordinator_address,
-    engines_address,
-    log_join_command,
-    warn_if_insecure,
-    with_secret,
-)
+from vllm_omni_plugin.integration.options import listening
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, OrchestratorThread, SessionListener, StagePool
 from vllm_omni_plugin.orchestrator.attachment.local_replicas import LocalReplicas, LocalStage
@@ -55,7 +48,7 @@ def start_coordinator(
     first_replica_ids: Mapping[int, int] | None = None,
 ) -> OmniCoordinatorRuntime:
     """Start the coordinator process, and log how nodes and heads join, unless the port is 0. Raises ConfigError."""
-    warn_if_insecure(options, address)
+    listening.warn_if_insecure(options, address)
     coordinator = OmniCoordinatorRuntime(
         address,
         port,
@@ -66,7 +59,7 @@ def start_coordinator(
         fingerprints={plan.stage_id: plan.fingerprint for plan in plans},
     )
     if port:
-        log_join_command(options, address)
+        listening.log_join_command(options, address)
     return coordinator
 
 
@@ -93,7 +86,7 @@ class Fleet:
         if not options.join:
             use_socket_folder()
             if options.is_open:
-                listen_for_transfers_at(engines_address(options))
+                listen_for_transfers_at(listening.engines_address(options))
         self._plans = stage_plans(options, vllm_config, executor_class, log_stats)
         self._fingerprints = {plan.stage_id: plan.fingerprint for plan in self._plans}
         for plan in self._plans:
@@ -187,11 +180,15 @@ class Fleet:
         assert options.master_port is not None
         own_replicas = {plan.stage_id: plan.replicas for plan in self._plans}
         return start_coordinator(
-            options, self._plans, bind_address(options, headless=False), options.master_port, own_replicas
+            options, self._plans, listening.bind_address(options, headless=False), options.master_port, own_replicas
         )
 
     def _connect(self) -> OmniCoordClientForHead:
-        address = coordinator_address(self._options) if self.coordinator is None else self.coordinator.router_address
+        address = (
+            listening.coordinator_address(self._options)
+            if self.coordinator is None
+            else self.coordinator.router_address
+        )
         return OmniCoordClientForHead(
             address,
             self._head_id,
@@ -250,7 +247,7 @@ def _with_secret(options: OmniConfig) -> OmniConfig:
     if not options.is_open:
         return options
     try:
-        return with_secret(options, bind_address(options, headless=False))
+        return listening.with_secret(options, listening.bind_address(options, headless=False))
     except ConfigError:
         if not options.join:
             raise

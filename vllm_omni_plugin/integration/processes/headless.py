@@ -22,14 +22,7 @@ from vllm_omni_plugin.errors import ConfigError, OmniError, RefusedByHeadError
 from vllm_omni_plugin.integration.checks.head_checks import require_fitting_head, require_same_model
 from vllm_omni_plugin.integration.fleet_setup.pipeline_command import local_processes, pipeline_of
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan, model_plan, python_plan
-from vllm_omni_plugin.integration.options.listening import (
-    address_towards,
-    bind_address,
-    coordinator_address,
-    resolve,
-    warn_if_insecure,
-    with_secret,
-)
+from vllm_omni_plugin.integration.options import listening
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.engine.engine_keeper import FirstStarts
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
@@ -75,7 +68,7 @@ def serve_replicas(
         try:
             options, address, coordinator = runner.run(_find_addresses(options))
             if args.nnodes > 1:
-                own = runner.run(_wait_for(options, lambda: resolve(args.master_addr, "--master-addr")))
+                own = runner.run(_wait_for(options, lambda: listening.resolve(args.master_addr, "--master-addr")))
                 args.master_addr = own
                 if ipaddress.ip_address(own).is_loopback:
                     logger.warning("--master-addr is %s here: machines elsewhere cannot reach this one there.", own)
@@ -109,9 +102,9 @@ def serve_other_machine(args: argparse.Namespace, options: OmniConfig, program: 
 
 async def _serve_other_machine(args: argparse.Namespace, options: OmniConfig, reaper: Reaper) -> None:
     first, port = args.master_addr, args.master_port
-    address = await _wait_for(options, lambda: address_towards(first, port, "--master-addr"))
-    options = with_secret(options, address, headless=True)
-    warn_if_insecure(options, address)
+    address = await _wait_for(options, lambda: listening.address_towards(first, port, "--master-addr"))
+    options = listening.with_secret(options, address, headless=True)
+    listening.warn_if_insecure(options, address)
     use_network_of(address)
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(2, thread_name_prefix="omni-workers") as executor:
@@ -200,10 +193,11 @@ def plan_node(
 
 async def _find_addresses(options: OmniConfig) -> tuple[OmniConfig, str, str]:
     # Resolving a name blocks.
-    address = await _wait_for(options, lambda: bind_address(options, headless=True))
-    options = with_secret(options, address, headless=True)
-    warn_if_insecure(options, address)
-    return options, address, await asyncio.get_running_loop().run_in_executor(None, coordinator_address, options)
+    address = await _wait_for(options, lambda: listening.bind_address(options, headless=True))
+    options = listening.with_secret(options, address, headless=True)
+    listening.warn_if_insecure(options, address)
+    coordinator = await asyncio.get_running_loop().run_in_executor(None, listening.coordinator_address, options)
+    return options, address, coordinator
 
 
 async def serve_node(

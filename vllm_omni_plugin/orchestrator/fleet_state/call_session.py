@@ -9,14 +9,8 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator import HeadLeft, HeadWork, OmniCoordClientForHead, SessionLost, Welcome
+from vllm_omni_plugin.coordinator.protocol import head_messages as wire
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState
-from vllm_omni_plugin.coordinator.protocol.head_messages import (
-    CallFinished,
-    CallMessageFromHead,
-    CallRefused,
-    FleetCall,
-    RelayedCall,
-)
 from vllm_omni_plugin.errors import CoordinatorUnavailableError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import CoordinatorMessage
@@ -101,7 +95,7 @@ class CallSession:
                 self._is_open = True
                 # The coordinator's document follows.
                 self._synced.clear()
-            case HeadWork() | RelayedCall() if message.head_id != self._head_id:
+            case HeadWork() | wire.RelayedCall() if message.head_id != self._head_id:
                 self._others.add(message.head_id)
             case HeadLeft():
                 self._others.discard(message.head_id)
@@ -111,18 +105,18 @@ class CallSession:
                 self._forget_calls()
             case FleetState():
                 self._synced.set()
-            case CallFinished():
+            case wire.CallFinished():
                 if (sent := self._sent.get(message.call_id)) is not None and not sent.finished.done():
                     sent.finished.set_result(None)
-            case CallRefused():
+            case wire.CallRefused():
                 self._refused(message)
 
-    def send(self, message: CallMessageFromHead) -> bool:
+    def send(self, message: wire.CallMessageFromHead) -> bool:
         """Send a message. Returns False without a session."""
         client = self._client()
         return client is not None and client.send(message)
 
-    def tell(self, call: FleetCall) -> SentCall | None:
+    def tell(self, call: wire.FleetCall) -> SentCall | None:
         """Tell the other heads of a call; returns None if there are none.
 
         Raises CoordinatorUnavailableError if there is no session, and there may be other heads.
@@ -152,7 +146,7 @@ class CallSession:
         finally:
             self._sent.pop(sent.call_id, None)
 
-    def _refused(self, message: CallRefused) -> None:
+    def _refused(self, message: wire.CallRefused) -> None:
         sent = self._sent.pop(message.call_id, None)
         if sent is None or sent.taken.done():
             return

@@ -11,14 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from vllm_omni_plugin.coordinator import ReplicaKey, Welcome
-from vllm_omni_plugin.coordinator.protocol.call_effects import (
-    ABORT_CLIENT_REQUESTS,
-    HEAD_CALLS,
-    REMOVE,
-    decode,
-    encode,
-    leaves_state,
-)
+from vllm_omni_plugin.coordinator.protocol import call_effects
 from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, check_size, is_later
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallDone, FleetCall, RelayedCall
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, NoReplicaError, ReplicaError, WireError
@@ -79,15 +72,15 @@ class FleetCalls:
         call; CoordinatorUnavailableError if other heads cannot be notified, or it is unknown whether they were;
         StateTooLargeError.
         """
-        if method not in HEAD_CALLS and not any(self._stages[stage_id].members for stage_id in stage_ids):
+        if method not in call_effects.HEAD_CALLS and not any(self._stages[stage_id].members for stage_id in stage_ids):
             if method in _CACHE_CALLS:
                 return []
             raise NoReplicaError(f"No replica can take the call {method} right now. Please try again later.")
-        lasts = leaves_state(method, args)
-        plain = None if self.session.is_alone else encode(method, args)
+        lasts = call_effects.leaves_state(method, args)
+        plain = None if self.session.is_alone else call_effects.encode(method, args)
         if lasts or plain is not None:
             await self._check_allowed()
-        if plain is None and lasts and method not in HEAD_CALLS and not self.session.is_alone:
+        if plain is None and lasts and method not in call_effects.HEAD_CALLS and not self.session.is_alone:
             logger.warning("Other heads cannot be notified of this call of %s.", method)
         if method == "add_lora":
             check_size(self._document.after_call(method, args, stage_ids))
@@ -109,7 +102,7 @@ class FleetCalls:
     async def manage(self, action: str, key: ReplicaKey) -> None:
         """Tell the others that this head has drained, resumed or removed a replica. Returns, or raises, as `call`."""
         await self._check_allowed()
-        told = FleetCall(0, REMOVE, [list(key)]) if action == REMOVE else FleetCall(0)
+        told = FleetCall(0, call_effects.REMOVE, [list(key)]) if action == call_effects.REMOVE else FleetCall(0)
         await self._share(told, partial(self._document.after_action, action, key), ())
 
     def handle(self, message: CoordinatorMessage) -> None:
@@ -137,7 +130,7 @@ class FleetCalls:
 
     async def _call_engines(self, method: str, args: tuple[Any, ...], stage_ids: Sequence[int]) -> dict[int, StageCall]:
         """Call the engines that this head reaches; take out those that failed what others accepted."""
-        if method in HEAD_CALLS:
+        if method in call_effects.HEAD_CALLS:
             return {}
         calls = {stage_id: self._stages[stage_id].begin(method, args) for stage_id in stage_ids}
         await asyncio.gather(*(call.stage.send(call) for call in calls.values()))
@@ -205,11 +198,11 @@ class FleetCalls:
                     pool.cache_cleared(member)
                 for member in stage.find(message.failed):
                     stage.distrust(member, message.method or "of an operator")
-            args = decode(message.method, message.arguments) if message.method else ()
-            if message.method == ABORT_CLIENT_REQUESTS:
+            args = call_effects.decode(message.method, message.arguments) if message.method else ()
+            if message.method == call_effects.ABORT_CLIENT_REQUESTS:
                 update = AbortedElsewhere(args[0], Future())
                 work.append(self._spawn(notify(self._orchestrator.front_end.give, update)))
-            elif message.method == REMOVE:
+            elif message.method == call_effects.REMOVE:
                 self._remove(args[0])
             elif message.method:
                 stages = [stage for stage_id, stage in enumerate(self._stages) if stage_id in message.stages]

@@ -12,14 +12,8 @@ from vllm_omni_plugin.orchestrator.dispatch.dispatcher import Dispatcher
 from vllm_omni_plugin.orchestrator.multi_stage.chunked_input import ChunkedInput
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.multi_stage.request_state import PipelineRequestState, plan_request
+from vllm_omni_plugin.orchestrator.requests import orchestrator_messages as messages
 from vllm_omni_plugin.orchestrator.requests.counters import OrchestratorMetrics
-from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import (
-    PipelineCallEnded,
-    RequestFailed,
-    RequestStages,
-    StageEvent,
-    SubmitRequest,
-)
 from vllm_omni_plugin.orchestrator.requests.request_owner import RequestOwner, refuse
 from vllm_omni_plugin.orchestrator.requests.stage_run import Accepted, RunEnded, StageRun, StreamingInputState
 from vllm_omni_plugin.pipeline import BuiltInTransform, Modality, Stage, StageOutput
@@ -56,7 +50,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             stage.id for stage in pipeline.stages if pipeline.transform_of(stage) == BuiltInTransform.KV_TRANSFER
         )
 
-    def submit(self, message: SubmitRequest) -> None:
+    def submit(self, message: messages.SubmitRequest) -> None:
         if message.request.abort_immediately:
             # Such a request frees the KV cache of a prefill outside the fleet. Here the prefill is a stage.
             return
@@ -70,7 +64,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         for stage in state.plan.roots:
             self._begin(state, stage)
 
-    def fail(self, message: SubmitRequest, error: OmniError) -> None:
+    def fail(self, message: messages.SubmitRequest, error: OmniError) -> None:
         state = self.states.get(message.request.request_id)
         if state is None:
             refuse(message, error, self._put)
@@ -129,7 +123,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
 
     def _fail(self, state: PipelineRequestState, error: OmniError) -> None:
         if self._is_unfinished(state):
-            self._put(RequestFailed(state.request_id, error))
+            self._put(messages.RequestFailed(state.request_id, error))
             self._close_request(state, error)
 
     def _add_time(self, state: PipelineRequestState, stage: Stage, part: str, seconds: float) -> None:
@@ -137,7 +131,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
         timings[part] = timings.get(part, 0.0) + seconds
         self._metrics.observe_stage(stage.id, stage.name, part, seconds)
 
-    def _new_state(self, message: SubmitRequest) -> PipelineRequestState:
+    def _new_state(self, message: messages.SubmitRequest) -> PipelineRequestState:
         if message.request.resumable:
             raise StageInputError("A pipeline takes whole prompts: streaming input is for a fleet of one stage.")
         plan = self._default_plan if message.call is None else plan_request(self._pipeline, message.call)
@@ -314,7 +308,7 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
     def _pass_on(self, state: PipelineRequestState, stage: Stage, read: StageOutput, ended: bool) -> None:
         plan = state.plan
         if state.call is not None and stage.id in plan.shown:
-            state.call.put(StageEvent(stage.name, read))
+            state.call.put(messages.StageEvent(stage.name, read))
         for downstream in plan.downstream[stage.id]:
             if downstream.async_chunk:
                 self._add_input(state, downstream, read, ended)
@@ -382,9 +376,9 @@ class PipelineRequests(RequestOwner[PipelineRequestState]):
             if run.first_sent_at is not None and stage_id not in state.answered:
                 self._add_time(state, self._pipeline.stages[stage_id], "queue", run.first_sent_at - run.submitted_at)
         if state.traced:
-            self._put(RequestStages(state.request_id, state.stage_times(self._pipeline.stages, self._clock())))
+            self._put(messages.RequestStages(state.request_id, state.stage_times(self._pipeline.stages, self._clock())))
         if state.call is not None:
-            state.call.put(PipelineCallEnded(error, state.pipeline_timings))
+            state.call.put(messages.PipelineCallEnded(error, state.pipeline_timings))
 
     def _end_answering_stage(self, state: PipelineRequestState) -> bool:
         """End the answering stage, whose answer vLLM's server has ended. False: the client has left."""

@@ -11,15 +11,7 @@ from vllm_omni_plugin.coordinator.server.drops import DropLog, DropReason, peer_
 from vllm_omni_plugin.curve import HANDSHAKE_MS, Secrets, ZapHandler, secure_client, secure_server, why_refused
 from vllm_omni_plugin.errors import ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.replicas.control.lease_messages import (
-    CONTROL_ROLE,
-    MAX_CONTROL_BYTES,
-    FromServer,
-    ToServer,
-    decode_from_server,
-    decode_to_server,
-    encode,
-)
+from vllm_omni_plugin.replicas.control import lease_messages as wire
 from vllm_omni_plugin.replicas.links.connection import Connection, Context, HandshakeRefusedError
 from vllm_omni_plugin.replicas.links.link import SocketReader
 from vllm_omni_plugin.replicas.links.replica_ports import Listener
@@ -48,7 +40,7 @@ class ControlClient:
         secrets: Secrets | None,
         *,
         attempt: int,
-        on_message: Callable[[FromServer], None],
+        on_message: Callable[[wire.FromServer], None],
         on_lost: Callable[[], None],
         timeout: float,
     ) -> None:
@@ -59,9 +51,9 @@ class ControlClient:
         self.connection = Connection(self._socket, on_lost)
         self._reader = SocketReader(self._socket, self._receive)
         try:
-            secure_client(self._socket, secrets, CONTROL_ROLE, attempt)
+            secure_client(self._socket, secrets, wire.CONTROL_ROLE, attempt)
             self._socket.ipv6 = "[" in address
-            self._socket.maxmsgsize = MAX_CONTROL_BYTES
+            self._socket.maxmsgsize = wire.MAX_CONTROL_BYTES
             self._socket.heartbeat_ivl = math.ceil(timeout * 1000 / _HEARTBEATS_PER_TIMEOUT)
             self._socket.heartbeat_timeout = math.ceil(timeout * 1000)
             self._socket.reconnect_ivl, self._socket.connect_timeout = _RECONNECT_MS, _CONNECT_TIMEOUT_MS
@@ -71,10 +63,10 @@ class ControlClient:
             raise ReplicaError(f"cannot connect to {address!r}: {error}") from error
         self._reader.resume()
 
-    def send(self, message: ToServer) -> None:
+    def send(self, message: wire.ToServer) -> None:
         """Queue a message. It is dropped if the queue is full because there is no connection."""
         try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            self._socket.send(wire.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             logger.debug("A message to %s was dropped.", self._address)
         self._reader.look_again()
@@ -93,7 +85,7 @@ class ControlClient:
         try:
             if len(frames) != 1:
                 raise WireError(f"control message: {len(frames)} frames instead of one")
-            message = decode_from_server(bytes(frames[0]))
+            message = wire.decode_from_server(bytes(frames[0]))
         except WireError as error:
             self._invalid_frames += 1
             if self._invalid_frames == 1:
@@ -106,7 +98,7 @@ async def open_control_link(
     context: Context,
     address: str,
     secrets: Secrets | None,
-    on_message: Callable[[FromServer], None],
+    on_message: Callable[[wire.FromServer], None],
     on_lost: Callable[[], None],
     *,
     timeout: float = OmniConfig().lease_timeout,
@@ -147,7 +139,7 @@ class ControlServer:
         self,
         listener: Listener,
         secrets: Secrets | None,
-        on_message: Callable[[bytes, ToServer], None],
+        on_message: Callable[[bytes, wire.ToServer], None],
         timeout: float = OmniConfig().heartbeat_timeout,
     ) -> None:
         self._on_message = on_message
@@ -157,15 +149,15 @@ class ControlServer:
         self._router = self._context.socket(zmq.ROUTER)
         # Before bind, also where `close` gives more: see `CoordinatorSockets`.
         self._router.linger = 0
-        self._router.maxmsgsize = MAX_CONTROL_BYTES
+        self._router.maxmsgsize = wire.MAX_CONTROL_BYTES
         self._router.rcvhwm = self._router.sndhwm = _QUEUE_MESSAGES
         self._router.handshake_ivl = HANDSHAKE_MS
         self._router.heartbeat_ivl = math.ceil(timeout * 500)
         self._router.heartbeat_timeout = math.ceil(timeout * 1500)
         if secrets is not None:
             self._zap_handler = ZapHandler(self._context, secrets)
-            self._zap_handler.admit_secret_holders(CONTROL_ROLE)
-            secure_server(self._router, secrets, CONTROL_ROLE)
+            self._zap_handler.admit_secret_holders(wire.CONTROL_ROLE)
+            secure_server(self._router, secrets, wire.CONTROL_ROLE)
             self._zap_handler.watch(self._router, f"control {listener.address}")
         listener.bind(self._router)
         self._reader = SocketReader(self._router, self._receive)
@@ -179,9 +171,9 @@ class ControlServer:
     def dropped(self) -> dict[str, int]:
         return self._drops.counts
 
-    def send(self, peer: bytes, message: FromServer) -> None:
+    def send(self, peer: bytes, message: wire.FromServer) -> None:
         """Send to a head. The message is dropped if the head is gone or its queue is full."""
-        self._router.send_multipart((peer, encode(message)), zmq.NOBLOCK)
+        self._router.send_multipart((peer, wire.encode(message)), zmq.NOBLOCK)
         self._reader.look_again()
 
     def close(self, linger: float) -> None:
@@ -198,7 +190,7 @@ class ControlServer:
             self._drops.record(DropReason.MULTIPART, address, f"{len(frames) - 1} frames instead of one")
             return
         try:
-            message = decode_to_server(frames[1].bytes)
+            message = wire.decode_to_server(frames[1].bytes)
         except WireError as error:
             self._drops.record(DropReason.MALFORMED, address, str(error))
             return

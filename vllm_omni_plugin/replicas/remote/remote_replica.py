@@ -14,22 +14,9 @@ from vllm_omni_plugin.coordinator.protocol.fleet_state import ReplicaState
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.control import lease_messages as wire
 from vllm_omni_plugin.replicas.control.cache_polling import CachePollClient
 from vllm_omni_plugin.replicas.control.control_link import ControlClient, open_control_link
-from vllm_omni_plugin.replicas.control.lease_messages import (
-    PROTOCOL_VERSION,
-    Attach,
-    Attached,
-    AttachRefused,
-    CacheChanges,
-    Detach,
-    DrainReplica,
-    Expired,
-    FromServer,
-    RenewLease,
-    StateTold,
-    Status,
-)
 from vllm_omni_plugin.replicas.kv_events.cache_listener import OnCacheChange
 from vllm_omni_plugin.replicas.kv_events.engine_events import publishes_cache_events
 from vllm_omni_plugin.replicas.links.connection import Context
@@ -141,7 +128,7 @@ class RemoteReplica:
         self.on_told: Callable[[ReplicaState], None] = lambda told: None
         self.on_busy: Callable[[bool], None] = lambda busy: None
         self._late = self._is_busy = False
-        self._answer: asyncio.Future[Attached | AttachRefused] = loop.create_future()
+        self._answer: asyncio.Future[wire.Attached | wire.AttachRefused] = loop.create_future()
         self._control: ControlClient | None = None
         self._lease: int | None = None
         self._link: RemoteLink | None = None
@@ -162,8 +149,8 @@ class RemoteReplica:
         )
         credential = DataCredential.new(encrypted=settings.secrets is not None)
         self._control.send(
-            Attach(
-                PROTOCOL_VERSION,
+            wire.Attach(
+                wire.PROTOCOL_VERSION,
                 self._info.incarnation,
                 settings.head_id,
                 credential.public,
@@ -173,11 +160,11 @@ class RemoteReplica:
             )
         )
         lease = await self._answer
-        if isinstance(lease, AttachRefused):
+        if isinstance(lease, wire.AttachRefused):
             raise AttachRefusedError(lease.reason, lease.lasting, lease.other_generation)
         await self._open(lease, credential)
 
-    async def _open(self, lease: Attached, credential: DataCredential) -> None:
+    async def _open(self, lease: wire.Attached, credential: DataCredential) -> None:
         settings = self._settings
         self._link = RemoteLink(
             settings.context, lease, credential, settings.max_message_bytes, self._data_connection_lost
@@ -220,11 +207,11 @@ class RemoteReplica:
 
     def report_told(self, told: ReplicaState) -> None:
         if self._control is not None and self._lease is not None:
-            self._control.send(StateTold(self._lease, told))
+            self._control.send(wire.StateTold(self._lease, told))
 
     def request_drain(self) -> None:
         """Ask the server to drain the replica, stop its engine and not restart it."""
-        self._send(DrainReplica)
+        self._send(wire.DrainReplica)
 
     def close(self) -> None:
         """End the lease and close all sockets. The server aborts running requests. Idempotent."""
@@ -234,22 +221,22 @@ class RemoteReplica:
         self.on_lost = lambda reason: None
         if self._link is not None:
             self.client.close()
-        self._send(Detach)
+        self._send(wire.Detach)
         self._lease = None
         if self._control is not None:
             self._control.close()
 
-    def _send(self, kind: type[DrainReplica] | type[Detach]) -> None:
+    def _send(self, kind: type[wire.DrainReplica] | type[wire.Detach]) -> None:
         if self._control is not None and self._lease is not None:
             self._control.send(kind(self._lease))
 
-    def _on_message(self, message: FromServer) -> None:
+    def _on_message(self, message: wire.FromServer) -> None:
         match message:
-            case Attached() | AttachRefused():
+            case wire.Attached() | wire.AttachRefused():
                 if not self._answer.done():
-                    self._lease = message.lease if isinstance(message, Attached) else None
+                    self._lease = message.lease if isinstance(message, wire.Attached) else None
                     self._answer.set_result(message)
-            case Status(lease=lease) if lease == self._lease:
+            case wire.Status(lease=lease) if lease == self._lease:
                 self._unanswered = 0
                 self._set_late(False)
                 if self._link is not None:
@@ -261,12 +248,12 @@ class RemoteReplica:
                         self.on_busy(message.busy)
                 else:
                     self._lose(message.reason or f"its server reports {message.status.value}", message.engine_failed)
-            case StateTold(lease=lease) if lease == self._lease:
+            case wire.StateTold(lease=lease) if lease == self._lease:
                 self.told = message.told
                 self.on_told(message.told)
-            case CacheChanges(lease=lease) if lease == self._lease and self._cache_polls is not None:
+            case wire.CacheChanges(lease=lease) if lease == self._lease and self._cache_polls is not None:
                 self._cache_polls.handle(message)
-            case Expired(lease=lease) if lease == self._lease:
+            case wire.Expired(lease=lease) if lease == self._lease:
                 self._lose("its server has ended this head's lease")
 
     def _rebase(self, outputs: Any) -> None:
@@ -292,7 +279,7 @@ class RemoteReplica:
             return
         self._set_late(silent_for >= settings.lease_timeout * LATE_SHARE)
         self._unanswered += 1
-        self._control.send(RenewLease(self._lease, self.client.is_busy))
+        self._control.send(wire.RenewLease(self._lease, self.client.is_busy))
         if self._cache_polls is not None:
             self._cache_polls.poll()
         self._next_renewal = asyncio.get_running_loop().call_later(settings.heartbeat_interval, self._renew)

@@ -12,24 +12,8 @@ from vllm_omni_plugin.coordinator.protocol.control_messages import is_compatible
 from vllm_omni_plugin.coordinator.protocol.fleet_state import NOTHING_TOLD, ReplicaState, is_later
 from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.replicas.control import lease_messages as wire
 from vllm_omni_plugin.replicas.control.cache_polling import CachePollServer
-from vllm_omni_plugin.replicas.control.lease_messages import (
-    MAX_TEXT_CHARS,
-    OLDEST_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
-    Attach,
-    Attached,
-    AttachRefused,
-    Detach,
-    DrainReplica,
-    Expired,
-    FromServer,
-    OfHead,
-    PollCache,
-    RenewLease,
-    StateTold,
-    Status,
-)
 from vllm_omni_plugin.replicas.control.leases import Lease, Leases
 from vllm_omni_plugin.replicas.links.replica_ports import Listener, close_all, listen_on_ports
 from vllm_omni_plugin.replicas.replica_server.data_proxy import DataProxy
@@ -74,7 +58,7 @@ class AttachedHeads:
         self,
         settings: ServerSettings,
         first_ports: list[Listener],
-        send: Callable[[bytes, FromServer], None],
+        send: Callable[[bytes, wire.FromServer], None],
         *,
         incarnation: Callable[[], int],
         on_drain: Callable[[], None],
@@ -122,9 +106,9 @@ class AttachedHeads:
 
     def notify(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
         """Send a status to all heads. Leases stay. New heads may attach only if the status is UP."""
-        self._status, self._reason = status, reason[:MAX_TEXT_CHARS]
+        self._status, self._reason = status, reason[: wire.MAX_TEXT_CHARS]
         for lease in self._leases.current:
-            self._send(lease.peer, Status(lease.lease_id, status, self._reason, engine_failed))
+            self._send(lease.peer, wire.Status(lease.lease_id, status, self._reason, engine_failed))
 
     def detach_all(self, status: ReplicaStatus, reason: str, engine_failed: bool = False) -> None:
         """Send a status to all heads and end their leases. No head may attach until `admit`."""
@@ -155,99 +139,101 @@ class AttachedHeads:
         now = self._clock()
         late_by = now - due_at
         for lease in self._leases.expired(now, late_by if late_by > self._settings.heartbeat_interval else 0.0):
-            self._send(lease.peer, Expired(lease.lease_id))
+            self._send(lease.peer, wire.Expired(lease.lease_id))
             self._end(lease, f"it did not renew its lease for {self._settings.heartbeat_timeout:g} s")
 
-    def handle(self, peer: bytes, message: OfHead) -> None:
-        if isinstance(message, Attach):
+    def handle(self, peer: bytes, message: wire.OfHead) -> None:
+        if isinstance(message, wire.Attach):
             answer = self._attach(peer, message)
-            if isinstance(answer, AttachRefused):
+            if isinstance(answer, wire.AttachRefused):
                 self._log_refusal(message.head_id, answer)
                 if answer.lasting and self._settings.secrets is None:
                     # Any peer may send a request to an open port, and must not learn what runs here.
-                    answer = AttachRefused(_DIFFERS, True, answer.other_generation)
+                    answer = wire.AttachRefused(_DIFFERS, True, answer.other_generation)
             self._send(peer, answer)
             return
         lease = self._leases.find(message.lease, peer)
         if lease is None:
-            if isinstance(message, DrainReplica) and (peer, message.lease) == self._last_lost:
+            if isinstance(message, wire.DrainReplica) and (peer, message.lease) == self._last_lost:
                 # The head sent this before it knew that its data connection, and so its lease, was lost.
                 self._on_drain()
-            elif not isinstance(message, Detach):
-                self._send(peer, Expired(message.lease))
+            elif not isinstance(message, wire.Detach):
+                self._send(peer, wire.Expired(message.lease))
             return
         match message:
-            case RenewLease():
+            case wire.RenewLease():
                 self._leases.renew(lease, self._clock())
                 assert self._engine is not None
                 self._engine.slots[lease.slot].is_busy = message.busy
-                self._send(peer, Status(lease.lease_id, self._status, self._reason, busy=self._engine.is_busy))
-            case PollCache():
+                self._send(peer, wire.Status(lease.lease_id, self._status, self._reason, busy=self._engine.is_busy))
+            case wire.PollCache():
                 self._cache_polls.poll(lease, message.cursor)
-            case StateTold():
+            case wire.StateTold():
                 self._engine_told(lease, message.told)
-            case Detach():
+            case wire.Detach():
                 self._end(lease, "it detached")
-            case DrainReplica():
+            case wire.DrainReplica():
                 logger.info("Head %s requests a drain of this replica.", lease.head_id)
                 self._on_drain()
 
-    def _attach(self, peer: bytes, message: Attach) -> Attached | AttachRefused:
+    def _attach(self, peer: bytes, message: wire.Attach) -> wire.Attached | wire.AttachRefused:
         refusal = self._refusal(message)
         if refusal is not None:
             return refusal
         for former in self._leases.superseded(peer, message.head_id):
             self._end(former, "it attached again")
         if self._engine is None or self._resetting:
-            return AttachRefused("the engine is still aborting requests of a former head", lasting=False)
+            return wire.AttachRefused("the engine is still aborting requests of a former head", lasting=False)
         lease = self._leases.grant(peer, message.head_id, self._clock())
         if lease is None:
-            return AttachRefused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
+            return wire.AttachRefused(f"all {HEAD_SLOTS} heads it can serve are attached", lasting=False)
         try:
             attached = self._attached(self._engine, lease, message.credential)
         except (ConfigError, OSError, zmq.ZMQError) as error:
             self._leases.end(lease)
             self._leases.free(lease.slot)
             self._close_ports(lease.slot)
-            return AttachRefused(str(error), lasting=False)
+            return wire.AttachRefused(str(error), lasting=False)
         if message.generation or len(self._leases) == 1:
             self._generation = message.generation
         self._on_attach(message.replica_id)
         return attached
 
-    def _refusal(self, message: Attach) -> AttachRefused | None:
-        if not is_compatible(message.protocol, PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION):
-            return AttachRefused(f"protocol: head has {message.protocol}, replica {PROTOCOL_VERSION}", lasting=True)
+    def _refusal(self, message: wire.Attach) -> wire.AttachRefused | None:
+        if not is_compatible(message.protocol, wire.PROTOCOL_VERSION, wire.OLDEST_PROTOCOL_VERSION):
+            return wire.AttachRefused(
+                f"protocol: head has {message.protocol}, replica {wire.PROTOCOL_VERSION}", lasting=True
+            )
         own = self._settings.fingerprint
         if differing := differences(message.fingerprint, own):
-            reason = "; ".join(differing)[:MAX_TEXT_CHARS]
-            return AttachRefused(reason, True, is_other_generation(message.fingerprint, own))
+            reason = "; ".join(differing)[: wire.MAX_TEXT_CHARS]
+            return wire.AttachRefused(reason, True, is_other_generation(message.fingerprint, own))
         if self._leases and self._generation and message.generation not in ("", self._generation):
             # What operators decide reaches the heads of one generation, and must not reach engines of another one.
-            return AttachRefused(
+            return wire.AttachRefused(
                 "heads whose pipeline differs in another stage use it: give each of the two pipelines its own replicas "
                 "of every stage",
                 lasting=False,
             )
         if self._status is not ReplicaStatus.UP:
-            return AttachRefused(f"it is {self._status}: {self._reason}", lasting=False)
+            return wire.AttachRefused(f"it is {self._status}: {self._reason}", lasting=False)
         # A head may not have got a newer row, for the coordinator may be away. A row from before the start of this
         # process is of another replica, which had this port.
         assert self._first_incarnation is not None
         if not self._first_incarnation <= message.incarnation <= self._incarnation():
-            return AttachRefused(
+            return wire.AttachRefused(
                 f"incarnation: head has {message.incarnation}, replica {self._incarnation()}", lasting=False
             )
         return None
 
-    def _attached(self, engine: ServedEngine, lease: Lease, credential: str) -> Attached:
+    def _attached(self, engine: ServedEngine, lease: Lease, credential: str) -> wire.Attached:
         if lease.slot not in self._ports:
             self._ports[lease.slot] = listen_on_ports(self._settings.host, self._settings.ports, 2)
         ports = self._ports[lease.slot]
         new_proxy = partial(DataProxy, ports, credential, self._settings, partial(self._connection_lost, lease))
         proxy = engine.slots[lease.slot].lease(new_proxy)
         logger.info("Head %s is attached, on slot %d.", lease.head_id, lease.slot)
-        return Attached(
+        return wire.Attached(
             lease=lease.lease_id,
             input_addr=ports[0].address,
             output_addr=ports[1].address,
@@ -267,7 +253,7 @@ class AttachedHeads:
             self._told = told
             for other in self._leases.current:
                 if other is not lease:
-                    self._send(other.peer, StateTold(other.lease_id, told))
+                    self._send(other.peer, wire.StateTold(other.lease_id, told))
 
     def _connection_lost(self, lease: Lease) -> None:
         if self._leases.find(lease.lease_id, lease.peer) is not None:
@@ -275,7 +261,7 @@ class AttachedHeads:
                 "its connection for outputs broke, did not read for too long, or perhaps got an output above its "
                 "--omni-max-message-size"
             )
-            self._send(lease.peer, Status(lease.lease_id, ReplicaStatus.ERROR, reason))
+            self._send(lease.peer, wire.Status(lease.lease_id, ReplicaStatus.ERROR, reason))
             self._end(lease, reason)
             self._last_lost = (lease.peer, lease.lease_id)
 
@@ -333,7 +319,7 @@ class AttachedHeads:
         task.add_done_callback(self._cleaning.discard)
         return task
 
-    def _log_refusal(self, head_id: str, refusal: AttachRefused) -> None:
+    def _log_refusal(self, head_id: str, refusal: wire.AttachRefused) -> None:
         refused = (head_id, refusal.reason)
         if refused not in self._logged_refusals and len(self._logged_refusals) < _MAX_LOGGED_REFUSALS:
             self._logged_refusals.add(refused)

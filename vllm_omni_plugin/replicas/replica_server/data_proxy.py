@@ -10,14 +10,7 @@ from typing import Any
 
 import zmq
 
-from vllm_omni_plugin.curve import (
-    CURVE_BYTES,
-    HANDSHAKE_FRAME_BYTES,
-    HANDSHAKE_MS,
-    ZapHandler,
-    require_key,
-    require_password,
-)
+from vllm_omni_plugin import curve
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.other_loop import call_on
 from vllm_omni_plugin.replicas.links.forwarding import QUEUE_MESSAGES, Socket, forward, forwarding_context
@@ -66,12 +59,12 @@ class DataProxy:
         with ExitStack() as undo:
             self._context = forwarding_context()
             undo.callback(self._context.destroy, linger=0)
-            self._zap_handler = ZapHandler(self._context, settings.secrets)
+            self._zap_handler = curve.ZapHandler(self._context, settings.secrets)
             undo.callback(self._zap_handler.close)
             self._zap_handler.admit(DATA_ROLE, credential)
-            pull = self._serve(zmq.PULL, settings.max_message_bytes + CURVE_BYTES)
+            pull = self._serve(zmq.PULL, settings.max_message_bytes + curve.CURVE_BYTES)
             self._zap_handler.watch(pull, f"requests {inputs.address}")
-            push = self._serve(zmq.PUSH, HANDSHAKE_FRAME_BYTES)
+            push = self._serve(zmq.PUSH, curve.HANDSHAKE_FRAME_BYTES)
             # The kernel closes a connection whose peer acknowledges nothing, or keeps its window closed, for this time.
             push.setsockopt(zmq.TCP_MAXRT, math.ceil(settings.heartbeat_timeout * 1000))
             self._zap_handler.watch(push, f"outputs {outputs.address}", partial(call_on, self._loop, on_lost))
@@ -124,11 +117,11 @@ class DataProxy:
 
     def _serve(self, kind: int, max_frame_bytes: int) -> Socket:
         socket = self._context.socket(kind)
-        socket.handshake_ivl = HANDSHAKE_MS
+        socket.handshake_ivl = curve.HANDSHAKE_MS
         socket.sndhwm = socket.rcvhwm = QUEUE_MESSAGES
         socket.maxmsgsize = max_frame_bytes
         if self._secret_key:
-            require_key(socket, self._secret_key, DATA_ROLE)
+            curve.require_key(socket, self._secret_key, DATA_ROLE)
         else:
-            require_password(socket, DATA_ROLE)
+            curve.require_password(socket, DATA_ROLE)
         return socket
