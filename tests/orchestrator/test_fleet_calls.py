@@ -75,6 +75,33 @@ def answer_late(engine: EngineModel, *call: Any) -> None:
     asyncio.get_running_loop().call_later(0.01, answer_at_once, engine, *call)
 
 
+async def test_a_call_that_another_head_overtakes_again_and_again_ends_and_leaves_nothing(
+    heads: list[FakeHead],
+) -> None:
+    engine, link = EngineModel(), heads[0].links[0]
+    versions: list[str] = []
+
+    async def overtake(*call: Any) -> None:
+        versions.append(f"v{len(versions)}")
+        await heads[1].call("set_weight_version", versions[-1])
+        answer_at_once(engine, link, *call)
+
+    tasks = []
+
+    def answer(_: FakeLink, call_id: int, method: str, args: Any) -> None:
+        if method == "sleep":
+            tasks.append(asyncio.create_task(overtake(call_id, method, args)))
+        else:
+            answer_at_once(engine, link, call_id, method, args)
+
+    link.on_call = answer
+    with pytest.raises(CoordinatorUnavailableError, match="256 times during this call of sleep, which is not"):
+        await heads[0].call("sleep", 1, "abort")
+    await asyncio.gather(*tasks)
+    assert (len(versions), engine.asleep, engine.pause) == (256, set(), None)
+    assert [head.replay for head in heads] == [[("set_weight_version", (versions[-1],))]] * 3
+
+
 @pytest.mark.parametrize(
     "call",
     [

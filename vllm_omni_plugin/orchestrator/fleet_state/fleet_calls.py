@@ -16,7 +16,7 @@ from vllm_omni_plugin.coordinator.protocol.fleet_state import FleetState, check_
 from vllm_omni_plugin.coordinator.protocol.head_messages import CallDone, FleetCall, RelayedCall
 from vllm_omni_plugin.errors import CoordinatorUnavailableError, NoReplicaError, ReplicaError, WireError
 from vllm_omni_plugin.logger import init_logger
-from vllm_omni_plugin.orchestrator.fleet_state.call_session import CallSession, CoordinatorClient
+from vllm_omni_plugin.orchestrator.fleet_state.call_session import MAX_CONFLICTS, CallSession, CoordinatorClient
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_document import FleetDocument, remote_members
 from vllm_omni_plugin.orchestrator.fleet_state.server_updates import AbortedElsewhere, notify
 from vllm_omni_plugin.orchestrator.orchestrator import Orchestrator
@@ -29,6 +29,9 @@ logger = init_logger(__name__)
 _CACHE_CALLS = frozenset({"reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"})
 """These succeed without replicas: the caches of a replica that comes later are empty."""
 
+_DEPEND_ON_STATE = frozenset({"sleep", "wake_up", "release_kv_cache_memory"})
+"""What these leave depends on the memory that sleeps before them, so that order matters."""
+
 Work = Sequence["asyncio.Task[None]"]
 
 
@@ -37,7 +40,8 @@ class FleetCalls:
 
     A head calls all engines that it reaches at the same time. If any accepts the call, the head tells the others which
     ones, and the document as it is now. They call what only they reach, and tell all replicas what these have missed.
-    If another head has changed the document meanwhile, the call is made again: the later version holds.
+    If another head has changed the document meanwhile, the call is made again, `MAX_CONFLICTS` times at most: the later
+    version holds.
     """
 
     def __init__(self, orchestrator: Orchestrator, head_id: str = "", client: CoordinatorClient | None = None) -> None:
@@ -84,17 +88,32 @@ class FleetCalls:
             logger.warning("Other heads cannot be notified of this call of %s.", method)
         if method == "add_lora":
             check_size(self._document.after_call(method, args, stage_ids))
-        while True:
-            order, since = next(self._orders), self._changes_elsewhere
+        for attempt in range(MAX_CONFLICTS):
+            since, document = self._changes_elsewhere, None
+            if attempt and method in _DEPEND_ON_STATE:
+                document = self.state
+                await self._restore_pauses(stage_ids)
+            order = next(self._orders)
             calls = await self._call_engines(method, args, stage_ids)
             accepted = _accepted(calls, stage_ids)
+            is_overtaken = partial(self._is_overtaken, since, document)
+            if not accepted and document is not None and is_overtaken():
+                # They were restored to what is no longer so.
+                continue
             if not accepted or (plain is None and not lasts):
                 break
             change = partial(self._after_call, method, args, accepted, calls, order) if lasts else None
             told = _told(calls.values(), "" if plain is None else method, plain or [], accepted)
-            if await self._share(told, change, calls.values(), None if method == "collective_rpc" else since):
+            if await self._share(told, change, calls.values(), None if method == "collective_rpc" else is_overtaken):
                 break
             # Engines may have run this call and that of another head in any order.
+        else:
+            if method in PAUSE_CALLS:
+                await self._restore_pauses(stage_ids)
+            raise CoordinatorUnavailableError(
+                f"Other servers have changed the state of the fleet {MAX_CONFLICTS} times during this call of "
+                f"{method}, which is not in effect. Please repeat it."
+            )
         for call in calls.values():
             call.raise_if_refused()
         return [result for call in calls.values() for result in call.results]
@@ -138,6 +157,10 @@ class FleetCalls:
             calls[stage_id].stage.take_out_failed(calls[stage_id])
         return calls
 
+    async def _restore_pauses(self, stage_ids: Sequence[int]) -> None:
+        """Bring engines to the document's pause and sleep, whatever overlapping calls have left."""
+        await asyncio.gather(*(self._stages[stage_id].restore_pause() for stage_id in stage_ids))
+
     def _after_call(
         self, method: str, args: tuple[Any, ...], accepted: Sequence[int], calls: Mapping[int, StageCall], order: int
     ) -> FleetState:
@@ -154,18 +177,18 @@ class FleetCalls:
         told: FleetCall,
         change: Callable[[], FleetState] | None,
         calls: Collection[StageCall],
-        since: int | None = None,
+        is_overtaken: Callable[[], bool] | None = None,
     ) -> bool:
         """Tell the other heads of a call, and let `change` return the document after it.
 
-        Returns False if another head has changed the document meanwhile, and this head has that document now: `since`
-        is `_changes_elsewhere` when engines were called. Without it the change is made again, without a new call.
+        Returns False if the call `is_overtaken`: another head has changed the document meanwhile, and this head has
+        that document now. Without `is_overtaken` the change is made again, without a new call.
         Raises CoordinatorUnavailableError if it is unknown whether others have been told.
         """
         async with self._changing:
             while True:
                 if change is not None:
-                    if since not in (None, self._changes_elsewhere):
+                    if is_overtaken is not None and is_overtaken():
                         return False
                     base = self.state
                     told = replace(told, state=change(), base_version=base.version, base_head=base.head_id)
@@ -179,7 +202,7 @@ class FleetCalls:
                     _report_told(calls)
                     self.session.send(self.state)
                     raise
-                if since is not None:
+                if is_overtaken is not None:
                     return False
             work = self._apply(told) if sent is None else sent.work
             _report_told(calls)
@@ -187,6 +210,10 @@ class FleetCalls:
         if sent is not None:
             await self.session.until_finished(sent, told.method or "of an operator")
         return True
+
+    def _is_overtaken(self, since: int, document: FleetState | None) -> bool:
+        """Whether another head has changed the document, or this one what engines were restored to."""
+        return since != self._changes_elsewhere or document not in (None, self.state)
 
     def _do_part(self, message: RelayedCall) -> None:
         """Do this head's part of another head's call."""

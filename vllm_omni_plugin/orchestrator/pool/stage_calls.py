@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -145,6 +146,10 @@ class StageCalls:
             if halts:
                 self._pool.restart_silence()
 
+    async def restore_pause(self) -> None:
+        """Bring all engines to the pause and sleep that they should have, from any. One that refuses stays as it is."""
+        await asyncio.gather(*(self._restore_pause(member) for member in self.members))
+
     def take_out_failed(self, call: StageCall) -> None:
         """Distrust the replicas that failed a call which others accepted."""
         for replica, answer in call.answers:
@@ -246,6 +251,13 @@ class StageCalls:
                 member.told = _told(wanted, member.told.state.weights)
                 if member.report_told is not None:
                     member.report_told(member.told)
+
+    async def _restore_pause(self, member: PoolMember) -> None:
+        calls: list[EngineCall] = [("wake_up", (None,)), ("resume_scheduler", ()), *self.state.pause.replay()]
+        if (client := member.client) is not None:
+            with suppress(ReplicaError):
+                for method, args in calls:
+                    await _call_engine(client, member.remote, method, args)
 
     async def _call_one(self, replica: CalledReplica, call: StageCall) -> Any:
         member, engine_key, client = replica
