@@ -157,7 +157,9 @@ async def test_what_a_head_of_another_version_of_this_plugin_does_not_compare_is
 ) -> None:
     info = await node.up()
     async with node.head() as head:
-        assert isinstance(await head.try_attach(info.incarnation, fingerprint=fingerprint), Attached)
+        attached = await head.try_attach(info.incarnation, fingerprint=fingerprint)
+    assert isinstance(attached, Attached)
+    assert attached.fingerprint == {}, "without a secret, one who knows the model must not learn the rest"
 
 
 async def test_it_announces_whether_a_head_is_attached(start_node: StartNode) -> None:

@@ -172,7 +172,8 @@ class AttachRefused(Struct, frozen=True, tag="refused"):
     Attributes:
         reason: for the logs of both ends; names each field that differs and both values.
         lasting: a retry will fail until the head or the server is restarted.
-        other_generation: nothing is wrong: the replica is for heads with its configuration.
+        other_generation: nothing is wrong: the replica is for heads with its configuration. Told without a secret, too:
+            whoever names the right model and stage may attach then.
     """
 
     reason: Text

@@ -48,7 +48,7 @@ class Meetings:
     has reported within `timeout` seconds, and nothing of an earlier meeting runs there. It is `broken`, for the reason
     in that attribute, when the workers of a machine end, its process is another one, or it is silent for `timeout`
     seconds; the reason stays until the next one. `setup` must be the same on all machines; `tells_setup`: a machine
-    that differs may learn it.
+    that differs may learn it; otherwise only in what it differs, which guesses would find out anyway.
     """
 
     def __init__(self, machines: int, setup: Mapping[str, str], timeout: float, tells_setup: bool = True) -> None:

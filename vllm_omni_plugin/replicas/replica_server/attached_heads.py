@@ -242,7 +242,7 @@ class AttachedHeads:
             ready_response=engine.ready_response,
             max_message_bytes=self._settings.max_message_bytes,
             data_key=proxy.data_key,
-            fingerprint=dict(self._settings.fingerprint),
+            fingerprint={} if self._settings.secrets is None else dict(self._settings.fingerprint),
             told=self._told,
             incarnation=self._incarnation(),
             machines=list(self._machines),
