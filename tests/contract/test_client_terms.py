@@ -48,7 +48,7 @@ def test_a_header_of_the_operators_choice_is_the_only_one() -> None:
 
 def test_without_admission_nothing_is_read() -> None:
     asked = request(**{"X-Tenant-ID": "acme", "X-Request-Timeout": "soon"})
-    assert terms_reader(tenant_headers(None, None))(asked) is None
+    assert terms_reader(tenant_headers(None, None)) is None
     assert len(asked.sampling_params.extra_args) == 2
 
 

@@ -86,6 +86,7 @@ class FakeEngineApi:
     pooling_task: str | None = None
     schedules = True
     vocabulary: int | None = VOCABULARY
+    outputs_type: type[FakeOutputs] = FakeOutputs
 
     def encode_add(self, request: Any, engine_request_id: str, client_index: int = 0) -> Frames:
         return (b"add", msgspec.json.encode(msgspec.structs.replace(request, request_id=engine_request_id)))
@@ -98,7 +99,7 @@ class FakeEngineApi:
 
     def decode_outputs(self, frames: Frames) -> Any:
         try:
-            return msgspec.json.decode(frames[0], type=FakeOutputs)
+            return msgspec.json.decode(frames[0], type=self.outputs_type)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise WireError(str(error)) from error
 

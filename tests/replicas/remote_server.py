@@ -59,8 +59,7 @@ class RemoteApi(FakeEngineApi):
     def encode_utility(self, call_id: int, method: str, args: tuple[Any, ...], client_index: int = 0) -> Frames:
         return (*super().encode_utility(call_id, method, args), b"%d" % client_index)
 
-    def decode_outputs(self, frames: Frames) -> Any:
-        return msgspec.json.decode(frames[0], type=TimedOutputs)
+    outputs_type = TimedOutputs
 
 
 class FakeServer:

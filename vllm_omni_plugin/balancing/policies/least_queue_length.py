@@ -33,5 +33,6 @@ class LeastQueueLengthBalancer(DecidingBalancer):
         position = pick_lowest(lengths, self._rng, expected_arrivals(replicas, len(lengths)))
         if lengths[position] < 0:
             raise ValueError("queue_length must be non-negative")
-        listed = range(len(lengths)) if len(lengths) <= _MAX_LISTED else (position,)
-        return Decision(position, _REASON, tuple(Candidate(place, float(lengths[place])) for place in listed))
+        if len(lengths) > _MAX_LISTED:
+            return Decision(position, _REASON, (Candidate(position, float(lengths[position])),))
+        return Decision(position, _REASON, tuple(map(Candidate, range(len(lengths)), map(float, lengths))))

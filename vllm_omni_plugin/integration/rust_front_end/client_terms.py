@@ -8,14 +8,14 @@ from vllm_omni_plugin.admission import RequestTerms
 from vllm_omni_plugin.vllm_api.engine_messages.request_building import take_extra_args
 
 
-def terms_reader(tenant_headers: Sequence[str]) -> Callable[[Any], RequestTerms | None]:
+def terms_reader(tenant_headers: Sequence[str]) -> Callable[[Any], RequestTerms] | None:
     """Return a function that reads the terms of an `EngineCoreRequest`. It raises `BadTimeoutError`.
 
     It removes what it reads: an engine may not continue the work of another one on a request with custom arguments.
-    These have the names of the headers; without `tenant_headers` none is read.
+    These have the names of the headers. Without `tenant_headers` none is read: None.
     """
     if not tenant_headers:
-        return lambda request: None
+        return None
     names = frozenset(name.lower() for name in (TIMEOUT_HEADER, *tenant_headers))
 
     def read(request: Any) -> RequestTerms:

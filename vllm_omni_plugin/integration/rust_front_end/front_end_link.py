@@ -66,7 +66,8 @@ class FrontEndRules(NamedTuple):
 
     Attributes:
         why_closed: the message with which new requests are refused; "": they are not.
-        read_terms: reads the tenant and deadline of a request, and removes them from it. Raises `BadTimeoutError`.
+        read_terms: reads the tenant and deadline of a request, and removes them from it. Raises `BadTimeoutError`. None
+            without admission control.
         keep_statistics: called with the reports of 0.1 s, each the engine index and vLLM's `SchedulerStats`. Returns
             those of one engine in place of all replicas.
         replica_changed: called for each replica that joins or leaves after the start.
@@ -75,7 +76,7 @@ class FrontEndRules(NamedTuple):
     """
 
     why_closed: Callable[[], str]
-    read_terms: Callable[[Any], RequestTerms | None]
+    read_terms: Callable[[Any], RequestTerms] | None
     keep_statistics: Callable[[Sequence[tuple[int, Any]]], Iterable[Any]]
     replica_changed: Callable[[ReplicaJoined | ReplicaLeft], None]
     adapters_changed: Callable[[Future[None] | None], None]
@@ -263,8 +264,9 @@ class FrontEndLink(FrontEnd):
             request.sampling_params.watermarking = False
         if request.lora_request is not None:
             self.adapters.use_in(request)
-        terms = self._rules.read_terms(request)
-        self._submit(SubmitRequest(request, time.monotonic(), terms=terms))
+        terms = None if self._rules.read_terms is None else self._rules.read_terms(request)
+        assert self._handle is not None
+        self._handle(SubmitRequest(request, time.monotonic(), terms=terms))
 
     async def _answer(self, calls: FrontEndCalls, call_id: int, method: str, args: Sequence[Any]) -> None:
         """Make a call of the front end that has these. The next one gives its calls the same numbers."""

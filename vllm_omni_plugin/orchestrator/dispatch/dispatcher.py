@@ -354,7 +354,7 @@ class Dispatcher:
         if run.ticket is not None and self._head.gate is not None:
             self._head.gate.started(run.ticket)
         if run.first_sent_at is None:
-            run.first_sent_at = self._head.clock()
+            run.first_sent_at = run.asked_at
             self._head.metrics.queue_time_seconds.observe(run.first_sent_at - run.submitted_at)
         if run.chosen_replicas is not None and not run.produced:
             run.chosen_replicas.append((member.name, run.decision))

@@ -155,7 +155,9 @@ class LoadLedger:
             self.others,
             self.prefill_tokens,
             self.decode_tokens,
-            *self._report,
+            self._report.waiting,
+            self._report.running,
+            self._report.kv_usage,
             self._computed_tokens / self._computing_s if self._computing_s else 0.0,
             self.size.blocks,
             self.size.block_size,
@@ -237,8 +239,10 @@ class LoadLedger:
         if own:
             self._load = None
             self._report = report
-            self._reported_others = max(0, report.waiting + report.running - (own - self.unsent))
-            self._count_others()
+            others = max(0, report.waiting + report.running - (own - self.unsent))
+            if others != self._reported_others:
+                self._reported_others = others
+                self._count_others()
 
     def _count_others(self) -> None:
         requests, prefill_tokens = self._reported_others, 0

@@ -232,9 +232,6 @@ class EngineClient:
         if self._dead_reason is not None:
             # Its requests have moved, and its statistics would count as those of a serving replica.
             return
-        if self._codec.is_engine_dead(frames):
-            self.mark_dead_after_grace(_REPORTED, engine_failed=True)
-            return
         try:
             outputs = self._codec.decode_outputs(frames)
             if outputs.utility_output is not None:
@@ -245,6 +242,9 @@ class EngineClient:
                         tried.set_result(None)
                 self._on_outputs(outputs)
         except WireError as error:
+            if self._codec.is_engine_dead(frames):
+                self.mark_dead_after_grace(_REPORTED, engine_failed=True)
+                return
             # The outputs in this message are lost, so later ones cannot be delivered.
             self.mark_dead(f"it sent an invalid message: {str(error)[:_MAX_DETAIL_CHARS]}", True)
         except Exception as error:

@@ -16,7 +16,6 @@ from vllm.v1.engine import (
 from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult
 
 from vllm_omni_plugin.vllm_api.codecs.sim_protocol import EngineCoreCodec
-from vllm_omni_plugin.vllm_api.codecs.stage_codec import Kind
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
 
 IDENTITY = (0).to_bytes(2, "little")
@@ -32,15 +31,14 @@ _FAILED = "internal_error"
 
 
 class FrontEndCodec:
-    """Decodes what the front end sends to an engine, and encodes what it gets. Not thread-safe."""
+    """Decodes what the front end sends to an engine, and encodes what it gets. Not thread-safe.
+
+    `decode` is that of `StageCodec`, with an `EngineCoreRequest`. Requests may share their sampling parameters.
+    """
 
     def __init__(self) -> None:
-        self._codec = _RequestCodec()
+        self.decode = _RequestCodec().decode
         self._encoder = MsgpackEncoder()
-
-    def decode(self, frames: Frames) -> tuple[Kind, Any]:
-        """As `StageCodec.decode`, with an `EngineCoreRequest`. Requests may share their sampling parameters."""
-        return self._codec.decode(frames)
 
     def encode_outputs(self, outputs: Any) -> Frames:
         """Encode the outputs of one engine. Tensors are not copied.
@@ -48,11 +46,11 @@ class FrontEndCodec:
         Nothing else goes along: one message that the front end does not expect, such as an empty one or one about waves
         of a lockstep group, makes it fail all its requests for ever.
         """
-        return self._encode(
-            EngineCoreOutputs(
-                outputs=outputs.outputs, timestamp=outputs.timestamp, weight_version=outputs.weight_version
-            )
+        kept = EngineCoreOutputs(
+            outputs=outputs.outputs, timestamp=outputs.timestamp, weight_version=outputs.weight_version
         )
+        frames: Frames = self._encoder.encode(kept)
+        return frames
 
     def encode_statistics(self, stats: Any) -> Frames:
         """Encode vLLM's `SchedulerStats` of the only engine. Numbers below 0, which it cannot read, are sent as 0."""
@@ -111,19 +109,18 @@ class _RequestCodec(EngineCoreCodec):
         self._sampling_params = msgspec.msgpack.Decoder(SamplingParams | None)
         self._known: dict[bytes, SamplingParams | None] = {}
 
-    def _complete(self, request: Any) -> Any:
-        request.sampling_params = self._decode_sampling_params(bytes(request.sampling_params))
-        return request
-
-    def _decode_sampling_params(self, encoded: bytes) -> SamplingParams | None:
+    def _decode_request(self, frames: Frames) -> Any:
+        request = super()._decode_request(frames)
+        encoded = bytes(request.sampling_params)
         if encoded in self._known:
-            return self._known[encoded]
-        params = self._sampling_params.decode(encoded)
+            request.sampling_params = self._known[encoded]
+            return request
+        params = request.sampling_params = self._sampling_params.decode(encoded)
         if len(encoded) <= _MAX_KNOWN_BYTES:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()
             self._known[encoded] = params
-        return params
+        return request
 
 
 def _not_below_0(value: Any) -> Any:

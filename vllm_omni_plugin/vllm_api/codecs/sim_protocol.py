@@ -13,7 +13,6 @@ from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from vllm_omni_plugin.errors import WireError
 from vllm_omni_plugin.vllm_api.codecs import stage_protocol
 from vllm_omni_plugin.vllm_api.codecs.stage_codec import StageCodec
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import Frames
@@ -34,13 +33,7 @@ class EngineCoreCodec(StageCodec):
         self._engine_requests = MsgpackDecoder(request_type)
 
     def _decode_request(self, frames: Frames) -> Any:
-        try:
-            return self._complete(self._engine_requests.decode(frames))
-        except Exception as error:  # vLLM's checks and decode hooks raise whatever their payload makes them raise
-            raise WireError(str(error)) from error
-
-    def _complete(self, request: Any) -> Any:
-        return request
+        return self._engine_requests.decode(frames)
 
 
 def output(step: Any) -> Any:

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 Frames = Sequence[Any]
 """Frames of one message; each supports the buffer protocol (bytes, memoryview, zmq.Frame)."""
 ENGINE_SHUTTING_DOWN = "Server shutting down"
 """An engine that was asked to end answers every call with this error. It finishes the requests that it has."""
 
 
-class LoadReport(NamedTuple):
+class LoadReport(Struct, frozen=True, gc=False):
     """The load that an engine reports with a step; `kv_usage` is the share of its KV memory in use, 0 to 1."""
 
     waiting: int
