@@ -19,8 +19,11 @@ from vllm_omni_plugin.coordinator import (
     encode_replica_list,
 )
 from vllm_omni_plugin.coordinator.protocol.control_messages import MAX_ADDRESS_CHARS, MAX_QUEUE_LENGTH, MAX_STAGE_ID
+from vllm_omni_plugin.coordinator.protocol.head_messages import FleetCall, decode_from_head, encode_from_head
 from vllm_omni_plugin.coordinator.state.membership_table import DEFAULT_MAX_REPLICAS
 from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.logger import printable
+from vllm_omni_plugin.replicas.control.lease_messages import decode_from_server
 
 PLAIN = {
     "input_addr": "tcp://a:1",
@@ -42,7 +45,7 @@ json_values = st.recursive(
 )
 events = st.builds(
     make_event,
-    st.text(st.characters(codec="utf-8"), max_size=100),
+    st.text(st.characters(codec="utf-8"), max_size=100).map(printable),
     stage_id=st.integers(0, 1023),
     status=st.sampled_from(ReplicaStatus),
     queue_length=st.integers(0, 2**31 - 1),
@@ -53,6 +56,25 @@ events = st.builds(
 
 def frame_with(**fields: Any) -> bytes:
     return json.dumps({**PLAIN, **fields}).encode()
+
+
+@pytest.mark.parametrize("sent", ["\n", "\x1b[2J", "\x7f", "\x9b", "\u2028", "\u202e", "\x00"])
+@pytest.mark.parametrize("escaped", [True, False])
+def test_no_peer_puts_a_control_character_into_logs_or_a_page(sent: str, escaped: bool) -> None:
+    host = json.dumps(f'"{sent}é', ensure_ascii=escaped)
+    event = decode_event(frame_with(host_slot="HOST").replace(b'"HOST"', host.encode()))
+    assert event.host_slot.isprintable()
+    assert (event.host_slot[0], event.host_slot[-1]) == ('"', "é")
+    with pytest.raises(WireError) as invalid:
+        decode_event(frame_with(status="STATUS").replace(b'"STATUS"', host.encode()))
+    assert str(invalid.value).isprintable()
+    refused = decode_from_server(json.dumps({"type": "refused", "reason": sent, "lasting": True}).encode())
+    assert refused.reason.isprintable()
+
+
+def test_what_operator_calls_give_to_engines_arrives_as_it_is() -> None:
+    call = FleetCall(1, "collective_rpc", ["f", None, ["a\nb"], {"c": "\x1b"}], [0])
+    assert decode_from_head(encode_from_head(call)) == call
 
 
 def test_largest_list_is_below_the_size_limit() -> None:

@@ -8,6 +8,7 @@ from os import terminal_size
 from typing import Any, TextIO
 
 from vllm_omni_plugin.errors import ServerUnavailableError
+from vllm_omni_plugin.logger import printable
 
 _COLUMNS = ("ID", "STATUS", "REQUESTS", "WAIT", "TOKENS", "KV", "TOKENS/S", "HITS", "HEARTBEAT", "RESTARTS", "CORDONS")
 _REQUESTS = ("unfinished", "queued", "held", "moved", "lost", "refused")
@@ -54,7 +55,7 @@ class Top:
             except ServerUnavailableError as error:
                 if not has_answered:
                     raise
-                self._write(_printable(f"{error}; trying again") + "\n")
+                self._write(printable(f"{error}; trying again") + "\n")
                 self._pause()
 
     def _tables(self, size: Callable[[], terminal_size | None]) -> Iterator[list[str]]:
@@ -87,7 +88,7 @@ def with_current_names(replica: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows as lines, each column as wide as its longest cell; for terminals."""
-    rows = [tuple(map(_printable, row)) for row in rows]
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "".join(f"{line}\n" for line in lines)
@@ -116,7 +117,7 @@ def _headline(state: Mapping[str, Any]) -> str:
     requests["held"] = sum(count for name, count in requests.items() if name.startswith("held_"))
     coordinator = {None: "", True: "", False: ", coordinator away"}[head["coordinator"]]
     counts = "  ".join(f"{name} {requests[name]}" for name in _REQUESTS)
-    return f"{_printable(head['name'])}: {head['state']}, other heads {len(head['others'])}{coordinator}  {counts}\n"
+    return f"{printable(head['name'])}: {head['state']}, other heads {len(head['others'])}{coordinator}  {counts}\n"
 
 
 def _rows(state: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -150,13 +151,8 @@ def _event_line(event: Mapping[str, Any]) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     where = event["replica"] or ("head" if event["stage"] is None else f"stage {event['stage']}")
     count = f"{event['requests']} requests: " if event["requests"] else ""
-    return _printable(f"{clock}  {event['kind']:8}{where:8}{count}{event['reason']}") + "\n"
+    return printable(f"{clock}  {event['kind']:8}{where:8}{count}{event['reason']}") + "\n"
 
 
 def _format(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def _printable(text: str) -> str:
-    """Replace control characters, since other nodes determine parts of the text."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,12 +1,13 @@
 """Messages from replicas to the coordinator, and from it to subscribers. The keys on the wire are the field names."""
 
 from enum import StrEnum
-from typing import Annotated, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from vllm_omni_plugin.errors import WireError
+from vllm_omni_plugin.logger import printable
 
 MAX_STAGE_ID = 1023
 MAX_QUEUE_LENGTH = 2**31 - 1
@@ -20,6 +21,8 @@ MAX_EVENT_BYTES = 64 * 1024
 MAX_REPLICA_LIST_BYTES = 24 * 1024 * 1024
 _MAX_DETAIL_CHARS = 200
 _LATER_VERSIONS = 2
+_DATA = frozenset({"arguments", "state", "told"})
+"""Keys whose texts must arrive as they are: what operator calls give to engines."""
 
 StageId = Annotated[int, Meta(ge=0, le=MAX_STAGE_ID)]
 QueueLength = Annotated[int, Meta(ge=0, le=MAX_QUEUE_LENGTH)]
@@ -178,12 +181,25 @@ def encode_strictly(message: Struct, decoder: msgspec.json.Decoder[_T], what: st
 
 
 def decode_strictly(decoder: msgspec.json.Decoder[_T], frame: bytes, what: str, max_bytes: int) -> _T:
-    """Decode a frame. Raises `WireError` if it is invalid; the message begins with ``what``."""
+    """Decode a frame; its texts are `printable` then. Raises `WireError` if it is invalid, beginning with ``what``."""
     if len(frame) > max_bytes:
         raise WireError(f"{what}: {len(frame)} bytes, at most {max_bytes} allowed")
     try:
+        if b"\\" in frame or b"\x7f" in frame or not frame.isascii():
+            frame = _encoder.encode(_with_printable_texts(msgspec.json.decode(frame)))
         return decoder.decode(frame)
     # RecursionError: msgspec parses the value of an unknown key in order to skip it.
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         # The text may quote the frame, and the sender must not decide how much we log.
-        raise WireError(f"{what}: {str(error)[:_MAX_DETAIL_CHARS]}") from error
+        raise WireError(f"{what}: {printable(str(error)[:_MAX_DETAIL_CHARS])}") from error
+
+
+def _with_printable_texts(value: Any) -> Any:
+    match value:
+        case str():
+            return printable(value)
+        case list():
+            return [_with_printable_texts(each) for each in value]
+        case dict():
+            return {key: each if key in _DATA else _with_printable_texts(each) for key, each in value.items()}
+    return value

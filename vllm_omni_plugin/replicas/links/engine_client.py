@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from vllm_omni_plugin.errors import NOT_ALLOWED, MessageTooLargeError, NotAllowedError, ReplicaError, WireError
-from vllm_omni_plugin.logger import init_logger
+from vllm_omni_plugin.logger import init_logger, printable
 from vllm_omni_plugin.replicas.links.link import Link
 from vllm_omni_plugin.vllm_api.engine_messages.engine_types import ENGINE_SHUTTING_DOWN, Frames
 
@@ -263,4 +263,4 @@ class EngineClient:
             future.set_result(None)
         else:
             kind = NotAllowedError if reply.failure_message.startswith(NOT_ALLOWED) else ReplicaError
-            future.set_exception(kind(reply.failure_message))
+            future.set_exception(kind(printable(reply.failure_message)))
