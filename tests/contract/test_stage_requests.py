@@ -9,8 +9,10 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 from vllm_omni_plugin.errors import StageInputError
 from vllm_omni_plugin.pipeline import Modality, StageInput
@@ -248,3 +250,15 @@ def test_a_decode_request_has_the_transfer_params_of_the_prefill(folder: Path, o
     )
     silent = decode.build_root(client, {"max_tokens": 2}, for_client=False)
     assert (silent.sampling_params.max_tokens, silent.sampling_params.extra_args) == (2, None)
+
+
+def test_a_decodes_engine_has_a_cache_freed_that_nobody_will_fetch(own: Any) -> None:
+    params = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_block_ids": [[1, 2]]}
+    request = api(own, own).release(source(), params)
+    assert (request.abort_immediately, request.prompt_token_ids) == (True, [0])
+    scheduler = SimpleNamespace(_stop_heartbeat=lambda request_id: None, _reqs_need_recv={})
+    ended = Request.from_engine_core_request(request, None)
+    assert NixlPullConnectorScheduler.request_finished(scheduler, ended, ()) == (False, None)
+    # Its worker tells the prefill's engine that nothing of these blocks is needed.
+    assert scheduler._reqs_need_recv[request.request_id][1] == []
+    assert api(own, own).release(source(), {"do_remote_prefill": False}) is None

@@ -34,7 +34,15 @@ class KvEngine(PlayedLink):
         self._given: dict[str, tuple[list[int], Any]] = {}
         self._wrong: set[str] = set()
 
+    @property
+    def caches(self) -> int:
+        return len(self._blocks)
+
     def _add(self, body: dict[str, Any]) -> None:
+        if body["abort_immediately"]:
+            kv = body["sampling_params"]["kv"]
+            self._places[kv["place"]]._blocks.pop(kv["number"])
+            return
         super()._add(body)
         self._given[body["request_id"]] = body["prompt"], body["sampling_params"].get("kv")
 

@@ -114,6 +114,24 @@ STEPS = [
 ]
 
 
+async def test_a_cache_is_freed_if_the_client_leaves_before_a_decode_is_asked() -> None:
+    async with KvFleet() as fleet:
+        await while_the_input_of_the_decode_is_built(fleet)
+        assert fleet.engine(PREFILL).caches == 1
+        await fleet.abort("a")
+        fleet.open_gates()
+        await fleet.settle()
+        assert (fleet.engine(PREFILL).caches, fleet.in_flight) == (0, 0)
+
+
+async def test_a_cache_for_which_a_decode_was_asked_is_left_to_its_engine() -> None:
+    async with KvFleet() as fleet:
+        await while_the_cache_is_fetched(fleet)
+        await fleet.abort("a")
+        await fleet.settle()
+        assert fleet.engine(PREFILL).caches == 1
+
+
 @pytest.mark.parametrize("side", STAGES, ids=["prefill", "decode"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("event", [kill, restart, stop, cut, sleep])

@@ -1,7 +1,7 @@
 """Builds the inputs of stages on threads, so that the orchestrator's loop never waits for a transform."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -118,6 +118,15 @@ class StageInputBuilder:
             del outcome
 
         self._threads[stage.id].submit(run)
+
+    def releases(self, state: PipelineRequestState) -> Iterator[tuple[int, Any]]:
+        """The requests of a decode stage that free a cache for which no decode was asked; its lease would keep it."""
+        for stage_id, name in self._names.items():
+            run, params = state.runs.get(stage_id), state.cache_params
+            if name == BuiltInTransform.KV_TRANSFER and params is not None and (run is None or not run.attempts):
+                request = self.apis[stage_id].release(state.request, params)
+                if request is not None:
+                    yield stage_id, request
 
     def build_whole(self, state: PipelineRequestState, stage: Stage) -> tuple[Any, Any]:
         """Build the input of a stage whose upstream stages have all ended. Runs on a thread.

@@ -42,7 +42,10 @@ def awaits_cache(request: Any) -> bool:
 
 
 def without_hand_over(request: Any) -> Any:
-    """The request, or a copy that does not name a cache that another engine has kept for it, and reads none."""
+    """The request, or a copy that does not name a cache that another engine has kept for it, and reads none.
+
+    Outputs of encoders stay: they are named by a hash of their content, and nothing can compute them without the media.
+    """
     if not awaits_cache(request) or _KV_TRANSFER not in request.sampling_params.extra_args:
         return request
     params = copy.copy(request.sampling_params)

@@ -121,6 +121,12 @@ class VllmStageApi(StageApi):
         sampling_params.extra_args = {**(sampling_params.extra_args or {}), KV_TRANSFER_PARAMS: dict(params)}
         return msgspec.structs.replace(request, sampling_params=sampling_params)
 
+    def release(self, source: Any, params: Mapping[str, Any]) -> Any | None:
+        if not params.get("do_remote_prefill"):
+            return None
+        # As vLLM's own server does for a request that it refuses: the scheduler tells the connector that it has ended.
+        return msgspec.structs.replace(self.with_kv_transfer(self.build_end(source), params), abort_immediately=True)
+
     def without_cache(self, request: Any) -> Any:
         # The scheduler then takes no blocks from a connector either.
         sampling_params = copy.copy(request.sampling_params)
