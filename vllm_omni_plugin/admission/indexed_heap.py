@@ -1,6 +1,6 @@
 """A priority queue from which any item can be removed."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
@@ -19,12 +19,6 @@ class IndexedHeap(Generic[K]):
         self._keys: dict[K, Any] = {}
         self._heap: list[tuple[Any, int, K]] = []
         self._added = 0
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(sorted(self._keys, key=self._keys.__getitem__))
 
     def add(self, item: K, key: Any) -> None:
         """Add an item, or change its key. Items with equal keys keep the order in which they were added."""

@@ -121,9 +121,6 @@ class TenantAccounts:
         # A copy, since another thread may iterate while accounts come and go.
         return iter(list(self._accounts.values()))
 
-    def __len__(self) -> int:
-        return len(self._accounts)
-
     def replace(self, config: AdmissionConfig) -> None:
         """Apply the settings of another config to every account."""
         self._config = config

@@ -55,11 +55,6 @@ class RoundRobinBalancer(DecidingBalancer):
             if identity in self._queue:
                 self._queue.move_to_end(identity)
 
-    def __repr__(self) -> str:
-        with self._lock:
-            live, departed = len(self._live), len(self._queue) - len(self._live)
-        return f"<RoundRobinBalancer [{live} live, {departed} departed]>"
-
     def _next(self, replicas: Sequence[ReplicaView]) -> _Identity:
         require_replicas(replicas)
         snapshot = snapshot_of(replicas)

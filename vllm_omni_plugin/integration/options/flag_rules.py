@@ -4,18 +4,29 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from vllm_omni_plugin.admin.admin_keys import read_admin_keys
 from vllm_omni_plugin.admission import load_admission
 from vllm_omni_plugin.balancing import build_load_balancer_factory
-from vllm_omni_plugin.config import ADMIN_KEY_FLAG, FLAGS, Flag, OmniConfig, Side
+from vllm_omni_plugin.config import ADMIN_KEY_FLAG, FLAGS, OmniConfig, Side
 from vllm_omni_plugin.curve import Secrets
 from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.integration.options.listening import bind_address, check_exposure, resolve
 from vllm_omni_plugin.replicas.links.replica_ports import ADDRESS_FLAG, PortRange
 from vllm_omni_plugin.replicas.replica_server.served_engine import HEAD_SLOTS
 
+_IS_OF_HEAD = "not allowed with --headless: it is the head's"
+_REPLICA_FIELDS = ("replica_address", "replica_ports")
+_NO_LISTENING_REPLICA = (
+    "on a head it needs --omni-master-address and several API servers (--api-server-count): replicas of a single one "
+    "do not listen on the network"
+)
+_NO_LINK = (
+    "needs --omni-master-address and --omni-master-port, or several API servers: without them there is no link between "
+    "processes"
+)
 _LINK_FIELDS = ("lease_timeout", "secret_file", "insecure", "max_message_size")
 _BEATS_PER_TIMEOUT = 3
 _KEY_IN_PIPELINE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "dp_size_local": "replicas"}
@@ -24,12 +35,20 @@ _KEY_IN_PIPELINE_FILE = {"lb_policy": "policy", "lb_config": "policy_config", "d
 
 def check(options: OmniConfig, given: Collection[str], headless: bool, api_servers: int = 1) -> None:
     """Check the options against each other and this machine; `given` are fields. Raises ConfigError naming the flag."""
-    _check_side(given, headless)
+    _refuse(given, Side.HEAD if headless else Side.HEADLESS, _IS_OF_HEAD if headless else "needs --headless")
     _check_join(options, given)
     if not headless:
-        _check_api_servers(api_servers)
-        _check_replica_flags(options, given, api_servers)
-    _check_pipeline(given, headless)
+        if api_servers > HEAD_SLOTS:
+            raise ConfigError(
+                f"argument --api-server-count: {api_servers} API servers (one for each data-parallel rank, unless "
+                f"given): a replica serves at most {HEAD_SLOTS} heads, and each API server is a head"
+            )
+        if options.join:
+            _refuse(given, _REPLICA_FIELDS, "not allowed with --omni-join: such a head has no replicas")
+        if api_servers < 2 or not options.is_open:
+            _refuse(given, _REPLICA_FIELDS, _NO_LISTENING_REPLICA)
+        for field, key in _KEY_IN_PIPELINE_FILE.items() if "pipeline" in given else ():
+            _refuse(given, (field,), f"not allowed with --omni-pipeline: the file has {key!r} for each stage")
     _check_master(options, headless)
     _check_heartbeats(options)
     if options.admin_key_file is not None:
@@ -37,9 +56,10 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
             raise ConfigError(f"argument --omni-admin-loopback: not allowed with {ADMIN_KEY_FLAG}: choose one of them")
         read_admin_keys(options.admin_key_file, ADMIN_KEY_FLAG)
     if options.admission is not None:
-        _check_admission(options.admission)
+        with _naming("--omni-admission"):
+            load_admission(options.admission)
     if not options.is_open and api_servers < 2:
-        _check_link_flags(given)
+        _refuse(given, _LINK_FIELDS, _NO_LINK)
     if options.secret_file is not None:
         if options.insecure:
             raise ConfigError("argument --omni-insecure: not allowed with --omni-secret-file: choose one of them")
@@ -70,26 +90,25 @@ def check(options: OmniConfig, given: Collection[str], headless: bool, api_serve
 
 def check_policy(options: OmniConfig) -> None:
     """Build the load-balancing policy, to see that it can be built. Raises ConfigError naming the flag."""
-    for flag, config in (("--omni-lb-policy", None), ("--omni-lb-config", options.lb_config)):
-        try:
-            build_load_balancer_factory(options.lb_policy, config)
-        except ConfigError as error:
-            raise ConfigError(f"argument {flag}: {error}") from error
+    with _naming("--omni-lb-policy"):
+        build_load_balancer_factory(options.lb_policy)
+    with _naming("--omni-lb-config"):
+        build_load_balancer_factory(options.lb_policy, options.lb_config)
 
 
-def _check_admission(file: str) -> None:
+@contextmanager
+def _naming(flag: str) -> Iterator[None]:
     try:
-        load_admission(file)
+        yield
     except ConfigError as error:
-        raise ConfigError(f"argument --omni-admission: {error}") from error
+        raise ConfigError(f"argument {flag}: {error}") from error
 
 
-def _check_side(given: Collection[str], headless: bool) -> None:
-    other = Side.HEAD if headless else Side.HEADLESS
+def _refuse(given: Collection[str], which: Side | Collection[str], why: str) -> None:
+    """Raise ConfigError for the first given flag of a side, or of these fields."""
     for flag in FLAGS:
-        if flag.side is other and flag.field in given:
-            where = "not allowed with --headless: it is the head's" if headless else "needs --headless"
-            raise ConfigError(f"argument {flag.name}: {where}")
+        if flag.field in given and (flag.side is which if isinstance(which, Side) else flag.field in which):
+            raise ConfigError(f"argument {flag.name}: {why}")
 
 
 def _check_join(options: OmniConfig, given: Collection[str]) -> None:
@@ -104,41 +123,11 @@ def _check_join(options: OmniConfig, given: Collection[str]) -> None:
         )
 
 
-def _check_api_servers(api_servers: int) -> None:
-    if api_servers > HEAD_SLOTS:
-        raise ConfigError(
-            f"argument --api-server-count: {api_servers} API servers (one for each data-parallel rank, unless given): "
-            f"a replica serves at most {HEAD_SLOTS} heads, and each API server is a head"
-        )
-
-
-def _check_replica_flags(options: OmniConfig, given: Collection[str], api_servers: int) -> None:
-    for flag in _given_flags(given, ("replica_address", "replica_ports")):
-        if options.join:
-            raise ConfigError(f"argument {flag.name}: not allowed with --omni-join: such a head has no replicas")
-        if api_servers < 2 or not options.is_open:
-            raise ConfigError(
-                f"argument {flag.name}: on a head it needs --omni-master-address and several API servers "
-                "(--api-server-count): replicas of a single one do not listen on the network"
-            )
-
-
-def _check_pipeline(given: Collection[str], headless: bool) -> None:
-    if headless or "pipeline" not in given:
-        return
-    for flag in _given_flags(given, _KEY_IN_PIPELINE_FILE):
-        key = _KEY_IN_PIPELINE_FILE[flag.field]
-        raise ConfigError(
-            f"argument {flag.name}: not allowed with --omni-pipeline: the file has {key!r} for each stage"
-        )
-
-
 def _check_master(options: OmniConfig, headless: bool) -> None:
-    if (options.master_address is None) != (options.master_port is None):
-        there, missing = "--omni-master-address", "--omni-master-port"
-        if options.master_address is None:
-            there, missing = missing, there
-        raise ConfigError(f"argument {there}: needs {missing} too")
+    address, port = ("--omni-master-address", options.master_address), ("--omni-master-port", options.master_port)
+    for (flag, value), (other, missing) in ((address, port), (port, address)):
+        if value is not None and missing is None:
+            raise ConfigError(f"argument {flag}: needs {other} too")
     if headless and not options.is_open:
         raise ConfigError(
             "argument --omni-master-address: a node needs it, and --omni-master-port: the address of the head to join"
@@ -157,18 +146,6 @@ def _check_heartbeats(options: OmniConfig) -> None:
         )
     if not options.lease_timeout:
         raise ConfigError("argument --omni-lease-timeout: 0 s must be positive")
-
-
-def _check_link_flags(given: Collection[str]) -> None:
-    for flag in _given_flags(given, _LINK_FIELDS):
-        raise ConfigError(
-            f"argument {flag.name}: needs --omni-master-address and --omni-master-port, or several API servers: "
-            "without them there is no link between processes"
-        )
-
-
-def _given_flags(given: Collection[str], fields: Collection[str]) -> list[Flag]:
-    return [flag for flag in FLAGS if flag.field in fields and flag.field in given]
 
 
 def _check_bindable(address: str, port: int, flag: str, hint_if_used: str = "") -> None:
