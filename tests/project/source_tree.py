@@ -9,7 +9,10 @@ PACKAGE = "vllm_omni_plugin"
 PACKAGE_FOLDERS = {PACKAGE: ROOT / PACKAGE, f"{PACKAGE}.entrypoints": ROOT / "entrypoints"}
 """The folders that are installed, by the dotted name they are installed under."""
 
-_TEXT_SUFFIXES = {".cfg", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
+_TEXT_SUFFIXES = {
+    *(".cfg", ".env", ".html", ".js", ".md", ".py", ".sbatch", ".service", ".sh", ".toml", ".tpl", ".txt"),
+    *(".yaml", ".yml"),
+}
 _TEXT_NAMES = {"Dockerfile", "Makefile", "run"}
 _GENERATED_FOLDERS = {"__pycache__", "build", "dist"}
 _HIDDEN_BUT_OURS = {".ci", ".github"}
