@@ -15,6 +15,7 @@ import pytest
 from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
 
 from .api_servers import ApiServers
+from .experts import make_experts
 from .lora import make_lora
 from .namespaces import Cable
 from .nodes import Node, NodeFleet
@@ -107,6 +108,12 @@ def servers(logs: Path) -> Iterator[Servers]:
 def make_room(servers: Servers) -> None:
     """Ends the shared servers, for a module with engines of its own."""
     servers.stop_all()
+
+
+@pytest.fixture(scope="session")
+def experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts without weights."""
+    return make_experts(tiny_model, tmp_path_factory.mktemp("experts") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -109,18 +109,18 @@ FLEET_FLAGS = (
     Case(f"{HEAD} --omni-max-message-size 0", "--omni-max-message-size", "0 is below 1"),
 )
 BALANCES = "every data-parallel rank is a replica of the fleet"
-ONE_NODE = "on one node and find each other"
+MEET = "ranks on several machines meet by --nnodes"
 TOGETHER = (
     fleet_with("--grpc", "--grpc", "HTTP server only"),
     fleet_with("--grpc-port 5000", "--grpc-port", "needs vLLM's Rust front end"),
     fleet_with("--headless", "--omni-master-address", "a node needs it, and --omni-master-port"),
     fleet_with("-dp 2 --data-parallel-size-local 1", "--data-parallel-size-local", "1 of 2 ranks"),
-    fleet_with("--data-parallel-address 127.0.0.1", "--data-parallel-address", ONE_NODE),
-    fleet_with("--data-parallel-rpc-port 23901", "--data-parallel-rpc-port", ONE_NODE),
+    fleet_with("--data-parallel-address 127.0.0.1", "--data-parallel-address", MEET),
+    fleet_with("--data-parallel-rpc-port 23901", "--data-parallel-rpc-port", MEET),
     fleet_with("--data-parallel-backend ray", "--data-parallel-backend", "processes of their replica's node"),
     fleet_with("", "VLLM_DP_SIZE", "give --data-parallel-size", VLLM_DP_SIZE="2"),
     fleet_with("--data-parallel-rank 0", "--data-parallel-rank", BALANCES),
-    fleet_with("--data-parallel-start-rank 0", "--data-parallel-start-rank", BALANCES),
+    fleet_with("--data-parallel-start-rank 0", "--data-parallel-start-rank", MEET),
     fleet_with("--data-parallel-external-lb", "--data-parallel-external-lb", BALANCES),
     fleet_with("--data-parallel-hybrid-lb", "--data-parallel-hybrid-lb", BALANCES),
     fleet_with("--data-parallel-multi-port-external-lb", "--data-parallel-multi-port-external-lb", BALANCES),
@@ -136,7 +136,8 @@ TOGETHER = (
         Case(f"{NODE} -tp 4 --nnodes 2 {arguments}", flag, reason)
         for arguments, flag, reason in (
             ("--omni-dp-size-local 2", "--omni-dp-size-local", "a process on each machine for each replica"),
-            ("--data-parallel-size 2", "--data-parallel-size", "has one data-parallel rank"),
+            ("--data-parallel-size 3", "--data-parallel-size", "3 ranks are not as many on each machine"),
+            ("-dp 4 --data-parallel-size-local 4", "--data-parallel-size-local", "as many as each other machine"),
             ("--distributed-executor-backend uni", "--distributed-executor-backend", "machines meet with 'mp' only"),
             (
                 '--kv-transfer-config {"kv_connector":"ExampleConnector","kv_role":"kv_both"}',
@@ -163,6 +164,9 @@ HONOURED = {
     "a head without engines": Case(f"{HEAD} --omni-dp-size-local 0", "", ""),
     "a node": Case(f"{NODE} --omni-stage-id 0 --omni-drain-timeout 5 --omni-replica-ports 20000-20010", "", ""),
     "a machine of several": Case(f"{NODE} -tp 4 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1", "", ""),
+    "a machine of a lockstep group": Case(
+        f"{NODE} -dp 4 --data-parallel-size-local 2 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1", "", ""
+    ),
     "open to all": Case("-oma 0.0.0.0 -omp 23900 --omni-insecure", "", ""),
     "options of a policy": Case(f'{LEAST_TOKENS} {{"decode_weight":0.5}}', "", ""),
     "a flag for each option": Case(f"{LEAST_TOKENS}.decode_weight 0.5", "", ""),

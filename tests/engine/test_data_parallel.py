@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.free_ports import free_port
 
-from .experts import RANKS, make_experts
+from .experts import RANKS
 from .load import Load
 from .nodes import Node
 from .server import IN_FLIGHT, START_S, Server, serve_command, until
@@ -31,11 +31,6 @@ LONG = 400
 
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("make_room")]
-
-
-@pytest.fixture(scope="module")
-def experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_experts(tiny_model, tmp_path_factory.mktemp("experts") / "model")
 
 
 def in_flight(server: Server) -> dict[str, float]:

@@ -22,12 +22,14 @@ class Other:
 
     rank: int
     process: int
+    pause: float = 0.0
     attendance: Attendance = field(default_factory=Attendance)
     ends_at: float | None = None
     stopped: bool = False
     cut: bool = False
     mended_at: float = 0.0
     started: list[int] = field(default_factory=list)
+    ready_at: float = 0.0
     answered_at: float = 0.0
     reported_at: float = 0.0
     to_first: deque[MachineReport] = field(default_factory=deque)
@@ -38,6 +40,7 @@ class Other:
         self.__init__(  # type: ignore[misc]
             self.rank,
             self.process + 1,
+            self.pause,
             cut=self.cut,
             mended_at=self.mended_at,
             answered_at=now,
@@ -59,6 +62,7 @@ class Other:
         if self.ends_at is not None and now >= self.ends_at:
             self.ends_at = None
             self.attendance.ended()
+            self.ready_at = now + self.pause
             self.report(now)
         if now - self.reported_at >= INTERVAL:
             self.report(now)
@@ -84,7 +88,16 @@ class Other:
         state = self.attendance
         if not self.cut:
             self.to_first.append(
-                MachineReport(self.rank, self.process, "", {}, state.running, state.failed, state.reason)
+                MachineReport(
+                    self.rank,
+                    self.process,
+                    "",
+                    {},
+                    state.running,
+                    state.failed,
+                    state.reason,
+                    ready=now >= self.ready_at,
+                )
             )
 
     def _follow(self, meeting: int, now: float, chance: random.Random) -> None:
@@ -99,21 +112,28 @@ class Other:
 
 
 class History:
-    """One first machine and the others. Meetings have the numbers 1, 2, 3, ..."""
+    """One first machine and the others. Meetings have the numbers 1, 2, 3, ...
 
-    def __init__(self, seed: int) -> None:
+    In a `group`, the first machine reports as the others do, to itself, and the ranks of each pause before they wait.
+    """
+
+    def __init__(self, seed: int, group: bool) -> None:
         self.chance = random.Random(seed)
-        self.others = [Other(rank, 1000 * rank) for rank in range(1, MACHINES)]
+        self.first_rank = 0 if group else 1
+        pause = 2.0 if group else 0.0
+        self.others = [Other(rank, 1000 * (rank + 1), pause) for rank in range(self.first_rank, MACHINES)]
         self.now = 0.0
         self.met = 0
         self.restart_first()
 
     def restart_first(self) -> None:
-        self.meetings = Meetings(MACHINES, {}, TIMEOUT)
+        self.meetings = Meetings(MACHINES, {}, TIMEOUT, first_rank=self.first_rank)
         self.next_start = self.now + 1.0
         for other in self.others:
             other.to_first.clear()
             other.from_first.clear()
+        if self.first_rank == 0:
+            self.others[0].restart(self.now)
 
     def fault(self) -> None:
         other = self.chance.choice(self.others)
@@ -165,9 +185,10 @@ class History:
         return running == {self.meetings.plan.meeting} != {0} and not self.meetings.broken
 
 
+@pytest.mark.parametrize("group", [False, True], ids=["one engine", "lockstep group"])
 @pytest.mark.parametrize("seed", range(100))
-def test_after_any_faults_all_machines_meet_and_stay(seed: int) -> None:
-    history = History(seed)
+def test_after_any_faults_all_machines_meet_and_stay(seed: int, group: bool) -> None:
+    history = History(seed, group)
     while history.now < FAULTY_S:
         if history.chance.random() < 0.02:
             history.fault()

@@ -1,6 +1,7 @@
 """When the machines of a replica may start an engine together, and what ends it."""
 
 import pytest
+from msgspec.structs import replace
 
 from vllm_omni_plugin.replicas.control.lease_messages import (
     MAX_TEXT_CHARS,
@@ -126,6 +127,50 @@ def test_a_refusal_is_not_longer_than_a_message_may_be(meetings: Meetings) -> No
     other = SETUP | {"model": "m" * MAX_TEXT_CHARS}
     ((_, answer),) = meetings.report(b"other", report(2, process=2, setup=other), now=1.0)
     assert decode_from_server(encode(answer)) == answer
+
+
+@pytest.fixture
+def group() -> Meetings:
+    """Of three machines that all report, in a meeting."""
+    meetings = Meetings(3, SETUP, TIMEOUT, first_rank=0)
+    for rank in range(3):
+        meetings.report(peer(rank), report(rank), now=0.0)
+    assert meetings.missing(0.0) == []
+    meetings.begin(PLAN)
+    return meetings
+
+
+def test_a_machine_whose_ranks_do_not_wait_is_missing() -> None:
+    meetings = Meetings(2, SETUP, TIMEOUT, first_rank=0)
+    meetings.report(peer(0), report(0), now=0.0)
+    meetings.report(peer(1), report(1, ready=False), now=0.0)
+    assert meetings.missing(0.0) == ["machine 1 at 10.0.0.1, whose ranks do not start yet"]
+
+
+def test_a_first_machine_that_does_not_report_is_no_other(meetings: Meetings) -> None:
+    ((_, answer),) = meetings.report(peer(0), report(0), now=0.0)
+    assert answer.refusal == "--node-rank 0: the first machine has --nnodes 3"
+
+
+def test_all_machines_drain_when_one_leaves_and_end_when_all_have_drained(group: Meetings) -> None:
+    drain, leave = replace(PLAN, drain=True), replace(PLAN, drain=True, leave=True)
+    peers = [peer(rank) for rank in range(3)]
+    assert group.report(peer(2), report(2, running=7, leaving=True), now=1.0) == [(each, drain) for each in peers]
+    assert group.report(peer(0), report(0, running=7, drained=7), now=2.0) == [(peer(0), drain)]
+    assert group.report(peer(2), report(2, running=7, leaving=True, drained=7), now=2.0) == [(peer(2), drain)]
+    assert group.report(peer(1), report(1, running=7, drained=6), now=3.0) == [(peer(1), drain)], "of another meeting"
+    assert group.report(peer(1), report(1, running=7, drained=7), now=3.0) == [(each, leave) for each in peers]
+    # Its ranks have ended, and it has not.
+    assert group.report(peer(0), report(0), now=4.0) == [(peer(0), leave)]
+
+
+def test_the_end_of_a_broken_meeting_says_why_but_not_at_length(group: Meetings) -> None:
+    group.report(peer(1), report(1, running=7, failed=7, reason="r" * MAX_TEXT_CHARS), now=1.0)
+    ended = group.end(7)
+    assert len(ended) == 3
+    for _, plan in ended:
+        assert plan.reason.startswith("machine 1 at 10.0.0.1: rr")
+        assert decode_from_server(encode(plan)) == plan
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,9 @@ def local_processes(args: argparse.Namespace, options: OmniConfig) -> tuple[int,
             replicas_here += count
             continue
         ranks, machines = sizes.data_parallel_size, sizes.nnodes or 1
-        if not sizes.node_rank:
-            replicas_here += count * ranks
+        if ranks > 1 or not sizes.node_rank:
+            # Each machine of a lockstep group has some ranks, and of a replica only the first one has the engine.
+            replicas_here += count * (ranks // machines if ranks > 1 else 1)
         of_a_replica = sizes.tensor_parallel_size * sizes.pipeline_parallel_size
         # The only worker of an engine runs in the engine's process.
         workers += count * ranks * of_a_replica // machines if of_a_replica > 1 else 0

@@ -13,7 +13,7 @@ from vllm_omni_plugin.vllm_api.versions.differences import RUST_FRONT_END
 from vllm_omni_plugin.vllm_api.versions.supported import installed_version
 
 _EVERY_RANK = "every data-parallel rank is a replica of the fleet, which balances over all of them itself"
-_ONE_NODE = "the ranks of a replica are on one node and find each other by themselves"
+_MEET = "ranks on several machines meet by --nnodes, --node-rank and --master-addr"
 _HTTP_ONLY = "a fleet works with vLLM's HTTP server only"
 
 
@@ -24,12 +24,12 @@ def _is_given(value: Any) -> bool:
 _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "grpc": (bool, _HTTP_ONLY),
     "data_parallel_rank": (_is_given, _EVERY_RANK),
-    "data_parallel_start_rank": (_is_given, _EVERY_RANK),
+    "data_parallel_start_rank": (_is_given, _MEET),
     "data_parallel_external_lb": (bool, _EVERY_RANK),
     "data_parallel_hybrid_lb": (bool, _EVERY_RANK),
     "data_parallel_multi_port_external_lb": (bool, _EVERY_RANK),
-    "data_parallel_address": (_is_given, _ONE_NODE),
-    "data_parallel_rpc_port": (_is_given, _ONE_NODE),
+    "data_parallel_address": (_is_given, _MEET),
+    "data_parallel_rpc_port": (_is_given, _MEET),
     "data_parallel_backend": (lambda value: value == "ray", "ranks are processes of their replica's node"),
     "distributed_executor_backend": (
         lambda value: value == "external_launcher",
@@ -61,10 +61,11 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     if args.nnodes > 1:
         _refuse_with_machines(args)
     local_ranks = getattr(args, "data_parallel_size_local", None)
-    if local_ranks not in (None, args.data_parallel_size):
+    if local_ranks not in (None, args.data_parallel_size // args.nnodes):
         raise ConfigError(
             f"argument --data-parallel-size-local: {local_ranks} of {args.data_parallel_size} ranks: not allowed with "
-            "--omni-* flags: all ranks of a replica run on its node; --omni-dp-size-local says how many replicas do"
+            "--omni-* flags: a node runs all ranks of a group, or with --nnodes as many as each other machine; "
+            "--omni-dp-size-local says how many groups it runs"
         )
     if envs.VLLM_DP_SIZE > 1:
         raise ConfigError("VLLM_DP_SIZE: not allowed with --omni-* flags: give --data-parallel-size")
@@ -84,10 +85,18 @@ def _refuse_with_machines(args: argparse.Namespace) -> None:
     for name, refused, instead in (
         ("omni_pipeline", bool, "start a pipeline's replicas on one machine each"),
         ("omni_dp_size_local", lambda count: (count or 1) > 1, "start a process on each machine for each replica"),
-        ("data_parallel_size", lambda ranks: ranks > 1, "a replica over several machines has one data-parallel rank"),
+        (
+            "data_parallel_size",
+            lambda ranks: ranks > 1 and ranks % args.nnodes,
+            f"{args.data_parallel_size} ranks are not as many on each machine, and each runs on one",
+        ),
         ("kv_transfer_config", _is_given, "its engine would have another id on each machine"),
         ("ec_transfer_config", _is_given, "its engine would have another id on each machine"),
-        ("distributed_executor_backend", lambda name: name not in (None, "mp"), "machines meet with 'mp' only"),
+        (
+            "distributed_executor_backend",
+            lambda name: name not in (None, "mp") and args.data_parallel_size == 1,
+            "machines meet with 'mp' only",
+        ),
     ):
         if refused(getattr(args, name, None)):
             flag = f"--{name.replace('_', '-')}"

@@ -8,8 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import uvloop
 from vllm.reasoning import ReasoningParserManager
@@ -29,16 +32,19 @@ from vllm_omni_plugin.replicas.engine.engine_start import Launcher
 from vllm_omni_plugin.replicas.engine.reaper import Reaper
 from vllm_omni_plugin.replicas.engine.socket_folder import use_socket_folder
 from vllm_omni_plugin.replicas.links.replica_ports import PortRange
+from vllm_omni_plugin.replicas.machines.group_leader import leading
+from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine, RanksLauncher
+from vllm_omni_plugin.replicas.machines.meeting_host import LauncherOverMachines
 from vllm_omni_plugin.replicas.machines.meetings import report_interval, setup_of
 from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, OtherMachine
 from vllm_omni_plugin.replicas.replica_server.host_slots import HostSlots
-from vllm_omni_plugin.replicas.replica_server.node import run_machine, run_node
+from vllm_omni_plugin.replicas.replica_server.node import drain_all, run_machine, run_node
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
 from vllm_omni_plugin.replicas.replica_server.server_settings import ReplicaIdentity, ServerSettings
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 from vllm_omni_plugin.vllm_api.launch.engine_identity import listen_for_transfers_at
 from vllm_omni_plugin.vllm_api.launch.engine_launch import forbid_fork
-from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher
+from vllm_omni_plugin.vllm_api.launch.group_launch import new_launcher, set_own_ranks
 from vllm_omni_plugin.vllm_api.launch.machines_launch import MachinesLauncher, use_network_of
 from vllm_omni_plugin.vllm_api.vllm_stages.stage_arguments import read_engine_args
 
@@ -50,6 +56,8 @@ _EXIT_REFUSED = os.EX_TEMPFAIL
 """The only failure that may be temporary: the head may be restarted with this node's model."""
 _RETRY_S = 1.0
 _WARN_EVERY = 10
+_GROUP_THREADS = 3
+"""To begin and to end a meeting, and to end one that has just begun."""
 
 
 def serve_replicas(
@@ -60,19 +68,17 @@ def serve_replicas(
 ) -> int:
     """Run this node's replicas until they have left; returns the exit status. Errors name the `program`."""
     forbid_fork()
-    if args.nnodes > 1 and args.node_rank > 0:
+    if args.nnodes > 1 and args.node_rank > 0 and args.data_parallel_size == 1:
         # It has no engine, only workers of one.
         return serve_other_machine(args, options, program)
     use_socket_folder()
     with closing(Reaper()) as reaper, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             options, address, coordinator = runner.run(_find_addresses(options))
+            machine_address = ""
             if args.nnodes > 1:
-                own = runner.run(_wait_for(options, lambda: listening.resolve(args.master_addr, "--master-addr")))
-                args.master_addr = own
-                if ipaddress.ip_address(own).is_loopback:
-                    logger.warning("--master-addr is %s here: machines elsewhere cannot reach this one there.", own)
-                use_network_of(own)
+                machine_address = runner.run(_machine_address(args, options))
+                use_network_of(machine_address)
             with HostSlots(local_processes(args, options)[0], address, coordinator) as slots:
                 # Before vLLM configures the model, which takes many seconds.
                 answer = require_fitting_head(coordinator, options, slots.names)
@@ -82,7 +88,8 @@ def serve_replicas(
                     answer = require_fitting_head(coordinator, options, slots.names)
                 require_same_model(answer, plan.stage_id, plan.fingerprint)
                 identities = slots.identities(() if answer.info is None else answer.info.numbers)
-                runner.run(serve_node(options, plan, identities, address, coordinator, reaper=reaper))
+                place = (args.node_rank, machine_address) if args.data_parallel_size > 1 < args.nnodes else None
+                runner.run(serve_node(options, plan, identities, address, coordinator, reaper=reaper, place=place))
         except OmniError as error:
             sys.stderr.write(f"{program}: error: {error}\n")
             return _EXIT_REFUSED if isinstance(error, RefusedByHeadError) else _EXIT_FAILED
@@ -101,8 +108,7 @@ def serve_other_machine(args: argparse.Namespace, options: OmniConfig, program: 
 
 
 async def _serve_other_machine(args: argparse.Namespace, options: OmniConfig, reaper: Reaper) -> None:
-    first, port = args.master_addr, args.master_port
-    address = await _wait_for(options, lambda: listening.address_towards(first, port, "--master-addr"))
+    address = await _machine_address(args, options)
     options = listening.with_secret(options, address, headless=True)
     listening.warn_if_insecure(options, address)
     use_network_of(address)
@@ -111,15 +117,7 @@ async def _serve_other_machine(args: argparse.Namespace, options: OmniConfig, re
         plan = await loop.run_in_executor(executor, plan_node, args, options)
         launcher = plan.make_launcher(reaper.watch, report_cache=False, numbers=[0])
         assert isinstance(launcher, MachinesLauncher)
-        settings = MachineSettings(
-            args.node_rank,
-            address,
-            f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}",
-            setup_of(plan.fingerprint, launcher.layout),
-            Secrets.from_file(options.secret_file) if options.secret_file else None,
-            report_interval(options.heartbeat_interval),
-            options.heartbeat_timeout,
-        )
+        settings = _machine_settings(options, plan, launcher, args.node_rank, address)
         machine = OtherMachine(
             settings,
             lambda meeting: launcher.start_workers(meeting.number, meeting.incarnation, meeting.port),
@@ -127,6 +125,35 @@ async def _serve_other_machine(args: argparse.Namespace, options: OmniConfig, re
             time.monotonic,
         )
         await run_machine(machine, options.join_timeout, options.drain_timeout)
+
+
+async def _machine_address(args: argparse.Namespace, options: OmniConfig) -> str:
+    """That of this machine of several, on the network over which they compute; sets `args.master_addr` on the first."""
+    if args.node_rank:
+        return await _wait_for(
+            options, lambda: listening.address_towards(args.master_addr, args.master_port, "--master-addr")
+        )
+    own = args.master_addr = await _wait_for(options, lambda: listening.resolve(args.master_addr, "--master-addr"))
+    if ":" in own and args.data_parallel_size > 1:
+        raise ConfigError(f"argument --master-addr: {own}: vLLM's ranks find each other over IPv4 only")
+    if ipaddress.ip_address(own).is_loopback:
+        logger.warning("--master-addr is %s here: machines elsewhere cannot reach this one there.", own)
+    return own
+
+
+def _machine_settings(
+    options: OmniConfig, plan: StagePlan, launcher: LauncherOverMachines, rank: int, address: str
+) -> MachineSettings:
+    first, port = launcher.meeting_address
+    return MachineSettings(
+        rank,
+        address,
+        f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}",
+        setup_of(plan.fingerprint, launcher.layout),
+        Secrets.from_file(options.secret_file) if options.secret_file else None,
+        report_interval(options.heartbeat_interval),
+        options.heartbeat_timeout,
+    )
 
 
 def replica_servers(
@@ -186,7 +213,10 @@ def plan_node(
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     engine_args = read_engine_args(args)
-    vllm_config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    is_in_group = engine_args.nnodes > 1 and engine_args.data_parallel_size > 1
+    if is_in_group:
+        set_own_ranks(engine_args)
+    vllm_config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=is_in_group)
     executor_class = VllmExecutor.get_class(vllm_config)
     return model_plan(options, vllm_config, executor_class, not engine_args.disable_log_stats, launcher)
 
@@ -208,12 +238,29 @@ async def serve_node(
     coordinator: str,
     *,
     reaper: Reaper,
+    place: tuple[int, str] | None = None,
 ) -> None:
-    with ThreadPoolExecutor(2 * plan.replicas, thread_name_prefix="omni-engine") as executor:
+    """`place`: rank and address of this machine in a lockstep group over several."""
+    threads = 2 * plan.replicas + (_GROUP_THREADS if place else 0)
+    with ThreadPoolExecutor(threads, thread_name_prefix="omni-engine") as executor:
+        machine: GroupMachine | None = None
+        servers: list[ReplicaServer] = []
+
+        def launcher_in_group(*args: Any, **named: Any) -> Launcher:
+            nonlocal machine
+            launcher = plan.make_launcher(*args, **named)
+            assert isinstance(launcher, RanksLauncher)
+            assert place is not None
+            rank, own_address = place
+            settings = _machine_settings(options, plan, launcher, rank, own_address)
+            lead = nullcontext if rank else partial(leading, settings, launcher, executor, time.monotonic)
+            machine = GroupMachine(settings, launcher, executor, time.monotonic, partial(drain_all, servers), lead)
+            return machine
+
         # A node that is started again must not repeat its samples while the rest of the fleet goes on.
         incarnation = time.time_ns()
-        servers = replica_servers(
-            [plan],
+        servers += replica_servers(
+            [replace(plan, make_launcher=launcher_in_group) if place else plan],
             identities,
             options,
             address=address,
@@ -222,7 +269,7 @@ async def serve_node(
             executor=executor,
             first_incarnation=incarnation,
         )
-        await run_node(servers, options.join_timeout, coordinator)
+        await run_node(servers, options.join_timeout, coordinator, machine)
 
 
 async def _wait_for(options: OmniConfig, find: Callable[[], str]) -> str:

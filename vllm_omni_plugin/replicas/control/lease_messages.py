@@ -120,9 +120,11 @@ class MachineReport(Struct, frozen=True, tag="machine_report"):
         running: the meeting whose workers run here, or still end here. 0: none.
         failed: the last meeting whose workers ended by themselves, with the `reason`. 0: none.
         leaving: it was told to end, and stays until the replica has drained.
+        ready: it can take part in a meeting: all its ranks of a lockstep group wait for one.
+        drained: the meeting whose ranks here have finished their requests, and compute for those of others. 0: none.
     """
 
-    rank: Annotated[int, Meta(ge=1)]
+    rank: Annotated[int, Meta(ge=0)]
     process: MeetingId
     address: Text
     setup: Fingerprint
@@ -130,6 +132,8 @@ class MachineReport(Struct, frozen=True, tag="machine_report"):
     failed: MeetingId = 0
     reason: Text = ""
     leaving: bool = False
+    ready: bool = True
+    drained: MeetingId = 0
 
 
 class Attached(Struct, frozen=True, tag="attached"):
@@ -238,6 +242,10 @@ class MeetingPlan(Struct, frozen=True, tag="meeting_plan"):
         port: of torch's store on the first machine, used for this meeting only.
         number, incarnation: those of the engine, see `vllm_api.launch.engine_identity.set_identity`.
         refusal: why the process that gets this must end; "" if it need not.
+        coordinator: of a lockstep group: the two addresses at which its ranks reach vLLM's coordinator.
+        drain: a machine was told to end: the ranks of all finish their requests.
+        leave: all have, and may end.
+        reason: why the meeting before ended, if a machine was the cause.
     """
 
     meeting: MeetingId = 0
@@ -245,6 +253,10 @@ class MeetingPlan(Struct, frozen=True, tag="meeting_plan"):
     number: int = 0
     incarnation: Annotated[int, Meta(ge=0)] = 0
     refusal: Text = ""
+    coordinator: Annotated[list[Text], Meta(max_length=2)] = []
+    drain: bool = False
+    leave: bool = False
+    reason: Text = ""
 
 
 NO_MEETING = MeetingPlan()

@@ -12,29 +12,16 @@ from typing import Protocol, runtime_checkable
 from vllm_omni_plugin.errors import ReplicaError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.lease_messages import FromServer, MachineReport, MeetingPlan
-from vllm_omni_plugin.replicas.engine.engine_start import Launcher, Process
-from vllm_omni_plugin.replicas.machines.meetings import Meetings, Messages, setup_of
+from vllm_omni_plugin.replicas.engine.engine_start import Process
+from vllm_omni_plugin.replicas.machines.meeting_host import LauncherOverMachines, MeetingHost
+from vllm_omni_plugin.replicas.machines.meetings import Meetings, setup_of
 
 logger = init_logger(__name__)
 
-_REMIND_AFTER_S = 30.0
-_LATE_REPORTS = 2.0
-"""Intervals of reports after which a machine may be the cause of an engine's error."""
-
 
 @runtime_checkable
-class MachinesLauncher(Launcher, Protocol):
-    """A `Launcher` of one engine over several machines, as `vllm_api.launch.machines_launch.MachinesLauncher`.
-
-    Attributes:
-        machines: number of them.
-        meeting_address: host and port at which the first machine waits for the others.
-        layout: how the engine is divided, which must be the same on all machines.
-    """
-
-    machines: int
-    meeting_address: tuple[str, int]
-    layout: Mapping[str, str]
+class MachinesLauncher(LauncherOverMachines, Protocol):
+    """A `Launcher` of one engine over several machines, as `vllm_api.launch.machines_launch.MachinesLauncher`."""
 
     def next_start(self, replica_id: int) -> tuple[int, int]:
         """The number and the incarnation of the engine that is started next."""
@@ -89,12 +76,11 @@ class MeetingProcess:
             self.on_end()
 
 
-class FirstMachine:
-    """The `Launcher` of the replica's engine, and the end of the links to the other machines. Lives on one event loop.
+class FirstMachine(MeetingHost):
+    """The `Launcher` of the replica's engine, also.
 
-    `send` sends to a peer of the control socket. `on_leaving` is called when another machine was told to end. Reports
-    come every `interval` seconds; a machine is lost after `timeout` seconds without any. `was_broken`: why another
-    machine made the last start fail, or "". For `tells_setup` see `Meetings`.
+    `on_leaving` is called when another machine was told to end. A machine is lost after `timeout` seconds without a
+    report. `was_broken`: why another machine made the last start fail, or "". For `tells_setup` see `Meetings`.
     """
 
     def __init__(
@@ -109,15 +95,12 @@ class FirstMachine:
         clock: Callable[[], float],
         tells_setup: bool = True,
     ) -> None:
-        self._launcher = launcher
-        self._send = send
-        self._on_leaving = on_leaving
-        self._interval = interval
-        self._clock = clock
-        self._loop = asyncio.get_running_loop()
         setup = setup_of(fingerprint, launcher.layout)
-        self._meetings = Meetings(launcher.machines, setup, timeout, tells_setup)
-        self._reported = asyncio.Event()
+        meetings = Meetings(launcher.machines, setup, timeout, tells_setup)
+        super().__init__(meetings, launcher.meeting_address, send, interval=interval, clock=clock)
+        self._launcher = launcher
+        self._on_leaving = on_leaving
+        self._loop = asyncio.get_running_loop()
         self._process: MeetingProcess | None = None
         self.was_broken = ""
         self.ready_timeout, self.ready_timeout_variable = launcher.ready_timeout, launcher.ready_timeout_variable
@@ -128,22 +111,9 @@ class FirstMachine:
         return [self._launcher.meeting_address[0], *self._meetings.addresses]
 
     def handle(self, peer: bytes, report: MachineReport) -> None:
-        self._send_all(self._meetings.report(peer, report, self._clock()))
-        self._reported.set()
-        self._end_broken()
+        super().handle(peer, report)
         if report.leaving and not self._meetings.refusal(report):
             self._on_leaving()
-
-    async def watch(self) -> None:
-        """Look for silent machines, until cancelled."""
-        while True:
-            due_at = self._clock() + self._interval
-            await asyncio.sleep(self._interval)
-            now = self._clock()
-            # Reports that came while this process did not run are read first.
-            if now - due_at <= self._interval:
-                self._meetings.tick(now)
-            self._end_broken()
 
     def identity(self, replica_id: int) -> bytes:
         return self._launcher.identity(replica_id)
@@ -158,7 +128,7 @@ class FirstMachine:
         plan = MeetingPlan(meeting, free_port(host), number, incarnation)
         self._launcher.meet_at(plan.port)
         self._process = None
-        self._send_all(self._meetings.begin(plan))
+        self._begin(plan)
         try:
             yield
         except BaseException as error:
@@ -175,31 +145,11 @@ class FirstMachine:
         )
         return self._process
 
-    async def _all_here(self) -> None:
-        reminded_at = float("-inf")
-        while missing := self._meetings.missing(self._clock()):
-            if self._clock() - reminded_at > _REMIND_AFTER_S:
-                reminded_at = self._clock()
-                host, port = self._launcher.meeting_address
-                logger.info("The replica waits at %s port %d for %s.", host, port, ", ".join(missing))
-            self._reported.clear()
-            try:
-                async with asyncio.timeout(_REMIND_AFTER_S):
-                    await self._reported.wait()
-            except TimeoutError:
-                continue
-
-    def _end(self, meeting: int) -> None:
-        self._send_all(self._meetings.end(meeting))
-
-    def _silent(self) -> str:
-        return self._meetings.silent(self._clock(), _LATE_REPORTS * self._interval)
-
     def _end_from_thread(self, meeting: int) -> None:
         self._loop.call_soon_threadsafe(self._end, meeting)
 
     def _end_broken(self) -> None:
-        if self._meetings.broken and self._process is not None:
+        if self._process is not None:
             self._process.broken = self._meetings.broken
             try:
                 self._process.kill()
@@ -207,10 +157,6 @@ class FirstMachine:
                 logger.exception("The engine of a broken meeting could not be killed; this is tried again.")
             else:
                 self._process = None
-
-    def _send_all(self, messages: Messages) -> None:
-        for peer, message in messages:
-            self._send(peer, message)
 
 
 def free_port(host: str) -> int:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from vllm_omni_plugin.replicas.control.lease_messages import (
     MAX_TEXT_CHARS,
     NO_MEETING,
@@ -48,13 +50,23 @@ class Meetings:
     has reported within `timeout` seconds, and nothing of an earlier meeting runs there. It is `broken`, for the reason
     in that attribute, when the workers of a machine end, its process is another one, or it is silent for `timeout`
     seconds; the reason stays until the next one. `setup` must be the same on all machines; `tells_setup`: a machine
-    that differs may learn it; otherwise only in what it differs, which guesses would find out anyway.
+    that differs may learn it; otherwise only in what it differs, which guesses would find out anyway. The machines that
+    report are those from `first_rank` on: with 0, the first one does, too.
     """
 
-    def __init__(self, machines: int, setup: Mapping[str, str], timeout: float, tells_setup: bool = True) -> None:
+    def __init__(
+        self,
+        machines: int,
+        setup: Mapping[str, str],
+        timeout: float,
+        tells_setup: bool = True,
+        *,
+        first_rank: int = 1,
+    ) -> None:
         self.plan = NO_MEETING
         self.broken = ""
         self._machines = machines
+        self._first_rank = first_rank
         self._setup = setup
         self._timeout = timeout
         self._tells_setup = tells_setup
@@ -66,7 +78,7 @@ class Meetings:
 
     @property
     def addresses(self) -> list[str]:
-        """Those of the other machines, by rank."""
+        """Those of the machines that have reported, by rank."""
         return [self._others[rank].report.address for rank in sorted(self._others)]
 
     def report(self, peer: bytes, report: MachineReport, now: float) -> Messages:
@@ -81,7 +93,10 @@ class Meetings:
             answers = [(former.peer, _refuse(refusal))]
         self._others[report.rank] = _Machine(peer, report, now)
         self.tick(now)
-        return [*answers, (peer, NO_MEETING if self.broken else self.plan)]
+        if self.broken:
+            return [*answers, (peer, NO_MEETING)]
+        former_plan, self.plan = self.plan, self._with_leaving()
+        return [*answers, *(self._to_all() if self.plan != former_plan else [(peer, self.plan)])]
 
     def tick(self, now: float) -> None:
         """Look for silent machines; at least every heartbeat interval."""
@@ -106,12 +121,14 @@ class Meetings:
     def missing(self, now: float) -> list[str]:
         """The machines that cannot take part in a new meeting now, in words."""
         missing = []
-        for rank in range(1, self._machines):
+        for rank in range(self._first_rank, self._machines):
             machine = self._others.get(rank)
             if machine is None or now - machine.heard_at > self._timeout:
                 missing.append(f"machine {rank} (--node-rank {rank})")
             elif machine.report.running:
                 missing.append(f"{machine.name}, which still ends its workers")
+            elif not machine.report.ready:
+                missing.append(f"{machine.name}, whose ranks do not start yet")
         return missing
 
     def begin(self, plan: MeetingPlan) -> Messages:
@@ -124,15 +141,23 @@ class Meetings:
         """End this meeting if it goes on: all machines end their workers."""
         if meeting != self.plan.meeting:
             return []
-        self.plan = NO_MEETING
+        self.plan = MeetingPlan(reason=self.broken[:MAX_TEXT_CHARS])
         return self._to_all()
+
+    def _with_leaving(self) -> MeetingPlan:
+        """The plan, with what the machines that leave make of it."""
+        reports = [self._others[rank].report for rank in self._members]
+        if not self.plan.meeting or not (self.plan.drain or any(report.leaving for report in reports)):
+            return self.plan
+        have_drained = all(report.drained == self.plan.meeting for report in reports)
+        return replace(self.plan, drain=True, leave=self.plan.leave or have_drained)
 
     def _to_all(self) -> Messages:
         return [(machine.peer, self.plan) for machine in self._others.values()]
 
     def refusal(self, report: MachineReport) -> str:
         """Why the process that sends this report may not take part, or ""."""
-        if report.rank >= self._machines:
+        if not self._first_rank <= report.rank < self._machines:
             return f"--node-rank {report.rank}: the first machine has --nnodes {self._machines}"
         if report.process in self._replaced:
             return self._replaced[report.process]

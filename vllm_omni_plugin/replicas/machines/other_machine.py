@@ -29,11 +29,15 @@ logger = init_logger(__name__)
 _LONGEST_PAUSE_S = 5.0
 
 
-class Workers(Protocol):
-    """The process with this machine's workers, such as `vllm_api.launch.machines_launch.WorkersProcess`."""
+class Exits(Protocol):
+    """`sentinel` is readable once it has ended."""
 
     @property
     def sentinel(self) -> int: ...
+
+
+class Workers(Exits, Protocol):
+    """The process with this machine's workers, such as `vllm_api.launch.machines_launch.WorkersProcess`."""
 
     def exit_reason(self) -> str: ...
 
@@ -246,7 +250,7 @@ class OtherMachine:
         logger.info("This machine takes part in a meeting with torch's store at port %d.", plan.port)
         try:
             workers = await asyncio.shield(starting)
-            await _exit_of(workers)
+            await exit_of(workers)
             self._fail(workers.exit_reason() or "its workers ended")
         except Exception as error:
             self._fail(f"its workers did not start: {error}")
@@ -271,16 +275,16 @@ class OtherMachine:
             await asyncio.get_running_loop().run_in_executor(self._executor, workers.end)
 
 
-async def _exit_of(workers: Workers) -> None:
+async def exit_of(process: Exits) -> None:
     loop = asyncio.get_running_loop()
     exited: asyncio.Future[None] = loop.create_future()
 
     def on_exit() -> None:
-        loop.remove_reader(workers.sentinel)
+        loop.remove_reader(process.sentinel)
         exited.set_result(None)
 
-    loop.add_reader(workers.sentinel, on_exit)
+    loop.add_reader(process.sentinel, on_exit)
     try:
         await exited
     finally:
-        loop.remove_reader(workers.sentinel)
+        loop.remove_reader(process.sentinel)

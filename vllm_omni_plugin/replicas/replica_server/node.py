@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from vllm_omni_plugin.errors import OmniError
+from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine
 from vllm_omni_plugin.replicas.machines.other_machine import OtherMachine
 from vllm_omni_plugin.replicas.replica_server.descriptor_limits import raise_limits, with_advice
 from vllm_omni_plugin.replicas.replica_server.replica_server import ReplicaServer
@@ -34,9 +35,17 @@ async def task_group_with_signals(on_signal: Callable[[int], None]) -> AsyncIter
             loop.remove_signal_handler(signum)
 
 
-async def run_node(servers: Sequence[ReplicaServer], join_timeout: float, head: str) -> None:
+def drain_all(servers: Sequence[ReplicaServer]) -> None:
+    for server in servers:
+        server.drain()
+
+
+async def run_node(
+    servers: Sequence[ReplicaServer], join_timeout: float, head: str, machine: GroupMachine | None = None
+) -> None:
     """Run replicas until all have stopped. The first SIGTERM or SIGINT drains them, the second stops them at once.
 
+    If they are ranks of a lockstep group over several machines, `machine` is this one, and the others drain, too.
     Each replica must reach the head within `join_timeout` seconds (0: no limit) of the start of its engine. Raises
     OmniError if one fails, and ConfigError if they need more open files than allowed. All others have stopped then.
     """
@@ -45,17 +54,26 @@ async def run_node(servers: Sequence[ReplicaServer], join_timeout: float, head: 
 
     def on_signal(signum: int) -> None:
         nonlocal is_draining
-        for server in servers:
-            if is_draining:
+        if is_draining:
+            if machine is not None:
+                machine.stop_now()
+            for server in servers:
                 server.stop_now(f"its node received a second {signal.Signals(signum).name}")
-            else:
-                server.drain()
+            return
         is_draining = True
+        if machine is not None:
+            machine.leave()
+        drain_all(servers)
 
     async with task_group_with_signals(on_signal) as tasks:
+        running = []
         for server in servers:
             joining = tasks.create_task(_join(server, join_timeout, head))
-            tasks.create_task(_run(server, joining))
+            running.append(tasks.create_task(_run(server, joining)))
+        if machine is not None:
+            meeting = tasks.create_task(machine.run(join_timeout))
+            await asyncio.wait(running)
+            meeting.cancel()
 
 
 async def _run(server: ReplicaServer, joining: "asyncio.Task[None]") -> None:

@@ -8,15 +8,16 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from vllm_omni_plugin.coordinator import ReplicaStatus
-from vllm_omni_plugin.errors import ConfigError
 from vllm_omni_plugin.logger import init_logger
 from vllm_omni_plugin.replicas.control.control_link import ControlServer
 from vllm_omni_plugin.replicas.control.lease_messages import MachineReport, ToServer
 from vllm_omni_plugin.replicas.engine.engine_keeper import EngineKeeper, FirstStarts, Timing, finish
-from vllm_omni_plugin.replicas.engine.engine_start import Launcher
+from vllm_omni_plugin.replicas.engine.engine_start import GroupedLauncher, Launcher
 from vllm_omni_plugin.replicas.links.engine_client import Codec
-from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, PortRange, close_all, listen_on_ports
+from vllm_omni_plugin.replicas.links.replica_ports import REPLICA_PORTS, Listener, close_all, listen_on_ports
 from vllm_omni_plugin.replicas.machines.first_machine import FirstMachine, MachinesLauncher
+from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine
+from vllm_omni_plugin.replicas.machines.meeting_host import listen_for_machines
 from vllm_omni_plugin.replicas.machines.meetings import report_interval
 from vllm_omni_plugin.replicas.replica_server.announcer import Announcer
 from vllm_omni_plugin.replicas.replica_server.attached_heads import AttachedHeads
@@ -160,14 +161,7 @@ class ReplicaServer:
     def _meet_others(self, stack: AsyncExitStack, control: ControlServer, launcher: MachinesLauncher) -> None:
         """Let the other machines of this replica connect."""
         settings = self._settings
-        host, port = launcher.meeting_address
-        try:
-            (listener,) = listen_on_ports(host, PortRange(port, port), 1)
-        except ConfigError as error:
-            raise ConfigError(
-                f"argument --master-addr: the first machine, --node-rank 0, waits for the others at {host} port {port} "
-                f"(--master-port), and cannot: {error}"
-            ) from error
+        listener = listen_for_machines(launcher.meeting_address)
         stack.callback(listener.close)
         control.listen(listener)
         self._machines = FirstMachine(
@@ -207,7 +201,7 @@ class ReplicaServer:
 
     def _must_start(self) -> bool:
         """Whether a failed first start ends the node. That another machine was lost meanwhile says nothing about it."""
-        if self._machines is not None and self._machines.was_broken:
+        if isinstance(self._launcher, GroupMachine) or (self._machines is not None and self._machines.was_broken):
             return False
         return self._first_starts.failed(self)
 
@@ -239,7 +233,9 @@ class ReplicaServer:
         logger.warning("Replica %s is out of service: %s", self._name, reason)
         # Before the announcement: only this message has the exit status, and a head detaches from a replica that is no
         # longer listed.
-        heads.detach_all(ReplicaStatus.ERROR, reason, engine.client.engine_failed)
+        # The ranks of a lockstep group end with each other: that of one says nothing about its requests.
+        failed = engine.client.engine_failed and not isinstance(self._launcher, GroupedLauncher)
+        heads.detach_all(ReplicaStatus.ERROR, reason, failed)
         self._announce(ReplicaStatus.ERROR)
         if not hangs:
             heads.release_engine()

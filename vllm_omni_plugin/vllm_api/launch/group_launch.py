@@ -7,7 +7,7 @@ replica of its own.
 import copy
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,23 +16,39 @@ from typing import Any
 from vllm.distributed.utils import create_tcp_store
 from vllm.v1.engine.coordinator import DPCoordinator
 
-from vllm_omni_plugin.errors import ReplicaError
+from vllm_omni_plugin.errors import ConfigError, ReplicaError
 from vllm_omni_plugin.vllm_api.launch.engine_launch import EngineLauncher, EngineProcess, assign_devices
 from vllm_omni_plugin.vllm_api.launch.kv_event_settings import turn_on_cache_events
 from vllm_omni_plugin.vllm_api.launch.lockstep import GroupIncarnation, StartBarrier
-from vllm_omni_plugin.vllm_api.launch.machines_launch import MachinesLauncher
+from vllm_omni_plugin.vllm_api.launch.machines_launch import MachinesLauncher, OverMachines
 from vllm_omni_plugin.vllm_api.launch.spawning import SPAWN_LOCK, NodeShare, remove_ipc_files
+
+
+def set_own_ranks(engine_args: Any) -> None:
+    """Give the ranks of this machine of several as vLLM's flags for ranks do, since `--nnodes` limits the executors."""
+    ranks = engine_args.data_parallel_size // engine_args.nnodes
+    engine_args.data_parallel_size_local = ranks
+    engine_args.data_parallel_start_rank = engine_args.node_rank * ranks
+    engine_args.data_parallel_address = engine_args.master_addr
+    engine_args.nnodes, engine_args.node_rank = 1, 0
 
 
 def split_ranks(vllm_config: Any) -> tuple[Any, int]:
     """Split the configuration of the engines from that of the front end.
 
-    Returns the configuration of each engine, and the number of ranks (`--data-parallel-size`). With several ranks,
-    `vllm_config` then has one: each rank is a replica, so vLLM's front end must see a single rank.
+    Returns the configuration of each engine, and the number of ranks on this machine. With several ranks
+    (`--data-parallel-size`), `vllm_config` then has one: each rank is a replica, so vLLM's front end must see a single
+    rank. Raises ConfigError if the ranks of a dense model are to be on several machines.
     """
-    ranks: int = vllm_config.parallel_config.data_parallel_size
-    if ranks == 1:
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size == 1:
         return vllm_config, 1
+    ranks: int = parallel.data_parallel_size_local
+    if ranks < parallel.data_parallel_size and not vllm_config.model_config.is_moe:
+        raise ConfigError(
+            f"argument --data-parallel-size: {parallel.data_parallel_size} ranks of a dense model are independent: "
+            "instead of --nnodes, start a node with --omni-dp-size-local on each machine"
+        )
     engine_config = copy.copy(vllm_config)
     engine_config.parallel_config = copy.copy(vllm_config.parallel_config)
     vllm_config.parallel_config.reconfigure_for_independent_dp_rank()
@@ -53,21 +69,23 @@ def new_launcher(
 ) -> EngineLauncher:
     """The launcher for this configuration. `for_others` (heads of other processes) makes no difference here."""
     parallel = engine_config.parallel_config
-    one = MachinesLauncher if parallel.nnodes > 1 else EngineLauncher
-    kind = GroupLauncher if parallel.data_parallel_size > 1 else one
+    kind: type[EngineLauncher] = MachinesLauncher if parallel.nnodes > 1 else EngineLauncher
+    if parallel.data_parallel_size > 1:
+        own_ranks = parallel.data_parallel_size_local
+        kind = GroupLauncher if own_ranks == parallel.data_parallel_size else MachinesGroupLauncher
     return kind(engine_config, executor_class, log_stats, on_spawn, numbers, report_cache, share, first_incarnation)
 
 
 @dataclass(eq=False)
 class GroupLauncher(EngineLauncher):
-    """Starts ranks: with K ranks in a group, replica i is rank i % K of group i // K.
+    """Starts ranks: with K ranks of a group on this machine, replica i is the rank i % K of them in group i // K.
 
     The start of a rank waits until all ranks of its group start. When a rank exits for any reason, all others are
     killed, and their owners must start all of them again.
     """
 
     def __post_init__(self) -> None:
-        self._ranks: int = self.vllm_config.parallel_config.data_parallel_size
+        self._ranks: int = self.vllm_config.parallel_config.data_parallel_size_local
         self._lock = threading.Lock()
         self._barriers: dict[int, StartBarrier] = {}
 
@@ -90,7 +108,8 @@ class GroupLauncher(EngineLauncher):
         self._set_identity(config, replica_id)
         if self.report_cache:
             turn_on_cache_events(config)
-        return RankProcess(self._barrier(group), rank, partial(self._spawn, config, rank, rank), config.parallel_config)
+        spawn = partial(self._spawn, config, self._index(replica_id), rank)
+        return RankProcess(self._barrier(group), rank, spawn, config.parallel_config)
 
     def _index(self, replica_id: int) -> int:
         return replica_id % self._ranks
@@ -98,14 +117,60 @@ class GroupLauncher(EngineLauncher):
     def _barrier(self, group: int) -> StartBarrier:
         with self._lock:
             if group not in self._barriers:
-                self._barriers[group] = StartBarrier(
-                    self._ranks, lambda: LockstepIncarnation(self._ranks, self.vllm_config, self.on_spawn)
-                )
+                self._barriers[group] = StartBarrier(self._ranks, self._new_incarnation)
             return self._barriers[group]
+
+    def _new_incarnation(self) -> "LockstepIncarnation | MetIncarnation":
+        return LockstepIncarnation(self._ranks, self.vllm_config, self.on_spawn)
+
+
+@dataclass(eq=False)
+class MachinesGroupLauncher(OverMachines, GroupLauncher):
+    """Starts one machine's ranks of the only group of its node."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._met: tuple[int, Sequence[str]] = (0, ())
+
+    @property
+    def ranks(self) -> int:
+        return self._ranks
+
+    @property
+    def machines(self) -> int:
+        return int(self.vllm_config.parallel_config.data_parallel_size) // self._ranks
+
+    @property
+    def layout(self) -> Mapping[str, str]:
+        return {**super().layout, "--nnodes": str(self.machines)}
+
+    def coordinate(self) -> "LockstepIncarnation":
+        """Start the coordinator and the store of a meeting, on the first machine."""
+        coordination = LockstepIncarnation(0, self.vllm_config, self.on_spawn)
+        coordination.coordinate(copy.copy(self.vllm_config.parallel_config))
+        return coordination
+
+    def meet_in(self, meeting: int, port: int, coordinator: Sequence[str]) -> None:
+        self._met = port, coordinator
+        # All ranks of a group have the same seed, as in vLLM.
+        self.first_incarnation = meeting
+        self._starts.clear()
+
+    def end_ranks(self) -> None:
+        self._barrier(0).end_previous()
+
+    def _index(self, replica_id: int) -> int:
+        return int(self.vllm_config.parallel_config.data_parallel_rank) + replica_id
+
+    def _new_incarnation(self) -> "MetIncarnation":
+        return MetIncarnation(self._ranks, *self._met)
 
 
 class LockstepIncarnation(GroupIncarnation):
-    """Also owns vLLM's coordinator of the group's waves, and the store in which its ranks publish their ports."""
+    """Also owns vLLM's coordinator of the group's waves, and the store in which its ranks publish their ports.
+
+    `port` is that of the store, `addresses` those of the coordinator, and `sentinel` readable when that has ended.
+    """
 
     def __init__(self, ranks: int, vllm_config: Any, on_spawn: Callable[[int], None]) -> None:
         super().__init__(ranks)
@@ -114,16 +179,25 @@ class LockstepIncarnation(GroupIncarnation):
         self._lock = threading.Lock()
         self._coordinator: Any = None
         self._store: Any = None
-        self._store_port = 0
+        self.port = 0
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        addresses: Sequence[str] = self._coordinator.get_engine_socket_addresses()
+        return addresses
+
+    @property
+    def sentinel(self) -> int:
+        return int(self._coordinator.proc.sentinel)
 
     def coordinate(self, parallel_config: Any) -> Any:
         """Set the store's port in `parallel_config` and return vLLM's `DPCoordinator`. Blocks while that starts."""
         with self._lock:
             if self._coordinator is None:
                 self.raise_if_ended()
-                self._store, self._store_port = _new_store(parallel_config.data_parallel_master_ip)
+                self._store, self.port = _new_store(parallel_config.data_parallel_master_ip)
                 self._coordinator = self._new_coordinator()
-        parallel_config._coord_store_port = self._store_port
+        parallel_config._coord_store_port = self.port
         return self._coordinator
 
     def _new_coordinator(self) -> Any:
@@ -142,6 +216,33 @@ class LockstepIncarnation(GroupIncarnation):
         coordinator.proc.join()
         self._store = None
         remove_ipc_files(*coordinator.get_engine_socket_addresses(), coordinator.get_stats_publish_address())
+
+
+class MetIncarnation(GroupIncarnation):
+    """That of a group over several machines, whose first one has coordinator and store."""
+
+    def __init__(self, ranks: int, port: int, addresses: Sequence[str]) -> None:
+        super().__init__(ranks)
+        self._port = port
+        self._addresses = addresses
+
+    def coordinate(self, parallel_config: Any) -> Any:
+        parallel_config._coord_store_port = self._port
+        return _DistantCoordinator(self._addresses)
+
+
+@dataclass(frozen=True)
+class _DistantCoordinator:
+    """What an engine's start needs of a `DPCoordinator`. Front ends of a fleet do not subscribe."""
+
+    addresses: Sequence[str]
+    proc: None = None
+
+    def get_engine_socket_addresses(self) -> Sequence[str]:
+        return self.addresses
+
+    def get_stats_publish_address(self) -> None:
+        return None
 
 
 class _Coordinator(DPCoordinator):  # type: ignore[misc]
@@ -176,7 +277,7 @@ class RankProcess:
 
     def __post_init__(self) -> None:
         self._cancelled = threading.Event()
-        self._incarnation: LockstepIncarnation | None = None
+        self._incarnation: LockstepIncarnation | MetIncarnation | None = None
         self._engine: EngineProcess | None = None
         self._shut_down = False
 

@@ -115,10 +115,7 @@ class StartBarrier:
 
         Raises ReplicaError after `cancel`, if other ranks are late, or if the previous incarnation does not end.
         """
-        previous = self._incarnation
-        if previous is not None:
-            previous.end()
-            previous.join()
+        self.end_previous()
         with self._changed:
             before = self._starts
             self._waiting.add(rank)
@@ -135,6 +132,12 @@ class StartBarrier:
         if cancelled.is_set():
             raise ReplicaError("its start was cancelled")
         raise ReplicaError(f"the other ranks of its group do not start: {', '.join(map(str, missing))}")
+
+    def end_previous(self) -> None:
+        """Kill what is left of the incarnation, and block until it has ended; ReplicaError if it does not."""
+        if self._incarnation is not None:
+            self._incarnation.end()
+            self._incarnation.join()
 
     def cancel(self, cancelled: threading.Event) -> None:
         with self._changed:

@@ -40,6 +40,7 @@ def layout(vllm_config: Any) -> dict[str, str]:
         "--pipeline-parallel-size": str(parallel.pipeline_parallel_size),
         "--prefill-context-parallel-size": str(parallel.prefill_context_parallel_size),
         "--decode-context-parallel-size": str(parallel.decode_context_parallel_size),
+        "--data-parallel-size": str(parallel.data_parallel_size),
         "--enable-expert-parallel": str(parallel.enable_expert_parallel),
         "--max-num-batched-tokens": str(vllm_config.scheduler_config.max_num_batched_tokens),
         "--max-num-seqs": str(vllm_config.scheduler_config.max_num_seqs),
@@ -48,12 +49,8 @@ def layout(vllm_config: Any) -> dict[str, str]:
     }
 
 
-@dataclass(eq=False)
-class MachinesLauncher(EngineLauncher):
-    """Starts the engine of the only replica of its node, or on another machine than the first one its workers."""
-
-    def __post_init__(self) -> None:
-        self._port = 0
+class OverMachines(EngineLauncher):
+    """What a `replicas.machines.meeting_host.LauncherOverMachines` tells of the machines."""
 
     @property
     def machines(self) -> int:
@@ -67,6 +64,14 @@ class MachinesLauncher(EngineLauncher):
     @property
     def layout(self) -> Mapping[str, str]:
         return layout(self.vllm_config)
+
+
+@dataclass(eq=False)
+class MachinesLauncher(OverMachines):
+    """Starts the engine of the only replica of its node, or on another machine than the first one its workers."""
+
+    def __post_init__(self) -> None:
+        self._port = 0
 
     def next_start(self, replica_id: int) -> tuple[int, int]:
         return self.numbers[replica_id], self.first_incarnation + self._starts[replica_id]

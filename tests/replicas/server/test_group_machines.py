@@ -1,0 +1,296 @@
+"""A lockstep group over three machines with two ranks each: they start together, end together and meet again."""
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+
+from tests.fakes.conditions import eventually
+from tests.fakes.engines import FakeLauncher, FakeProcess
+from tests.fakes.free_ports import free_port
+from vllm_omni_plugin.errors import ConfigError, OmniError, ReplicaError
+from vllm_omni_plugin.keep_running import Backoff
+from vllm_omni_plugin.replicas.machines.group_leader import leading
+from vllm_omni_plugin.replicas.machines.group_machine import GroupMachine, RanksLauncher
+from vllm_omni_plugin.replicas.machines.meetings import setup_of
+from vllm_omni_plugin.replicas.machines.other_machine import MachineSettings, exit_of
+
+MACHINES, RANKS = 3, 2
+
+
+class FakeCoordination(FakeProcess):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.port = number
+        self.addresses = [f"in {number}", f"out {number}"]
+
+    def end(self) -> None:
+        self.kill()
+
+
+@dataclass
+class FakeRanksLauncher(FakeLauncher):
+    """Starts the ranks of one machine. `met` has the coordinations of its meetings; `slow_end` holds up their end."""
+
+    meeting_address: tuple[str, int] = ("127.0.0.1", 0)
+    machines: int = MACHINES
+    ranks: int = RANKS
+    layout: Mapping[str, str] = field(default_factory=lambda: {"--data-parallel-size": "6"})
+    coordinations: list[FakeCoordination] = field(default_factory=list)
+    met: list[tuple[int, Sequence[str]]] = field(default_factory=list)
+    slow_end: threading.Event = field(default_factory=threading.Event)
+    failing: int = 0
+
+    def coordinate(self) -> FakeCoordination:
+        if self.failing:
+            self.failing -= 1
+            raise ReplicaError("vLLM's coordinator did not start")
+        self.coordinations.append(FakeCoordination(len(self.coordinations) + 1))
+        return self.coordinations[-1]
+
+    def meet_in(self, meeting: int, port: int, coordinator: Sequence[str]) -> None:
+        self.met.append((port, coordinator))
+
+    def end_ranks(self) -> None:
+        self.slow_end.wait(30)
+
+    def close(self) -> None:
+        super().close()
+        for coordination in self.coordinations:
+            coordination.die()
+            os.close(coordination.sentinel)
+
+
+class Machine:
+    """One machine, whose ranks wait for the next meeting as soon as they have ended.
+
+    It drains at once, or later if it `is_busy`. Ranks that are `late` come with `start_rank`.
+    """
+
+    def __init__(self, rank: int, port: int, late: int = 0) -> None:
+        self.launcher = FakeRanksLauncher(meeting_address=("127.0.0.1", port))
+        self.launcher.slow_end.set()
+        assert isinstance(self.launcher, RanksLauncher)
+        setup = setup_of({}, self.launcher.layout)
+        settings = MachineSettings(rank, f"10.0.0.{rank}", f"tcp://127.0.0.1:{port}", setup, None, 0.05, 10.0)
+        self._executor = ThreadPoolExecutor(2 * RANKS + 3)
+        lead = partial(leading, settings, self.launcher, self._executor, time.monotonic) if rank == 0 else nullcontext
+        self.reasons: list[str] = []
+        self.is_busy = self.draining = False
+        self.machine = GroupMachine(settings, self.launcher, self._executor, time.monotonic, self._drain, lead)
+        self.running = asyncio.create_task(self.machine.run(60.0))
+        self._ranks: list[asyncio.Task[None]] = []
+        for _ in range(RANKS - late):
+            self.start_rank()
+
+    def start_rank(self) -> None:
+        self._ranks.append(asyncio.create_task(self._rank(len(self._ranks))))
+
+    @property
+    def alive(self) -> list[FakeProcess]:
+        return [engine.process for engine in self.launcher.engines if not engine.ended]
+
+    def kill(self) -> None:
+        """As SIGKILL of its command does, which its ranks end with."""
+        self.running.cancel()
+        for task in self._ranks:
+            task.cancel()
+
+    async def close(self) -> None:
+        self.launcher.slow_end.set()
+        self.kill()
+        with suppress(asyncio.CancelledError, OmniError):
+            await self.running
+        await asyncio.wait(self._ranks)
+        self._executor.shutdown()
+        self.launcher.close()
+
+    def _drain(self) -> None:
+        if not self.draining and not self.is_busy:
+            self.draining = True
+            for task in self._ranks:
+                task.cancel()
+
+    async def _rank(self, index: int) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with suppress(ReplicaError):
+                async with self.machine.turn(index):
+                    process = await loop.run_in_executor(self._executor, self.machine.start, index)
+                try:
+                    await exit_of(process)
+                    self.reasons.append(process.exit_reason())
+                    await loop.run_in_executor(self._executor, process.shutdown, 0.0)
+                except asyncio.CancelledError:
+                    await loop.run_in_executor(self._executor, process.shutdown, None if self.draining else 0.0)
+                    raise
+
+
+class Group:
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.machines: dict[int, Machine] = {}
+        self._former: list[Machine] = []
+
+    def start(self, rank: int, late: int = 0) -> Machine:
+        if rank in self.machines:
+            self._former.append(self.machines[rank])
+        self.machines[rank] = Machine(rank, self.port, late)
+        return self.machines[rank]
+
+    async def met(self, after: int = 0) -> int:
+        """The number of the meeting in which all ranks compute, a later one than `after`."""
+
+        def number() -> int:
+            met = {machine.launcher.met[-1][0] if machine.launcher.met else 0 for machine in self.machines.values()}
+            all_run = all(len(machine.alive) == RANKS for machine in self.machines.values())
+            return met.pop() if all_run and len(met) == 1 and len(self.machines) == MACHINES and max(met) > after else 0
+
+        return await eventually(number, "all ranks of all machines compute together")
+
+    async def close(self) -> None:
+        for machine in (*self._former, *self.machines.values()):
+            await machine.close()
+
+
+@pytest.fixture
+async def empty() -> AsyncIterator[Group]:
+    group = Group()
+    yield group
+    await group.close()
+
+
+@pytest.fixture
+async def group(empty: Group) -> Group:
+    """It has met."""
+    for rank in range(MACHINES):
+        empty.start(rank)
+    await empty.met()
+    return empty
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+async def test_the_ranks_start_when_all_machines_are_there_in_any_order(empty: Group, order: Sequence[int]) -> None:
+    for rank in order[:-1]:
+        empty.start(rank)
+    empty.start(order[-1])
+    assert await empty.met() == 1
+    assert {tuple(machine.launcher.met[-1][1]) for machine in empty.machines.values()} == {("in 1", "out 1")}
+    assert all(machine.launcher.starts == [0, 1] for machine in empty.machines.values())
+
+
+async def test_a_meeting_waits_for_every_rank_of_a_machine(
+    empty: Group, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_omni_plugin.replicas.machines.meeting_host.REMIND_AFTER_S", 0.01)
+    caplog.set_level("INFO")
+    machines = [empty.start(0), empty.start(1, late=1), empty.start(2)]
+    await eventually(lambda: "machine 1 at 10.0.0.1, whose ranks do not start yet" in caplog.text)
+    assert machines[0].launcher.coordinations == []
+    machines[1].start_rank()
+    assert await empty.met() == 1
+
+
+@pytest.mark.parametrize("rank", range(MACHINES))
+async def test_a_rank_that_ends_ends_all_and_all_meet_again(group: Group, rank: int) -> None:
+    before = [process for machine in group.machines.values() for process in machine.alive]
+    dying = group.machines[rank].alive[0]
+    dying.exit_note = "it was ended by SIGKILL"
+    dying.die()
+    assert await group.met(after=1) == 2
+    assert all(process.ended for process in before)
+    for other, machine in group.machines.items():
+        if other != rank:
+            assert f"machine {rank} at 10.0.0.{rank}: it was ended by SIGKILL" in machine.reasons
+
+
+async def test_a_meeting_waits_for_the_end_of_the_one_before(group: Group) -> None:
+    group.machines[2].launcher.slow_end.clear()
+    group.machines[1].alive[0].die()
+    await eventually(lambda: not group.machines[0].alive)
+    assert len(group.machines[0].launcher.met) == 1
+    group.machines[2].launcher.slow_end.set()
+    assert await group.met(after=1) == 2
+
+
+async def test_a_coordinator_that_ends_ends_the_ranks(group: Group) -> None:
+    group.machines[0].launcher.coordinations[0].die()
+    assert await group.met(after=1) == 2
+
+
+async def test_a_coordinator_that_does_not_start_is_tried_again(empty: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_omni_plugin.replicas.machines.group_leader.Backoff", partial(Backoff, 0.01))
+    first = empty.start(0)
+    first.launcher.failing = 2
+    empty.start(1)
+    empty.start(2)
+    assert await empty.met() == 1
+    assert first.launcher.failing == 0
+
+
+@pytest.mark.parametrize("rank", range(MACHINES))
+async def test_a_command_that_is_killed_and_started_again_meets_the_others(group: Group, rank: int) -> None:
+    # The first machine waits for its port.
+    await group.machines[rank].close()
+    group.machines.pop(rank)
+    group.start(rank)
+    await group.met(after=0 if rank == 0 else 1)
+    assert all(len(machine.launcher.met) == (1 if other == rank else 2) for other, machine in group.machines.items())
+
+
+@pytest.mark.parametrize("rank", range(MACHINES))
+async def test_a_machine_that_is_told_to_end_drains_all_and_no_rank_ends_before_all_have_finished(
+    group: Group, rank: int
+) -> None:
+    lasts = (rank + 1) % MACHINES
+    processes = [process for machine in group.machines.values() for process in machine.alive]
+    group.machines[lasts].is_busy = True
+    group.machines[rank].machine.leave()
+    await eventually(lambda: all(machine.draining for other, machine in group.machines.items() if other != lasts))
+    assert not any(process.ended for process in processes)
+    group.machines[lasts].is_busy = False
+    await eventually(lambda: all(process.ended for process in processes))
+    assert not any(process.killed for process in processes)
+
+
+async def test_a_first_machine_that_cannot_listen_names_the_flags(empty: Group) -> None:
+    first = empty.start(0)
+    await eventually(lambda: not first.running.done())
+    second = Machine(0, empty.port)
+    try:
+        with pytest.raises(ConfigError, match="argument --master-addr: the first machine, --node-rank 0, waits"):
+            await asyncio.wait_for(second.running, 10)
+    finally:
+        await second.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_after_any_faults_all_machines_meet_again(group: Group, seed: int) -> None:
+    chance = random.Random(seed)
+    last = 1
+    for _ in range(8):
+        machine = group.machines[chance.randrange(MACHINES)]
+        match chance.randrange(3):
+            case 0 if machine.alive:
+                chance.choice(machine.alive).die()
+            case 1:
+                group.machines[0].launcher.coordinations[-1].die()
+            case _ if machine is not group.machines[0]:
+                rank = chance.choice((1, 2))
+                await group.machines[rank].close()
+                group.machines.pop(rank)
+                group.start(rank)
+        if chance.random() < 0.5:
+            await asyncio.sleep(chance.random() / 20)
+    last = await group.met()
+    met = [machine.launcher.met[-1] for machine in group.machines.values()]
+    assert all(each == met[0] for each in met)
+    assert last == len(group.machines[0].launcher.coordinations)
