@@ -26,7 +26,7 @@ from vllm_omni_plugin.integration.fleet_setup.fleet import Fleet
 from vllm_omni_plugin.integration.fleet_setup.stage_planning import StagePlan
 from vllm_omni_plugin.pipeline import VLLM_ENGINE, Modality, Stage
 from vllm_omni_plugin.replicas.engine.engine_start import Launcher
-from vllm_omni_plugin.sim import EngineModel, Step
+from vllm_omni_plugin.sim import EngineModel, EngineSettings, Step
 from vllm_omni_plugin.sim.sim_launcher import EngineHost, SimLauncher, SimProcess
 from vllm_omni_plugin.vllm_api.codecs.sim_protocol import ready_response
 from vllm_omni_plugin.vllm_api.launch.model_fingerprint import fingerprint
@@ -184,14 +184,16 @@ class Call:
         await self._head.client.abort_requests_async([self._request_id])
 
 
-def by_hand() -> list[int]:
+def by_hand(thinker: EngineSettings = SETTINGS, refiner: EngineSettings = SETTINGS) -> list[int]:
     """The answer of the second model to the text of the first one, from one engine of each."""
-    thought = [WORDS[token] for token in said(PROMPT, 3, END)]
-    return said([BEGIN, *(REVERSED.index(word) for word in thought if word not in SPECIAL)], LENGTH, None)
+    thought = [WORDS[token] for token in said(PROMPT, 3, END, thinker)]
+    return said([BEGIN, *(REVERSED.index(word) for word in thought if word not in SPECIAL)], LENGTH, None, refiner)
 
 
-def said(prompt: Iterable[int], max_tokens: int, eos_token_id: int | None) -> list[int]:
-    return answer(sim_request("r", prompt, max_tokens, eos_token_id=eos_token_id), SETTINGS)
+def said(
+    prompt: Iterable[int], max_tokens: int, eos_token_id: int | None, settings: EngineSettings = SETTINGS
+) -> list[int]:
+    return answer(sim_request("r", prompt, max_tokens, eos_token_id=eos_token_id), settings)
 
 
 @pytest.fixture

@@ -2,16 +2,28 @@
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from vllm.sampling_params import SamplingParams
+
+from tests.contract.stage_models import REVERSED, config, model, source
 from tests.fakes.conditions import eventually
 from tests.sim.drive import answer
 from tests.sim.drive import request as sim_request
 from tests.sim.protocol.requests import request
+from tests.sim.protocol.test_sim_pipeline import LENGTH, REFINER, THINKER, by_hand
+from tests.sim.protocol.test_sim_pipeline import PROMPT as PIPELINE_PROMPT
+from tests.sim.protocol.test_sim_pipeline import SETTINGS as PIPELINE_SETTINGS
 from tests.sim.protocol.whole_heads import SETTINGS, WholeHead, open_nodes
 from vllm_omni_plugin.coordinator import OmniCoordinator
+from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.pool_member import OTHER_GENERATION
+from vllm_omni_plugin.pipeline import Pipeline
+from vllm_omni_plugin.vllm_api.vllm_stages.stage_requests import VllmStageApi
 
 NODES, CLIENTS, PROMPT, TOKENS = 3, 12, 8, 60
 OLD = {"model": "simulated", "vLLM version": "0.32.0"}
@@ -24,8 +36,9 @@ OLD_ENGINES, NEW_ENGINES = replace(SETTINGS, step_s=0.005, seed=1), replace(SETT
 class Ingress:
     """Clients that send one request after the other to the head that it points to; `sent` has the head of each."""
 
-    def __init__(self, head: WholeHead) -> None:
+    def __init__(self, head: WholeHead, make: Callable[[str], Any]) -> None:
         self.head = head
+        self._make = make
         self.sent: dict[str, WholeHead] = {}
         self._open = True
         self._numbers = itertools.count()
@@ -35,7 +48,7 @@ class Ingress:
         while self._open:
             name, head = f"request-{next(self._numbers)}", self.head
             self.sent[name] = head
-            head.submit(request(name, PROMPT, max_tokens=TOKENS, ignore_eos=True))
+            head.submit(self._make(name))
             await eventually(lambda name=name, head=head: name in head.ended, "an answer")  # type: ignore[misc]
 
     async def more(self) -> None:
@@ -50,7 +63,8 @@ class Ingress:
 
 def shown(head: WholeHead) -> list[bool]:
     """For each replica of the other generation that a head shows, whether it says that some head uses it."""
-    others = [member for member in head.pool.members if member.state == OTHER_GENERATION]
+    members = [member for pool in head.pools for member in pool.members]
+    others = [member for member in members if member.state == OTHER_GENERATION]
     return ["no head of its kind" not in member.other_generation for member in others]
 
 
@@ -61,7 +75,7 @@ async def test_an_upgrade_loses_no_request_and_none_is_answered_by_two_generatio
         stack.callback(lambda: coordinator.close())
         old_nodes = await stack.enter_async_context(open_nodes(address, NODES, OLD_ENGINES, OLD))
         old = await stack.enter_async_context(old_nodes())
-        ingress = Ingress(old)
+        ingress = Ingress(old, lambda name: request(name, PROMPT, max_tokens=TOKENS, ignore_eos=True))
         await ingress.more()
 
         new_nodes = await stack.enter_async_context(open_nodes(address, NODES, NEW_ENGINES, NEW))
@@ -95,3 +109,47 @@ async def test_an_upgrade_loses_no_request_and_none_is_answered_by_two_generatio
     assert {name: head.ended[name] for name, head in ingress.sent.items()} == dict.fromkeys(ingress.sent, "length")
     wrong = [name for name, head in ingress.sent.items() if head.tokens[name] != by_head[head]]
     assert wrong == []
+
+
+THINKERS, REFINERS = (replace(PIPELINE_SETTINGS, step_s=0.005, seed=seed) for seed in (1, 2))
+NEW_REFINERS = replace(REFINERS, seed=3)
+
+
+async def test_a_pipeline_that_is_upgraded_in_one_stage_loses_no_request_and_none_meets_both_refiners(
+    tmp_path: Path,
+) -> None:
+    configs = [config(model(tmp_path / "thinker")), config(model(tmp_path / "refiner", REVERSED))]
+    params = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
+
+    def new_head(address: str, refiner: dict[str, str], attached: int) -> WholeHead:
+        stages = (THINKER, REFINER)
+        apis = [VllmStageApi(own, configs[0], stage) for own, stage in zip(configs, stages, strict=True)]
+        builder = StageInputBuilder(Pipeline(stages), apis, apis[0].prompt_text)
+        return WholeHead(address, refiner["vLLM version"], attached, {0: OLD, 1: refiner}, builder)
+
+    coordinator = OmniCoordinator("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    address = coordinator.router_zmq_addr
+    async with AsyncExitStack() as stack:
+        stack.callback(coordinator.close)
+        await stack.enter_async_context(open_nodes(address, 2, THINKERS, OLD))
+        old_refiners = await stack.enter_async_context(open_nodes(address, 2, REFINERS, OLD, 1))
+        async with new_head(address, OLD, attached=4) as old:
+            ingress = Ingress(old, lambda name: source(PIPELINE_PROMPT, params, request_id=name))
+            await ingress.more()
+            await stack.enter_async_context(open_nodes(address, 2, NEW_REFINERS, NEW, 1))
+            await eventually(lambda: shown(old) == [UNUSED] * 2, "the old head shows the new refiners")
+            new = await stack.enter_async_context(new_head(address, NEW, attached=2))
+            await eventually(lambda: shown(new) == shown(old) == [USED] * 2, "both kinds of refiners are in use")
+            old_refiners.servers[0].stop_now("the test takes it")
+            await ingress.more()
+            ingress.head = new
+            # The thinkers are the old head's, as long as it runs.
+            await eventually(lambda: len(new.orchestrator.request_states) == CLIENTS, "all wait at the new head")
+            assert new.ended == {}
+        await ingress.more()
+        await ingress.close()
+
+    by_head = {old: by_hand(THINKERS, REFINERS), new: by_hand(THINKERS, NEW_REFINERS)}
+    assert by_head[old] != by_head[new]
+    assert {name: head.ended[name] for name, head in ingress.sent.items()} == dict.fromkeys(ingress.sent, "length")
+    assert [name for name, head in ingress.sent.items() if head.tokens[name] != by_head[head]] == []

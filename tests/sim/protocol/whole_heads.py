@@ -18,6 +18,7 @@ from vllm_omni_plugin.orchestrator import FleetControl, Orchestrator, PoolMember
 from vllm_omni_plugin.orchestrator.attachment.remote_replicas import RemoteReplicas
 from vllm_omni_plugin.orchestrator.dispatch.head_context import HeadRules
 from vllm_omni_plugin.orchestrator.fleet_state.fleet_calls import FleetCalls
+from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.stage_pool import PoolTraits
 from vllm_omni_plugin.orchestrator.pool.work_exchange import WorkExchange
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import AbortRequests, RequestFailed, SubmitRequest
@@ -32,6 +33,7 @@ from vllm_omni_plugin.vllm_api.codecs.stage_protocol import ready_response
 from vllm_omni_plugin.vllm_api.engine_messages.engine_api import EngineApi
 
 FINGERPRINT = {"model": "simulated"}
+ONE_STAGE = {0: FINGERPRINT}
 INTERVAL, TIMEOUT = 0.1, 10.0
 SETTINGS = replace(FAST, max_num_seqs=16, max_model_len=100_000, kv_blocks=1_000_000)
 
@@ -39,11 +41,16 @@ SETTINGS = replace(FAST, max_num_seqs=16, max_model_len=100_000, kv_blocks=1_000
 class WholeHead:
     """A head process without AsyncLLM, as an asynchronous context manager; `produced` counts tokens by request.
 
-    `tokens` are those of the requests that ended.
+    `tokens` are those of the requests that ended. It waits at its start until so many `replicas` are attached.
     """
 
     def __init__(
-        self, coordinator: str, head_id: str, replicas: int, fingerprint: Mapping[str, str] = FINGERPRINT
+        self,
+        coordinator: str,
+        head_id: str,
+        replicas: int,
+        fingerprints: Mapping[int, Mapping[str, str]] = ONE_STAGE,
+        pipeline: StageInputBuilder | None = None,
     ) -> None:
         self._replicas = replicas
         self.produced: Counter[str] = Counter()
@@ -51,16 +58,19 @@ class WholeHead:
         self.ended: dict[str, Any] = {}
         self.statistics: Any = None
         self._exchange = WorkExchange(self._report)
-        self.pool = StagePool(0, LeastQueueLengthBalancer(), traits=PoolTraits(exchange=self._exchange))
-        self.orchestrator = Orchestrator([self.pool], [EngineApi()], HeadRules(3), time.monotonic)
+        traits = PoolTraits(exchange=self._exchange)
+        self.pools = [StagePool(stage_id, LeastQueueLengthBalancer(), traits=traits) for stage_id in fingerprints]
+        self.pool = self.pools[0]
+        apis = [EngineApi()] if pipeline is None else pipeline.apis
+        self.orchestrator = Orchestrator(self.pools, apis, HeadRules(3), time.monotonic, input_builder=pipeline)
         self.fleet_calls = FleetCalls(self.orchestrator, head_id, lambda: self._client)
-        settings = AttachSettings({0: EngineApi()}, head_id, {0: fingerprint}, INTERVAL, TIMEOUT)
+        settings = AttachSettings(dict(enumerate(apis)), head_id, fingerprints, INTERVAL, TIMEOUT)
         self._remote = RemoteReplicas(self.orchestrator, self.fleet_calls, settings)
         self._client = OmniCoordClientForHead(
             coordinator,
             head_id,
             SessionListener(self.orchestrator.rpc_async_queue),
-            generation=generation_of({0: fingerprint}),
+            generation=generation_of(fingerprints),
         )
         self._more = asyncio.Event()
 
@@ -68,7 +78,7 @@ class WholeHead:
         control = FleetControl(self.orchestrator, self.fleet_calls, self._remote, self._exchange)
         self._tasks = [asyncio.create_task(control.run()), asyncio.create_task(self._read())]
         await eventually(
-            lambda: sum(member.client is not None for member in self.pool.members) == self._replicas,
+            lambda: sum(member.client is not None for pool in self.pools for member in pool.members) >= self._replicas,
             "all replicas are attached",
         )
         return self
@@ -150,10 +160,12 @@ async def open_nodes(
     replicas: int = 1,
     engine_settings: EngineSettings = SETTINGS,
     fingerprint: Mapping[str, str] = FINGERPRINT,
+    stage_id: int = 0,
 ) -> AsyncIterator[NewHead]:
-    """Replica servers with a simulated engine each; makes their heads."""
-    numbers = itertools.count()
-    settings = ServerSettings("127.0.0.1", None, coordinator, 0, INTERVAL, TIMEOUT, 5.0, None, fingerprint)
+    """Replica servers with a simulated engine each; makes their heads, of one stage."""
+    names = map("head-{} of ".format, itertools.count())
+    generation = {0: fingerprint}
+    settings = ServerSettings("127.0.0.1", None, coordinator, stage_id, INTERVAL, TIMEOUT, 5.0, None, fingerprint)
     raise_limits(replicas)
     with EngineHost() as host, ThreadPoolExecutor(2 * replicas) as executor:
         launcher = SimLauncher(host, engine_settings, ready_response)
@@ -162,9 +174,7 @@ async def open_nodes(
         try:
             yield NewHead(
                 servers,
-                lambda: WholeHead(
-                    coordinator, f"head-{next(numbers)} of {generation_of({0: fingerprint})}", replicas, fingerprint
-                ),
+                lambda: WholeHead(coordinator, next(names) + generation_of(generation), replicas, generation),
             )
         finally:
             for server in servers:
