@@ -117,6 +117,7 @@ def listen_for_machines(address: tuple[str, int]) -> Listener:
     except ConfigError as error:
         raise ConfigError(
             f"argument --master-addr: the first machine, --node-rank 0, waits for the others at {host} port {port} "
-            f"(--master-port), and cannot: {error}"
+            # Without the flag that it names.
+            f"(--master-port), and cannot: {str(error).partition(': ')[2]}"
         ) from error
     return listener
