@@ -95,6 +95,10 @@ class Fleet(FakeFleet):
             delay=self.delay,
         )
 
+    async def __aexit__(self, *error: object) -> None:
+        await self.remote.close()
+        await super().__aexit__(*error)
+
     async def attach(
         self, info: ReplicaInfo, replica_id: int, settings: AttachSettings, on_outputs: OnOutputs, on_status: OnStatus
     ) -> Any:

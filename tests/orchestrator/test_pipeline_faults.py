@@ -10,7 +10,7 @@ from tests.fakes.conditions import eventually
 from tests.fakes.pipeline_fleet import FakePipelineFleet, stage
 from tests.fakes.pipelines import CHAIN, FAN_OUT, PYTHON, SPEECH
 from tests.fakes.transforms import leaving, raising, refusing
-from vllm_omni_plugin.errors import NoReplicaError, StageError, StageInputError
+from vllm_omni_plugin.errors import NoReplicaError, RequestLostError, StageError, StageInputError
 from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import PipelineCallEnded, StageEvent
 from vllm_omni_plugin.pipeline import Stage
 
@@ -274,3 +274,26 @@ async def test_a_stage_without_replicas_fails_its_requests_and_no_others(held: b
             (error,) = fleet.call_ends("r")
             assert isinstance(error, NoReplicaError)
             assert str(error).startswith("Stage 'judge': No replica of stage 1 can serve")
+
+
+async def test_the_moves_of_one_stage_do_not_count_for_another() -> None:
+    async with FakePipelineFleet(CHAIN, replicas=2, migration_limit=1) as fleet:
+        await fleet.submit("r", "text", move="replay")
+        for stage_id in (0, 1):
+            fleet.attempt("r", stage_id)[0].say_dead()
+            await fleet.step("r", stage_id, count=9)
+        assert fleet.call_ends("r") == [None]
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+async def test_the_last_replica_of_a_stage_is_lost(delivered: bool) -> None:
+    async with FakePipelineFleet(CHAIN) as fleet:
+        await fleet.submit("r", "text", move="replay")
+        if delivered:
+            await fleet.step("r", 0)
+        fleet.lose(0, 0)
+        await fleet.read()
+        ((_, error),) = fleet.ends
+        assert type(error) is (RequestLostError if delivered else NoReplicaError)
+        assert str(error).startswith("Stage 'thinker': ")
+        assert fleet.call_ends("r") == [error]

@@ -29,7 +29,6 @@ from vllm_omni_plugin.replicas.remote.remote_replica import AttachRefusedError
 async def fleet() -> AsyncIterator[Fleet]:
     async with Fleet() as fleet:
         yield fleet
-        await fleet.remote.close()
 
 
 async def test_replicas_have_the_ids_of_the_list_so_that_all_heads_use_the_same_names(fleet: Fleet) -> None:

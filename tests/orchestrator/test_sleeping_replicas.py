@@ -23,7 +23,6 @@ class SleepingFleet(Fleet):
 async def fleet() -> AsyncIterator[SleepingFleet]:
     async with SleepingFleet() as fleet:
         yield fleet
-        await fleet.remote.close()
 
 
 async def found(fleet: SleepingFleet) -> Attachment:

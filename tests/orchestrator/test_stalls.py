@@ -250,7 +250,6 @@ async def test_a_stalled_replica_of_another_node_serves_again_once_a_request_tri
         assert fleet.tokens["computed"] == [5], "nobody gets what was only tried"
         events = [event.kind for event in fleet.orchestrator.events.after()]
         assert events[-5:] == ["stall", "lost", "move", "resume", "attach"]
-        await fleet.remote.close()
 
 
 async def test_a_replica_that_still_computes_nothing_is_left_and_tried_again_later(
@@ -268,7 +267,6 @@ async def test_a_replica_that_still_computes_nothing_is_left_and_tried_again_lat
         assert all(each.closed for each in fleet.attachments[2:5])
         assert (stalled(fleet), member.stalls, member.status) == ([0], 1, ERROR)
         assert "a request tried there got no token" in caplog.text
-        await fleet.remote.close()
 
 
 async def test_nothing_is_tried_at_an_engine_that_is_paused_meanwhile() -> None:
@@ -281,7 +279,6 @@ async def test_nothing_is_tried_at_an_engine_that_is_paused_meanwhile() -> None:
         fleet.pause_over.set()
         await fleet.serving(2)
         assert fleet.attachments[2].link.added == []
-        await fleet.remote.close()
 
 
 async def test_a_stalled_engine_of_this_node_is_restarted_and_tried_before_it_serves() -> None:

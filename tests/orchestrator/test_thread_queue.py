@@ -1,12 +1,13 @@
-"""The queue between two event loops."""
+"""The queue between two event loops, and the one to AsyncLLM, which postponed items do not wake."""
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from vllm_omni_plugin.orchestrator.front_end import QueuedFrontEnd
 from vllm_omni_plugin.orchestrator.requests.thread_queue import QueueClosedError, ThreadQueue
 
 
@@ -81,3 +82,34 @@ async def test_another_thread_may_produce() -> None:
         taken += await queue.get_batch()
     thread.join()
     assert taken == list(range(100))
+
+
+@pytest.fixture
+def front_end() -> Iterator[QueuedFrontEnd]:
+    front_end = QueuedFrontEnd()
+    yield front_end
+    front_end.stop_waiting()
+
+
+async def test_a_postponed_item_goes_before_the_next_item(front_end: QueuedFrontEnd) -> None:
+    front_end.give_later("first")
+    front_end.give_later("second")
+    assert len(front_end.output_async_queue) == 0
+    front_end.give("third")
+    assert await front_end.output_async_queue.get_batch() == ["first", "second", "third"]
+    front_end.give("fourth")
+    assert await front_end.output_async_queue.get_batch() == ["fourth"]
+
+
+async def test_a_postponed_item_goes_alone_after_a_while(front_end: QueuedFrontEnd) -> None:
+    for number in ("one", "two"):
+        front_end.give_later(number)
+        async with asyncio.timeout(10):
+            assert await front_end.output_async_queue.get_batch() == [number]
+
+
+async def test_a_postponed_item_is_dropped_with_a_closed_queue(front_end: QueuedFrontEnd) -> None:
+    front_end.give_later("first")
+    front_end.close()
+    front_end.give("second")
+    assert len(front_end.output_async_queue) == 0

@@ -16,7 +16,6 @@ from vllm_omni_plugin.orchestrator.requests.orchestrator_messages import Replica
 async def fleet() -> AsyncIterator[Fleet]:
     async with Fleet() as fleet:
         yield fleet
-        await fleet.remote.close()
 
 
 async def test_a_replica_serves_while_its_lease_lasts_though_a_new_coordinator_does_not_list_it(fleet: Fleet) -> None:

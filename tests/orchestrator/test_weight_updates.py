@@ -33,7 +33,6 @@ async def fleet(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Fleet]:
     caplog.set_level(logging.INFO)
     async with Fleet() as fleet:
         yield fleet
-        await fleet.remote.close()
 
 
 async def updated(fleet: Fleet) -> list[Attachment]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import os
+import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -19,7 +21,8 @@ from tests.sim.protocol.test_sim_pipeline import LENGTH, REFINER, THINKER, by_ha
 from tests.sim.protocol.test_sim_pipeline import PROMPT as PIPELINE_PROMPT
 from tests.sim.protocol.test_sim_pipeline import SETTINGS as PIPELINE_SETTINGS
 from tests.sim.protocol.whole_heads import SETTINGS, WholeHead, open_nodes
-from vllm_omni_plugin.coordinator import OmniCoordinator
+from vllm_omni_plugin.coordinator import OmniCoordinator, OmniCoordinatorRuntime
+from vllm_omni_plugin.orchestrator.event_log import EventKind
 from vllm_omni_plugin.orchestrator.multi_stage.input_builder import StageInputBuilder
 from vllm_omni_plugin.orchestrator.pool.pool_member import OTHER_GENERATION
 from vllm_omni_plugin.pipeline import Pipeline
@@ -153,3 +156,44 @@ async def test_a_pipeline_that_is_upgraded_in_one_stage_loses_no_request_and_non
     assert by_head[old] != by_head[new]
     assert {name: head.ended[name] for name, head in ingress.sent.items()} == dict.fromkeys(ingress.sent, "length")
     assert [name for name, head in ingress.sent.items() if head.tokens[name] != by_head[head]] == []
+
+
+REPLICAS, STREAMS = 16, 48
+ENDLESS = 90_000
+
+
+def addresses(head: WholeHead) -> dict[str, str]:
+    """The replicas of a head by name."""
+    return {member.name: member.input_addr for member in head.pool.members}
+
+
+async def each_goes_on(head: WholeHead) -> None:
+    before = dict(head.produced)
+    await eventually(lambda: all(head.produced[name] > count for name, count in before.items()), "all streams go on")
+
+
+async def test_no_stream_of_a_joined_head_moves_and_no_replica_is_renumbered() -> None:
+    runtime = await asyncio.to_thread(OmniCoordinatorRuntime, heartbeat_timeout=3.0)
+    address = runtime.router_address
+    try:
+        async with open_nodes(address, REPLICAS, replace(SETTINGS, step_s=0.02)) as new_head, new_head() as joined:
+            async with new_head() as first:
+                names = addresses(joined)
+                assert addresses(first) == names
+                joined.submit(*[request(f"stream-{number}", max_tokens=ENDLESS) for number in range(STREAMS)])
+                await eventually(lambda: len(joined.produced) == STREAMS, "all streams have begun")
+                assert runtime.process_id is not None
+                os.kill(runtime.process_id, signal.SIGKILL)
+            await asyncio.to_thread(runtime.close)
+            await each_goes_on(joined)
+            port = int(address.rpartition(":")[2])
+            runtime = await asyncio.to_thread(OmniCoordinatorRuntime, port=port, heartbeat_timeout=3.0)
+            async with new_head() as successor:
+                assert addresses(successor) == names
+                await each_goes_on(joined)
+            assert joined.ended == {}
+            assert addresses(joined) == names
+            kinds = {event.kind for event in joined.orchestrator.events.after()}
+            assert kinds == {EventKind.ATTACH}
+    finally:
+        await asyncio.to_thread(runtime.close)
