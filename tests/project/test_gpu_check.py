@@ -55,10 +55,3 @@ def test_a_step_that_hangs_or_fails_keeps_its_figures_and_the_others_follow() ->
         ("eager", "one_after_another", "FAILED", "RuntimeError: no GPU"),
     ]
     assert table(rows).splitlines()[4] == "| eager | one_engine | FAILED | not within 0.1 s |"
-
-
-def test_when_all_time_is_used_the_other_steps_are_skipped() -> None:
-    rows: list[Row] = []
-    run(Steps(), rows, ["eager", "graphs"], time.monotonic(), 100)
-    assert {row[2:] for row in rows} == {("skipped", "no time is left")}
-    assert [mode for mode, *_ in rows] == ["eager"] * 7 + ["graphs"] * 3

@@ -1,19 +1,15 @@
-"""vLLM's own engine core with the executor that sleeps instead of running a model: its answers, and its times."""
+"""vLLM's own engine core with the executor that sleeps instead of running a model."""
 
 import gc
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import vllm.envs
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from tests.contract.configs import vllm_config, write_model
-from tests.fakes.sleeping_executor import Iteration, LoadedAdapters, SleepingModel
 from tests.sim import drive
 from tests.sim.protocol.requests import request
 from vllm_omni_plugin.sim import EngineSettings
@@ -72,27 +68,3 @@ def test_an_engine_lets_an_adapter_without_a_slot_wait_for_all_requests_of_other
     reports = [batch.scheduler_stats for batch in found]
     assert [report.num_skipped_waiting_reqs for report in reports] == [1, 1, 0, 0]
     assert not any(report.running_lora_adapters or report.waiting_lora_adapters for report in reports)
-
-
-def new(request_id: str, prompt: int) -> Any:
-    tokens = list(drive.request("", prompt).prompt)
-    params = SamplingParams(max_tokens=8)
-    return SimpleNamespace(req_id=request_id, prompt_token_ids=tokens, sampling_params=params, lora_request=None)
-
-
-def test_an_iteration_takes_what_the_linear_model_says() -> None:
-    slept: list[float] = []
-    model = SleepingModel(drive.SETTINGS, slept.append)
-    assert model.compute(Iteration([new("a", 8)], {"a": 8}, {"a": 0}, ())).keys() == {"a"}
-    assert model.compute(Iteration([new("b", 20)], {"a": 1, "b": 12}, {"a": 8, "b": 4}, ())).keys() == {"a"}
-    assert model.compute(Iteration([], {"b": 4}, {"b": 16}, ("a",))).keys() == {"b"}
-    model.compute(Iteration([], {"b": 1}, {"b": 20}, ()))
-    model.compute(Iteration([], {}, {}, ("b",)))
-    assert slept == pytest.approx([1.08, 1.22, 1.04, 1.1])
-
-
-def test_an_iteration_waits_for_adapters_that_have_no_slot_and_the_last_used_ones_keep_theirs(tmp_path: Path) -> None:
-    log = tmp_path / "loads"
-    adapters = LoadedAdapters(2, 0.5, str(log))
-    assert [adapters.use(used) for used in ({1}, {2}, {1}, {3}, {1, 3}, {2}, set())] == [0.5, 0.5, 0, 0.5, 0, 0.5, 0]
-    assert len(log.read_bytes()) == 4
